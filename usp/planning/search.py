@@ -7,7 +7,8 @@ The search is best first by a lower bound that grows from step to step:
     a layout      bounded by its compute, and by the traffic of activations as in the largest micro-batches
     an option     a way to save activations, bounded likewise with its recomputation, and with the optimizer of the host
                   where no sharding fits without offloading it
-    replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters
+    replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters:
+                  ranks then have larger shards to update
     a candidate   with a ZeRO stage and a number of replicas that fit, timed
 
 so a candidate that is reached is faster than everything that has not been reached. Of each family, the configurations
@@ -181,9 +182,9 @@ def _bubble(config: TrainConfig) -> float:
 
 
 def without_parameters(time: StepTime) -> float:
-    """Return the time of a step without the exposed traffic of parameters and gradients, and the optimizer."""
+    """Return the time of a step without the exposed traffic of parameters and gradients."""
     exposed = sum(time.communication[axis].exposed for axis in PARAMETER_AXES if axis in time.communication)
-    return (time.total - time.optimizer) * (1 - exposed / (time.compute.total + time.exposed))
+    return (time.total - time.optimizer) * (1 - exposed / (time.compute.total + time.exposed)) + time.optimizer
 
 
 class Search:
@@ -285,7 +286,7 @@ class Search:
         if not candidates or state == "more replicas":
             return candidates, math.inf
         fastest = min((candidate.time for candidate in candidates), key=lambda time: time.total)
-        bound = without_parameters(fastest)
+        bound = min(without_parameters(candidate.time) for candidate in candidates)
         if state == "two replicas":  # gathers and reductions take a time that is linear in the number of shards
             first = min(candidate.time.total for candidate in self._sharded(config, every[0]))
             bound = max(bound, 2 * fastest.total - first)

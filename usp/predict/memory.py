@@ -204,52 +204,45 @@ def stage_bytes(job: Job, stage: int) -> StageBytes:
     return StageBytes(saved, at_first, at_last, backward, left, handed, outside, head, logits, of_head)
 
 
-class _Stage:
-    """One pipeline stage; `buffers` are the bytes that torch's pipeline keeps for all micro-batches."""
+def _idle(job: Job, stage: int, later: bool) -> int:
+    """Return the bytes of unsharded parameters and gradients while other stages run; `later`: after a backward."""
+    size, config, units = job.dtype.itemsize, job.config, stage_units(job, stage)
+    sums = FLOAT32 if later and config.zero < 2 and config.micro_batches > 1 else 0
+    if job.splits_backwards:
+        sums = FLOAT32 + (size if size < FLOAT32 and stage > 0 else 0)
+    return units.numel * (0 if config.zero == 3 else size) + units.trained_numel * sums
 
-    def __init__(self, job: Job, stage: int) -> None:
-        self.job, self.units, self.bytes = job, stage_units(job, stage), stage_bytes(job, stage)
-        self.first, self.last = stage == 0, stage == job.last_stage
-        self.buffers = (2 - self.first - self.last) * job.config.micro_batches * self.bytes.handed
 
-    def idle(self, later: bool) -> int:
-        """Return the bytes of unsharded parameters and gradients while other stages run; `later`: after a backward."""
-        size, config = self.job.dtype.itemsize, self.job.config
-        sums = FLOAT32 if later and config.zero < 2 and config.micro_batches > 1 else 0
-        if self.job.splits_backwards:
-            sums = FLOAT32 + (size if size < FLOAT32 and not self.first else 0)
-        return self.units.numel * (0 if config.zero == 3 else size) + self.units.trained_numel * sums
-
-    def moments(self, later: bool) -> Iterator[Moment]:
-        """Yield the peaks of one backward, without optimizer states and other micro-batches' activations; `later`:
-        another micro-batch's backward has run before."""
-        job, stage, size, zero = self.job, self.bytes, self.job.dtype.itemsize, self.job.config.zero
-        accumulates = zero < 2 and job.config.micro_batches > 1  # unsharded gradients
-        reduces = (later or not accumulates) and not job.splits_backwards
-        root, layer = self.units.around, self.units.largest
-        sums = self.units.numel * FLOAT32 if accumulates and later else 0
-        prefetched = layer.numel if zero == 3 and layer.numel > layer.shard else 0
-        # What reduces gradients stays until the next reduction: the root's of the micro-batch before, or a layer's,
-        # whose activations are gone.
-        reducing = root.reduced * FLOAT32 if zero >= 2 and later else 0
-        every = self.units.numel - root.numel
-        whole = sums + reducing + size * (root.numel + (prefetched if zero == 3 else every))
-        if self.last:
-            yield Moment("loss", 0, 0, 0, whole, stage.at_last + stage.outside + stage.head, stage.logits)
-        layers = len(self.units.layers)
-        if reduces and layers > 1:  # the layer before the last, where offloading leaves two layers' activations again
-            freed = 0 if job.config.ac_offload and layers > 2 else stage.at_first
-            whole += max(0, layer.reduced * FLOAT32 - freed - reducing)
-        whole += size * (stage.of_head + (layer.numel if zero == 3 else 0))
-        yield Moment("last layer", 0, 0, 0, whole, stage.at_last + stage.outside, stage.backward)
-        whole = sums + size * (root.numel + stage.of_head + (layer.numel if reduces or zero == 3 else every))
-        gradients = (self.units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
-        whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
-        yield Moment("first layer", 0, 0, gradients, whole, stage.at_first + stage.outside, stage.backward)
-        if reduces:
-            gradients += layer.trained_shard * FLOAT32
-            copies = root.trained_numel * (FLOAT32 if accumulates else size) + root.reduced * FLOAT32
-            yield Moment("root reduced", gradients=gradients, whole=copies)
+def _backward(job: Job, stage: int, later: bool) -> Iterator[Moment]:
+    """Yield the peaks of a stage's backward, without optimizer states and other micro-batches' activations; `later`:
+    another micro-batch's backward has run before."""
+    units, here, size, zero = stage_units(job, stage), stage_bytes(job, stage), job.dtype.itemsize, job.config.zero
+    accumulates = zero < 2 and job.config.micro_batches > 1  # unsharded gradients
+    reduces = (later or not accumulates) and not job.splits_backwards
+    root, layer = units.around, units.largest
+    sums = units.numel * FLOAT32 if accumulates and later else 0
+    prefetched = layer.numel if zero == 3 and layer.numel > layer.shard else 0
+    # What reduces gradients stays until the next reduction: the root's of the micro-batch before, or a layer's, whose
+    # activations are gone.
+    reducing = root.reduced * FLOAT32 if zero >= 2 and later else 0
+    every = units.numel - root.numel
+    whole = sums + reducing + size * (root.numel + (prefetched if zero == 3 else every))
+    if stage == job.last_stage:
+        yield Moment("loss", 0, 0, 0, whole, here.at_last + here.outside + here.head, here.logits)
+    layers = len(units.layers)
+    if reduces and layers > 1:  # the layer before the last, where offloading leaves two layers' activations again
+        freed = 0 if job.config.ac_offload and layers > 2 else here.at_first
+        whole += max(0, layer.reduced * FLOAT32 - freed - reducing)
+    whole += size * (here.of_head + (layer.numel if zero == 3 else 0))
+    yield Moment("last layer", 0, 0, 0, whole, here.at_last + here.outside, here.backward)
+    whole = sums + size * (root.numel + here.of_head + (layer.numel if reduces or zero == 3 else every))
+    gradients = (units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
+    whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
+    yield Moment("first layer", 0, 0, gradients, whole, here.at_first + here.outside, here.backward)
+    if reduces:
+        gradients += layer.trained_shard * FLOAT32
+        copies = root.trained_numel * (FLOAT32 if accumulates else size) + root.reduced * FLOAT32
+        yield Moment("root reduced", gradients=gradients, whole=copies)
 
 
 @dataclass(frozen=True)
@@ -289,28 +282,30 @@ def peak_moment(job: Job, rank: int) -> Moment:
 
 def _moments(job: Job, rank: int, shards: int) -> Iterator[Moment]:
     """Yield the peaks of the step, without parameters and optimizer states. shards: bytes of all gradient shards."""
-    stages = {stage: _Stage(job, stage) for stage in job.stages(rank)}
-    config, buffers, most = job.config, sum(stage.buffers for stage in stages.values()), shards
+    config, stages, most = job.config, {stage: stage_bytes(job, stage) for stage in job.stages(rank)}, shards
+    # Hidden states that torch's pipeline keeps for all micro-batches: of both neighbours, if there are two.
+    neighbours = sum((stage > 0) + (stage < job.last_stage) for stage in stages)
+    buffers = config.micro_batches * neighbours * max(here.handed for here in stages.values())
     if config.optim_offload and not (config.zero >= 2 and config.micro_batches > 1 and job.dims.dp_replicate > 1):
         # A gradient goes to the host once it is reduced, over replicas as well.
-        most = FLOAT32 * max(unit.trained_shard for stage in stages.values() for unit in stage.units.all)
-    bytes_of = {number: stage.bytes.saved for number, stage in stages.items()}
-    bytes_of |= {~number: stage.bytes.left for number, stage in stages.items()}
-    for (number, half, later), flights in _backwards(Schedule.of(job, rank)).items():
-        stage, others = stages[number], _most(flights, bytes_of) - bytes_of[number]
-        idle = sum(other.idle(later) for other in stages.values() if other is not stage)
-        moments = stage.moments(later)
+        most = FLOAT32 * max(stage_units(job, stage).largest_trained_shard for stage in stages)
+    bytes_of = {stage: here.saved for stage, here in stages.items()}
+    bytes_of |= {~stage: here.left for stage, here in stages.items()}
+    for (stage, half, later), flights in _backwards(Schedule.of(job, rank)).items():
+        others = _most(flights, bytes_of) - bytes_of[stage]
+        idle = sum(_idle(job, other, later) for other in stages if other != stage)
+        moments = _backward(job, stage, later)
         if half:
             hidden = job.outer_tokens * job.model.hidden_size
-            work = bytes_of[~number] + FLOAT32 * max(stage.bytes.of_head, 5 * hidden)
-            moments = iter([Moment("split backward", 0, 0, 0, stage.idle(True), bytes_of[number], work)])
+            work = bytes_of[~stage] + FLOAT32 * max(stages[stage].of_head, 5 * hidden)
+            moments = iter([Moment("split backward", 0, 0, 0, _idle(job, stage, True), bytes_of[stage], work)])
         for name, _, _, gradients, whole, saved, work in moments:
             gradients = min(most, shards if later and config.zero >= 2 else gradients)
             yield Moment(name, 0, 0, gradients, whole + idle, saved + others, work + buffers)
     if not config.optim_offload:
         muon = 0
         if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
-            layers = [job.model.layers[kind] for stage in stages for kind, _ in job.kinds(stage)]
+            layers = [job.model.layers[kind] for kind, _ in job.kinds(*stages)]
             matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
             muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
         yield Moment("optimizer", gradients=shards, transient=buffers + muon)

@@ -40,6 +40,7 @@ from .job import PASSES, Job, Pass, shared
 from .memory import stage_saved
 from .traffic import FLOAT32, Sent, attention_plan, attention_spec, gather_counts, pass_traffic
 
+SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
 _LAYERS = "the compute of the neighbouring layers"
 OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
     "ring": "the attention of the previous ring step",
@@ -342,8 +343,7 @@ def sent_by_axis(
     by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
     transfers: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for part in sent:
-        # Parameters or gradients of a layer rather than scalars.
-        if OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > 64 * part.calls:
+        if OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > SCALARS * part.calls:
             every = zero == 3 if "gather" in part.collective else zero >= 2 and part.axis in ("fsdp", "efsdp")
             seconds = sent_seconds(job, hardware, part, rank)
             transfers[number if every else 1][part.axis] += seconds  # type: ignore[assignment]
@@ -389,16 +389,30 @@ def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True) -> StepT
     """Predict the time of a step; raise ValueError if the hardware has no peak for the job's dtype, or connects too few
     devices."""
     ranks = [_rank_seconds(job, hardware, prefetches, rank) for rank in _different_ranks(job, hardware)]
-    (slowest, _), fraction = max(ranks, key=lambda pair: pair[0].total), _bubble(job)
+    slowest, _ = max(ranks, key=lambda pair: pair[0].total)
+    return whole_step(job, hardware, slowest, max(optimizer for _, optimizer in ranks), kernel_names(job, hardware))
+
+
+def whole_step(
+    job: Job, hardware: Hardware, slowest: PassSeconds, optimizer: float, kernels: tuple[str, ...]
+) -> StepTime:
+    """Return the time of a step by that of the slowest rank, without waiting for other pipeline stages."""
+    fraction = _bubble(job)
     return StepTime(
         compute=slowest.compute,
         communication=slowest.communication,
         bubble=slowest.total * fraction / (1 - fraction),
-        optimizer=max(optimizer for _, optimizer in ranks),
+        optimizer=optimizer,
         causal_flops=model_flops(job) / job.world_size,
         peak=hardware.peak(dtype_name(job.dtype)),
-        kernels=kernel_names(job, hardware),
+        kernels=kernels,
     )
+
+
+def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> PassSeconds:
+    """Return how much longer than `busy` seconds the host takes to launch operators one by one."""
+    waits = 0.0 if job.config.compile else operators * hardware.launch_seconds - busy
+    return PassSeconds(Seconds(launch=max(0.0, waits)))
 
 
 def _rank_seconds(job: Job, hardware: Hardware, prefetches: bool, rank: int) -> tuple[PassSeconds, float]:
@@ -411,10 +425,7 @@ def _rank_seconds(job: Job, hardware: Hardware, prefetches: bool, rank: int) -> 
     optimizer = update.compute.total
     if job.config.optim_offload:
         optimizer = host_optimizer_seconds(job, hardware, rank)
-    if not job.config.compile and hardware.launch_seconds:  # the host may launch operators too slowly
-        waiting = rank_launches(job, hardware, rank) * hardware.launch_seconds - found.total
-        found += PassSeconds(Seconds(launch=max(0.0, waiting)))
-    return found, optimizer
+    return found + launching(job, hardware, rank_launches(job, hardware, rank), found.total), optimizer
 
 
 def host_optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:

@@ -240,6 +240,14 @@ def test_if_nothing_fits_the_smallest_is_named() -> None:
     assert smallest.memory.device == min(needed.device for _, _, needed in every_candidate(DENSE))
 
 
+def test_muon_stays_on_the_device() -> None:
+    """Check what train.py refuses to offload."""
+    for optimizer, offloads in (("adamw", True), ("muon", False)):
+        tight = replace(question(DENSE), base=TrainConfig(seq_len=2**17, optimizer=optimizer))
+        best = Search(tight, made_up(), tuple(layouts(tight))).run().best
+        assert best and any(each.config.optim_offload for each in best) == offloads
+
+
 def test_reasons_are_the_components_that_take_longer() -> None:
     first = Candidate(TrainConfig(sp_ring=2, sp_ulysses=8), time_of(1.0, ring=0.1), Memory(10))
     slower = Candidate(TrainConfig(pp=2, sp_ring=8), time_of(0.9, ring=0.4, bubble=0.5), Memory(10))
