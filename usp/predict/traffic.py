@@ -355,7 +355,9 @@ def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
     """
     entering, leaving = attention_traffic(job, rank, job.model.facts.windows[index])
     experts = bool(job.model.layers[index].experts)
-    blocks, exchanges = 1 if experts else 2, list(_expert_traffic(job)) if experts else []
+    alike = job.dims.ep > 1 and job.dims.tp > 1 and not job.config.tp_sequence_parallel  # the tokens of tp ranks
+    tokens = -(-job.outer_tokens // job.dims.tp) if alike else job.outer_tokens
+    blocks, exchanges = 1 if experts else 2, list(expert_traffic(job, tokens, gathers=alike)) if experts else []
     forward = [*entering, *_tensor_traffic(job, blocks, blocks), *exchanges]
     recompute: list[Sent] = []
     if job.config.ac != "none":
@@ -452,20 +454,17 @@ def _stage_messages(job: Job) -> Iterator[Sent]:
         yield Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32)
 
 
-def _expert_traffic(job: Job) -> Iterator[Sent]:
-    """Yield the row counts, and the rows to the experts and back, which in a backward are gradients.
+def expert_traffic(job: Job, tokens: int, gathers: bool) -> Iterator[Sent]:
+    """Yield the counts of rows, and the rows of `tokens` to the experts and back, which in a backward are gradients.
 
-    Tensor-parallel ranks with the same tokens send a part of them each, and gather the results. If routers are uneven,
-    rows are those of the busiest rank, which receives as many as it sends back.
+    Tensor-parallel ranks with the same tokens send a part of them each, and one that `gathers` gets all results. If
+    routers are uneven, rows are those of the busiest rank, which receives as many as it sends back.
     """
-    ep, tp, itemsize = job.dims.ep, job.dims.tp, job.dtype.itemsize
-    shared = ep > 1 and tp > 1 and not job.config.tp_sequence_parallel
-    tokens = -(-job.outer_tokens // tp) if shared else job.outer_tokens
-    rows = job.busiest_rows(tokens) * (ep - 1) // ep
+    ep, itemsize, rows = job.dims.ep, job.dtype.itemsize, job.busiest_rows(tokens)
     yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
-    yield Sent("ep", "alltoall_base_", rows * job.model.hidden_size * itemsize).times(2)
-    if shared:
-        yield Sent("tp", "allgather_", tokens * job.model.hidden_size * itemsize * (tp - 1))
+    yield Sent("ep", "alltoall_base_", rows * (ep - 1) // ep * job.model.hidden_size * itemsize).times(2)
+    if gathers:
+        yield Sent("tp", "allgather_", tokens * job.model.hidden_size * itemsize * (job.dims.tp - 1))
 
 
 def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
