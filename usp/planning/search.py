@@ -5,8 +5,8 @@ The search is best first by a lower bound that grows from step to step:
     a group       layouts with the same degrees, bounded by compute with the largest micro-batches and no bubble, then
                   also by the traffic of activations
     a layout      bounded by its compute, and by the traffic of activations as in the largest micro-batches
-    an option     a way to save activations, bounded likewise with its recomputation and copies to the host, and where no
-                  sharding fits without offloading the optimizer, also with the host's
+    an option     a way to save activations, bounded likewise with its recomputation and copies to the host, and, where
+                  no sharding fits without offloading the optimizer, with the host's
     replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters:
                   ranks then have larger shards to update
     a candidate   with a ZeRO stage and a number of replicas that fit, timed
