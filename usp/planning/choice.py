@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from parallel import Hardware, ParallelDims
 from usp.config import TrainConfig
@@ -28,8 +28,7 @@ from .question import CHOSEN, enough_devices, from_rank_0, suppositions
 from .search import Candidate, Predictor, Question, Search, SearchResult, layouts
 from .step_report import StepReport, parts, step_report
 
-T = TypeVar("T")
-_chosen = attrgetter(*CHOSEN)
+_chosen = attrgetter(*CHOSEN)  # hashed in place of a configuration, which has many more fields
 _degrees = attrgetter("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep", "sp_order")
 _dims = lru_cache(maxsize=4096)(ParallelDims)
 
@@ -115,22 +114,10 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
         return Memory(device, host_bytes(like, hardware.host_devices) if offloads else 0)
 
     return Predictor(
-        _by_choice(lambda config: step_seconds(_job_like(job, config), hardware)),
-        _by_choice(lambda config: least_seconds(_job_like(job, config), hardware)),
-        _by_choice(memory),
+        shared(_chosen)(lambda config: step_seconds(_job_like(job, config), hardware)),
+        shared(_chosen)(lambda config: least_seconds(_job_like(job, config), hardware)),
+        shared(_chosen)(memory),
     )
-
-
-def _by_choice(function: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
-    """Cache a function of configurations by what the planner chooses, which is hashed faster than all their fields."""
-    results: dict[tuple[Any, ...], T] = {}
-
-    def cached(config: TrainConfig) -> T:
-        if (key := _chosen(config)) not in results:
-            results[key] = function(config)
-        return results[key]
-
-    return cached
 
 
 @shared(lambda job, config: (id(job), _chosen(config)))

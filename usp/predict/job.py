@@ -226,7 +226,8 @@ def _extents(dims: ParallelDims) -> Mapping[str, tuple[int, int]]:
     return found
 
 
-_stage_layers, _rank_stages = (lru_cache(maxsize=4096)(function) for function in (stage_layers, rank_stages))
+_stage_layers = lru_cache(maxsize=4096)(stage_layers)
+_rank_stages = lru_cache(maxsize=4096)(rank_stages)
 
 
 @lru_cache(maxsize=4096)
@@ -263,7 +264,7 @@ def shared(key: Callable[..., Hashable]) -> Callable[[F], F]:
         def cached(*arguments: Any) -> Any:
             known = results.get(found := key(*arguments))
             if known is None:
-                if len(results) >= 2**14:
+                if len(results) >= 2**16:
                     results.clear()
                 known = results[found] = function(*arguments), arguments
             return known[0]

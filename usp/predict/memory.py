@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from attention import HeadPlan
@@ -160,6 +161,7 @@ class StageBytes(NamedTuple):
     """
 
     saved: int
+    layers: int  # of this by layers, be it in host memory
     at_first: int
     at_last: int
     backward: int  # added by the backward of a layer
@@ -171,13 +173,10 @@ class StageBytes(NamedTuple):
     of_head: int  # and the elements of its gradient
 
 
-def _inside(job: Job, stage: int) -> Hashable:
-    """Return what determines the bytes of a stage."""
-    config, of_stage = job.config, (stage, job.dims.pp, job.config.pp_schedule)
-    return job.micro_batch, *of_stage, config.ac, config.ac_offload, config.mlp_tile, config.loss_chunk
+_OPTIONS = attrgetter("pp_schedule", "ac", "ac_offload", "mlp_tile", "loss_chunk")  # that a micro-batch depends on
 
 
-@shared(_inside)
+@shared(lambda job, stage: (job.micro_batch, job.dims.pp, stage, _OPTIONS(job.config)))
 def stage_bytes(job: Job, stage: int) -> StageBytes:
     """Return what a micro-batch takes in a stage."""
     size, width, layers = job.dtype.itemsize, job.model.hidden_size, job.stage_layers[stage]
@@ -186,7 +185,8 @@ def stage_bytes(job: Job, stage: int) -> StageBytes:
     handed = 0 if job.dims.pp == 1 else hidden
     outside = 2 * job.tokens * job.model.facts.head_dim * size + handed
     left = sum(number * layer.left for layer, number in memory)
-    at_first, at_last = layer_memory(job, job.model.alike[layers[0]]).saved, stage_saved(job, stage)
+    at_first = layer_memory(job, job.model.alike[layers[0]]).saved
+    at_last = of_layers = sum(number * layer.saved for layer, number in memory)
     of_head = head = logits = 0
     if stage == job.last_stage:
         vocabulary, cast = job.model.facts.vocab_size // job.dims.tp, FLOAT32 if size < FLOAT32 else 0
@@ -201,7 +201,7 @@ def stage_bytes(job: Job, stage: int) -> StageBytes:
     if job.config.ac_offload:  # two layers are on the device
         at_last = min(2, len(layers)) * max(layer.saved for layer, _ in memory)
     backward = max(layer.backward for layer, _ in memory)
-    return StageBytes(saved, at_first, at_last, backward, left, handed, outside, head, logits, of_head)
+    return StageBytes(saved, of_layers, at_first, at_last, backward, left, handed, outside, head, logits, of_head)
 
 
 def _idle(job: Job, stage: int, later: bool) -> int:
@@ -288,7 +288,7 @@ def _moments(job: Job, rank: int, shards: int) -> Iterator[Moment]:
     buffers = config.micro_batches * neighbours * max(here.handed for here in stages.values())
     if config.optim_offload and not (config.zero >= 2 and config.micro_batches > 1 and job.dims.dp_replicate > 1):
         # A gradient goes to the host once it is reduced, over replicas as well.
-        most = FLOAT32 * max(stage_units(job, stage).largest_trained_shard for stage in stages)
+        most = FLOAT32 * max(unit.trained_shard for stage in stages for unit in stage_units(job, stage).all)
     bytes_of = {stage: here.saved for stage, here in stages.items()}
     bytes_of |= {~stage: here.left for stage, here in stages.items()}
     for (stage, half, later), flights in _backwards(Schedule.of(job, rank)).items():
@@ -317,17 +317,12 @@ def largest_footprint(job: Job) -> tuple[Footprint, int]:
     return max(footprints, key=lambda pair: pair[0].peak.total)
 
 
-def stage_saved(job: Job, stage: int) -> int:
-    """Return the bytes that the layers of a stage save in one micro-batch's forward."""
-    return sum(number * layer_memory(job, kind).saved for kind, number in job.kinds(stage))
-
-
 def rank_host_bytes(job: Job, rank: int) -> int:
     """Return `Footprint.host` of `rank`."""
     saved = 0
     if job.config.ac_offload:
         flights = chain(*_backwards(Schedule.of(job, rank)).values())
-        saved = _most(flights, {stage: stage_saved(job, stage) for stage in job.stages(rank)})
+        saved = _most(flights, {stage: stage_bytes(job, stage).layers for stage in job.stages(rank)})
     if not job.config.optim_offload:
         return saved
     shards = FLOAT32 * sum(stage_units(job, stage).trained_shard for stage in job.stages(rank))

@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
 from usp.model.facts import NO_ATTENTION
 
 from .compute import (
-    OPTIMIZER_BYTES,
     Seconds,
     attention_kernel,
     dtype_name,
@@ -34,10 +33,11 @@ from .compute import (
     model_flops,
     optimizer_seconds,
     ring_step_seconds,
+    sharing,
     trained_elements,
 )
 from .job import PASSES, Job, Pass, shared
-from .memory import stage_saved
+from .memory import stage_bytes
 from .traffic import FLOAT32, Sent, attention_plan, attention_spec, gather_counts, pass_traffic
 
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
@@ -100,28 +100,12 @@ def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
     return sent.nbytes * per_byte + steps * per_step
 
 
-def _linked(job: Job, hardware: Hardware, axis: str, rank: int, *kind: str) -> Hashable:
-    """Return what determines the links in the group of `rank` along an axis."""
-    return id(hardware), rank, job.extents[axis], job.placed or job.world_size, *kind
-
-
-@shared(_linked)
+@shared(lambda job, hardware, *group: (id(hardware), job.extents[group[0]], job.placed or job.world_size, group))
 def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
     """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
     ranks = job.linked(job.ranks(axis, rank))
     seconds = partial(transfer_seconds, hardware, ranks, kind, active=job.global_ranks)
     return seconds(1.0, 0.0), seconds(0.0, 1.0)
-
-
-@shared(_linked)
-def _free_part(job: Job, hardware: Hardware, axis: str, rank: int) -> float:
-    """Return the part of overlapped communication along an axis that does not slow down compute."""
-    return overlap_of(hardware, job.linked(job.ranks(axis, rank)))
-
-
-def sharing(job: Job, hardware: Hardware) -> int:
-    """Return the number of ranks on a host."""
-    return min(hardware.host_devices, job.world_size)
 
 
 def host_copies(
@@ -144,7 +128,7 @@ def host_copies(
     `zero` is the ZeRO stage if it is not the job's.
     """
     if saved is None:
-        saved = sum(stage_saved(job, stage) for stage in job.stages(rank)) if job.config.ac_offload else 0
+        saved = sum(stage_bytes(job, stage).layers for stage in job.stages(rank)) if job.config.ac_offload else 0
     number, zero = job.config.micro_batches, job.config.zero if zero is None else zero
     shard = FLOAT32 * trained_elements(job, rank) if job.config.optim_offload else 0
     if not saved + shard:
@@ -211,13 +195,6 @@ def attention_kernels(job: Job, hardware: Hardware, rank: int, window: int) -> A
     )
 
 
-def _passing(job: Job, hardware: Hardware, rank: int, index: int) -> Hashable:
-    """Return what determines the attention of layer `index` and the messages of its ring."""
-    link = _link_seconds(job, hardware, "ring", rank, "send")
-    return _attending(job, hardware, rank), link, job.model.facts.windows[index]
-
-
-@shared(_passing)
 def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tuple[Attention, Attention]:
     """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
     kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
@@ -269,7 +246,7 @@ def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = Tru
     """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
     if it `prefetches`, as in the implementation, compute hides the traffic of parameters."""
     compute, messages, number = _compute(job, hardware, rank), _messages(job, hardware, rank), job.config.micro_batches
-    hides = dict.fromkeys(PASSES, 0.0)
+    free, hides = cache(lambda x: overlap_of(hardware, job.linked(job.ranks(x, rank)))), dict.fromkeys(PASSES, 0.0)
     if prefetches and hardware.streams:
         hides = {kind: each.total for kind, each in compute.items()}
         hides["backward"] += hides["recompute"]
@@ -279,9 +256,7 @@ def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = Tru
         if kind in messages:
             by_axis["ring"] = messages[kind].times(number)
         communication = {
-            axis: transfers.with_free_part(_free_part(job, hardware, axis, rank))
-            for axis, transfers in by_axis.items()
-            if any(transfers)
+            axis: transfers.with_free_part(free(axis)) for axis, transfers in by_axis.items() if any(transfers)
         }
         passes[kind] = PassSeconds(compute[kind].times(number), communication)
     if job.trained:
@@ -324,11 +299,12 @@ def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfer
     for index, number in job.kinds(*job.stages(rank)) if job.dims.ring > 1 else ():
         (_, forward), (_, backward) = attention_passes(job, hardware, rank, index)
         again = forward if job.config.ac == "full" else TransferSeconds()
-        for kind, each in zip(("forward", "recompute", "backward"), (forward, again, backward), strict=True):
+        every: list[tuple[Pass, TransferSeconds]] = [("forward", forward), ("recompute", again), ("backward", backward)]
+        for kind, each in every if job.trained else every[:1]:
             passes[kind] = passes.get(kind, TransferSeconds()) + each.times(number)
     if job.counts_choices and passes:
         passes["count"] = passes["forward"]
-    return passes if job.trained else {kind: each for kind, each in passes.items() if kind == "forward"}
+    return passes
 
 
 def sent_by_axis(
@@ -397,7 +373,7 @@ def whole_step(
     job: Job, hardware: Hardware, slowest: PassSeconds, optimizer: float, kernels: tuple[str, ...]
 ) -> StepTime:
     """Return the time of a step by that of the slowest rank, without waiting for other pipeline stages."""
-    fraction = _bubble(job)
+    fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
     return StepTime(
         compute=slowest.compute,
         communication=slowest.communication,
@@ -422,37 +398,28 @@ def _rank_seconds(job: Job, hardware: Hardware, prefetches: bool, rank: int) -> 
     backward = sum(passes[kind].compute.total for kind in ("recompute", "backward") if kind in passes)
     copies = host_copies(job, hardware, rank, passes["forward"].compute.total / number, backward / number)
     found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)
-    optimizer = update.compute.total
-    if job.config.optim_offload:
-        optimizer = host_optimizer_seconds(job, hardware, rank)
-    return found + launching(job, hardware, rank_launches(job, hardware, rank), found.total), optimizer
+    return found + launching(job, hardware, rank_launches(job, hardware, rank), found.total), update.compute.total
 
 
-def host_optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
-    """Return the time of the optimizer of a rank in the memory that all ranks of a host share."""
-    return hardware.host_memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank), sharing(job, hardware))
-
-
-def _placing(job: Job, hardware: Hardware) -> Hashable:
-    """Return what tells the pipeline ranks of a job apart."""
-    config, world, inside = job.config, job.world_size, job.slowest_ranks[0]
-    orders = config.micro_batches, config.zero, job.counts_choices, job.trained
-    return job.model, job.dims.pp, config.pp_schedule, *orders, world, inside, job.placed, *_tiers(hardware)
-
-
-def _tiers(hardware: Hardware) -> list[int]:
-    return [tier.devices for tier in hardware.tiers if tier.devices]
+def _placing(job: Job, hardware: Hardware | None = None) -> Hashable:
+    """Return what tells the ranks of `Job.slowest_ranks` apart: their stages, when they gather, and their links."""
+    stages = job.model, job.dims.pp, job.config.pp_schedule, job.world_size, job.slowest_ranks[0]
+    gathers = job.config.micro_batches, job.config.zero, job.counts_choices, job.trained
+    return stages if hardware is None else (*stages, *gathers, job.placed, id(hardware))
 
 
 @shared(_placing)
-def _different_ranks(job: Job, hardware: Hardware) -> list[int]:
-    """Return `Job.slowest_ranks`, and of those that compute and send the same over the same links only the first."""
-    last, different = job.last_stage, dict[tuple[object, ...], int]()
+def _different_ranks(job: Job, hardware: Hardware | None = None) -> list[int]:
+    """Return `Job.slowest_ranks`, and of those that compute and send the same over the same links only the first;
+    without hardware, of those that compute the same."""
+    different: dict[tuple[object, ...], int] = {}
     for rank in job.slowest_ranks:
         stages = job.stages(rank)
-        work: list[object] = [job.global_ranks[rank] % number for number in _tiers(hardware)]
-        for stage in stages:
-            ends = stage == 0, stage == last, stage - 1 in stages, stage + 1 in stages
+        work: list[object] = [job.kinds(*stages), job.last_stage in stages]
+        for tier in hardware.tiers if hardware else ():
+            work.append(job.global_ranks[rank] % tier.devices if tier.devices else 0)
+        for stage in stages if hardware else ():
+            ends = stage == 0, stage - 1 in stages, stage + 1 in stages
             work.append((job.kinds(stage), gather_counts(job, rank, stage), ends))
         different.setdefault(tuple(work), rank)
     return list(different.values())
@@ -461,28 +428,14 @@ def _different_ranks(job: Job, hardware: Hardware) -> list[int]:
 def least_seconds(job: Job, hardware: Hardware) -> float:
     """Return a lower bound of `step_seconds` for ZeRO stages from 1 and more replicas: the compute of the slowest
     pipeline rank and its copies to and from the host, with the bubble, and the optimizer if it is the host's."""
-    busy, updates = [], [0.0]
-    for rank in _computing_ranks(job):
-        compute, number = _compute(job, hardware, rank), job.config.micro_batches
+    busy, updates, number = [], [0.0], job.config.micro_batches
+    for rank in _different_ranks(job):
+        compute = _compute(job, hardware, rank)
         forward, backward = compute["forward"].total, compute["recompute"].total + compute["backward"].total
         busy.append(number * (forward + backward))
         if job.config.ac_offload or job.config.optim_offload:
             copies = host_copies(job, hardware, rank, forward, backward, zero=1)
             busy[-1] += sum(transfers.exposed for transfers in copies.values())
         if job.config.optim_offload:
-            updates.append(host_optimizer_seconds(job, hardware, rank))
-    return max(busy) / (1 - _bubble(job)) + max(updates)
-
-
-@shared(lambda job: (job.model, job.dims.pp, job.config.pp_schedule, job.world_size, job.slowest_ranks[0]))
-def _computing_ranks(job: Job) -> list[int]:
-    """Return `Job.slowest_ranks`, and of those that compute the same only the first."""
-    different: dict[object, int] = {}
-    for rank in job.slowest_ranks:
-        stages = job.stages(rank)
-        different.setdefault((job.kinds(*stages), job.last_stage in stages), rank)
-    return list(different.values())
-
-
-def _bubble(job: Job) -> float:
-    return bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
+            updates.append(optimizer_seconds(job, hardware, rank))
+    return max(busy) / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)) + max(updates)

@@ -89,10 +89,6 @@ class StageUnits:
     reduced = _sum_of("reduced")
 
     @cached_property
-    def largest_trained_shard(self) -> int:
-        return max(unit.trained_shard for unit in self.all)
-
-    @cached_property
     def around(self) -> StageUnits:
         """The root."""
         return StageUnits(self.root, ())
