@@ -1,9 +1,9 @@
 """The time model on an uneven network: predicted and measured training steps, and whether its choice is the fastest.
 
 Two emulated hosts of four ranks (benchmarks/harness/cluster.py) are calibrated, then train the same global batch under
-every combination of degrees, one step of each per round. Predictions use only the calibration. As in a calibration of
-ranks that share processors, a step's time is the median of its rounds. The processor time of all ranks, divided by the
-cores, is what a step takes at least, and hardly depends on other work.
+every combination of degrees, one step of each per round. Predictions use only the calibration. As in a calibration, a
+step's time is that of its fastest rounds. The processor time of all ranks, divided by the cores, is what a step takes
+at least, and hardly depends on other work.
 
     python -m benchmarks.planner            # about half an hour on two otherwise idle cores
     python -m benchmarks.planner --quick    # two combinations on two ranks; saves nothing
@@ -185,7 +185,7 @@ def main() -> None:
     for number, config in enumerate(configs):
         found = predicted(config, hardware, world_size)
         slowest = [max(step) for step in zip(*(rank.seconds[number] for rank in by_rank), strict=True)]
-        steps = Estimate.of(slowest, typical=not args.quick)
+        steps = Estimate.of(slowest)
         used = [sum(step) for step in zip(*(rank.processor[number] for rank in by_rank), strict=True)]
         rows.append(
             {

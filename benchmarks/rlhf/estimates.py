@@ -138,7 +138,7 @@ def profile(case: Case, groups: ProcessGroups) -> Measurements:
         if call.role
         for layout in layouts(case, call, dims)
     ]
-    rounds = Rounds(torch.device("cpu"), case.rounds, 0.05, crowded=True)
+    rounds = Rounds(torch.device("cpu"), case.rounds, 0.05)
     return measure_calls(asked, case.sizes, rounds, "CPU", groups)
 
 

@@ -99,7 +99,7 @@ def trainer(system: str, steps: int, folder: Path, hardware: Path) -> RlhfTraine
 
 def rates() -> dict[str, Any]:
     """Measure two ranks of this machine at work."""
-    plan = replace(Plan.of(torch.device("cpu"), 2, 4, 16), rounds=16, seconds=0.1, crowded=True)
+    plan = replace(Plan.of(torch.device("cpu"), 2, 4, 16), rounds=16, seconds=0.1)
     return calibrated(plan, "two emulated hosts")
 
 

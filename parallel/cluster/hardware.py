@@ -60,7 +60,6 @@ PEAK_BF16: tuple[tuple[str, float], ...] = (
 POSITIVE = {"rule": Rule("positive and finite", lambda number: 0 < number < math.inf)}
 ANY_SIZE = {"rule": Rule("positive", lambda number: number > 0)}
 NOT_NEGATIVE = {"rule": Rule("0 or more, and finite", lambda number: 0 <= number < math.inf)}
-AT_LEAST_ONE = {"rule": Rule("at least 1, and finite", lambda number: 1 <= number < math.inf)}
 FRACTION = {"rule": Rule("above 0 and at most 1", lambda number: 0 < number <= 1)}
 RATES = {"rule": Rule("positive and finite", lambda rates: all(0 < rate < math.inf for rate in rates.values()))}
 OVERLAP = {"rule": Rule("from 0 to 1", lambda number: 0 <= number <= 1)}
@@ -164,7 +163,6 @@ class Hardware:
         memory_efficiency, link_efficiency: fraction of the stated rates that is achieved.
         parallel_rings: a ring collective uses every device's link out of a tier (NCCL), not just one (gloo).
         streams: collectives run concurrently with compute (CUDA), instead of blocking the calling thread (CPU).
-        crowding: speedup of a device while all others wait; above 1 where processes share CPUs.
         host_devices: devices of one host, which share its memory.
         host_memory_bytes: capacity of a host's memory; inf if unknown.
         host_memory_bytes_per_second: bandwidth of a host's memory, reads and writes together.
@@ -186,7 +184,6 @@ class Hardware:
     link_efficiency: float = field(default=1.0, metadata={"key": "efficiency.links", **FRACTION})
     parallel_rings: bool = True
     streams: bool = True
-    crowding: float = field(default=1.0, metadata=AT_LEAST_ONE)
     host_devices: int = field(default=1, metadata=POSITIVE)
     host_memory_bytes: float = field(default=math.inf, metadata=ANY_SIZE)
     host_memory_bytes_per_second: float = field(default=DDR4_SOCKET, metadata=POSITIVE)

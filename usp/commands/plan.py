@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -46,6 +47,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.planning.choice import choose, suppose
     from usp.planning.report import render_plan
 
+    gc.freeze()  # collections of what a search discards need not look at all that was imported
     out = Path(asked.out).expanduser()
     check(output_problem("--out", out if asked.out else None, ".yaml", ".yml"))
     with Console(stderr=True).status("planning") as status:

@@ -100,7 +100,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     with process_group(launch, device):
         groups = ProcessGroups()
-        rounds = Rounds(device, asked.rounds, 0.02, crowded=not fast)
+        rounds = Rounds(device, asked.rounds, 0.02)
         known = from_first_rank(lambda: _known(asked.out, name, dtype_name(dtype), launch.world_size, sizes))
         measured = measure_calls(calls, sizes, rounds, name, groups, progress, known)
         response = max(1, round(max(tokens) * asked.response_share))

@@ -10,7 +10,7 @@ The data-parallel rank with most tokens sets the pace. Nothing is measured: rate
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 
@@ -24,7 +24,7 @@ from usp.predict.compute import LOGPROB_PASSES, Product, dtype_name, held_elemen
 from usp.predict.job import Job, Output
 from usp.predict.memory import footprint, forward_memory
 from usp.predict.seconds import pass_seconds, rank_launches, sent_seconds
-from usp.predict.traffic import FLOAT32, FLOAT64, INT64, Sent, all_reduce, gather_counts, merged, pass_traffic
+from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, expert_traffic, gather_counts, merged, pass_traffic
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.rows import pack_lengths
@@ -44,11 +44,14 @@ def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
     (stage,), parts = job.stages(rank), []
     if stage == 0:
         parts.append(all_reduce("tp", hidden, tp, functional=True))
-    for index, number in job.kinds(stage).items():
+    for index, number in job.kinds(stage):
         experts = job.model.layers[index].experts
         layer = [Sent("sp", "allgather_", partial * (sp - 1))]
         layer.append(all_reduce("tp", hidden, tp, functional=True).times(1 if experts else 2))
-        layer += _expert_parts(job, slots) if experts and job.dims.ep > 1 else ()
+        if experts and job.dims.ep > 1:  # each token is sent by one rank
+            tokens = -(-slots // (tp * sp))
+            gathered = tokens * tp * job.model.hidden_size * job.dtype.itemsize
+            layer += [*expert_traffic(job, tokens, gathers=True), Sent("sp", "allgather_", gathered * (sp - 1))]
         parts += [sent.times(number) for sent in layer]
     if stage + 1 < len(job.stage_layers):
         parts.append(Sent("pp", "send", hidden))
@@ -62,18 +65,6 @@ def sampling_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
         logits = slots * job.model.facts.vocab_size // job.dims.tp * job.dtype.itemsize
         parts.append(Sent("tp", "allgather_", logits * (job.dims.tp - 1)))
     return merged(sent for sent in parts if job.degree(sent.axis) > 1)
-
-
-def _expert_parts(job: Job, slots: int) -> Iterator[Sent]:
-    """Yield the experts' exchanges of a decode step, if routers choose evenly: each token is sent by one rank."""
-    ep, tp, sp = job.dims.ep, job.dims.tp, job.dims.sp
-    each = job.model.hidden_size * job.dtype.itemsize
-    tokens = -(-slots // (tp * sp))
-    rows = tokens * job.model.experts_per_token * (ep - 1) // ep
-    yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
-    yield Sent("ep", "alltoall_base_", rows * each).times(2)
-    yield Sent("tp", "allgather_", tokens * each * (tp - 1))
-    yield Sent("sp", "allgather_", tokens * tp * each * (sp - 1))
 
 
 @dataclass(frozen=True)
@@ -174,7 +165,7 @@ def _different_stages(job: Job, hardware: Hardware) -> list[tuple[int, int]]:
         links = [tuple(rank // n - ranks[0] // n for rank in ranks) for n in (t.devices for t in hardware.tiers) if n]
         # Gathers of ZeRO-3 depend on the micro-batches in flight.
         gathers = gather_counts(job, stage * size, stage) if job.trained and job.config.zero == 3 else ()
-        kind = (*job.kinds(stage).items(), stage == 0, stage == job.dims.pp - 1, *links, gathers)
+        kind = (*job.kinds(stage), stage == 0, stage == job.dims.pp - 1, *links, gathers)
         stages.setdefault(kind, []).append(stage)
     return [(alike[0], len(alike)) for alike in stages.values()]
 
@@ -366,7 +357,7 @@ def _stage_seconds(job: Job, hardware: Hardware, rank: int, slots: int) -> float
     """Return the time of one stage's decode step without attention: products, traffic, and sampling on the last."""
     (stage,), tp, dtype = job.stages(rank), job.dims.tp, dtype_name(job.dtype)
     total = 0.0
-    for index, number in job.kinds(stage).items():
+    for index, number in job.kinds(stage):
         layer = job.model.layers[index]
         matrices = [p.local(tp) for p in layer.parameters if is_matrix(p)]
         products = [Product.of(slots, inputs, outputs, job.dtype.itemsize) for outputs, inputs, *_ in matrices]

@@ -1,7 +1,6 @@
 """Measure the calls of roles' models, on shallow models, in each layout; and a step without models.
 
-Every layout is measured on all of its ranks, because ranks that share processors slow each other down, in turns
-(`usp.predict.rounds`). A call lasts until its last rank ends."""
+Every layout is measured on all of its ranks, in turns (`usp.predict.rounds`). A call lasts until its last rank ends."""
 
 from __future__ import annotations
 

@@ -5,8 +5,10 @@ The search is best first by a lower bound that grows from step to step:
     a group       layouts with the same degrees, bounded by compute with the largest micro-batches and no bubble, then
                   also by the traffic of activations
     a layout      bounded by its compute, and by the traffic of activations as in the largest micro-batches
-    an option     a way to save activations, bounded likewise with its recomputation
-    replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters
+    an option     a way to save activations, bounded likewise with its recomputation and copies to the host, and, where
+                  no sharding fits without offloading the optimizer, with the host's
+    replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters:
+                  ranks then have larger shards to update
     a candidate   with a ZeRO stage and a number of replicas that fit, timed
 
 so a candidate that is reached is faster than everything that has not been reached. Of each family, the configurations
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count, product
@@ -54,7 +55,7 @@ class Predictor:
     """Functions of a configuration."""
 
     seconds: Callable[[TrainConfig], StepTime]  # of its step
-    least_seconds: Callable[[TrainConfig], float]  # a lower bound, for any ZeRO stage and number of replicas
+    least_seconds: Callable[[TrainConfig], float]  # a lower bound for ZeRO stages from 1 and more replicas
     memory: Callable[[TrainConfig], Memory]  # of the rank and the host that need most
 
 
@@ -75,9 +76,9 @@ class SearchResult:
 
 
 def changed(config: TrainConfig, **values: object) -> TrainConfig:
-    """Return a configuration with other values, as `dataclasses.replace`, which takes ten times as long."""
-    other = copy(config)
-    vars(other).update(values)
+    """Return a configuration with other values, as `dataclasses.replace`, which takes fifty times as long."""
+    other = object.__new__(type(config))
+    vars(other).update(vars(config), **values)
     return other
 
 
@@ -125,10 +126,10 @@ def _completed(question: Question, layout: TrainConfig) -> Iterator[TrainConfig]
     schedules = PP_SCHEDULES if layout.pp > 1 else ("1f1b",)
     for ep in [ep for ep in divisors(experts) if world // layout.pp % ep == 0] if experts else [1]:
         for schedule in schedules:
-            for number in _micro_batches(layout.batch_size, layout.pp, schedule):
-                config = changed(layout, ep=ep, pp_schedule=schedule, micro_batches=number)
-                if not violations(config, world, question.facts):
-                    yield config
+            numbers = _micro_batches(layout.batch_size, layout.pp, schedule)
+            configs = [changed(layout, ep=ep, pp_schedule=schedule, micro_batches=number) for number in numbers]
+            if configs and not violations(configs[0], world, question.facts):  # no rule tells such numbers apart
+                yield from configs
 
 
 def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:
@@ -145,24 +146,26 @@ def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConf
     """Yield a layout with every way to save activations, the one that saves most last, and the sharding that saves most
     memory."""
     local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
-    most = next(shardings(config))[-1]
+    most = shardings(config, 1)[-1]
     for ac, offload in AC if config.pp_schedule != "zero-bubble" else AC[:1]:
         tiled = local > MLP_TILE and not facts.num_experts and ac not in ("none", "selective")
         for tile in (0, MLP_TILE) if tiled else (0,):
             yield changed(most, ac=ac, ac_offload=offload, mlp_tile=tile)
 
 
-def shardings(config: TrainConfig) -> Iterator[list[TrainConfig]]:
-    """Yield a configuration with the ZeRO stages that differ, for every number of replicas of the shards that experts
-    allow, the fewest first."""
-    sp, dp = config.sp_ring * config.sp_ulysses, config.dp_replicate * config.dp_shard
-    for replicas in divisors(dp):
-        shards = dp // replicas
-        if shards * sp * config.tp % config.ep == 0:
-            stages: tuple[int, ...] = (1, 2, 3) if config.micro_batches > 1 else (1, 3)
-            if shards * sp == 1 or config.pp_schedule == "zero-bubble":
-                stages = (1,)
-            yield [changed(config, dp_replicate=replicas, dp_shard=shards, zero=zero) for zero in stages]
+def replications(config: TrainConfig) -> list[int]:
+    """Return the numbers of replicas of the shards that experts allow."""
+    inside = config.dp_replicate * config.dp_shard * config.sp_ring * config.sp_ulysses * config.tp
+    return [number for number in divisors(config.dp_replicate * config.dp_shard) if inside // number % config.ep == 0]
+
+
+def shardings(config: TrainConfig, replicas: int) -> list[TrainConfig]:
+    """Return a configuration with a number of replicas and the ZeRO stages that differ."""
+    shards = config.dp_replicate * config.dp_shard // replicas
+    stages: tuple[int, ...] = (1, 2, 3) if config.micro_batches > 1 else (1, 3)
+    if shards * config.sp_ring * config.sp_ulysses == 1 or config.pp_schedule == "zero-bubble":
+        stages = (1,)
+    return [changed(config, dp_replicate=replicas, dp_shard=shards, zero=zero) for zero in stages]
 
 
 def _inner(config: TrainConfig) -> tuple[int, ...]:
@@ -179,9 +182,9 @@ def _bubble(config: TrainConfig) -> float:
 
 
 def without_parameters(time: StepTime) -> float:
-    """Return the time of a step without the exposed traffic of parameters and gradients, and the optimizer."""
+    """Return the time of a step without the exposed traffic of parameters and gradients."""
     exposed = sum(time.communication[axis].exposed for axis in PARAMETER_AXES if axis in time.communication)
-    return (time.total - time.optimizer) * (1 - exposed / (time.compute.total + time.exposed))
+    return (time.total - time.optimizer) * (1 - exposed / (time.compute.total + time.exposed)) + time.optimizer
 
 
 class Search:
@@ -189,7 +192,8 @@ class Search:
 
     def __init__(self, question: Question, predictor: Predictor, every: Sequence[TrainConfig]) -> None:
         self.question, self.predictor, self.every = question, predictor, every
-        self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second)
+        on_device = question.base.optimizer == "muon"  # which multiplies matrices
+        self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
         self.waits: dict[tuple[int, ...], float] = {}
         self.groups: dict[tuple[int, ...], list[TrainConfig]] = {}  # by degrees, the largest micro-batches first
         self.largest: dict[tuple[int, ...], TrainConfig] = {}  # by inner degrees
@@ -223,6 +227,10 @@ class Search:
             elif state == "waiting group":
                 for layout in self.groups[_degrees(config)]:
                     push(self.predictor.least_seconds(layout) + self._waiting(layout), "layout", layout)
+            elif state == "option" and not self._fits(config):  # with the sharding that saves most
+                offloaded = changed(config, optim_offload=True)
+                if self.can_offload and self._fits(offloaded):
+                    push(self.predictor.least_seconds(offloaded) + self._waiting(config), "offloaded", config)
             elif state == "layout":
                 report(tried, len(self.every))
                 tried += 1
@@ -233,7 +241,7 @@ class Search:
                 for candidate in candidates:
                     push(candidate.time.total, "candidate", candidate.config, candidate)
                 if bound < math.inf:
-                    push(bound, "two replicas" if state == "option" else "more replicas", config)
+                    push(bound, "more replicas" if state == "two replicas" else "two replicas", config)
         return SearchResult(tuple(best.values()), len(self.every), tried)
 
     def fastest(self) -> Candidate | None:
@@ -265,27 +273,28 @@ class Search:
     def _candidates(self, config: TrainConfig, state: str) -> tuple[list[Candidate], float]:
         """Return the configuration without replicas, with two and with one on every host, or with more; and a lower
         bound of those with more replicas, inf if there are none."""
-        every, host = list(shardings(config)), self.question.hardware.tiers[0].devices
-        inner = config.sp_ring * config.sp_ulysses * config.tp
-        inside = [stages for stages in every[2:] if stages[0].dp_shard * inner <= host]
-        groups = {"option": every[:1], "two replicas": [*every[1:2], *inside[:1]], "more replicas": every[2:]}
+        every, host = replications(config), self.question.hardware.tiers[0].devices
+        ranks = config.dp_replicate * config.dp_shard * config.sp_ring * config.sp_ulysses * config.tp
+        inside = [replicas for replicas in every[2:] if ranks // replicas <= host]
+        groups = {"two replicas": [*every[1:2], *inside[:1]], "more replicas": every[2:]}
         candidates: list[Candidate] = []
-        for stages in groups[state]:
-            sharded = self._sharded(stages)
+        for replicas in groups.get(state, every[:1]):
+            sharded = self._sharded(config, replicas)
             if not sharded:  # more replicas need more memory
                 break
             candidates += sharded
         if not candidates or state == "more replicas":
             return candidates, math.inf
         fastest = min((candidate.time for candidate in candidates), key=lambda time: time.total)
-        bound = without_parameters(fastest)
+        bound = min(without_parameters(candidate.time) for candidate in candidates)
         if state == "two replicas":  # gathers and reductions take a time that is linear in the number of shards
-            first = min(candidate.time.total for candidate in self._sharded(every[0]))
+            first = min(candidate.time.total for candidate in self._sharded(config, every[0]))
             bound = max(bound, 2 * fastest.total - first)
         return candidates, bound
 
-    def _sharded(self, stages: list[TrainConfig]) -> list[Candidate]:
+    def _sharded(self, config: TrainConfig, replicas: int) -> list[Candidate]:
         """Return the lowest ZeRO stage that fits, and a lower one if it fits with optimizer offload."""
+        stages = shardings(config, replicas)
         lowest = self._lowest(stages)
         lower = [each for each in stages if lowest is None or each.zero < lowest.zero] if self.can_offload else []
         away = self._lowest([changed(each, optim_offload=True) for each in lower])

@@ -15,25 +15,29 @@ from typing import Any
 from rich.console import Group
 
 from attention import AttentionSpec
-from parallel import Hardware, bubble_fraction, overlap_of
+from parallel import Hardware, overlap_of
 from usp.config import TrainConfig
 from usp.hf.models import formula_violation, model_facts
 from usp.model.facts import ModelFacts
-from usp.predict.compute import Seconds, attention_kernel, dtype_name, model_flops
+from usp.predict.compute import attention_kernel, dtype_name, model_flops
 from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
 from usp.predict.meter import CATEGORIES, FSDP_COLLECTIVES
 from usp.predict.seconds import (
     OVERLAPS_WITH,
+    SCALARS,
+    PassSeconds,
     StepTime,
     TransferSeconds,
     host_copies,
+    launching,
     overlapped,
     overlapped_in_pieces,
     sent_seconds,
     sharing,
     step_seconds,
+    whole_step,
 )
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
@@ -42,7 +46,6 @@ from usp.run.tables import GIB, Grid
 from usp.train.dry_run import DryRun, dry_run
 from usp.train.resolve import job_of, resolve, trained_model
 
-SCALARS = 64  # bytes of a call up to which it sums scalars
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 _COMMUNICATION = {
     "ring": "ring attention",
@@ -136,22 +139,12 @@ def counted_time(run: DryRun, job: Job, hardware: Hardware) -> StepTime:
     update = run.update.seconds(hardware, dtype, kernel).total
     if job.config.optim_offload:
         update = hardware.host_memory_seconds(run.update.nbytes, sharing(job, hardware))
-    exposed = sum(transfers.exposed for transfers in communication.values())
-    if not job.config.compile:
-        busy += Seconds(launch=max(0.0, run.work.launches * hardware.launch_seconds - busy.total - exposed))
-    fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, micro_batches)
+    found = PassSeconds(busy, communication)
+    found += launching(job, hardware, run.work.launches, found.total)
     with_adapters = job
     if job.config.lora_rank:  # whose frozen weights have no gradients
         with_adapters = job_of(job.config, trained_model(job.config, weights=False), job.world_size, data=job.data)
-    return StepTime(
-        compute=busy,
-        communication=dict(communication),
-        bubble=(busy.total + exposed) * fraction / (1 - fraction),
-        optimizer=update,
-        causal_flops=model_flops(with_adapters) / job.world_size,
-        peak=hardware.peak(dtype),
-        kernels=(kernel,),
-    )
+    return whole_step(with_adapters, hardware, found, update, (kernel,))
 
 
 def step_report(

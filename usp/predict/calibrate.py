@@ -1,15 +1,13 @@
 """Calibration of this machine: rates of matrix products, attention and memory, and alpha-beta of its links.
 
-All ranks measure at the same time, because in training they compute at the same time: processes that share a core, a
-memory bus or a network adapter also share it here, and waiting for a shared core is part of a time. Two message sizes
-give a link's alpha and beta; one rank sending by itself and all ranks sending together give the bandwidth that the
-ranks of a host share. Everything is measured in turns (`rounds`), and what no machine can do is refused rather than
-written to a file."""
+All ranks measure at the same time, because in training they compute at the same time: processes that share a memory
+bus or a network adapter also share it here. Two message sizes give a link's alpha and beta; one rank sending by itself
+and all ranks sending together give the bandwidth that the ranks of a host share. Everything is measured in turns
+(`rounds`), and what no machine can do is refused rather than written to a file."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -35,8 +33,7 @@ UNCACHED = 1 << 28  # bytes, more than any cache holds
 WIDE, USELESS = 0.15, 0.6  # relative spread of a time: warned of, refused
 TOLERANCE = 1.1  # a rate above its physical bound by less is measurement error
 OTHERS = 0.1  # of the processors' time
-ALONE, MEMORY = "product of the first rank alone", "memory"  # names of times
-TO_HOST, FROM_HOST, LAUNCHES = "copy to the host", "copy from the host", "launches"
+MEMORY, TO_HOST, FROM_HOST, LAUNCHES = "memory", "copy to the host", "copy from the host", "launches"  # names of times
 PINNED, ISSUED = 1 << 28, 256  # bytes of a copy, launches of a call
 AGAIN = "Measure again while the machine does nothing else"
 MASKS = {"": True, "_full": False}  # suffix of a curve's name: causal
@@ -161,19 +158,13 @@ class Plan:
     stream_bytes: int  # of each operand in the memory bandwidth measurement
     rounds: int = 64  # turns of each measurement
     seconds: float = 0.005  # of a turn, without communication
-    crowded: bool = False  # whether ranks share processors
 
     @staticmethod
     def of(device: torch.device, host_size: int, heads: int, head_dim: int) -> Plan:
         """Choose sizes that take about a minute in total on this kind of device."""
         if device.type == "cuda":
             return Plan(device, host_size, heads, head_dim, (512, 1024, 2048, 4096, 8192), (512, 2048, 8192), 1 << 30)
-        # A turn is short, so that some are free of other work; but where ranks share a core, they wait for each other,
-        # and it must be long enough for many turns of the scheduler.
-        crowded = host_size * torch.get_num_threads() > (os.cpu_count() or 1)
-        rounds, seconds = (16, 0.1) if crowded else (64, 0.005)
-        sizes, lengths = (64, 128, 256, 512, 1024), (256, 1024, 4096)
-        return Plan(device, host_size, heads, head_dim, sizes, lengths, 1 << 23, rounds, seconds, crowded)
+        return Plan(device, host_size, heads, head_dim, (64, 128, 256, 512, 1024), (256, 1024, 4096), 1 << 23)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -189,7 +180,7 @@ class Plan:
 class Measured:
     """The seconds of every call, of these kernels and tiers."""
 
-    turns: Mapping[str, Sequence[float]]  # of this rank, each of which is nan where another rank was measured
+    turns: Mapping[str, Sequence[float]]  # of this rank, each of which is 0 where another rank was measured
     times: Mapping[str, Estimate]  # over all ranks
     kernels: Mapping[str, str]  # the --attention-kernel of each by the name that has its rates
     tiers: list[LinkTier]
@@ -203,7 +194,7 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
 
 def measure(plan: Plan) -> Measured:
     """Time everything. Collective over the default process group, if there is one."""
-    load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds, plan.crowded)
+    load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds)
     kernels, tiers = _kernels(plan), LinkTier.all(_ranks(), plan.host_size)
     local = [*_products(plan), *_attention(plan, kernels), _memory(plan), *_host(plan)]
     turns = rounds.turns([*local, *(timed for tier in tiers for timed in tier.timed(plan.device))])
@@ -218,7 +209,7 @@ def contents(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
     """Return the contents of a hardware file; raise ValueError if the times that a rate follows from differ too much
     between turns, or a rate is above what is possible."""
     times = measured.times
-    # Latencies of ranks that share processors depend on who runs first: they are warned of, like any wide spread.
+    # Latencies depend on who runs first: they are warned of, like any wide spread.
     rates = {name: time for name, time in times.items() if not name.endswith(f" of {SMALL} bytes")}
     if useless := [f"{name} ({time.spread:.0%})" for name, time in rates.items() if time.spread > USELESS]:
         raise ValueError(
@@ -285,7 +276,6 @@ def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dic
         or [{"name": "none", "devices": 0, "alpha_seconds": 0.0, "bytes_per_second": 1e9}],
         "parallel_rings": plan.device.type == "cuda",
         "streams": plan.device.type == "cuda",
-        "crowding": max(1.0, seconds[_of_product(plan.sizes[-2], plan.trained)] / seconds[ALONE]),
         "efficiency": {
             "matmul": [[flops, rate / peak] for flops, rate in products[plan.trained]],
             "attention": {
@@ -336,8 +326,6 @@ def _products(plan: Plan) -> Iterator[Timed]:
     for dtype in plan.dtypes:
         for n in plan.sizes:
             yield Timed(_of_product(n, dtype), _product(plan, n, dtype))
-    waits = dist.is_initialized() and dist.get_rank() > 0
-    yield Timed(ALONE, None if waits else _product(plan, plan.sizes[-2], plan.trained))
 
 
 def _of_product(n: int, dtype: torch.dtype) -> str:

@@ -329,18 +329,25 @@ def trained_elements(job: Job, rank: int) -> int:
     return sum(stage_units(job, stage).trained_shard for stage in job.stages(rank))
 
 
+def sharing(job: Job, hardware: Hardware) -> int:
+    """Return the number of ranks on a host."""
+    return min(hardware.host_devices, job.world_size)
+
+
 NEWTON_SCHULZ = 5  # steps of Muon, each of three products
 
 
 def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
-    """Return the time of gradient norm, clipping and AdamW on this rank, and of Muon's products.
+    """Return the time of gradient norm, clipping and AdamW on this rank or its host, and of Muon's products.
 
     Muon's ranks divide the matrices that they share, each of which is orthogonalized in bfloat16.
     """
+    if job.config.optim_offload:
+        return hardware.host_memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank), sharing(job, hardware))
     seconds = hardware.memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank))
     if job.config.optimizer != "muon":
         return seconds
-    for index, number in job.kinds(*job.stages(rank)).items():
+    for index, number in job.kinds(*job.stages(rank)):
         layer = job.model.layers[index]
         trained = [p.shape for p in layer.parameters if is_matrix(p) and (ADAPTER in p.name or not job.frozen)]
         matrices = [(1 / (job.degree("fsdp") * job.dims.tp), min(shape), max(shape)) for shape in trained]

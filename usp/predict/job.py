@@ -83,7 +83,7 @@ class Job:
 
     @cached_property
     def world_size(self) -> int:
-        return math.prod(self.dims.degrees().values())
+        return math.prod(self.extents["pp"])  # the stages, and the ranks of each
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -161,7 +161,7 @@ class Job:
     @cached_property
     def stage_layers(self) -> tuple[range, ...]:
         """The layers of each pipeline stage."""
-        return stage_layers(len(self.model.layers), self.dims.pp * stages_per_rank(self.config.pp_schedule))
+        return _stage_layers(len(self.model.layers), self.dims.pp * stages_per_rank(self.config.pp_schedule))
 
     @cached_property
     def last_stage(self) -> int:
@@ -169,11 +169,11 @@ class Job:
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """Return the pipeline stages of a rank."""
-        return rank_stages(self.config.pp_schedule, self.dims.pp, self.place("pp", rank))
+        return _rank_stages(self.config.pp_schedule, self.dims.pp, self.place("pp", rank))
 
-    def kinds(self, *stages: int) -> Counter[int]:
-        """Count the layers of stages by the layer that they equal (`ModelShape.alike`)."""
-        return _kinds(self.model.alike, tuple(self.stage_layers[stage] for stage in stages))
+    def kinds(self, *stages: int) -> tuple[tuple[int, int], ...]:
+        """Return (a layer, how many equal it: `ModelShape.alike`) of the layers of stages."""
+        return _kinds(self.model, len(self.stage_layers), stages)
 
     @property
     def global_ranks(self) -> Sequence[int]:
@@ -192,32 +192,48 @@ class Job:
 
     def degree(self, axis: str) -> int:
         """Return the number of ranks along an axis: derived ones, efsdp, ep and the two `ends` of pp included."""
-        return self._extents[axis][0]
+        return self.extents[axis][0]
 
     def ranks(self, axis: str, rank: int) -> range:
         """Return the ranks of the group of `rank` along an axis, ascending."""
-        degree, stride = self._extents[axis]
+        degree, stride = self.extents[axis]
         first = rank - self.place(axis, rank) * stride
         return range(first, first + degree * stride, stride)
 
     def place(self, axis: str, rank: int) -> int:
         """Return the coordinate of `rank` along an axis."""
-        degree, stride = self._extents[axis]
+        degree, stride = self.extents[axis]
         return rank // stride % degree
 
     @cached_property
-    def _extents(self) -> Mapping[str, tuple[int, int]]:
+    def extents(self) -> Mapping[str, tuple[int, int]]:
         """The degree of each axis, and the distance between neighbours along it."""
-        found, stride = {"efsdp": (self.dims.efsdp, self.dims.ep), "ep": (self.dims.ep, 1)}, 1
-        for axis, degree in reversed(self.dims.degrees().items()):
-            found[axis] = degree, stride
-            stride *= degree
-        for axis, parts in DERIVED_AXES.items():  # the parts of a derived axis are adjacent
-            degrees, strides = zip(*(found[part] for part in parts), strict=True)
-            found[axis] = math.prod(degrees), min(strides)
-        pp, stride = found["pp"]
-        found["ends"] = (2, stride * (pp - 1)) if pp > 1 else (1, stride)
-        return found
+        return _extents(self.dims)
+
+
+@lru_cache(maxsize=4096)
+def _extents(dims: ParallelDims) -> Mapping[str, tuple[int, int]]:
+    """Return the degree of each axis, and the distance between neighbours along it."""
+    found, stride = {"efsdp": (dims.efsdp, dims.ep), "ep": (dims.ep, 1)}, 1
+    for axis, degree in reversed(dims.degrees().items()):
+        found[axis] = degree, stride
+        stride *= degree
+    for axis, parts in DERIVED_AXES.items():  # the parts of a derived axis are adjacent
+        degrees, strides = zip(*(found[part] for part in parts), strict=True)
+        found[axis] = math.prod(degrees), min(strides)
+    pp, stride = found["pp"]
+    found["ends"] = (2, stride * (pp - 1)) if pp > 1 else (1, stride)
+    return found
+
+
+_stage_layers = lru_cache(maxsize=4096)(stage_layers)
+_rank_stages = lru_cache(maxsize=4096)(rank_stages)
+
+
+@lru_cache(maxsize=4096)
+def _kinds(model: ModelShape, number: int, stages: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    layers = _stage_layers(len(model.layers), number)
+    return tuple(Counter(model.alike[index] for stage in stages for index in layers[stage]).items())
 
 
 def adapted(model: ModelShape, rank: int, targets: Collection[str]) -> ModelShape:
@@ -248,7 +264,7 @@ def shared(key: Callable[..., Hashable]) -> Callable[[F], F]:
         def cached(*arguments: Any) -> Any:
             known = results.get(found := key(*arguments))
             if known is None:
-                if len(results) >= 2**14:
+                if len(results) >= 2**16:
                     results.clear()
                 known = results[found] = function(*arguments), arguments
             return known[0]
@@ -256,8 +272,3 @@ def shared(key: Callable[..., Hashable]) -> Callable[[F], F]:
         return cast(F, cached)
 
     return decorate
-
-
-@lru_cache(maxsize=4096)
-def _kinds(alike: tuple[int, ...], stages: tuple[range, ...]) -> Counter[int]:
-    return Counter(alike[index] for layers in stages for index in layers)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from attention import HeadPlan
@@ -152,78 +153,96 @@ class Moment(NamedTuple):
         return sum(self[1:])
 
 
-class _Stage:
-    """One pipeline stage, in bytes.
+class StageBytes(NamedTuple):
+    """What a micro-batch takes in one pipeline stage, whatever shards the parameters; `saved` is for its backward.
 
     `at_last` and `at_first` are saved by layers at the backward of the last and of the first layer, `left` is what the
-    input half of a split backward leaves for the weight half, `handed` are hidden states from one neighbour and
-    `buffers` those that torch's pipeline keeps for all micro-batches.
+    input half of a split backward leaves for the weight half, and `handed` are hidden states from one neighbour.
     """
 
-    def __init__(self, job: Job, stage: int) -> None:
-        self.job, self.units, self.kinds = job, stage_units(job, stage), job.kinds(stage)
-        self.first, self.last = stage == 0, stage == job.last_stage
-        size, width, layers = job.dtype.itemsize, job.model.hidden_size, job.stage_layers[stage]
-        memory = {kind: layer_memory(job, kind) for kind in self.kinds}
-        hidden, inside = (tokens * width * size for tokens in (job.outer_tokens, job.tokens))
-        self.handed = 0 if job.dims.pp == 1 else hidden
-        self.buffers = (2 - self.first - self.last) * job.config.micro_batches * self.handed
-        self.outside = 2 * job.tokens * job.model.facts.head_dim * size + self.handed  # rotary cosines and sines
-        self.backward = max(layer.backward for layer in memory.values())
-        self.at_first, self.at_last = memory[job.model.alike[layers[0]]].saved, stage_saved(job, stage)
-        self.left = sum(number * memory[kind].left for kind, number in self.kinds.items())
-        self.of_head = self.head = self.logits = 0
-        if self.last:
-            vocabulary, cast = job.model.facts.vocab_size // job.dims.tp, FLOAT32 if size < FLOAT32 else 0
-            self.of_head = 0 if job.frozen else vocabulary * width  # elements of its gradient
-            self.head = job.outer_tokens * width * (FLOAT32 + size) + inside + self.of_head * FLOAT32
-            # A chunk's logits or the head's gradient, also in float32; or the backward of the norm before the head.
-            chunk = max(min(job.config.loss_chunk, job.tokens) * vocabulary, self.of_head) * (size + cast)
-            norm = job.outer_tokens * width * (NORM_BYTES + size) - inside - self.of_head * (FLOAT32 - size)
-            self.logits = max(inside + chunk, norm)
-            self.left += inside + hidden
-        self.saved = self.outside + self.head + (0 if job.config.ac_offload else self.at_last)
-        if job.config.ac_offload:  # two layers are on the device
-            self.at_last = min(2, len(layers)) * max(layer.saved for layer in memory.values())
+    saved: int
+    layers: int  # of this by layers, be it in host memory
+    at_first: int
+    at_last: int
+    backward: int  # added by the backward of a layer
+    left: int
+    handed: int
+    outside: int  # rotary cosines and sines, and `handed`
+    head: int  # of the last stage: saved by its head,
+    logits: int  # added by the head's forward and backward,
+    of_head: int  # and the elements of its gradient
 
-    def idle(self, later: bool) -> int:
-        """Return the bytes of unsharded parameters and gradients while other stages run; `later`: after a backward."""
-        size, config = self.job.dtype.itemsize, self.job.config
-        sums = FLOAT32 if later and config.zero < 2 and config.micro_batches > 1 else 0
-        if self.job.splits_backwards:
-            sums = FLOAT32 + (size if size < FLOAT32 and not self.first else 0)
-        return self.units.numel * (0 if config.zero == 3 else size) + self.units.trained_numel * sums
 
-    def moments(self, later: bool) -> Iterator[Moment]:
-        """Yield the peaks of one backward, without optimizer states and other micro-batches' activations; `later`:
-        another micro-batch's backward has run before."""
-        job, size, zero = self.job, self.job.dtype.itemsize, self.job.config.zero
-        accumulates = zero < 2 and job.config.micro_batches > 1  # unsharded gradients
-        reduces = (later or not accumulates) and not job.splits_backwards
-        root, layer = self.units.around, self.units.largest
-        sums = self.units.numel * FLOAT32 if accumulates and later else 0
-        prefetched = layer.numel if zero == 3 and layer.numel > layer.shard else 0
-        # What reduces gradients stays until the next reduction: the root's of the micro-batch before, or a layer's,
-        # whose activations are gone.
-        reducing = root.reduced * FLOAT32 if zero >= 2 and later else 0
-        every = self.units.numel - root.numel
-        whole = sums + reducing + size * (root.numel + (prefetched if zero == 3 else every))
-        if self.last:
-            yield Moment("loss", 0, 0, 0, whole, self.at_last + self.outside + self.head, self.logits)
-        layers = len(self.units.layers)
-        if reduces and layers > 1:  # the layer before the last, where offloading leaves two layers' activations again
-            freed = 0 if job.config.ac_offload and layers > 2 else self.at_first
-            whole += max(0, layer.reduced * FLOAT32 - freed - reducing)
-        whole += size * (self.of_head + (layer.numel if zero == 3 else 0))
-        yield Moment("last layer", 0, 0, 0, whole, self.at_last + self.outside, self.backward)
-        whole = sums + size * (root.numel + self.of_head + (layer.numel if reduces or zero == 3 else every))
-        gradients = (self.units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
-        whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
-        yield Moment("first layer", 0, 0, gradients, whole, self.at_first + self.outside, self.backward)
-        if reduces:
-            gradients += layer.trained_shard * FLOAT32
-            copies = root.trained_numel * (FLOAT32 if accumulates else size) + root.reduced * FLOAT32
-            yield Moment("root reduced", gradients=gradients, whole=copies)
+_OPTIONS = attrgetter("pp_schedule", "ac", "ac_offload", "mlp_tile", "loss_chunk")  # that a micro-batch depends on
+
+
+@shared(lambda job, stage: (job.micro_batch, job.dims.pp, stage, _OPTIONS(job.config)))
+def stage_bytes(job: Job, stage: int) -> StageBytes:
+    """Return what a micro-batch takes in a stage."""
+    size, width, layers = job.dtype.itemsize, job.model.hidden_size, job.stage_layers[stage]
+    memory = [(layer_memory(job, kind), number) for kind, number in job.kinds(stage)]
+    hidden, inside = (tokens * width * size for tokens in (job.outer_tokens, job.tokens))
+    handed = 0 if job.dims.pp == 1 else hidden
+    outside = 2 * job.tokens * job.model.facts.head_dim * size + handed
+    left = sum(number * layer.left for layer, number in memory)
+    at_first = layer_memory(job, job.model.alike[layers[0]]).saved
+    at_last = of_layers = sum(number * layer.saved for layer, number in memory)
+    of_head = head = logits = 0
+    if stage == job.last_stage:
+        vocabulary, cast = job.model.facts.vocab_size // job.dims.tp, FLOAT32 if size < FLOAT32 else 0
+        of_head = 0 if job.frozen else vocabulary * width
+        head = job.outer_tokens * width * (FLOAT32 + size) + inside + of_head * FLOAT32
+        # A chunk's logits or the head's gradient, also in float32; or the backward of the norm before the head.
+        chunk = max(min(job.config.loss_chunk, job.tokens) * vocabulary, of_head) * (size + cast)
+        norm = job.outer_tokens * width * (NORM_BYTES + size) - inside - of_head * (FLOAT32 - size)
+        logits = max(inside + chunk, norm)
+        left += inside + hidden
+    saved = outside + head + (0 if job.config.ac_offload else at_last)
+    if job.config.ac_offload:  # two layers are on the device
+        at_last = min(2, len(layers)) * max(layer.saved for layer, _ in memory)
+    backward = max(layer.backward for layer, _ in memory)
+    return StageBytes(saved, of_layers, at_first, at_last, backward, left, handed, outside, head, logits, of_head)
+
+
+def _idle(job: Job, stage: int, later: bool) -> int:
+    """Return the bytes of unsharded parameters and gradients while other stages run; `later`: after a backward."""
+    size, config, units = job.dtype.itemsize, job.config, stage_units(job, stage)
+    sums = FLOAT32 if later and config.zero < 2 and config.micro_batches > 1 else 0
+    if job.splits_backwards:
+        sums = FLOAT32 + (size if size < FLOAT32 and stage > 0 else 0)
+    return units.numel * (0 if config.zero == 3 else size) + units.trained_numel * sums
+
+
+def _backward(job: Job, stage: int, later: bool) -> Iterator[Moment]:
+    """Yield the peaks of a stage's backward, without optimizer states and other micro-batches' activations; `later`:
+    another micro-batch's backward has run before."""
+    units, here, size, zero = stage_units(job, stage), stage_bytes(job, stage), job.dtype.itemsize, job.config.zero
+    accumulates = zero < 2 and job.config.micro_batches > 1  # unsharded gradients
+    reduces = (later or not accumulates) and not job.splits_backwards
+    root, layer = units.around, units.largest
+    sums = units.numel * FLOAT32 if accumulates and later else 0
+    prefetched = layer.numel if zero == 3 and layer.numel > layer.shard else 0
+    # What reduces gradients stays until the next reduction: the root's of the micro-batch before, or a layer's, whose
+    # activations are gone.
+    reducing = root.reduced * FLOAT32 if zero >= 2 and later else 0
+    every = units.numel - root.numel
+    whole = sums + reducing + size * (root.numel + (prefetched if zero == 3 else every))
+    if stage == job.last_stage:
+        yield Moment("loss", 0, 0, 0, whole, here.at_last + here.outside + here.head, here.logits)
+    layers = len(units.layers)
+    if reduces and layers > 1:  # the layer before the last, where offloading leaves two layers' activations again
+        freed = 0 if job.config.ac_offload and layers > 2 else here.at_first
+        whole += max(0, layer.reduced * FLOAT32 - freed - reducing)
+    whole += size * (here.of_head + (layer.numel if zero == 3 else 0))
+    yield Moment("last layer", 0, 0, 0, whole, here.at_last + here.outside, here.backward)
+    whole = sums + size * (root.numel + here.of_head + (layer.numel if reduces or zero == 3 else every))
+    gradients = (units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
+    whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
+    yield Moment("first layer", 0, 0, gradients, whole, here.at_first + here.outside, here.backward)
+    if reduces:
+        gradients += layer.trained_shard * FLOAT32
+        copies = root.trained_numel * (FLOAT32 if accumulates else size) + root.reduced * FLOAT32
+        yield Moment("root reduced", gradients=gradients, whole=copies)
 
 
 @dataclass(frozen=True)
@@ -240,41 +259,53 @@ class Footprint:
 
 def footprint(job: Job, rank: int) -> Footprint:
     """Return the memory of `rank`."""
-    stages = {stage: _Stage(job, stage) for stage in job.stages(rank)}
-    gradients = FLOAT32 * sum(stage.units.trained_shard for stage in stages.values())
-    frozen = sum(stage.units.shard - stage.units.trained_shard for stage in stages.values())
-    matrices = sum(sum(muon_elements(job, stage)) for stage in stages)  # with one state
-    parameters, optimizer = gradients + frozen * job.weights.itemsize, 2 * gradients - FLOAT32 * matrices
-    peak = max(_moments(job, rank, stages, gradients), key=lambda moment: moment.total)
-    if not job.config.optim_offload:
-        peak = peak._replace(parameters=parameters, optimizer=optimizer)
     flights = chain(*_backwards(Schedule.of(job, rank)).values())
-    activations = _most(flights, {number: stage.saved for number, stage in stages.items()})
-    return Footprint(parameters, gradients, optimizer, activations, rank_host_bytes(job, rank), peak)
+    activations = _most(flights, {stage: stage_bytes(job, stage).saved for stage in job.stages(rank)})
+    return Footprint(*_states(job, rank), activations, rank_host_bytes(job, rank), peak_moment(job, rank))
 
 
-def _moments(job: Job, rank: int, stages: Mapping[int, _Stage], shards: int) -> Iterator[Moment]:
+def _states(job: Job, rank: int) -> tuple[int, int, int]:
+    """Return the bytes of (parameters, gradients, optimizer) in the shards of `rank`."""
+    units = {stage: stage_units(job, stage) for stage in job.stages(rank)}
+    gradients = FLOAT32 * sum(each.trained_shard for each in units.values())
+    frozen = sum(each.shard - each.trained_shard for each in units.values())
+    matrices = sum(sum(muon_elements(job, stage)) for stage in units)  # with one state
+    return gradients + frozen * job.weights.itemsize, gradients, 2 * gradients - FLOAT32 * matrices
+
+
+def peak_moment(job: Job, rank: int) -> Moment:
+    """Return the highest of a step's peaks on the device."""
+    parameters, gradients, optimizer = _states(job, rank)
+    peak = max(_moments(job, rank, gradients), key=lambda moment: moment.total)
+    return peak if job.config.optim_offload else peak._replace(parameters=parameters, optimizer=optimizer)
+
+
+def _moments(job: Job, rank: int, shards: int) -> Iterator[Moment]:
     """Yield the peaks of the step, without parameters and optimizer states. shards: bytes of all gradient shards."""
-    config, buffers, most = job.config, sum(stage.buffers for stage in stages.values()), shards
+    config, stages, most = job.config, {stage: stage_bytes(job, stage) for stage in job.stages(rank)}, shards
+    # Hidden states that torch's pipeline keeps for all micro-batches: of both neighbours, if there are two.
+    neighbours = sum((stage > 0) + (stage < job.last_stage) for stage in stages)
+    buffers = config.micro_batches * neighbours * max(here.handed for here in stages.values())
     if config.optim_offload and not (config.zero >= 2 and config.micro_batches > 1 and job.dims.dp_replicate > 1):
         # A gradient goes to the host once it is reduced, over replicas as well.
-        most = FLOAT32 * max(unit.trained_shard for stage in stages.values() for unit in stage.units.all)
-    bytes_of = {number: stage.saved for number, stage in stages.items()}
-    bytes_of |= {~number: stage.left for number, stage in stages.items()}
-    for (number, half, later), flights in _backwards(Schedule.of(job, rank)).items():
-        stage, others = stages[number], _most(flights, bytes_of) - bytes_of[number]
-        idle = sum(other.idle(later) for other in stages.values() if other is not stage)
-        moments = stage.moments(later)
+        most = FLOAT32 * max(unit.trained_shard for stage in stages for unit in stage_units(job, stage).all)
+    bytes_of = {stage: here.saved for stage, here in stages.items()}
+    bytes_of |= {~stage: here.left for stage, here in stages.items()}
+    for (stage, half, later), flights in _backwards(Schedule.of(job, rank)).items():
+        others = _most(flights, bytes_of) - bytes_of[stage]
+        idle = sum(_idle(job, other, later) for other in stages if other != stage)
+        moments = _backward(job, stage, later)
         if half:
-            work = stage.left + max(stage.of_head * FLOAT32, 5 * FLOAT32 * job.outer_tokens * job.model.hidden_size)
-            moments = iter([Moment("split backward", 0, 0, 0, stage.idle(True), stage.saved, work)])
+            hidden = job.outer_tokens * job.model.hidden_size
+            work = bytes_of[~stage] + FLOAT32 * max(stages[stage].of_head, 5 * hidden)
+            moments = iter([Moment("split backward", 0, 0, 0, _idle(job, stage, True), bytes_of[stage], work)])
         for name, _, _, gradients, whole, saved, work in moments:
             gradients = min(most, shards if later and config.zero >= 2 else gradients)
             yield Moment(name, 0, 0, gradients, whole + idle, saved + others, work + buffers)
     if not config.optim_offload:
         muon = 0
         if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
-            layers = [job.model.layers[kind] for stage in stages.values() for kind in stage.kinds]
+            layers = [job.model.layers[kind] for kind, _ in job.kinds(*stages)]
             matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
             muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
         yield Moment("optimizer", gradients=shards, transient=buffers + muon)
@@ -286,17 +317,12 @@ def largest_footprint(job: Job) -> tuple[Footprint, int]:
     return max(footprints, key=lambda pair: pair[0].peak.total)
 
 
-def stage_saved(job: Job, stage: int) -> int:
-    """Return the bytes that the layers of a stage save in one micro-batch's forward."""
-    return sum(number * layer_memory(job, kind).saved for kind, number in job.kinds(stage).items())
-
-
 def rank_host_bytes(job: Job, rank: int) -> int:
     """Return `Footprint.host` of `rank`."""
     saved = 0
     if job.config.ac_offload:
         flights = chain(*_backwards(Schedule.of(job, rank)).values())
-        saved = _most(flights, {stage: stage_saved(job, stage) for stage in job.stages(rank)})
+        saved = _most(flights, {stage: stage_bytes(job, stage).layers for stage in job.stages(rank)})
     if not job.config.optim_offload:
         return saved
     shards = FLOAT32 * sum(stage_units(job, stage).trained_shard for stage in job.stages(rank))

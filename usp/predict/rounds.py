@@ -2,21 +2,21 @@
 
 A burst of other work then reaches one turn of several calls, rather than all turns of one call. Other work can only
 slow a call down, so the estimate is the mean of its fastest eighth of turns, which differs less between runs under
-load than the median or the mean do (`benchmarks/calibration`). Ranks that share processors are other work to each
-other, in every step of training too: there, the estimate is the median. Each third of the rounds, every third one,
-gives an estimate as well; how far these differ is the spread of the estimate.
+load than the median or the mean do (`benchmarks/calibration`). A turn lasts until the slowest rank has made its calls,
+as a step of training does. Each third of the rounds, every third one, gives an estimate as well; how far these differ
+is the spread of the estimate.
 
 A turn is read from the clock of torch.utils.benchmark, which waits for the device. Its Timer repeats one call until
 the times settle; here all ranks must make equally many calls, in turns with the other calls."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from timeit import Timer
 from typing import Any
@@ -38,10 +38,10 @@ class Timed:
     calls: int = 0  # in a turn; 0 for as many as fit
 
     def turn(self, calls: int) -> float:
-        """Return the mean seconds of `calls` calls, or nan on a rank without the call. Collective over all ranks."""
+        """Return the mean seconds of `calls` calls, 0 on a rank without the call. Collective over all ranks."""
         if dist.is_initialized():
             dist.barrier()
-        return Timer(self.call, timer=benchmark.timer).timeit(calls) / calls if self.call else float("nan")
+        return Timer(self.call, timer=benchmark.timer).timeit(calls) / calls if self.call else 0.0
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,16 @@ class Estimate:
     spread: float
 
     @staticmethod
-    def of(turns: Sequence[float], *, typical: bool = False) -> Estimate:
-        """Estimate from the mean seconds of a call in each turn, by the median if `typical`, else by the fastest turns;
-        raise ValueError for fewer turns than PARTS."""
+    def of(turns: Sequence[float]) -> Estimate:
+        """Estimate from the mean seconds of a call in each turn; raise ValueError for fewer turns than PARTS."""
         if len(turns) < PARTS:
             raise ValueError(f"{len(turns)} turns are fewer than {PARTS}")
 
         def fastest(turns: Sequence[float]) -> float:  # the mean of the fastest eighth
             return statistics.mean(sorted(turns)[: -(-len(turns) // 8)])
 
-        estimate = statistics.median if typical else fastest
-        thirds = [estimate(turns[part::PARTS]) for part in range(PARTS)]
-        return Estimate(estimate(turns), max(thirds) / min(thirds) - 1)
+        thirds = [fastest(turns[part::PARTS]) for part in range(PARTS)]
+        return Estimate(fastest(turns), max(thirds) / min(thirds) - 1)
 
 
 @dataclass(frozen=True)
@@ -73,17 +71,16 @@ class Rounds:
     device: torch.device
     rounds: int
     seconds: float
-    crowded: bool = False  # whether ranks share processors
 
     def turns(self, timed: Sequence[Timed]) -> dict[str, list[float]]:
-        """Return the seconds of each call by turn on this rank, nan where it has no call; raise ValueError if two calls
+        """Return the seconds of each call by turn on this rank, 0 where it has no call; raise ValueError if two calls
         have the same name. Collective over all ranks."""
         turns: dict[str, list[float]] = {each.name: [] for each in timed}
         if len(turns) < len(timed):
             raise ValueError(f"names repeat: {', '.join(each.name for each in timed)}")
         for each in timed:  # the first call of each allocates and connects
             each.turn(1)
-        once = over_ranks([each.turn(1) for each in timed], self.device)
+        once = slowest([each.turn(1) for each in timed], self.device)
         calls = [each.calls or max(1, round(self.seconds / taken)) for each, taken in zip(timed, once, strict=True)]
         number = [
             min(self.rounds, max(LEAST_TURNS, round(4 * self.rounds * self.seconds / (often * taken))))
@@ -96,36 +93,17 @@ class Rounds:
         return turns
 
     def estimates(self, turns: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-        """Return the estimates from what `turns` returned, over all ranks. Collective over these.
-
-        Ranks with processors of their own need not be free of other work in the same turn: their estimates are
-        averaged. Of ranks that share processors, one is fast in a turn at the cost of the others: they make equally
-        many calls, as they would between two collectives, and a turn takes as long as the slowest rank.
-        """
-        if self.crowded:
-            every = torch.tensor([*itertools.chain(*turns.values())], dtype=torch.float64)
-            every = every.nan_to_num(0.0).to(self.device)
-            if dist.is_initialized():
-                dist.all_reduce(every, op=dist.ReduceOp.MAX)
-            slowest = iter(every.tolist())
-            return {
-                name: Estimate.of(list(itertools.islice(slowest, len(each))), typical=True)
-                for name, each in turns.items()
-            }
-        here = [Estimate.of(each) for each in turns.values()]
-        seconds = over_ranks([each.seconds for each in here], self.device)
-        spread = over_ranks([each.spread for each in here], self.device)
-        return dict(zip(turns, map(Estimate, seconds, spread), strict=True))
+        """Return the estimates from what `turns` returned, each turn on its slowest rank. Collective over all ranks."""
+        every = iter(slowest([*chain(*turns.values())], self.device))
+        return {name: Estimate.of(list(islice(every, len(each)))) for name, each in turns.items()}
 
 
-def over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return the means over the ranks on which a value is not nan. Collective over all ranks."""
-    if not dist.is_initialized():
-        return list(values)
-    here = torch.tensor(values, dtype=torch.float64)
-    sums = torch.stack([here.nan_to_num(0.0), (~here.isnan()).double()]).to(device)
-    dist.all_reduce(sums)
-    return (sums[0] / sums[1]).tolist()
+def slowest(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the maxima over all ranks. Collective over these."""
+    most = torch.tensor(values, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()
 
 
 class OtherLoad:

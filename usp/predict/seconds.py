@@ -10,9 +10,7 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
                      so are sums of scalars such as token counts
     host             a layer's compute hides the copy of what the previous layer saved, and in the backward the copy of
                      what the next layer needs; the devices of a host copy at once and share its memory
-    the rest         Ulysses, tp, ep and pp are exposed
-
-Where ranks share processors, ranks that wait leave them to the others, so a step takes at least the compute of all."""
+    the rest         Ulysses, tp, ep and pp are exposed"""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
 from usp.model.facts import NO_ATTENTION
 
 from .compute import (
-    OPTIMIZER_BYTES,
     Seconds,
     attention_kernel,
     dtype_name,
@@ -36,12 +33,14 @@ from .compute import (
     model_flops,
     optimizer_seconds,
     ring_step_seconds,
+    sharing,
     trained_elements,
 )
 from .job import PASSES, Job, Pass, shared
-from .memory import stage_saved
-from .traffic import FLOAT32, Sent, attention_plan, gather_counts, pass_traffic
+from .memory import stage_bytes
+from .traffic import FLOAT32, Sent, attention_plan, attention_spec, gather_counts, pass_traffic
 
+SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
 _LAYERS = "the compute of the neighbouring layers"
 OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
     "ring": "the attention of the previous ring step",
@@ -101,9 +100,7 @@ def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
     return sent.nbytes * per_byte + steps * per_step
 
 
-@shared(
-    lambda job, hardware, axis, rank, kind: (id(hardware), job.ranks(axis, rank), job.placed or job.world_size, kind)
-)
+@shared(lambda job, hardware, *group: (id(hardware), job.extents[group[0]], job.placed or job.world_size, group))
 def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
     """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
     ranks = job.linked(job.ranks(axis, rank))
@@ -111,13 +108,15 @@ def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str)
     return seconds(1.0, 0.0), seconds(0.0, 1.0)
 
 
-def sharing(job: Job, hardware: Hardware) -> int:
-    """Return the number of ranks on a host."""
-    return min(hardware.host_devices, job.world_size)
-
-
 def host_copies(
-    job: Job, hardware: Hardware, rank: int, forward: float, backward: float, saved: int | None = None
+    job: Job,
+    hardware: Hardware,
+    rank: int,
+    forward: float,
+    backward: float,
+    *,
+    saved: int | None = None,
+    zero: int | None = None,
 ) -> dict[str, TransferSeconds]:
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
 
@@ -126,10 +125,11 @@ def host_copies(
 
     Of the seconds of compute of a micro-batch in `forward` and `backward`, recomputation included, those of layers hide
     copies. `saved` are the bytes that --ac-offload copies in a forward, and back in a backward; None: by formula.
+    `zero` is the ZeRO stage if it is not the job's.
     """
     if saved is None:
-        saved = sum(stage_saved(job, stage) for stage in job.stages(rank)) if job.config.ac_offload else 0
-    number, zero = job.config.micro_batches, job.config.zero
+        saved = sum(stage_bytes(job, stage).layers for stage in job.stages(rank)) if job.config.ac_offload else 0
+    number, zero = job.config.micro_batches, job.config.zero if zero is None else zero
     shard = FLOAT32 * trained_elements(job, rank) if job.config.optim_offload else 0
     if not saved + shard:
         return {}
@@ -154,7 +154,7 @@ def host_copies(
 
 def rank_launches(job: Job, hardware: Hardware, rank: int) -> int:
     """Return the operators of a rank's layers in all micro-batches."""
-    layers = job.kinds(*job.stages(rank)).items()
+    layers = job.kinds(*job.stages(rank))
     operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers)
     return job.config.micro_batches * operators
 
@@ -215,7 +215,7 @@ def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tup
 def kernel_names(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """Return the attention kernels that run; "X as Y" if the hardware states no rates of X, and those of Y stand in."""
     windows = sorted(set(job.model.facts.windows) - {NO_ATTENTION})
-    names = {attention_kernel(job, hardware, attention_plan(job, 0, window).spec) for window in windows}
+    names = {attention_kernel(job, hardware, attention_spec(job, window)) for window in windows}
     return tuple(f"{x} as {y}" if x != (y := hardware.rated_as(x)) else x for x in sorted(names))
 
 
@@ -241,61 +241,69 @@ class PassSeconds:
             communication[axis] = communication.get(axis, TransferSeconds()) + transfers
         return PassSeconds(self.compute + other.compute, communication)
 
-    def times(self, number: float) -> PassSeconds:
-        communication = {axis: transfers.times(number) for axis, transfers in self.communication.items()}
-        return PassSeconds(self.compute.times(number), communication)
-
 
 def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = True) -> dict[Pass, PassSeconds]:
     """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
     if it `prefetches`, as in the implementation, compute hides the traffic of parameters."""
-    micro_batch, hides = _micro_batch(job, hardware, rank), dict.fromkeys(PASSES, 0.0)
+    compute, messages, number = _compute(job, hardware, rank), _messages(job, hardware, rank), job.config.micro_batches
+    free, hides = cache(lambda x: overlap_of(hardware, job.linked(job.ranks(x, rank)))), dict.fromkeys(PASSES, 0.0)
     if prefetches and hardware.streams:
-        hides = {kind: each.compute.total for kind, each in micro_batch.items()}
+        hides = {kind: each.total for kind, each in compute.items()}
         hides["backward"] += hides["recompute"]
-    free = cache(lambda axis: overlap_of(hardware, job.linked(job.ranks(axis, rank))))
     passes: dict[Pass, PassSeconds] = {}
     for kind, sent in pass_traffic(job, rank).items():
-        found = PassSeconds(communication=sent_by_axis(job, hardware, sent, rank, hides[kind]))
-        found += micro_batch[kind].times(job.config.micro_batches)
+        by_axis = sent_by_axis(job, hardware, sent, rank, hides[kind])
+        if kind in messages:
+            by_axis["ring"] = messages[kind].times(number)
         communication = {
-            axis: transfers.with_free_part(free(axis))
-            for axis, transfers in found.communication.items()
-            if transfers != TransferSeconds()
+            axis: transfers.with_free_part(free(axis)) for axis, transfers in by_axis.items() if any(transfers)
         }
-        passes[kind] = PassSeconds(found.compute, communication)
+        passes[kind] = PassSeconds(compute[kind].times(number), communication)
     if job.trained:
         passes["update"] += PassSeconds(Seconds(memory=optimizer_seconds(job, hardware, rank)))
     return passes
 
 
 def _computing(job: Job, hardware: Hardware, rank: int) -> Hashable:
-    """Return what determines the compute of a micro-batch on `rank`, and the messages of its ring."""
-    config, stages, link = job.config, job.stages(rank), _link_seconds(job, hardware, "ring", rank, "send")
-    layers = tuple(job.kinds(*stages).items()), job.last_stage in stages
-    return _attending(job, hardware, rank), link, layers, config.ac, config.mlp_tile, job.output, job.counts_choices
+    """Return what determines the compute of a micro-batch on `rank`."""
+    config, stages = job.config, job.stages(rank)
+    layers = job.kinds(*stages), job.last_stage in stages
+    return _attending(job, hardware, rank), *layers, config.ac, config.mlp_tile, job.output, job.counts_choices
 
 
 @shared(_computing)
-def _micro_batch(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, PassSeconds]:
-    """Return the compute of one micro-batch in each pass but the update, and the messages of its ring."""
-    passes, stages = dict.fromkeys(PASSES, PassSeconds()), job.stages(rank)
-    for index, number in job.kinds(*stages).items():
+def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
+    """Return the compute of one micro-batch in each pass but the update."""
+    passes, stages = dict.fromkeys(PASSES, Seconds()), job.stages(rank)
+    for index, number in job.kinds(*stages):
+        kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
         layer = layer_seconds(job, hardware, index)
-        forward, backward = attention_passes(job, hardware, rank, index)
-        parts: tuple[tuple[Pass, Seconds, Attention], ...] = (
-            ("forward", layer.forward, forward),
-            ("recompute", layer.recompute, forward if job.config.ac == "full" else (0.0, TransferSeconds())),
-            ("backward", layer.backward, backward),
-        )
-        for kind, products, (kernels, messages) in parts if job.trained else parts[:1]:
-            passes[kind] += PassSeconds(products + Seconds(attention=kernels), {"ring": messages}).times(number)
+        forward, backward = (Seconds(attention=sum(each)) for each in (kernels.forward, kernels.backward))
+        passes["forward"] += (layer.forward + forward).times(number)
+        if job.trained:
+            again = forward if job.config.ac == "full" else Seconds()
+            passes["recompute"] += (layer.recompute + again).times(number)
+            passes["backward"] += (layer.backward + backward).times(number)
     if job.counts_choices:
         passes["count"] = passes["forward"]
     if job.last_stage in stages:
-        forward_head, backward_head = head_seconds(job, hardware)
-        passes["forward"] += PassSeconds(forward_head)
-        passes["backward"] += PassSeconds(backward_head if job.trained else Seconds())
+        forward, backward = head_seconds(job, hardware)
+        passes["forward"] += forward
+        passes["backward"] += backward if job.trained else Seconds()
+    return passes
+
+
+def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, TransferSeconds]:
+    """Return the messages of the ring in one micro-batch by pass, none without a ring."""
+    passes: dict[Pass, TransferSeconds] = {}
+    for index, number in job.kinds(*job.stages(rank)) if job.dims.ring > 1 else ():
+        (_, forward), (_, backward) = attention_passes(job, hardware, rank, index)
+        again = forward if job.config.ac == "full" else TransferSeconds()
+        every: list[tuple[Pass, TransferSeconds]] = [("forward", forward), ("recompute", again), ("backward", backward)]
+        for kind, each in every if job.trained else every[:1]:
+            passes[kind] = passes.get(kind, TransferSeconds()) + each.times(number)
+    if job.counts_choices and passes:
+        passes["count"] = passes["forward"]
     return passes
 
 
@@ -311,8 +319,7 @@ def sent_by_axis(
     by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
     transfers: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for part in sent:
-        # Parameters or gradients of a layer rather than scalars.
-        if OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > 64 * part.calls:
+        if OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > SCALARS * part.calls:
             every = zero == 3 if "gather" in part.collective else zero >= 2 and part.axis in ("fsdp", "efsdp")
             seconds = sent_seconds(job, hardware, part, rank)
             transfers[number if every else 1][part.axis] += seconds  # type: ignore[assignment]
@@ -359,22 +366,29 @@ def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True) -> StepT
     devices."""
     ranks = [_rank_seconds(job, hardware, prefetches, rank) for rank in _different_ranks(job, hardware)]
     slowest, _ = max(ranks, key=lambda pair: pair[0].total)
-    compute, fraction = slowest.compute, _bubble(job)
-    bubble = slowest.total * fraction / (1 - fraction)
-    if hardware.crowding > 1:  # ranks that wait leave shared processors to the others
-        every = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
-        sums = sum((_rank_seconds(job, hardware, prefetches, rank)[0].compute for rank in every), Seconds())
-        compute = sums.times(1 / len(every))
-        bubble = max(0.0, (slowest.compute.total + bubble) / hardware.crowding - compute.total)
+    return whole_step(job, hardware, slowest, max(optimizer for _, optimizer in ranks), kernel_names(job, hardware))
+
+
+def whole_step(
+    job: Job, hardware: Hardware, slowest: PassSeconds, optimizer: float, kernels: tuple[str, ...]
+) -> StepTime:
+    """Return the time of a step by that of the slowest rank, without waiting for other pipeline stages."""
+    fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
     return StepTime(
-        compute=compute,
+        compute=slowest.compute,
         communication=slowest.communication,
-        bubble=bubble,
-        optimizer=max(optimizer for _, optimizer in ranks),
+        bubble=slowest.total * fraction / (1 - fraction),
+        optimizer=optimizer,
         causal_flops=model_flops(job) / job.world_size,
         peak=hardware.peak(dtype_name(job.dtype)),
-        kernels=kernel_names(job, hardware),
+        kernels=kernels,
     )
+
+
+def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> PassSeconds:
+    """Return how much longer than `busy` seconds the host takes to launch operators one by one."""
+    waits = 0.0 if job.config.compile else operators * hardware.launch_seconds - busy
+    return PassSeconds(Seconds(launch=max(0.0, waits)))
 
 
 def _rank_seconds(job: Job, hardware: Hardware, prefetches: bool, rank: int) -> tuple[PassSeconds, float]:
@@ -384,39 +398,44 @@ def _rank_seconds(job: Job, hardware: Hardware, prefetches: bool, rank: int) -> 
     backward = sum(passes[kind].compute.total for kind in ("recompute", "backward") if kind in passes)
     copies = host_copies(job, hardware, rank, passes["forward"].compute.total / number, backward / number)
     found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)
-    optimizer = update.compute.total
-    if job.config.optim_offload:
-        optimizer = hardware.host_memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank), sharing(job, hardware))
-    if not job.config.compile and hardware.launch_seconds:  # the host may launch operators too slowly
-        waiting = rank_launches(job, hardware, rank) * hardware.launch_seconds - found.total
-        found += PassSeconds(Seconds(launch=max(0.0, waiting)))
-    return found, optimizer
+    return found + launching(job, hardware, rank_launches(job, hardware, rank), found.total), update.compute.total
 
 
-def _different_ranks(job: Job, hardware: Hardware) -> list[int]:
-    """Return `Job.slowest_ranks`, and of those that compute and send the same over the same links only the first."""
-    last, devices = job.last_stage, [tier.devices for tier in hardware.tiers if tier.devices]
+def _placing(job: Job, hardware: Hardware | None = None) -> Hashable:
+    """Return what tells the ranks of `Job.slowest_ranks` apart: their stages, when they gather, and their links."""
+    stages = job.model, job.dims.pp, job.config.pp_schedule, job.world_size, job.slowest_ranks[0]
+    gathers = job.config.micro_batches, job.config.zero, job.counts_choices, job.trained
+    return stages if hardware is None else (*stages, *gathers, job.placed, id(hardware))
+
+
+@shared(_placing)
+def _different_ranks(job: Job, hardware: Hardware | None = None) -> list[int]:
+    """Return `Job.slowest_ranks`, and of those that compute and send the same over the same links only the first;
+    without hardware, of those that compute the same."""
     different: dict[tuple[object, ...], int] = {}
     for rank in job.slowest_ranks:
         stages = job.stages(rank)
-        work: list[object] = [job.global_ranks[rank] % number for number in devices]
-        for stage in stages:
-            ends = stage == 0, stage == last, stage - 1 in stages, stage + 1 in stages
-            work.append((tuple(job.kinds(stage).items()), gather_counts(job, rank, stage), ends))
+        work: list[object] = [job.kinds(*stages), job.last_stage in stages]
+        for tier in hardware.tiers if hardware else ():
+            work.append(job.global_ranks[rank] % tier.devices if tier.devices else 0)
+        for stage in stages if hardware else ():
+            ends = stage == 0, stage - 1 in stages, stage + 1 in stages
+            work.append((job.kinds(stage), gather_counts(job, rank, stage), ends))
         different.setdefault(tuple(work), rank)
     return list(different.values())
 
 
 def least_seconds(job: Job, hardware: Hardware) -> float:
-    """Return a lower bound of `step_seconds` for any ZeRO stage and number of replicas: the compute of the slowest
-    pipeline rank, with the bubble."""
-    number, fraction = job.config.micro_batches, _bubble(job)
-    passes = (_micro_batch(job, hardware, rank) for rank in job.slowest_ranks)
-    each = [sum(found[kind].compute.total for kind in ("forward", "recompute", "backward")) for found in passes]
-    if hardware.crowding > 1:
-        return number * sum(each) / job.dims.pp / hardware.crowding
-    return number * max(each) / (1 - fraction)
-
-
-def _bubble(job: Job) -> float:
-    return bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
+    """Return a lower bound of `step_seconds` for ZeRO stages from 1 and more replicas: the compute of the slowest
+    pipeline rank and its copies to and from the host, with the bubble, and the optimizer if it is the host's."""
+    busy, updates, number = [], [0.0], job.config.micro_batches
+    for rank in _different_ranks(job):
+        compute = _compute(job, hardware, rank)
+        forward, backward = compute["forward"].total, compute["recompute"].total + compute["backward"].total
+        busy.append(number * (forward + backward))
+        if job.config.ac_offload or job.config.optim_offload:
+            copies = host_copies(job, hardware, rank, forward, backward, zero=1)
+            busy[-1] += sum(transfers.exposed for transfers in copies.values())
+        if job.config.optim_offload:
+            updates.append(optimizer_seconds(job, hardware, rank))
+    return max(busy) / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)) + max(updates)

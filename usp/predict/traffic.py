@@ -21,8 +21,7 @@ FLOAT64 = INT64 = 8
 _ring = lru_cache(maxsize=256)(ring_schedule)  # which does not depend on the Ulysses degree
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """Payload bytes that leave one rank."""
 
     axis: str  # of the mesh
@@ -111,7 +110,8 @@ def _sharding(job: Job, stage: int) -> Hashable:
 def stage_units(job: Job, stage: int) -> StageUnits:
     """Return the units that `apply_fsdp` makes of a pipeline stage."""
     model = job.model
-    made = {kind: _units(job, model.layers[kind].parameters, model.layers[kind].experts) for kind in job.kinds(stage)}
+    layers = {kind: model.layers[kind] for kind, _ in job.kinds(stage)}
+    made = {kind: _units(job, layer.parameters, layer.experts) for kind, layer in layers.items()}
     root = _units(job, model.around_layers(stage == 0, stage == job.last_stage))
     return StageUnits(root, tuple(made[model.alike[index]] for index in job.stage_layers[stage]))
 
@@ -282,11 +282,15 @@ def _reductions(job: Job, unit: Unit) -> Iterator[Sent]:
     yield all_reduce(replicas, unit.trained_shard * FLOAT32, job.degree(replicas))
 
 
+def attention_spec(job: Job, window: int) -> AttentionSpec:
+    """Return the attention of a layer."""
+    documents = (job.boundaries,) if job.data.documents else None
+    return AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=documents)
+
+
 def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
     """Return the execution plan of a layer's attention for one sequence; `job.rows` of them take as many times more."""
-    facts, tp = job.model.facts, job.dims.tp
-    documents = (job.boundaries,) if job.data.documents else None
-    spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=documents)
+    facts, tp, spec = job.model.facts, job.dims.tp, attention_spec(job, window)
     heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
     layout = SequenceLayout(job.config.sp_layout, job.config.seq_len, job.dims.ring, 1)
     ring = _ring(layout, spec, 1, job.place("ring", rank))
@@ -347,7 +351,9 @@ def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
     """
     entering, leaving = attention_traffic(job, rank, job.model.facts.windows[index])
     experts = bool(job.model.layers[index].experts)
-    blocks, exchanges = 1 if experts else 2, list(_expert_traffic(job)) if experts else []
+    alike = job.dims.ep > 1 and job.dims.tp > 1 and not job.config.tp_sequence_parallel  # the tokens of tp ranks
+    tokens = -(-job.outer_tokens // job.dims.tp) if alike else job.outer_tokens
+    blocks, exchanges = 1 if experts else 2, list(expert_traffic(job, tokens, gathers=alike)) if experts else []
     forward = [*entering, *_tensor_traffic(job, blocks, blocks), *exchanges]
     recompute: list[Sent] = []
     if job.config.ac != "none":
@@ -367,9 +373,9 @@ def _activations(job: Job, rank: int, stage: int) -> Hashable:
 
 @shared(_activations)
 def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
-    """Return what a stage sends for one micro-batch, besides parameters and their gradients."""
+    """Return what a stage sends for one micro-batch, besides parameters and their gradients, without groups of one."""
     parts: dict[Pass, list[Sent]] = {kind: [] for kind in PASSES}
-    for index, number in job.kinds(stage).items():
+    for index, number in job.kinds(stage):
         for kind, sent in layer_traffic(job, rank, index).items():
             parts[kind] += [each.times(number) for each in sent]
     if job.output != "cache":  # the document boundaries are compared in each forward (`parallel.agree`)
@@ -390,7 +396,7 @@ def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
         head, gradients = _head_traffic(job, rank)
         parts["forward"] += [*(last if job.output != "cache" else ()), *head]
         parts["backward"] += gradients
-    return {kind: merged(sent) for kind, sent in parts.items()}
+    return {kind: merged(s for s in sent if job.degree(s.axis) > 1) for kind, sent in parts.items()}
 
 
 def _sums(job: Job, nbytes: int, *axes: str) -> list[Sent]:
@@ -444,20 +450,17 @@ def _stage_messages(job: Job) -> Iterator[Sent]:
         yield Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32)
 
 
-def _expert_traffic(job: Job) -> Iterator[Sent]:
-    """Yield the row counts, and the rows to the experts and back, which in a backward are gradients.
+def expert_traffic(job: Job, tokens: int, gathers: bool) -> Iterator[Sent]:
+    """Yield the counts of rows, and the rows of `tokens` to the experts and back, which in a backward are gradients.
 
-    Tensor-parallel ranks with the same tokens send a part of them each, and gather the results. If routers are uneven,
-    rows are those of the busiest rank, which receives as many as it sends back.
+    Tensor-parallel ranks with the same tokens send a part of them each, and one that `gathers` gets all results. If
+    routers are uneven, rows are those of the busiest rank, which receives as many as it sends back.
     """
-    ep, tp, itemsize = job.dims.ep, job.dims.tp, job.dtype.itemsize
-    shared = ep > 1 and tp > 1 and not job.config.tp_sequence_parallel
-    tokens = -(-job.outer_tokens // tp) if shared else job.outer_tokens
-    rows = job.busiest_rows(tokens) * (ep - 1) // ep
+    ep, itemsize, rows = job.dims.ep, job.dtype.itemsize, job.busiest_rows(tokens)
     yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
-    yield Sent("ep", "alltoall_base_", rows * job.model.hidden_size * itemsize).times(2)
-    if shared:
-        yield Sent("tp", "allgather_", tokens * job.model.hidden_size * itemsize * (tp - 1))
+    yield Sent("ep", "alltoall_base_", rows * (ep - 1) // ep * job.model.hidden_size * itemsize).times(2)
+    if gathers:
+        yield Sent("tp", "allgather_", tokens * job.model.hidden_size * itemsize * (job.dims.tp - 1))
 
 
 def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:

@@ -131,7 +131,7 @@ HUGE = 10**400
         ({"memory_bytes_per_second": math.inf}, "memory_bytes_per_second=inf must be positive and finite"),
         ({"parallel_rings": "false"}, "parallel_rings='false' must be true or false"),
         ({"streams": "no"}, "streams='no' must be true or false"),
-        ({"crowding": "1"}, "crowding='1' must be a number"),
+        ({"launch_seconds": "1"}, "launch_seconds='1' must be a number"),
         (
             {"efficiency": {"matmul": [[1, 0.5], [math.inf, 1]]}},
             r"efficiency.matmul=.* must be \[size, fraction\] pairs",

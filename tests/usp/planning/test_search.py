@@ -32,6 +32,7 @@ from usp.planning.search import (
     family,
     layouts,
     recomputations,
+    replications,
     shardings,
     without_parameters,
 )
@@ -101,7 +102,7 @@ def made_up() -> Predictor:
 def savings(layout: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
     """Yield a layout with every way to save memory."""
     for option in recomputations(layout, facts):
-        for sharded in chain(*shardings(option)):
+        for sharded in chain(*(shardings(option, replicas) for replicas in replications(option))):
             yield from (sharded, replace(sharded, optim_offload=True))
 
 
@@ -224,7 +225,9 @@ def test_every_layout_uses_all_ranks_and_divides_the_batch() -> None:
 def test_shards_may_stay_on_a_part_of_the_ranks() -> None:
     every = (each for each in layouts(question(EXPERTS)) if (each.dp_shard, each.tp, each.ep) == (8, 2, 4))
     layout = replace(next(every), batch_size=2, micro_batches=2)
-    sharded = {(each.dp_replicate, each.dp_shard, each.zero) for stages in shardings(layout) for each in stages}
+    sharded = {
+        (each.dp_replicate, each.dp_shard, each.zero) for n in replications(layout) for each in shardings(layout, n)
+    }
     # Experts regroup the ranks of a replica; without sharding over them there is nothing to replicate.
     assert sharded == {(replicas, 8 // replicas, zero) for replicas in (1, 2, 4) for zero in (1, 2, 3)}
 
@@ -235,6 +238,14 @@ def test_if_nothing_fits_the_smallest_is_named() -> None:
     result, smallest = search.run(), search.tightest()
     assert result.best == () and smallest is not None and result.tried == result.layouts
     assert smallest.memory.device == min(needed.device for _, _, needed in every_candidate(DENSE))
+
+
+def test_muon_stays_on_the_device() -> None:
+    """Check what train.py refuses to offload."""
+    for optimizer, offloads in (("adamw", True), ("muon", False)):
+        tight = replace(question(DENSE), base=TrainConfig(seq_len=2**17, optimizer=optimizer))
+        best = Search(tight, made_up(), tuple(layouts(tight))).run().best
+        assert best and any(each.config.optim_offload for each in best) == offloads
 
 
 def test_reasons_are_the_components_that_take_longer() -> None:
