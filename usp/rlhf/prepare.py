@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,9 @@ def prepare(
         actor, kind = specs["actor"].source, specs["actor"].config.model_type
         problems.append(f"--model = {actor} has model_type={kind!r}, which cannot generate: {reasons}")
     examples, held_out = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer)) or (None, ())
-    saved = attempt(lambda: _read_state(start, strict, config, sft_steps))
+    if saved := attempt(lambda: read_state(start, strict, RlhfState.from_extra)):
+        after_sft = bool(sft_steps) or (start.folder is not None and config.model == str(start.folder / SFT / MODEL))
+        problems += resume_violations(saved, config, finished_too=start.finished_too, other_model=after_sft)
     problems.check()
     assert examples is not None
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
@@ -204,12 +205,6 @@ def find_rlhf_start(config: RlhfConfig, sft_steps: int, launch: Launch, damaged:
         if messages := sft_violations(saved, config, sft_steps):
             raise ValueError(listed(messages))
     return start
-
-
-def _read_state(start: Start, strict: bool, config: RlhfConfig, sft_steps: int) -> RlhfState | None:
-    after_sft = bool(sft_steps) or (start.folder is not None and config.model == str(start.folder / SFT / MODEL))
-    fits = partial(resume_violations, config=config, finished_too=start.finished_too, other_model=after_sft)
-    return read_state(start, strict, RlhfState.from_extra, fits)
 
 
 def _open_data(
