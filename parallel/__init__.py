@@ -21,12 +21,12 @@ from .reallocation.reallocation import Reallocation
 from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_stages, stage_layers, stages_per_rank
 
 if TYPE_CHECKING:
-    from .checkpoint.checkpointer import Checkpointer, complete_checkpoints, latest, set_aside, verify
+    from .checkpoint.checkpointer import DAMAGED, Checkpointer, complete_checkpoints, latest, set_aside, verify
     from .checkpoint.safetensors_storage import DamagedCheckpoint, read_extra
     from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 
 _SLOW = {
-    ".checkpoint.checkpointer": ("Checkpointer", "complete_checkpoints", "latest", "set_aside", "verify"),
+    ".checkpoint.checkpointer": ("DAMAGED", "Checkpointer", "complete_checkpoints", "latest", "set_aside", "verify"),
     ".checkpoint.safetensors_storage": ("DamagedCheckpoint", "read_extra"),
     ".fsdp": ("ZERO_STAGES", "apply_fsdp", "before_micro_batch"),
 }

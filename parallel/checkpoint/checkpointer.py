@@ -56,9 +56,22 @@ def verify(path: Path, group: dist.ProcessGroup | None = None) -> None:
 
     Raises:
         DamagedCheckpoint: on every rank, naming the files that are missing or changed.
+        OSError: on every rank, if a rank cannot read a file: then nothing is known of what it holds.
     """
     part = slice(dist.get_rank(group), None, dist.get_world_size(group))
-    if found := _gather_errors(lambda: "; ".join(damaged_files(path, part)), group):
+    unread: list[str] = []
+
+    def damage() -> str:
+        try:
+            return "; ".join(damaged_files(path, part))
+        except OSError as error:
+            unread.append(str(error))
+            return ""
+
+    found = _gather_errors(damage, group)
+    if errors := _gather_errors(lambda: "".join(unread), group):
+        raise OSError(f"checkpoint {path} cannot be read: {'; '.join(errors)}")
+    if found:
         raise DamagedCheckpoint(f"checkpoint {path} is damaged: {'; '.join(found)}")
 
 
@@ -164,7 +177,7 @@ class Checkpointer:
             verified: `verify` has just accepted `path`, and need not read it again.
 
         Raises:
-            DamagedCheckpoint: on every rank, before any tensor is modified; see `verify`.
+            DamagedCheckpoint, OSError: on every rank, before any tensor is modified; see `verify`.
             ValueError: on every rank, before any tensor is modified, if `path` is not a checkpoint, listing the
                 requested names that it lacks or has with another shape or dtype.
             RuntimeError: on every rank, if a file cannot be read.
@@ -208,9 +221,11 @@ def _gather_errors(check: Callable[[], str | None], group: dist.ProcessGroup | N
 
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints in `folder` by step."""
-    if not folder.is_dir():
+    try:
+        paths = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # other errors do not say that there are none
         return {}
-    matches = ((_COMPLETE.fullmatch(path.name), path) for path in folder.iterdir())
+    matches = ((_COMPLETE.fullmatch(path.name), path) for path in paths)
     return {int(match[1]): path for match, path in matches if match}
 
 

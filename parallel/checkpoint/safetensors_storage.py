@@ -45,6 +45,7 @@ PARTIAL = ".partial"  # being written
 REMOVING = ".old"  # being removed
 _CHECKSUM = ', "checksum": "'  # ends the index, before the checksum of the text up to here
 _BLOCK = 2**24  # bytes read at a time
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # say what a folder holds that is there
 _TENSOR = "tensor in " + EXTRA  # only key of the object that replaces a tensor in the JSON of `extra`
 
 
@@ -169,6 +170,7 @@ def read_extra(folder: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: if `folder` is not a checkpoint, or its `extra` is damaged.
+        OSError: if it cannot be read, whatever it holds.
     """
     index = _read_index(folder)
     try:
@@ -178,6 +180,7 @@ def read_extra(folder: Path) -> dict[str, Any]:
             raise DamagedCheckpoint(f"{folder / EXTRA} does not match its checksum")
         return _with_tensors(index["extra"], load(saved))
     except (OSError, SafetensorError) as error:
+        _check_read(folder, error)
         raise DamagedCheckpoint(f"{folder / EXTRA} cannot be read: {error}") from error
 
 
@@ -186,12 +189,14 @@ def damaged_files(folder: Path, part: slice) -> Iterator[str]:
 
     Raises:
         DamagedCheckpoint: if `folder` is not a checkpoint, or its index is damaged.
+        OSError: if a file cannot be read, whatever it holds.
     """
     for name, checksum in sorted(_read_index(folder)["files"].items())[part]:
         try:
             if _checksum_of(folder / name) != checksum:
                 yield f"{folder / name} does not match its checksum"
         except OSError as error:
+            _check_read(folder, error)
             yield f"{folder / name} cannot be read: {error}"
 
 
@@ -210,12 +215,19 @@ def _read_index(folder: Path) -> dict[str, Any]:
         whole = after == f'{_checksum(before.encode())}"}}'
         index = json.loads(text) if whole or not before else {}
     except (OSError, ValueError) as error:
+        _check_read(folder, error)
         raise DamagedCheckpoint(f"{folder} is not a checkpoint: {error}") from error
     if whole:
         return index
     if not before and index.keys() == {"tensors", "extra"}:  # written without checksums
         return {**index, "files": {}}
     raise DamagedCheckpoint(f"{folder / INDEX} does not match its checksum")
+
+
+def _check_read(folder: Path, error: Exception) -> None:
+    """Raise `error` again unless it says what a checkpoint holds, or lacks while its folder is there."""
+    if isinstance(error, OSError) and not (isinstance(error, _MISSING) and folder.is_dir()):
+        raise error
 
 
 def _checksum(data: bytes) -> str:

@@ -18,7 +18,7 @@ from usp.run.launch import Launch, choose_device, process_group, stay_on_loopbac
 from .flags import check, output_problem, parse, token_counts
 
 if TYPE_CHECKING:
-    from usp.planning.measurements import Part, Points, Sizes
+    from usp.planning.measurements import Measurements, Part, Points, Sizes
 
 Share = Annotated[float, Rule(lambda value: 0 < value < 1, "above 0 and below 1")]
 
@@ -32,7 +32,7 @@ class RlhfProfileConfig:
     """
 
     out: Annotated[Path, arg(metavar="FILE.json")] = Path("rlhf-profile.json")
-    """Profile to write. What an existing one has is kept, and not measured again."""
+    """Profile to write, after each call. What an existing one has is kept, and not measured again."""
     actor: Annotated[str, arg(metavar="PRESET|PATH", help=f"Model to train. {MODEL_HELP}")] = "tiny"
     critic: Annotated[str, arg(metavar="PRESET|PATH", help_behavior_hint="(default: the actor)")] = ""
     """Model whose size the critic and the reward model have."""
@@ -102,13 +102,18 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         groups = ProcessGroups()
         rounds = Rounds(device, asked.rounds, 0.02)
         known = from_first_rank(lambda: _known(asked.out, name, dtype_name(dtype), launch.world_size, sizes))
-        measured = measure_calls(calls, sizes, rounds, name, groups, progress, known)
         response = max(1, round(max(tokens) * asked.response_share))
         prompts = max(8, -(-max(samples) // graph.group_size))
         workload = Workload.of(prompts, graph.group_size, max(tokens) - response, (response,))
-        measured = replace(measured, step_seconds=measure_step(graph, workload, groups, device))
+        step_seconds = measure_step(graph, workload, groups, device)
+
+        def keep(measured: Measurements) -> None:
+            if launch.rank == 0:
+                replace(measured, step_seconds=step_seconds).save(asked.out)
+
+        measured = measure_calls(calls, sizes, rounds, name, groups, progress, known, keep)
+        keep(measured)
         if launch.rank == 0:
-            measured.save(asked.out)
             print(f"{asked.out}: {len(measured.points)} parts of calls on up to {measured.ranks} ranks")
         dist.barrier()
 

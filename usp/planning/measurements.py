@@ -165,7 +165,9 @@ class Measurements:
         values = {name: getattr(self, name) for name in ("device", "dtype", "ranks")}
         values |= {"sizes": asdict(self.sizes), "step": [self.step_seconds]}
         lines = ",\n  ".join(json.dumps(part) for part in parts)
-        path.write_text(f'{{"version": {VERSION}, {json.dumps(values)[1:-1]}, "parts": [\n  {lines}\n]}}\n')
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(f'{{"version": {VERSION}, {json.dumps(values)[1:-1]}, "parts": [\n  {lines}\n]}}\n')
+        new.replace(path)
 
     @staticmethod
     def load(path: Path) -> Measurements:

@@ -57,13 +57,16 @@ def measure_calls(
     groups: ProcessGroups,
     progress: Callable[[str], None] = lambda doing: None,
     known: Mapping[Part, Points] = MappingProxyType({}),
+    keep: Callable[[Measurements], None] = lambda measured: None,
 ) -> Measurements:
     """Measure every call once for each model and layout. Collective over the world, all of whose ranks ask the same.
 
     There is at least one call, and all are of one dtype. What is `known` is in the result without being measured again.
-    Raise ValueError for a model whose layers are of several kinds, or that does not support a layout.
+    `keep` gets what is measured so far after each call. Raise ValueError for a model whose layers are of several kinds,
+    or that does not support a layout.
     """
     points = {part: dict(measured) for part, measured in known.items()}
+    result = Measurements(device_name, dtype_name(asked[0].spec.dtype), dist.get_world_size(), sizes, points)
     for one in asked:
         part = one.part()
         if part in points:
@@ -75,7 +78,8 @@ def measure_calls(
             run = _GenerateRun if isinstance(one.call.work, Generate) else _RowsRun
             for measured, at, seconds in run(one, part, layers, sizes, mesh, rounds).timings():
                 points.setdefault(measured, {})[at] = seconds
-    return Measurements(device_name, dtype_name(asked[0].spec.dtype), dist.get_world_size(), sizes, points)
+        keep(result)
+    return result
 
 
 @dataclass(eq=False)

@@ -17,7 +17,9 @@ import yaml
 from rich.console import Console
 
 from parallel import ReallocPlan, plan_realloc, realloc_seconds
+from parallel.cluster.links import level_between
 from usp.model.facts import ModelShape, weight_layout
+from usp.predict.compute import dtype_name
 from usp.predict.devices import hardware_here, of_launch
 from usp.rlhf.config import SEARCH
 from usp.rlhf.datasets import example_indices, sequences_of
@@ -100,8 +102,12 @@ def _of_resumed(run: PreparedRlhf) -> tuple[Path, ExecutionPlan] | None:
 
 def question_of(run: PreparedRlhf) -> Question:
     """Return the question of a run: the samples of its first step, with responses of --max-new-tokens; raise ValueError
-    for unknown hardware, and models that there are no formulas for."""
-    config = run.config
+    for hardware that is unknown, does not connect all ranks or has no peak for the dtype, and for models that there are
+    no formulas for."""
+    config, dtype = run.config, run.roles[next(iter(run.graph.trained_roles))].dtype
+    hardware = of_launch(hardware_here(config.hardware, run.device, run.launch), run.device, run.launch)
+    level_between(hardware, 0, run.launch.world_size - 1)
+    hardware.peak(dtype_name(dtype))
 
     @cache
     def allowed_as(role: str, layout: CallLayout, trained: bool) -> bool:
@@ -115,10 +121,10 @@ def question_of(run: PreparedRlhf) -> Question:
         graph=run.graph,
         models=model_shapes({role: (spec.source, spec.config) for role, spec in run.roles.items()}),
         workload=_workload(run),
-        hardware=of_launch(hardware_here(config.hardware, run.device, run.launch), run.device, run.launch),
+        hardware=hardware,
         world_size=run.launch.world_size,
         options=CallOptions(
-            dtype=run.roles[next(iter(run.graph.trained_roles))].dtype,
+            dtype=dtype,
             slots=config.slots,
             loss_chunk=config.loss_chunk,
             kernel=config.attention_kernel,
@@ -247,8 +253,7 @@ class SearchingPlanner:
 
 
 def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
-    """Return what `train_rlhf` needs for --replan; raise ConfigurationError for a model that there are no formulas for,
-    or hardware that is not known."""
+    """Return what `train_rlhf` needs for --replan; raise ConfigurationError as `question_of`."""
     config = prepared.config
     try:
         first = question_of(prepared)

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,13 @@ from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settle
 from usp.rlhf.generation.decoding import stop_problems
 from usp.rlhf.generation.generate import generation_problems
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan, policy_as_reference
-from usp.rlhf.plan.plan import ExecutionPlan, from_mapping, optimizer_of, staleness_violations
+from usp.rlhf.plan.plan import ExecutionPlan, from_mapping, needed_part, optimizer_of, staleness_violations
 from usp.rlhf.roles.role_model import RoleSpec
 from usp.rlhf.runtime.transfer import batch_violations
 from usp.run.failures import Problems, listed, nearest
 from usp.run.launch import Launch
 from usp.run.metrics import METRICS_FILE
+from usp.run.output import warn
 from usp.train.checkpoints import CHECKPOINTS, MODEL, Start, find_start, read_state
 from usp.train.prepare import Prologue
 from usp.train.resolve import settled_lora
@@ -120,7 +120,9 @@ def prepare(
         actor, kind = specs["actor"].source, specs["actor"].config.model_type
         problems.append(f"--model = {actor} has model_type={kind!r}, which cannot generate: {reasons}")
     examples, held_out = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer)) or (None, ())
-    saved = attempt(lambda: _read_state(start, strict, config, sft_steps))
+    if saved := attempt(lambda: read_state(start, strict, RlhfState.from_extra)):
+        after_sft = bool(sft_steps) or (start.folder is not None and config.model == str(start.folder / SFT / MODEL))
+        problems += resume_violations(saved, config, finished_too=start.finished_too, other_model=after_sft)
     problems.check()
     assert examples is not None
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
@@ -149,7 +151,7 @@ def prepare(
         drawn=options.drawn(config.prompts),
         plan=NO_PLAN,
     )
-    plan = attempt(lambda: _plan(run, planner))
+    plan = attempt(lambda: _plan(run, planner, says=launch.rank == 0 and not strict))
     problems.check()
     assert plan is not None
     if config.lora_rank and config.ref in ("", config.model):
@@ -204,12 +206,6 @@ def find_rlhf_start(config: RlhfConfig, sft_steps: int, launch: Launch, damaged:
         if messages := sft_violations(saved, config, sft_steps):
             raise ValueError(listed(messages))
     return start
-
-
-def _read_state(start: Start, strict: bool, config: RlhfConfig, sft_steps: int) -> RlhfState | None:
-    after_sft = bool(sft_steps) or (start.folder is not None and config.model == str(start.folder / SFT / MODEL))
-    fits = partial(resume_violations, config=config, finished_too=start.finished_too, other_model=after_sft)
-    return read_state(start, strict, RlhfState.from_extra, fits)
 
 
 def _open_data(
@@ -338,8 +334,11 @@ def _graph_violations(
     yield from (f"--options = {config.options}: {violation}" for violation in options.step_violations(samples))
 
 
-def _plan(run: PreparedRlhf, planner: Planner | None) -> ExecutionPlan:
-    """Return the plan that --plan names or asks for, checked against graph, world and models."""
+def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPlan:
+    """Return the plan that --plan names or asks for, checked against graph, world and models.
+
+    says: whether to say which calls of a file the run leaves out.
+    """
     config, graph, specs, launch = run.config, run.graph, run.roles, run.launch
     known, file = (*NAMED_PLANS, SEARCH), Path(config.plan).expanduser()
     if config.plan not in known and (file.suffix not in (".yaml", ".yml") or not file.is_file()):
@@ -353,7 +352,10 @@ def _plan(run: PreparedRlhf, planner: Planner | None) -> ExecutionPlan:
     if config.plan in NAMED_PLANS:
         plan = named_plan(config.plan, graph, _plan_facts(config, specs, launch))
     elif config.plan != SEARCH:
-        plan = from_mapping(yaml.safe_load(file.read_text()))
+        plan, unneeded = needed_part(from_mapping(yaml.safe_load(file.read_text())), graph)
+        if unneeded and says:
+            calls = ", ".join(unneeded)
+            warn(f"--plan = {config.plan} has layouts for {calls}, which this run does not call: not needed")
     elif planner is not None:
         plan = planner(run)
     else:

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh, ProcessGroups, latest
+from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import hide_progress_bars
 from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, optimizer_of, to_mapping
 from usp.rlhf.roles.role_model import RoleModel
@@ -45,9 +45,9 @@ from usp.run.watchdog import Watchdog
 from usp.train.checkpoints import (
     ADAPTER,
     BEST,
-    CHECKPOINTS,
     MODEL,
     Start,
+    newest_checkpoint,
     run_folder,
     settled,
     sound_start,
@@ -117,7 +117,7 @@ def _after_sft(
     folder = prepared.start.folder / SFT
     if not (folder / MODEL).is_dir():
         with run_folder(folder, SFT):  # a run of its own could be started there, too
-            start = sound_start(folder, lambda d: Start(folder, latest(folder / CHECKPOINTS, d), finished_too=True))
+            start = sound_start(folder, lambda d: Start(folder, newest_checkpoint(folder, d), finished_too=True))
             try:
                 RlhfTrainer(prepare(sft_config(prepared, folder), launch, start), launch, stop, watchdog).run()
             except CheckpointFailed as error:  # the model is what is needed

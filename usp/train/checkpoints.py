@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +30,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel import DamagedCheckpoint, latest, read_extra, set_aside, verify
-from usp.config import CommonConfig, TrainConfig
+from parallel import DAMAGED, DamagedCheckpoint, latest, read_extra, set_aside, verify
+from usp.config import CommonConfig, CurriculumStage, TrainConfig, by_stage
 from usp.fields import flag
-from usp.run.failures import ConfigurationError, listed
+from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.run.metrics import METRICS_FILE
 from usp.run.output import LOCK, holder, locked, this_process, warn
@@ -53,6 +53,7 @@ AUTO = "auto"
 CHECKPOINTS, MODEL, ADAPTER, BEST = "checkpoints", "model", "adapter", "best"  # folders of a run
 RUNS = Path("runs")  # of runs without --output
 FOLDER_KEY = "run-folder"
+RETRIES = (1.0, 4.0, 16.0)  # seconds after which a checkpoint that cannot be read is read again
 SEEN_SECONDS = 5.0  # for a network file system to show on one host what another one has written
 
 
@@ -63,7 +64,7 @@ class TrainingState:
     tokens: read so far, over all ranks.
     stream: `BatchStream.state_dict()`.
     random: `random_state()`.
-    config: the resolved configuration, from `asdict`.
+    config: the resolved configuration, from `asdict`, with the global batch size of every stage of a curriculum.
     model: the model's configuration, from transformers' `to_dict`.
     evaluations: `Evaluations.to_extra()`; empty without held-out data.
     """
@@ -88,6 +89,12 @@ class TrainingState:
             raise ValueError(f"the checkpoint is not of a training run: it lacks {', '.join(missing)}")
         return TrainingState(**{name: extra[name] for name in names})
 
+    def ended(self, curriculum: Sequence[CurriculumStage]) -> tuple[int, ...]:
+        """Return the sequences of a step of each stage that has ended, except the last stage, which a run ends in."""
+        number = sum(end <= self.step for end in accumulate(stage.steps for stage in curriculum[:-1]))
+        before = self.config.get("curriculum", ())[:number]
+        return tuple(takewhile(bool, (stage["global_batch_size"] for stage in before)))
+
 
 def resume_violations(
     saved: TrainingState, config: TrainConfig, model: Mapping[str, Any], finished_too: bool = False
@@ -96,7 +103,7 @@ def resume_violations(
 
     finished_too: as in `Start`.
     Layout, world size, engine, batch and schedule may differ. Data, seq_len and seed must not:
-    `BatchStream.load_state_dict` checks them.
+    `BatchStream.load_state_dict` checks them. Of a stage of the curriculum that has ended, what it read must not.
     """
     problems = []
     here, there = _as_json(model), _as_json(saved.model)
@@ -105,35 +112,42 @@ def resume_violations(
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
         problems.append(f"--model = {config.model} is not the model of the checkpoint ({values}): use that model")
     ended = sum(end <= saved.step for end in accumulate(stage.steps for stage in config.curriculum))
-    stages = [asdict(stage) for stage in config.curriculum[:ended]]
-    if stages != list(saved.config.get("curriculum", ()))[:ended]:
-        problems.append("the stages of --curriculum that end before the checkpoint are not the same as before")
+    if _stages_read(asdict(config), ended) != _stages_read(saved.config, ended) or any(
+        stage.global_batch_size not in (0, sequences)
+        for stage, sequences in zip(by_stage(config), saved.ended(config.curriculum), strict=False)
+    ):
+        problems.append(
+            "the stages of --curriculum that end before the checkpoint must have the same steps, seq_len, data and "
+            "global_batch_size as before"
+        )
     if (before := saved.config.get("optimizer", "adamw")) != config.optimizer:
         problems.append(f"--optimizer = {config.optimizer} (checkpoint: {before}) has other states: use the same")
     problems += lora_violations(saved.config, config)
     return problems + steps_violations(saved.step, config.steps, finished_too)
 
 
-def read_state(
-    start: Start, strict: bool, convert: Callable[[Mapping[str, Any]], T], violations: Callable[[T], list[str]]
-) -> T | None:
+def _stages_read(config: Mapping[str, Any], number: int) -> list[list[Any]]:
+    """Return the steps of the first stages of a curriculum, and what they read."""
+    stages = config.get("curriculum", ())[:number]
+    return [[stage["steps"], *(stage[name] or config[name] for name in ("seq_len", "data"))] for stage in stages]
+
+
+def read_state(start: Start, strict: bool, convert: Callable[[Mapping[str, Any]], T]) -> T | None:
     """Read the state in the checkpoint to resume from; None without one.
 
-    strict: raise for a damaged checkpoint even if the one before can replace it; otherwise the result is None.
+    strict: raise for a damaged checkpoint even if the one before can replace it, and for one that cannot be read now;
+        otherwise the result is None.
 
-    Raises ValueError by `convert` for another kind of run, and for `violations` of the state.
+    Raises ValueError by `convert` for another kind of run.
     """
     if start.checkpoint is None:
         return None
     try:
-        saved = convert(read_extra(start.checkpoint))
-    except DamagedCheckpoint:
-        if strict or start.named:
+        return convert(read_extra(start.checkpoint))
+    except (DamagedCheckpoint, OSError) as error:
+        if strict or (start.named and isinstance(error, DamagedCheckpoint)):
             raise
         return None
-    if messages := violations(saved):
-        raise ValueError(listed(messages))
-    return saved
 
 
 def lora_violations(saved: Mapping[str, Any], config: CommonConfig) -> list[str]:
@@ -214,7 +228,8 @@ def find_start(
 
     traces: names of files by which a folder is known to hold a run. damaged: checkpoints that cannot be used.
 
-    Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run or is not writable.
+    Raises ValueError for a `--resume` without checkpoint, a run all of whose checkpoints are damaged, and an `--output`
+    that holds another run or is not writable.
     """
     start = _start(config, launch, traces, damaged)
     folder = (start.folder or RUNS).resolve()
@@ -232,13 +247,12 @@ def _start(config: CommonConfig, launch: Launch, traces: Sequence[str], damaged:
     restarted = launch.attempt > 0 and (remembered is not None or launch.agent_store is None)
     if restarted:
         folder = Path(remembered) if remembered else folder
-        newest = latest(folder / CHECKPOINTS, damaged) if folder else None
-        if newest or not config.resume:
-            return Start(folder, newest, finished_too=True)
+        if not config.resume or (folder and latest(folder / CHECKPOINTS, damaged)):
+            return Start(folder, newest_checkpoint(folder, damaged) if folder else None, finished_too=True)
     if config.resume == AUTO:
         if folder is None:
             raise ValueError("--resume auto continues the run in --output: give --output")
-        return Start(folder, latest(folder / CHECKPOINTS, damaged), finished_too=True)
+        return Start(folder, newest_checkpoint(folder, damaged), finished_too=True)
     start = _named(config.resume, folder, damaged) if config.resume else Start(folder)
     continued = start.checkpoint.parent.parent.resolve() if start.checkpoint else None
     if folder is None or folder.resolve() == continued or restarted:
@@ -251,6 +265,20 @@ def _start(config: CommonConfig, launch: Launch, traces: Sequence[str], damaged:
             f"it with --resume auto"
         )
     return start
+
+
+def newest_checkpoint(folder: Path, damaged: Collection[Path]) -> Path | None:
+    """Return the newest checkpoint of the run in `folder` that is none of `damaged`; None for a run without any. Raises
+    ValueError if all that it has are damaged: it would begin anew, and write over what it has."""
+    newest = latest(folder / CHECKPOINTS, damaged)
+    lost = {*(path for path in damaged if path.exists()), *(folder / CHECKPOINTS).glob(f"*{DAMAGED}*")}
+    if newest is None and lost:
+        names = ", ".join(sorted(path.name for path in lost))
+        raise ValueError(
+            f"the run in {folder} cannot continue, because all of its checkpoints are damaged ({names}): continue from "
+            f"another run's, or begin anew with another --output; or remove them, to write over this run"
+        )
+    return newest
 
 
 def _named(resume: str, folder: Path | None, damaged: Collection[Path]) -> Start:
@@ -313,8 +341,9 @@ def settled(prepared: P, folder: Path, find: Callable[[Collection[Path]], Start]
 def sound_start(folder: Path, find: Callable[[Collection[Path]], Start]) -> Start:
     """Find where the run in `folder` begins, from a checkpoint that agrees with its checksums. Collective.
 
-    A damaged checkpoint of this folder is renamed, so that no later run finds it. Raises ConfigurationError on every
-    rank, if `find` refuses, or the user named a checkpoint that is damaged.
+    A damaged checkpoint of this folder is renamed, so that no later run finds it. One that cannot be read is reported,
+    tried again, and left as it is. Raises ConfigurationError on every rank, if `find` refuses, if it still cannot be
+    read, or if the user named a checkpoint that is damaged.
     """
     damaged: list[Path] = []
     while True:
@@ -322,14 +351,27 @@ def sound_start(folder: Path, find: Callable[[Collection[Path]], Start]) -> Star
         if start.checkpoint is None:
             return start
         try:
-            verify(start.checkpoint)
+            _verify_patiently(start.checkpoint)
             return start
+        except OSError as error:
+            raise ConfigurationError(f"{error}: start again when its file system answers") from error
         except DamagedCheckpoint as error:
             if start.named:
                 raise ConfigurationError(f"{error}; choose another checkpoint") from error
             damaged.append(start.checkpoint)
             if dist.get_rank() == 0:
                 warn(f"{error}; {_put_away(start.checkpoint, folder)}, and the one before it is used, if there is one")
+
+
+def _verify_patiently(checkpoint: Path) -> None:
+    for seconds in RETRIES:
+        try:
+            return verify(checkpoint)
+        except OSError as error:
+            if dist.get_rank() == 0:
+                warn(f"{error}; trying again in {seconds:g} s")
+            time.sleep(seconds)
+    return verify(checkpoint)
 
 
 def from_first_rank(work: Callable[[], T]) -> T:

@@ -101,7 +101,7 @@ class TrainingLoop(ABC):
         if best != self.done:
             try:
                 verify(kept[best])
-            except DamagedCheckpoint as error:
+            except (DamagedCheckpoint, OSError) as error:
                 self._warn(f"{error}; {self.folder / BEST} is not written")
                 return
             self.restore(kept[best])

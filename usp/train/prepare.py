@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ class PreparedStage(ResolvedStage):
 class PreparedRun:
     """A run that is ready to start.
 
-    config: without any `auto`, and without a curriculum also without -1.
+    config: without any `auto`, and without a curriculum also without -1; its stages have global batch sizes.
     reusable: `config` for other machines, with the device and dtype that were asked for.
     start: the run's folder, and the checkpoint that it continues from; saved: what that holds besides tensors.
     """
@@ -137,13 +136,18 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     Raises ConfigurationError with every violation found. The data is tokenized here unless the cache holds its tokens,
     so that data without text or without its field is refused before any rank communicates.
     """
-    resolved = resolve(config, launch.world_size)
-    config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
-    problems = Problems(resolved.problems)
+    problems = Problems()
     attempt = problems.attempt
+    strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
+    saved = attempt(lambda: read_state(start, strict, TrainingState.from_extra))
+    resolved = resolve(config, launch.world_size, ended=saved.ended(config.curriculum) if saved else ())
+    config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
+    problems += resolved.problems
+    if saved is not None and model_config is not None:
+        problems += resume_violations(saved, config, model_config.to_dict(), start.finished_too)
     bos = config.bos if config.bos in BOS else "auto"
     prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens)
-    device, tokenizer, kernel_choice, saved = prologue.device, prologue.tokenizer, "", None
+    device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
     if facts is not None:
         kernel_choice = prologue.choose_kernel(facts)
         prologue.check_vocabulary(f"--model {facts.name}", facts.vocab_size)
@@ -152,10 +156,6 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     held_out = attempt(lambda: find_data(config.eval_data, name="eval_data")) if config.eval_data else None
     data = attempt(lambda: _find_all(config, held_out))
     attempt(lambda: parse_steps(config.profile, config.steps))
-    strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
-    if model_config is not None:
-        fits = partial(resume_violations, config=config, model=model_config.to_dict(), finished_too=start.finished_too)
-        saved = attempt(lambda: read_state(start, strict, TrainingState.from_extra, fits))
     problems.check()
     config, model_config, facts, dims = resolved.valid()
     assert device is not None and data is not None and tokenizer is not None
@@ -177,8 +177,12 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     config = replace(config, tokenizer=tokenizer.name)
     if not config.curriculum:
         config = replace(config, dp_shard=dims.dp_shard)
+    of_stages = [
+        replace(stage, batch_size=0, global_batch_size=stages[number].sequences)
+        for number, stage in enumerate(config.curriculum)
+    ]
     prepared = PreparedRun(
-        config=replace(config, **here),
+        config=replace(config, curriculum=tuple(of_stages), **here),
         reusable=config,
         stages=stages,
         device=device,
@@ -226,9 +230,8 @@ def _stages(
     for stage in stages:
         config = replace(stage.config, dp_shard=stage.dims.dp_shard, **here)
         paths, weights = zip(*parse_mixture(config.data), strict=True)
-        batch = stage.dims.batch * config.batch_size
         rows: list[PackedRows] = []
-        counts = taken(weights, config.seed, (stage.last - stage.first + 1) * batch)
+        counts = taken(weights, config.seed, (stage.last - stage.first + 1) * stage.sequences)
         for path, count in zip(paths, counts, strict=True):
             store, _ = sources[path]
             if config.packing == "whole" or (config.packing == "auto" and store.manifest.masked):
@@ -245,7 +248,8 @@ def _stages(
             stage.dims,
             stage.first,
             stage.last,
+            stage.sequences,
             tuple(sources[path][1] for path in paths),
-            BatchStream(rows[0] if len(rows) == 1 else MixedRows(rows, weights), batch),
+            BatchStream(rows[0] if len(rows) == 1 else MixedRows(rows, weights), stage.sequences),
             HeldOut(PackedRows(held_out[0], config.seq_len, None), held_out[1]) if held_out else None,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -31,12 +31,14 @@ class ResolvedStage:
 
     config: as `Resolved.config`, without a curriculum, but with the steps of the whole run.
     first, last: its steps; those of the run are numbered from 1.
+    sequences: of a step, over all ranks.
     """
 
     config: TrainConfig
     dims: ParallelDims
     first: int
     last: int
+    sequences: int
 
     @property
     def tokens(self) -> int:
@@ -83,12 +85,18 @@ class Resolved:
 
 
 def resolve(
-    config: TrainConfig, world_size: int, model_config: ModelConfig | None = None, weights: bool = True
+    config: TrainConfig,
+    world_size: int,
+    model_config: ModelConfig | None = None,
+    weights: bool = True,
+    ended: Sequence[int] = (),
 ) -> Resolved:
     """Resolve `config` on `world_size` ranks.
 
     model_config: from `trained_model`, if the caller has it.
     weights: whether a model directory must have weights as well as config.json.
+    ended: the sequences of a step of each stage of the curriculum that has run, on other ranks perhaps: of these stages
+        only what they read counts, and their degrees are not resolved.
     """
     config, problems, facts = settle_batch(config, world_size), [], None
     rates = {"preset": LORA_RATE, "pretrained": LORA_RATE} if config.lora_rank else {}
@@ -103,15 +111,20 @@ def resolve(
     if model_config is not None:
         facts = model_facts(config.model, model_config)
         problems += lora_problems(config, model_config)
-    problems += violations(config, world_size, facts)
+    problems += violations(config, world_size, facts, len(ended))
     if problems:
         return Resolved(config, model_config, facts, tuple(problems))
     lasts = tuple(accumulate(stage.steps for stage in config.curriculum)) or (config.steps,)
-    stages = tuple(
-        ResolvedStage(settle_batch(stage, world_size), parallel_dims(stage).resolve(world_size), before + 1, last)
-        for stage, (before, last) in zip(by_stage(config), pairwise((0, *lasts)), strict=True)
-    )
-    return Resolved(replace(config, steps=lasts[-1]), model_config, facts, (), stages)
+    stages = []
+    for number, (stage, (before, last)) in enumerate(zip(by_stage(config), pairwise((0, *lasts)), strict=True)):
+        dims = parallel_dims(stage)
+        if number < len(ended):
+            sequences = ended[number]
+        else:
+            stage, dims = settle_batch(stage, world_size), dims.resolve(world_size)
+            sequences = dims.batch * stage.batch_size
+        stages.append(ResolvedStage(stage, dims, before + 1, last, sequences))
+    return Resolved(replace(config, steps=lasts[-1]), model_config, facts, (), tuple(stages))
 
 
 def settled_lora(config: C) -> C:

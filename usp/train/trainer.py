@@ -246,7 +246,6 @@ class Trainer(TrainingLoop):
             yield f"stage {number} of {len(stages)}: {steps}"
         if dist.get_world_size() > 1:
             yield f"ranks: {dist.get_world_size()} ({self.stage.dims}), layout {config.sp_layout}"
-        rows = self.stage.dims.batch * config.batch_size
         parts = zip(parse_mixture(config.data), self.stage.left_out, packed.sources, packed.weights, strict=True)
         for (path, _), left_out, source, weight in parts:
             held, share = source.store.manifest, "" if weight == 1 else f", {weight:.1%} of the rows"
@@ -271,8 +270,8 @@ class Trainer(TrainingLoop):
                 padding = 1 - source.tokens / (source.per_epoch * config.seq_len)
                 yield f"packing: {path}: {source.per_epoch} sequences of whole documents, {padding:.1%} padding"
                 yield from _long_documents(path, source)
-        steps = f"{packed.per_epoch / rows:,.1f}".removesuffix(".0")
-        yield f"step: {rows} x {config.seq_len} tokens, an epoch is {steps} steps"
+        steps = f"{packed.per_epoch / self.stage.sequences:,.1f}".removesuffix(".0")
+        yield f"step: {self.stage.sequences} x {config.seq_len} tokens, an epoch is {steps} steps"
         if self.job is not None:
             yield from predicted_lines(self.job, self.prepared)
 

@@ -21,13 +21,14 @@ from usp.fields import flag, shared_values, value_violations
 from usp.model.facts import ModelFacts, ep_violations, pp_violations, tp_violations
 
 
-def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> list[str]:
+def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, ended: int = 0) -> list[str]:
     """Return what is wrong with `config` on `world_size` ranks, one message each.
 
-    facts: None if the model was not found; rules about it are then skipped.
+    facts: None if the model was not found; rules about it are then skipped. ended: stages of the curriculum that have
+    run, on any ranks.
     """
     if config.curriculum:
-        return [*curriculum_violations(config), *_by_stage(config, world_size, facts)]
+        return [*curriculum_violations(config), *_by_stage(config, world_size, facts, ended)]
     config = settle_batch(config, world_size)
     invalid = value_violations(config)
     messages = list(invalid.values())
@@ -73,11 +74,11 @@ def curriculum_violations(config: TrainConfig) -> Iterator[str]:
         yield "--curriculum is not supported by --engine deepspeed, whose ranks are fixed: use --engine fsdp2"
 
 
-def _by_stage(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[str]:
-    stages = [violations(stage, world_size, facts) for stage in by_stage(config)]
+def _by_stage(config: TrainConfig, world_size: int, facts: ModelFacts | None, ended: int) -> Iterator[str]:
+    stages = [violations(stage, world_size, facts) for stage in by_stage(config)[ended:]]
     common = [message for message in stages[0] if all(message in messages for messages in stages)]
     yield from common
-    for number, messages in enumerate(stages, start=1):
+    for number, messages in enumerate(stages, start=ended + 1):
         yield from (f"stage {number} of the curriculum: {message}" for message in messages if message not in common)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -155,8 +157,11 @@ def test_extra_is_restored_without_a_process_group(ranks: RankPool, tmp_path: Pa
     read = read_extra(tmp_path / "step-00000020")
     assert torch.equal(read["data"].pop("ids"), extra["data"].pop("ids"))
     assert read == extra
-    with pytest.raises(ValueError, match="step-00000030 is not a checkpoint"):
+    (tmp_path / "step-00000030").mkdir()
+    with pytest.raises(DamagedCheckpoint, match="step-00000030 is not a checkpoint"):
         read_extra(tmp_path / "step-00000030")
+    with pytest.raises(FileNotFoundError):  # it is not there, which is no damage
+        read_extra(tmp_path / "step-00000040")
 
 
 # Atomicity
@@ -302,7 +307,7 @@ def load_wrong(folder: Path) -> tuple[list[str], float]:
     ]:
         try:
             checkpointer.load(path, tensors)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             messages.append(str(error))
     return messages, kept.mean().item()
 
@@ -317,7 +322,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(ranks: RankPool,
         "has bf16 as (10, 4) torch.bfloat16, expected (10, 4) torch.float32",
     ):
         assert part in first[0]
-    assert "step-00000040 is not a checkpoint" in first[1]
+    assert "step-00000040 cannot be read: " in first[1]
 
 
 def finished_alone(folder: Path) -> bool:
@@ -377,6 +382,31 @@ def test_a_damaged_file_is_an_error_on_every_rank(
     if not name.startswith("rank"):
         with pytest.raises(DamagedCheckpoint, match=str(path)):
             read_extra(path)
+
+
+def verify_unreadable(path: Path, number: int) -> str:
+    """Verify where rank 1 cannot read the files it checks, and return what is raised."""
+    failing = patch.object(safetensors_storage, "_checksum_of", side_effect=OSError(number, os.strerror(number)))
+    try:
+        with failing if dist.get_rank() == 1 else nullcontext():
+            verify(path)
+    except (DamagedCheckpoint, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_cannot_be_read_is_not_damaged(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, 2, tmp_path, "fsdp", 20, {})
+    path = tmp_path / "step-00000020"
+    overwrite(path / "extra.safetensors")  # which rank 0 checks
+    for number in (errno.EIO, errno.ESTALE, errno.EACCES):
+        for said in ranks.run(verify_unreadable, 2, path, number):
+            assert said == f"OSError: checkpoint {path} cannot be read: [Errno {number}] {os.strerror(number)}"
+    assert all("DamagedCheckpoint" in said for said in ranks.run(verify_unreadable, 2, path, errno.ENOENT))
+    with patch.object(Path, "read_text", side_effect=OSError(errno.EIO, "broken")), pytest.raises(OSError, match="bro"):
+        read_extra(path)
+    with patch.object(Path, "iterdir", side_effect=OSError(errno.EIO, "broken")), pytest.raises(OSError, match="bro"):
+        latest(tmp_path)
 
 
 def files_hashed(path: Path) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from parallel.cluster.hardware import NODES
 from usp.planning.rlhf_question import answer
-from usp.planning.run_plan import SearchedPlan, question_of
+from usp.planning.run_plan import SearchedPlan, question_of, run_planner
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
 from usp.rlhf.prepare import PreparedRlhf, prepare
@@ -71,6 +73,23 @@ def test_the_search_is_refused_for_what_it_does_not_predict(tmp_path: Path) -> N
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(replace(config, **changes), FOUR, planner=planner)  # type: ignore[arg-type]
+
+
+def test_hardware_that_predicts_no_step_is_refused_before_the_first(tmp_path: Path) -> None:
+    described = json.loads((NODES / "a100.json").read_text())
+    one_host, no_peak = tmp_path / "host.json", tmp_path / "bf16.json"
+    one_host.write_text(json.dumps({**described, "tiers": described["tiers"][:1]}))
+    no_peak.write_text(json.dumps({**described, "peak_flops": {"bfloat16": 1e14}}))
+    config = replace(SMALL, output=str(tmp_path / "run"))
+    for file, text in (
+        (one_host, r"connects 2 devices, too few for rank 3: add a tier with devices=0"),
+        (no_peak, "states no peak_flops for float32, only for bfloat16: add it to its file"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            prepare(replace(config, hardware=str(file)), FOUR, planner=searched)
+        asked = replace(config, plan="flattening", search_budget=60.0, hardware=str(file), replan="every=1")
+        with pytest.raises(ConfigurationError, match=f"--replan = every=1: .*{text}"):
+            run_planner(prepare(asked, FOUR), FOUR)
 
 
 def test_the_plan_is_searched_once_and_kept_by_a_resumed_run(

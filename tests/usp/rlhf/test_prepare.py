@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import GenerationConfig, LlamaConfig
 
 from tests.usp.tiny import SIZES, drawn_model
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.graph import Generate
+from usp.rlhf.plan.plan import to_mapping
 from usp.rlhf.prepare import prepare
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -58,3 +60,23 @@ def test_plans_are_checked_against_the_models_before_anything_runs(tmp_path: Pat
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(replace(config, **changes), four)
+
+
+def test_a_plan_file_may_name_calls_that_a_run_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = RlhfConfig(sft_steps=0, output=str(tmp_path / "run"), options="old_logprobs=recompute", offload=True)
+    file = tmp_path / "plan.yaml"
+    plan = to_mapping(prepare(config, Launch()).plan)
+    assert "actor_inference" in plan["calls"] and plan["offload"] == ["ref"]
+    file.write_text(yaml.safe_dump(plan))
+    config = replace(config, plan=str(file), offload=False)
+    prepared = prepare(replace(config, options="kl=0"), Launch())
+    assert {*plan["calls"]} - {*prepared.plan.calls} == {"actor_inference", "ref_inference"}
+    assert not prepared.plan.offload
+    assert capsys.readouterr().err == (
+        f"warning: --plan = {file} has layouts for actor_inference, ref_inference, which this run does not call: "
+        "not needed\n"
+    )
+    plan["calls"]["actor_trian"] = plan["calls"].pop("actor_train")  # which may be misspelt
+    file.write_text(yaml.safe_dump(plan))
+    with pytest.raises(ConfigurationError, match=r"no layout for actor_train; layouts for unknown .*trian"):
+        prepare(config, Launch())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,7 +28,7 @@ from usp.rlhf.trainer import train_rlhf
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch, StopRequest
 from usp.run.output import LOCK, locked
-from usp.train.checkpoints import CHECKPOINTS, new_folder
+from usp.train.checkpoints import CHECKPOINTS, find_start, new_folder
 from usp.train.prepare import prepare
 from usp.train.trainer import train
 
@@ -176,14 +178,45 @@ def test_the_damaged_checkpoint_of_another_run_is_left_alone(run: Path, tmp_path
     assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_where_no_checkpoint_is_whole_auto_starts_anew(run: Path, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_written_over(run: Path, whole: Path, tmp_path: Path) -> None:
     for path in (run / CHECKPOINTS).iterdir():
         overwrite(path / "checkpoint.json")
     assert "holds no complete checkpoint" in train_here(replace(RUN, output=str(tmp_path / "new"), resume=str(run)))
-    assert train_here(replace(RUN, steps=2, output=str(run), resume="auto")) == ""
-    assert [step for step, _, _ in records_of(run)] == [1, 2]
-    kept = sorted(path.name for path in (run / CHECKPOINTS).iterdir())
-    assert kept == ["step-00000002", "step-00000004.damaged", "step-00000006.damaged"]
+    for restart in range(2):  # once they are renamed, too
+        said = train_here(replace(RUN, output=str(run), resume="auto"))
+        assert said.startswith(f"the run in {run} cannot continue, because all of its checkpoints are damaged ("), (
+            restart
+        )
+        assert "step-00000004.damaged, step-00000006.damaged" in said and "begin anew with another --output" in said
+    with pytest.raises(ValueError, match="all of its checkpoints are damaged"):  # a restart by the launcher
+        find_start(replace(RUN, output=str(run)), Launch(attempt=1))
+    assert records_of(run) == records_of(whole)
+    shutil.rmtree(run / CHECKPOINTS)
+    assert train_here(replace(RUN, steps=1, output=str(run), resume="auto")) == ""
+
+
+def test_a_checkpoint_that_cannot_be_read_is_tried_again_and_left_alone(
+    run: Path, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("usp.train.checkpoints.RETRIES", (0.0, 0.0))
+    read, failures = Path.read_text, [4]
+
+    def failing(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == "checkpoint.json" and failures[0]:
+            failures[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    config = replace(RUN, steps=7, output=str(run), resume="auto")
+    said = train_here(config)  # one attempt before the folder is claimed, three after it
+    error = f"checkpoint {run / CHECKPOINTS / 'step-00000006'} cannot be read: [Errno {errno.ESTALE}] Stale file handle"
+    assert said == f"{error}: start again when its file system answers"
+    assert capsys.readouterr().err.count(f"warning: {error}; trying again in 0 s\n") == 2
+    failures[0] = 2
+    assert train_here(config) == ""
+    assert [step for step, _, _ in records_of(run)] == [1, 2, 3, 4, 5, 6, 7]
+    assert not list((run / CHECKPOINTS).glob("*.damaged"))
 
 
 def test_rlhf_falls_back_too(ranks: RankPool, tmp_path: Path) -> None:

@@ -142,6 +142,19 @@ class ExecutionPlan:
                 yield f"offload names {name!r}, which is trained: use {optimizer_of(name)}, or untrained roles"
 
 
+def needed_part(plan: ExecutionPlan, graph: DataflowGraph) -> tuple[ExecutionPlan, tuple[str, ...]]:
+    """Return a plan without the calls that a graph leaves out and the offloading of their roles, and the names of these
+    calls. A plan that lacks a call stays as it is: one too many may be that call, misspelt."""
+    names = {call.name for call in (*graph.calls, *graph.elsewhere)}
+    unneeded = tuple(name for name in plan.calls if name not in names)
+    if not unneeded or not names <= plan.calls.keys():
+        return plan, ()
+    roles = {name.rpartition("_")[0] for name in unneeded} - set(graph.roles)
+    offload = frozenset(name for name in plan.offload if name.partition(".")[0] not in roles)
+    calls = {name: layout for name, layout in plan.calls.items() if name in names}
+    return replace(plan, calls=calls, offload=offload), unneeded
+
+
 def staleness_violations(graph: DataflowGraph, plan: ExecutionPlan) -> Iterator[str]:
     """Yield why the rollouts of a step cannot run beside the training of the step before: they share ranks."""
     trains = {call.name: set(plan[call.name].ranks) for call in graph.calls if isinstance(call.work, TrainStep)}

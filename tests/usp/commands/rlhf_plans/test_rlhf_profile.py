@@ -9,19 +9,37 @@ import torch.distributed as dist
 
 from usp.__main__ import main
 from usp.planning.measurements import Measurements
+from usp.rlhf.roles.role_model import RoleModel
 
 SIZES = ["--layers", "2", "--samples", "2", "--tokens", "16,32", "--rounds", "3", "--device", "cpu"]
 PLAN = ["rlhf-plan", "--actor", "tiny", "--world-size", "1", "--prompts", "2", "--prompt-tokens", "16", "--budget", "0"]
 PLAN += ["--response-tokens", "8", "--options", "mini_batches=1"]
 
 
-def test_a_plan_by_measured_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "profile.json"
-    assert main(["rlhf-profile", "--algorithm", "grpo", "--out", str(out), *SIZES], {}) == 0
+def test_a_plan_by_measured_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, fill, filled = tmp_path / "profile.json", RoleModel.fill, list[RoleModel]()
+
+    def interrupted(model: RoleModel) -> None:
+        filled.append(model)
+        if len(filled) == 3:
+            raise KeyboardInterrupt
+        fill(model)
+
+    again = ["rlhf-profile", "--algorithm", "grpo", "--out", str(out), *SIZES]
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(RoleModel, "fill", interrupted)
+        main(again, {})
+    dist.destroy_process_group()  # which stays after an error
+    first, begun = Measurements.load(out), capsys.readouterr().err.splitlines()
+    assert len(begun) == 3 and first.points and first.step_seconds > 0
+    assert main(again, {}) == 0
     said = capsys.readouterr()
     assert f"{out}: 7 parts of calls" in said.out
-    assert "train logprobs of hidden 128, vocabulary 384" in said.err
+    assert begun[2] in said.err and not {*begun[:2]} & {*said.err.splitlines()}  # what was kept is not measured again
     measured = Measurements.load(out)
+    assert first.points.items() <= measured.points.items()
     assert {part.work for part in measured.points} == {
         *("prefill", "decode", "logprobs", "train logprobs", "update of train logprobs"),
     }
@@ -31,11 +49,10 @@ def test_a_plan_by_measured_calls(tmp_path: Path, capsys: pytest.CaptureFixture[
     for part, points in measured.points.items():
         assert {layers for layers, _, _ in points} == {2}
         assert min(points.values()) > 0 or part.work in ("prefill", "update of train logprobs")
-    again = ["rlhf-profile", "--algorithm", "grpo", "--out", str(out), *SIZES]
     assert main(again, {}) == 0 and "train logprobs" not in capsys.readouterr().err
     assert Measurements.load(out).points == measured.points
     assert main([*again, "--tokens", "16"], {}) == 1
-    dist.destroy_process_group()  # which stays after an error
+    dist.destroy_process_group()
     assert (
         "exists, and was measured by 1 ranks on CPU in float32, with --layers 2 --samples 2 --tokens 16,32 --res"
         in capsys.readouterr().err

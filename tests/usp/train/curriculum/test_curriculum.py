@@ -27,7 +27,10 @@ from usp.train.trainer import Trainer
 SHORT = CurriculumStage(steps=2, seq_len=128, global_batch_size=8)
 LONG = CurriculumStage(steps=2, seq_len=256, global_batch_size=4)
 ALONE = (SHORT, LONG)
-SHARDED = (SHORT, replace(LONG, sp_ring=2, micro_batches=2, ac="full"))
+SHARDED = (  # on two ranks
+    replace(SHORT, global_batch_size=0, batch_size=4),
+    replace(LONG, sp_ring=2, micro_batches=2, ac="full"),
+)
 RUN = TrainConfig(warmup_steps=2, checkpoint_every=1, keep_checkpoints=9, adam_eps=1e-4, device="cpu", eval_every=1)
 
 
@@ -76,20 +79,25 @@ def test_stages_are_those_of_one_process_and_resume_anywhere(
     alone = replace(base, curriculum=ALONE, output=str(tmp_path / "alone"))
     on_one = replace(resumed[0], curriculum=ALONE, output=str(tmp_path / "on-one"))
     ranks.run(each, 2, [sharded, *resumed])
-    ranks.run(each, 1, [alone, on_one])
+    stages = (replace(SHARDED[0], sp_ulysses=2, ac="full"), LONG)  # the first has ended: its degrees do not matter
+    smaller = replace(resumed[1], curriculum=stages, output=str(tmp_path / "smaller"))
+    ranks.run(each, 1, [alone, on_one, smaller])
     whole, wanted = metrics_of(tmp_path / "sharded"), metrics_of(tmp_path / "alone")
     assert whole[:, :4].tolist() == [[n, 1, 128, 1024] for n in (1, 2)] + [[n, 2, 256, 1024] for n in (3, 4)]
     assert (whole / wanted - 1).abs().max() <= 1e-5
     for step in (1, 2, 3):
         assert torch.equal(metrics_of(tmp_path / f"from-{step}"), whole[step:])
     assert (metrics_of(tmp_path / "on-one") / wanted[1:] - 1).abs().max() <= 1e-5
+    assert (metrics_of(tmp_path / "smaller") / wanted[2:] - 1).abs().max() <= 1e-5
     written = yaml.safe_load((tmp_path / "sharded/config.yaml").read_text())
     again = config_from_mapping(written, TrainConfig)
     assert again.curriculum == SHARDED and by_stage(again) == by_stage(replace(again, curriculum=SHARDED))
 
     last = replace(sharded, output=str(tmp_path / "x"), resume=str(tmp_path / f"sharded/{CHECKPOINTS}/step-{3:08}"))
     for stages, said in (
-        ((replace(SHARDED[0], steps=1), SHARDED[1]), "stages of --curriculum that end before the checkpoint are not"),
+        ((replace(SHARDED[0], steps=1), SHARDED[1]), "stages of --curriculum that end before the checkpoint must have"),
+        ((replace(SHARDED[0], seq_len=256), SHARDED[1]), "stages of --curriculum that end before the checkpoint must"),
+        ((replace(SHORT, global_batch_size=4), SHARDED[1]), "the same steps, seq_len, data and global_batch_size as"),
         ((SHARDED[0], replace(SHARDED[1], seq_len=512)), "seq_len = 512, but the checkpoint has 256"),
         ((SHARDED[0], replace(SHARDED[1], steps=9)), "data = .*tokens [0-9]+ to [0-9]+ of .*, but the checkpoint has"),
     ):
@@ -128,7 +136,7 @@ def test_a_curriculum_is_read_from_a_file_or_a_configuration(base: TrainConfig, 
 
 
 def test_what_a_curriculum_cannot_be_is_refused_naming_the_stage(base: TrainConfig) -> None:
-    config = replace(base, curriculum=SHARDED)
+    config = replace(base, curriculum=(SHORT, SHARDED[1]))
     for changes, said in (
         ({"steps": 7}, "--steps = 7 and --curriculum, of 4 steps, both set the length of the run"),
         ({"train_tokens": 7}, "--train-tokens = 7 and --curriculum both set"),
