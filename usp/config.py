@@ -256,8 +256,9 @@ class _Training:
     """Directory in which tokenized data is stored for later runs."""
     data_changed: bool = False
     """Resume although data, tokenizer or --seq-len differ from the checkpoint's, and begin a new epoch."""
-    eval_data: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
-    """Held-out data, evaluated during training. Files that are also under --data are excluded from training."""
+    eval_data: Annotated[str, arg(metavar="PATH|NAME=PATH,NAME=PATH,...", help_behavior_hint="(optional)")] = ""
+    """Held-out data, evaluated during training, packed as --packing says. The first of several sets chooses RUN/best.
+    Files that are also under --data are excluded from training."""
     eval_every: AtLeast0 = 0
     """Steps between evaluations on --eval-data; the last step is evaluated too. 0: at every checkpoint."""
     bos: Annotated[str, one_of(BOS)] = "auto"

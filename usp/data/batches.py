@@ -122,6 +122,17 @@ def parse_mixture(data: str) -> list[tuple[str, float]]:
     return mixture
 
 
+def parse_named(data: str) -> list[tuple[str, str]]:
+    """Return the names and paths of `NAME=PATH,NAME=PATH`; of a path that exists, or has no `=`, the name is empty, and
+    for an empty text there is none. Raises ValueError for a name or a path that is missing, or a name given twice."""
+    if not data or "=" not in data or Path(data).expanduser().exists():
+        return [("", data)] if data else []
+    sets = [(name.strip(), path) for name, _, path in (item.partition("=") for item in data.split(","))]
+    if not all(name and path and "/" not in name for name, path in sets) or len(dict(sets)) < len(sets):
+        raise ValueError(f"eval_data={data} must be NAME=PATH,NAME=PATH,... with a name of its own, without /, for each")
+    return sets
+
+
 Rows = PackedRows | MixedRows
 
 
@@ -269,7 +280,7 @@ class BatchReader(Iterator[Batch]):
 
 
 def one_epoch(packed: PackedRows, rows: int, part: Part) -> Iterator[Batch]:
-    """Yield a part of the first epoch in global batches of `rows` rows, with each token of the store a target once.
-    What fills up the last row and the last batch is no target. `packed` has no seed, so that it ends there."""
+    """Yield a part of the first epoch in global batches of `rows` rows, with each token of its rows a target once. What
+    fills up the last row and the last batch is no target. `packed` has no seed, so that it ends there."""
     for first in range(0, packed.per_epoch, rows):
-        yield read_batch(packed, range(first, first + rows), part, targets=packed.store.manifest.tokens)
+        yield read_batch(packed, range(first, first + rows), part, targets=packed.places)

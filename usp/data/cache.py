@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from .sources import TEXT_FIELD, DataFiles, find_files
-from .store import LARGE, MANIFEST, TokenStore, is_store, show_progress
+from .store import INDEX, LARGE, MANIFEST, TokenStore, is_store, show_progress
 from .tokenizer import Tokenizer, fingerprint
 from .tokenizing import source_of, write_store
 
@@ -79,8 +79,9 @@ def cached_store(files: DataFiles, field: str, tokenizer: Tokenizer, cache: Path
 
 
 def sound_store(folder: Path, cache: Path) -> TokenStore:
-    """Open the token store in `folder`, and compare it with its checksums unless a note in the directory `cache`, which
-    is created, says that this host has done so. Raises ValueError for a store that is not finished, or damaged."""
+    """Open the token store in `folder`, and compare it with its checksums. If a note in the directory `cache`, which is
+    created, says that this host has done so, only its index is read, which says where documents are. Raises ValueError
+    for a store that is not finished, or damaged."""
     store = TokenStore(folder)
     note = _note(cache, store)
     if not note.exists():
@@ -90,8 +91,10 @@ def sound_store(folder: Path, cache: Path) -> TokenStore:
                 if size > LARGE:
                     print(f"comparing token store {folder} with its checksums")
                 with show_progress("verifying", size) as show:
-                    store.verify(show)
+                    store.verify(store.manifest.sizes, show)
                 note.touch()
+                return store
+    store.verify([INDEX])
     return store
 
 

@@ -17,7 +17,7 @@ import torch
 
 from attention import KERNEL_NAMES
 from usp.config import BOS, DEVICES, DTYPES, CommonConfig, TrainConfig, by_stage
-from usp.data.batches import BatchStream, MixedRows, parse_mixture, taken
+from usp.data.batches import BatchStream, MixedRows, parse_mixture, parse_named, taken
 from usp.data.cache import check_ids, find_data, open_data
 from usp.data.rows import PackedRows, StageRows, WholeRows
 from usp.data.sources import DataFiles, without
@@ -44,12 +44,12 @@ class PreparedStage(ResolvedStage):
     """A stage with its data.
 
     left_out: which files of each entry of --data were left out.
-    batches: global batches, without end. held_out: None without `eval_data`.
+    batches: global batches, without end. held_out: the sets of `eval_data`; best is the loss on the first.
     """
 
     left_out: tuple[str, ...]
     batches: BatchStream
-    held_out: HeldOut | None
+    held_out: tuple[HeldOut, ...]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         prologue.check_vocabulary(f"--model {facts.name}", facts.vocab_size)
     prologue.check_frozen_weights("give a directory with a trained model")
     problems += _deepspeed_problems(config, prologue.dtype)
-    held_out = attempt(lambda: find_data(config.eval_data, name="eval_data")) if config.eval_data else None
+    named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
+    held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))
     attempt(lambda: parse_steps(config.profile, config.steps))
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
@@ -169,9 +170,9 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         return store, found.left_out_line() if isinstance(found, DataFiles) else ""
 
     sources = attempt(lambda: {path: opened(found) for path, found in data.items()}) or {}
-    held_out_source = attempt(lambda: opened(held_out)) if held_out else None
+    held_out_sources = attempt(lambda: {name: opened(found) for name, found in held_out.items()}) or {}
     problems.check()
-    stages = attempt(lambda: tuple(_stages(resolved.stages, sources, held_out_source, here)))
+    stages = attempt(lambda: tuple(_stages(resolved.stages, sources, held_out_sources, here)))
     problems.check()
     assert stages is not None
     config = replace(config, tokenizer=tokenizer.name)
@@ -207,18 +208,22 @@ def _deepspeed_problems(config: TrainConfig, dtype: torch.dtype) -> Iterator[str
         yield "--engine deepspeed --zero 0 accumulates gradients in bfloat16: use --zero 1, or --dtype float32"
 
 
-def _find_all(config: TrainConfig, held_out: DataFiles | Path | None) -> dict[str, DataFiles | Path]:
+def _find_all(config: TrainConfig, held_out: Mapping[str, DataFiles | Path]) -> dict[str, DataFiles | Path]:
     """Return the data of each path of `--data`, of all stages, without the files that are held out."""
     data: dict[str, DataFiles | Path] = {}
     for path in dict.fromkeys(path for stage in by_stage(config) for path, _ in parse_mixture(stage.data)):
         data[path] = files = find_data(path, config.data_field)
-        if isinstance(files, DataFiles) and isinstance(held_out, DataFiles):
-            data[path] = without(files, held_out, "held out for evaluation")
+        for others in held_out.values() if isinstance(files, DataFiles) else ():
+            if isinstance(others, DataFiles):
+                data[path] = files = without(files, others, "held out for evaluation")
     return data
 
 
 def _stages(
-    stages: Iterable[ResolvedStage], sources: Mapping[str, _Source], held_out: _Source | None, here: Mapping[str, Any]
+    stages: Iterable[ResolvedStage],
+    sources: Mapping[str, _Source],
+    held_out: Mapping[str, _Source],
+    here: Mapping[str, Any],
 ) -> Iterator[PreparedStage]:
     """Yield the stages with their data, each continuing where the previous stage stopped reading. With whole documents,
     a stage that reads data again reads it in another order."""
@@ -231,7 +236,7 @@ def _stages(
         counts = taken(weights, config.seed, (stage.last - stage.first + 1) * batch)
         for path, count in zip(paths, counts, strict=True):
             store, _ = sources[path]
-            if config.packing == "whole" or (config.packing == "auto" and store.manifest.masked):
+            if _is_whole(store, config):
                 rows.append(WholeRows(store, config.seq_len, config.seed + read[path]))
                 read[path] += 1
                 continue
@@ -247,5 +252,12 @@ def _stages(
             stage.last,
             tuple(sources[path][1] for path in paths),
             BatchStream(rows[0] if len(rows) == 1 else MixedRows(rows, weights), batch),
-            HeldOut(PackedRows(held_out[0], config.seq_len, None), held_out[1]) if held_out else None,
+            tuple(
+                HeldOut(name, (WholeRows if _is_whole(held, config) else PackedRows)(held, config.seq_len, None), left)
+                for name, (held, left) in held_out.items()
+            ),
         )
+
+
+def _is_whole(store: TokenStore, config: TrainConfig) -> bool:
+    return config.packing == "whole" or (config.packing == "auto" and store.manifest.masked)

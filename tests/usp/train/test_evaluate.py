@@ -116,6 +116,35 @@ def plain_losses(name: str) -> dict[int, float]:
     return {last: sum(found) / len(found) for last, found in losses.items()}
 
 
+def test_completions_are_evaluated_whole_as_they_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that the last batch fills up with, and prompts, are no targets; several sets have losses of their own."""
+    pairs = [(f"question {number}: " * 2, f"the answer {number} " * (number % 3 + 1)) for number in range(7)]
+    for name, rows in (("all", pairs), ("first", pairs[:1])):
+        lines = (json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in rows)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    sets = ",".join(f"{name}={tmp_path / name}.jsonl" for name in ("all", "first"))
+    config = replace(SMALL, steps=1, batch_size=3, eval_data=sets, data_cache=str(tmp_path / "cache"))
+    config = replace(config, learning_rate=1e-30, weight_decay=0.0, output=str(tmp_path / "run"), checkpoint_every=0)
+    train(prepare(config, Launch()), Launch())
+    (numbers,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    model, losses = drawn_model(load_model_config("tiny")), list[list[float]]()
+    for prompt, completion in pairs:
+        ids = torch.tensor([byte + 3 for byte in f"{prompt}{completion}".encode()] + [1])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].double()
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[len(prompt) :], reduction="none").tolist())
+    expected = {name: torch.tensor([*chain(*losses[:n])]).mean().item() for name, n in (("all", 7), ("first", 1))}
+    assert {name: numbers[f"eval_loss/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert numbers["eval_loss"] == numbers["eval_loss/all"]
+    assert numbers["eval_loss_by_position/first/64"] != numbers["eval_loss_by_position/64"]
+    shown = capsys.readouterr().out
+    assert "eval loss by set: all " in shown and "packing: eval data all: " in shown
+    with pytest.raises(ConfigurationError, match=r"eval_data=.* must be NAME=PATH,NAME=PATH"):
+        prepare(replace(config, eval_data=f"{sets},=x"), Launch())
+
+
 TRAINED: list[dict[str, Any]] = [
     {"sp_ulysses": 2, "batch_size": 2, "micro_batches": 2, "zero": zero} for zero in (1, 3)
 ]
