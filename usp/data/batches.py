@@ -60,6 +60,11 @@ class MixedRows:
         parts = zip(self.shares, self.sources, strict=True)
         return "; ".join(f"{share}/{PERIOD} of {source.identity}" for share, source in parts)
 
+    def epochs(self, rows: int) -> list[float]:
+        """Return how often each source has been read after so many rows."""
+        counts = taken(self.weights, self.seed, rows)
+        return [count / source.per_epoch for count, source in zip(counts, self.sources, strict=True)]
+
     def row(self, number: int) -> Row:
         period, place = divmod(number, PERIOD)
         which, numbers = self._order(period)
@@ -129,7 +134,9 @@ def parse_named(data: str) -> list[tuple[str, str]]:
         return [("", data)] if data else []
     sets = [(name.strip(), path) for name, _, path in (item.partition("=") for item in data.split(","))]
     if not all(name and path and "/" not in name for name, path in sets) or len(dict(sets)) < len(sets):
-        raise ValueError(f"eval_data={data} must be NAME=PATH,NAME=PATH,... with a name of its own, without /, for each")
+        raise ValueError(
+            f"eval_data={data} must be NAME=PATH,NAME=PATH,... with a name of its own, without /, for each"
+        )
     return sets
 
 
@@ -145,7 +152,7 @@ class BatchStream:
 
     @property
     def epoch(self) -> float:
-        """Epochs read so far, with the fraction of the current one."""
+        """Epochs of all sources together read so far, with the fraction of the current one."""
         return self.next_row / self.packed.per_epoch
 
     def state_dict(self) -> dict[str, Any]:

@@ -154,6 +154,10 @@ class PackedRows:
     def sources(self) -> tuple[PackedRows, ...]:
         return (self,)
 
+    def epochs(self, rows: int) -> list[float]:
+        """Return how often each of `sources` has been read after so many rows."""
+        return [rows / self.per_epoch]
+
     @property
     def identity(self) -> str:
         """A text that is the same for all rows of the same data, whatever their seq_len and seed."""

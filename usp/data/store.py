@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,6 +50,7 @@ class Manifest:
     characters: number of characters of text. replaced: those that are U+FFFD, for bytes that are not UTF-8.
     dtype: type of the ids in tokens.bin.
     masked: whether there is a mask.bin.
+    dropped: number of rows that were left out because something is wrong with them; why_dropped: with the first.
     source: hash of what the store was made from, see `source_of`; a store with the same hash need not be written.
     checksums: by file, of every SUM_BYTES bytes.
     """
@@ -67,6 +68,8 @@ class Manifest:
     masked: bool
     source: str
     checksums: Mapping[str, list[str]]
+    dropped: int = 0
+    why_dropped: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -210,7 +213,8 @@ def _read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             raise ValueError(f"{path} has format {content['format']}, not {FORMAT}: tokenize the data again")
-        manifest = Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
+        optional = {field.name: field.default for field in fields(Manifest) if field.default is not MISSING}
+        manifest = Manifest(**{field.name: (optional | content)[field.name] for field in fields(Manifest)})
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise _damaged(path, f"it is no manifest ({error})") from error
     if not manifest.tokens:

@@ -19,6 +19,7 @@ from attention import KERNEL_NAMES
 from usp.config import BOS, DEVICES, DTYPES, CommonConfig, TrainConfig, by_stage
 from usp.data.batches import BatchStream, MixedRows, parse_mixture, parse_named, taken
 from usp.data.cache import check_ids, find_data, open_data
+from usp.data.documents import DROP, keys_lines
 from usp.data.rows import PackedRows, StageRows, WholeRows
 from usp.data.sources import DataFiles, without
 from usp.data.store import TokenStore
@@ -36,14 +37,14 @@ from .checkpoints import Start, TrainingState, find_start, read_state, resume_vi
 from .resolve import ResolvedStage, resolve
 from .step import HeldOut
 
-_Source = tuple[TokenStore, str]  # and a line about the files that were left out
+_Source = tuple[TokenStore, str]  # and lines about files that were left out, and keys that are read
 
 
 @dataclass(frozen=True)
 class PreparedStage(ResolvedStage):
     """A stage with its data.
 
-    left_out: which files of each entry of --data were left out.
+    left_out: which files of each entry of --data were left out, and which keys of the others are read.
     batches: global batches, without end. held_out: the sets of `eval_data`; best is the loss on the first.
     """
 
@@ -90,7 +91,13 @@ class Prologue:
     """
 
     def __init__(
-        self, config: CommonConfig, launch: Launch, problems: Problems, bos: str = "auto", parse_special: bool = True
+        self,
+        config: CommonConfig,
+        launch: Launch,
+        problems: Problems,
+        bos: str = "auto",
+        parse_special: bool = True,
+        train_on: str = "assistant",
     ) -> None:
         self._config, self.problems = config, problems
         attempt = problems.attempt
@@ -100,7 +107,7 @@ class Prologue:
         name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
         self.tokenizer: Tokenizer | None = None
         if name is not None:
-            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, config.chat_template))
+            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, config.chat_template, train_on))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:
@@ -142,7 +149,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     problems = Problems(resolved.problems)
     attempt = problems.attempt
     bos = config.bos if config.bos in BOS else "auto"
-    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens)
+    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.train_on)
     device, tokenizer, kernel_choice, saved = prologue.device, prologue.tokenizer, "", None
     if facts is not None:
         kernel_choice = prologue.choose_kernel(facts)
@@ -152,6 +159,12 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
     held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))
+    if (
+        config.bad_rows == DROP
+        and data
+        and not any(isinstance(f, DataFiles) for f in (*data.values(), *held_out.values()))
+    ):
+        problems.append("--bad-rows drop is for files of documents, and --data has none: remove it")
     attempt(lambda: parse_steps(config.profile, config.steps))
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
     if model_config is not None:
@@ -165,9 +178,12 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     here: dict[str, Any] = {"tokenizer": tokenizer.name, "device": device.type, "dtype": dtype}
 
     def opened(found: DataFiles | Path) -> _Source:
-        store = open_data(found, config.data_field, tokenizer, Path(config.data_cache).expanduser())
+        store = open_data(found, config.data_field, tokenizer, Path(config.data_cache).expanduser(), config.bad_rows)
         check_ids(store, facts.vocab_size)
-        return store, found.left_out_line() if isinstance(found, DataFiles) else ""
+        if not isinstance(found, DataFiles):
+            return store, ""
+        keys = keys_lines(found.files, config.data_field, config.bad_rows)
+        return store, "\n".join(filter(None, [found.left_out_line(), *keys]))
 
     sources = attempt(lambda: {path: opened(found) for path, found in data.items()}) or {}
     held_out_sources = attempt(lambda: {name: opened(found) for name, found in held_out.items()}) or {}

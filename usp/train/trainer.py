@@ -35,6 +35,7 @@ from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor, peak_flops
 from usp.data.batches import Batch, BatchReader, parse_mixture, parse_named
+from usp.data.cache import special_tokens_line
 from usp.data.chats import CLOSE, OPEN, excerpt
 from usp.data.rows import PackedRows, WholeRows
 from usp.hf.models import hide_progress_bars
@@ -64,6 +65,8 @@ from .loop import TrainingLoop
 from .prepare import PreparedRun, PreparedStage, prepare
 from .step import Evaluations, HeldOutLoss, LearningRate, held_out_loss, part_of, perplexity, sum_over_ranks, train_step
 from .summary import predicted_job, predicted_lines
+
+MANY_EPOCHS = 4  # up to here, repeated data is worth about as much as new data (arXiv 2305.16264)
 
 
 def train(
@@ -176,6 +179,7 @@ class Trainer(TrainingLoop):
             grad_norm=norm,
             learning_rate=rate,
             epoch=self.stage.batches.epoch,
+            epochs=self._epochs(self.stage.batches.next_row),
             tokens=tokens,
             seconds=seconds,
             data_seconds=self.batches.waited,
@@ -249,9 +253,11 @@ class Trainer(TrainingLoop):
         if dist.get_world_size() > 1:
             yield f"ranks: {dist.get_world_size()} ({self.stage.dims}), layout {config.sp_layout}"
         rows = self.stage.dims.batch * config.batch_size
+        epochs = self._epochs((self.stage.last - self.stage.first + 1) * rows)
         parts = zip(parse_mixture(config.data), self.stage.left_out, packed.sources, packed.weights, strict=True)
         for (path, _), left_out, source, weight in parts:
-            held, share = source.store.manifest, "" if weight == 1 else f", {weight:.1%} of the rows"
+            held = source.store.manifest
+            share = f", {weight:.1%} of the rows, read {epochs[path]:.2f} times" if epochs else ""
             yield (
                 f"data: {path}: {held.files} files, {held.documents} documents, {count(held.characters)} "
                 f"characters, {count(held.tokens)} tokens ({config.tokenizer}){share}"
@@ -259,6 +265,10 @@ class Trainer(TrainingLoop):
             yield from filter(None, [left_out])
             if held.masked:
                 yield from self._sample(path, source)
+            if held.dropped:
+                yield f"{held.dropped} rows were left out by --bad-rows drop; the first: {held.why_dropped}"
+            if special := special_tokens_line(source.store, self.prepared.tokenizer):
+                yield f"data: {path}: {special}"
             if held.replaced:
                 yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
         sources = {path: source for (path, _), source in zip(parse_mixture(config.data), packed.sources, strict=True)}
@@ -275,10 +285,17 @@ class Trainer(TrainingLoop):
                 padding = 1 - source.tokens / (source.per_epoch * config.seq_len)
                 yield f"packing: {path}: {source.per_epoch} sequences of whole documents, {padding:.1%} padding"
                 yield from _long_documents(path, source)
+        for path in (path for path, times in epochs.items() if times > MANY_EPOCHS):
+            yield f"warning: {path} is read {epochs[path]:.1f} times in these steps: lower its weight, or add data"
         steps = f"{packed.per_epoch / rows:,.1f}".removesuffix(".0")
         yield f"step: {rows} x {config.seq_len} tokens, an epoch is {steps} steps"
         if self.job is not None:
             yield from predicted_lines(self.job, self.prepared)
+
+    def _epochs(self, rows: int) -> dict[str, float]:
+        """Return how often each part of a mixture has been read after so many rows of the stage; empty for one part."""
+        paths = [path for path, _ in parse_mixture(self.config.data)]
+        return dict(zip(paths, self.stage.batches.packed.epochs(rows), strict=True)) if len(paths) > 1 else {}
 
     def _sample(self, path: str, source: PackedRows) -> Iterator[str]:
         row, color = source.row(0), sys.stdout.isatty()

@@ -246,6 +246,24 @@ def test_losses_of_other_data_are_forgotten() -> None:
 # The data
 
 
+def test_epochs_of_a_mixture_are_those_of_each_part(
+    tmp_path: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small, large = tmp_path / "small.txt", tmp_path / "large.txt"
+    small.write_text("a" * 63)  # one row of 64 tokens
+    large.write_text("b" * 1279)  # 20 rows
+    config = replace(SMALL, steps=3, batch_size=4, data=f"{small}=1,{large}=1", data_cache=str(tmp_path / "cache"))
+    config = replace(config, output=str(tmp_path / "run"), checkpoint_every=0)
+    train(prepare(config, Launch()), Launch())
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for step, record in enumerate(records, start=1):
+        assert record[f"epoch/{small}"] + 20 * record[f"epoch/{large}"] == pytest.approx(4 * step)
+    times, shown = records[-1][f"epoch/{small}"], capsys.readouterr().out
+    assert times > 4 and f"50.0% of the rows, read {times:.2f} times" in shown
+    assert f"warning: {small} is read {times:.1f} times in these steps" in shown and f"warning: {large}" not in shown
+    assert f"epochs {times:.2f} of {small}, {records[-1][f'epoch/{large}']:.2f} of {large}" in shown
+
+
 def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.txt").write_text(f"the text of {name}")
