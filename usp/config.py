@@ -19,7 +19,7 @@ from tyro.conf import arg
 
 from attention import KERNEL_NAMES, LAYOUTS
 from parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES
-from usp.data.sources import TEXT_FIELD
+from usp.data.documents import DROP, REFUSE
 from usp.fields import (
     RATE,
     TOKENS,
@@ -44,6 +44,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 BOS = ("auto", "always", "never")
 PACKINGS = ("auto", "cut", "whole")
+BAD_ROWS = (REFUSE, DROP)
 ROUTER_BALANCES = ("step", "micro-batch")
 ALL_LINEAR = "all-linear"  # LoRA targets
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -53,10 +54,10 @@ ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 UNPREDICTED = frozenset({
     "output", "log_every", "checkpoint_every", "keep_checkpoints", "resume", "hang_timeout", "wandb_project",
     "export_dtype", "profile", "compile", "engine", "plan", "hardware", "data", "data_field", "packing",
-    "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template", "eval_data",
-    "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final", "lr_decay_steps",
-    "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum", "max_grad_norm",
-    "lora_alpha", "lora_merge",
+    "bad_rows", "train_on", "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template",
+    "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
+    "lr_decay_steps", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum",
+    "max_grad_norm", "lora_alpha", "lora_merge",
 })  # fmt: skip
 MAX_TIMEOUT = 86400.0  # a day: process groups wait a few times longer, which torch counts in int32 milliseconds
 
@@ -246,9 +247,13 @@ class _Training:
     data: Annotated[str, arg(metavar="stdlib|PATH|PATH=WEIGHT,PATH=WEIGHT,...")] = "stdlib"
     """Token store (see `python -m usp tokenize`), or text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not,
     or a directory of them. Several are mixed by weight. stdlib: the source code of Python's standard library."""
-    data_field: str = TEXT_FIELD
-    """Key or column of the text or the list of messages; not used for text files. If it is missing, the keys messages,
-    or prompt and completion, are used."""
+    data_field: Annotated[str, arg(metavar="KEY|KEY,KEY", help_behavior_hint="(optional)")] = ""
+    """Key or column of the text or the messages, or of prompts and completions; not used for text files. By default
+    messages, else text, else prompt and completion, instruction and output, and so on."""
+    bad_rows: Annotated[str, one_of(BAD_ROWS)] = "refuse"
+    """Rows of --data and --eval-data that cannot be read or rendered. refuse: an error. drop: left out, and counted."""
+    train_on: Annotated[str, arg(metavar="last|ROLE,ROLE,...")] = "assistant"
+    """Roles in chats whose messages are trained on. last: only the last message of the assistant."""
     packing: Annotated[str, one_of(PACKINGS)] = "auto"
     """How documents fill sequences. cut: one after another, cut at the end of a sequence. whole: uncut, by best fit,
     padded. auto: whole for chats and completions, otherwise cut."""
@@ -256,8 +261,9 @@ class _Training:
     """Directory in which tokenized data is stored for later runs."""
     data_changed: bool = False
     """Resume although data, tokenizer or --seq-len differ from the checkpoint's, and begin a new epoch."""
-    eval_data: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
-    """Held-out data, evaluated during training. Files that are also under --data are excluded from training."""
+    eval_data: Annotated[str, arg(metavar="PATH|NAME=PATH,NAME=PATH,...", help_behavior_hint="(optional)")] = ""
+    """Held-out data, evaluated during training, packed as --packing says. The first of several sets chooses RUN/best.
+    Files that are also under --data are excluded from training."""
     eval_every: AtLeast0 = 0
     """Steps between evaluations on --eval-data; the last step is evaluated too. 0: at every checkpoint."""
     bos: Annotated[str, one_of(BOS)] = "auto"

@@ -13,9 +13,11 @@ import numpy as np
 import tyro
 from tyro.conf import arg
 
-from usp.config import BOS
+from usp.config import BAD_ROWS, BOS
+from usp.data.cache import special_tokens_line
 from usp.data.chats import excerpt
-from usp.data.sources import TEXT_FIELD, find_files
+from usp.data.documents import keys_lines
+from usp.data.sources import find_files
 from usp.data.store import TokenStore, is_store
 from usp.fields import AtLeast0, one_of, value_violations
 from usp.run.metrics import count
@@ -38,9 +40,13 @@ class TokenizeConfig:
     """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5."""
     output: Annotated[Path, arg(metavar="STORE")]
     """Folder of the store; created."""
-    data_field: str = TEXT_FIELD
-    """Key or column that holds the text, or a list of messages; not used for text files. Without such a key, messages,
-    or prompt and completion, are found by these names."""
+    data_field: Annotated[str, arg(metavar="KEY|KEY,KEY", help_behavior_hint="(optional)")] = ""
+    """Key or column of the text or the messages, or of prompts and completions; not used for text files. By default
+    messages, else text, else prompt and completion, instruction and output, and so on."""
+    bad_rows: Annotated[str, one_of(BAD_ROWS)] = "refuse"
+    """Rows that cannot be read or rendered. refuse: an error. drop: left out, and counted."""
+    train_on: Annotated[str, arg(metavar="last|ROLE,ROLE,...")] = "assistant"
+    """Roles in chats whose messages are trained on. last: only the last message of the assistant."""
     bos: Annotated[str, one_of(BOS)] = "auto"
     """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
     parse_special_tokens: bool = False
@@ -64,11 +70,15 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if is_store(Path(asked.data).expanduser()):
         raise ValueError(f"--data = {asked.data} is a token store already: give the documents")
     files = find_files(asked.data, asked.data_field)
-    tokenizer = load_tokenizer(asked.tokenizer, asked.bos, asked.parse_special_tokens, asked.chat_template)
-    print("\n".join(filter(None, [f"{len(files.files)} files below {files.root}", files.left_out_line()])), flush=True)
+    tokenizer = load_tokenizer(
+        asked.tokenizer, asked.bos, asked.parse_special_tokens, asked.chat_template, asked.train_on
+    )
+    keys = keys_lines(files.files, asked.data_field, asked.bad_rows)
+    lines = [f"{len(files.files)} files below {files.root}", files.left_out_line(), *keys]
+    print("\n".join(filter(None, lines)), flush=True)
     begin = time.perf_counter()
     try:
-        written = write_store(files, asked.data_field, tokenizer, asked.output, asked.processes)
+        written = write_store(files, asked.data_field, tokenizer, asked.output, asked.processes, asked.bad_rows)
     except KeyboardInterrupt:
         sys.exit(f"interrupted: the same command goes on with {asked.output}")
     seconds = time.perf_counter() - begin
@@ -79,6 +89,10 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         f"{asked.output}: {held.documents} documents, {count(held.characters)} characters, {count(held.tokens)} tokens "
         f"({held.dtype}), {took}"
     )
+    if held.dropped:
+        print(f"{held.dropped} rows were left out; the first: {held.why_dropped}")
+    if special := special_tokens_line(store, tokenizer):
+        print(special)
     if held.replaced:
         print(f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8")
     for number in range(min(asked.show, held.documents)):

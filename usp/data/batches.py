@@ -60,6 +60,11 @@ class MixedRows:
         parts = zip(self.shares, self.sources, strict=True)
         return "; ".join(f"{share}/{PERIOD} of {source.identity}" for share, source in parts)
 
+    def epochs(self, rows: int) -> list[float]:
+        """Return how often each source has been read after so many rows."""
+        counts = taken(self.weights, self.seed, rows)
+        return [count / source.per_epoch for count, source in zip(counts, self.sources, strict=True)]
+
     def row(self, number: int) -> Row:
         period, place = divmod(number, PERIOD)
         which, numbers = self._order(period)
@@ -122,6 +127,19 @@ def parse_mixture(data: str) -> list[tuple[str, float]]:
     return mixture
 
 
+def parse_named(data: str) -> list[tuple[str, str]]:
+    """Return the names and paths of `NAME=PATH,NAME=PATH`; of a path that exists, or has no `=`, the name is empty, and
+    for an empty text there is none. Raises ValueError for a name or a path that is missing, or a name given twice."""
+    if not data or "=" not in data or Path(data).expanduser().exists():
+        return [("", data)] if data else []
+    sets = [(name.strip(), path) for name, _, path in (item.partition("=") for item in data.split(","))]
+    if not all(name and path and "/" not in name for name, path in sets) or len(dict(sets)) < len(sets):
+        raise ValueError(
+            f"eval_data={data} must be NAME=PATH,NAME=PATH,... with a name of its own, without /, for each"
+        )
+    return sets
+
+
 Rows = PackedRows | MixedRows
 
 
@@ -134,7 +152,7 @@ class BatchStream:
 
     @property
     def epoch(self) -> float:
-        """Epochs read so far, with the fraction of the current one."""
+        """Epochs of all sources together read so far, with the fraction of the current one."""
         return self.next_row / self.packed.per_epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,7 +287,7 @@ class BatchReader(Iterator[Batch]):
 
 
 def one_epoch(packed: PackedRows, rows: int, part: Part) -> Iterator[Batch]:
-    """Yield a part of the first epoch in global batches of `rows` rows, with each token of the store a target once.
-    What fills up the last row and the last batch is no target. `packed` has no seed, so that it ends there."""
+    """Yield a part of the first epoch in global batches of `rows` rows, with each token of its rows a target once. What
+    fills up the last row and the last batch is no target. `packed` has no seed, so that it ends there."""
     for first in range(0, packed.per_epoch, rows):
-        yield read_batch(packed, range(first, first + rows), part, targets=packed.store.manifest.tokens)
+        yield read_batch(packed, range(first, first + rows), part, targets=packed.places)

@@ -19,10 +19,13 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from .documents import REFUSE
 from .sources import TEXT_FIELD, DataFiles, find_files
-from .store import LARGE, MANIFEST, TokenStore, is_store, show_progress
-from .tokenizer import Tokenizer, fingerprint
+from .store import INDEX, LARGE, MANIFEST, TokenStore, is_store, show_progress
+from .tokenizer import ByteTokenizer, Tokenizer, fingerprint
 from .tokenizing import source_of, write_store
+
+SHOWN = 2**18  # tokens that are looked through for special tokens written out
 
 
 def find_data(data: str, field: str = TEXT_FIELD, name: str = "data") -> DataFiles | Path:
@@ -36,11 +39,13 @@ def find_data(data: str, field: str = TEXT_FIELD, name: str = "data") -> DataFil
     return folder
 
 
-def open_data(data: DataFiles | Path, field: str, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+def open_data(
+    data: DataFiles | Path, field: str, tokenizer: Tokenizer, cache: Path, bad_rows: str = REFUSE
+) -> TokenStore:
     """Open a token store, or the one of files in `cache`, which is written if there is none. Raises ValueError and
     OSError as `cached_store` and `sound_store` do, and ValueError for a store of another tokenizer."""
     if isinstance(data, DataFiles):
-        return cached_store(data, field, tokenizer, cache)
+        return cached_store(data, field, tokenizer, cache, bad_rows)
     store = sound_store(data, cache)
     expected = fingerprint(tokenizer, store.manifest.masked)
     if store.manifest.fingerprint != expected:
@@ -61,10 +66,20 @@ def check_ids(store: TokenStore, vocabulary: int) -> None:
         )
 
 
-def cached_store(files: DataFiles, field: str, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+def special_tokens_line(store: TokenStore, tokenizer: Tokenizer) -> str:
+    """Say which special tokens of the tokenizer the first SHOWN tokens of a store hold as text; nothing without any."""
+    if isinstance(tokenizer, ByteTokenizer) or tokenizer.parse_special:
+        return ""
+    text = tokenizer.decode(store.read(0, min(store.manifest.tokens, SHOWN)).tolist())
+    found = ", ".join(token for token in tokenizer.special_tokens if token in text)
+    advice = "give --parse-special-tokens to make them tokens"
+    return f"special tokens of the tokenizer that are written out, {found}, remain text: {advice}" if found else ""
+
+
+def cached_store(files: DataFiles, field: str, tokenizer: Tokenizer, cache: Path, bad_rows: str = REFUSE) -> TokenStore:
     """Open the token store of `files` in the directory `cache`, and write it first if there is none. Raises ValueError
     and OSError as `write_store`."""
-    folder = cache / source_of(files, field, tokenizer)
+    folder = cache / source_of(files, field, tokenizer, bad_rows)
     if not folder.is_dir():
         with _one_at_a_time(folder):
             if not folder.is_dir():
@@ -72,15 +87,16 @@ def cached_store(files: DataFiles, field: str, tokenizer: Tokenizer, cache: Path
                 if sum(file.path.stat().st_size for file in files.files) > LARGE:
                     again = "the rest of " if partial.is_dir() else ""
                     print(f"tokenizing {again}{len(files.files)} files below {files.root} into {folder}")
-                write_store(files, field, tokenizer, partial)
+                write_store(files, field, tokenizer, partial, 0, bad_rows)
                 partial.rename(folder)
                 _note(cache, TokenStore(folder)).touch()
     return sound_store(folder, cache)
 
 
 def sound_store(folder: Path, cache: Path) -> TokenStore:
-    """Open the token store in `folder`, and compare it with its checksums unless a note in the directory `cache`, which
-    is created, says that this host has done so. Raises ValueError for a store that is not finished, or damaged."""
+    """Open the token store in `folder`, and compare it with its checksums. If a note in the directory `cache`, which is
+    created, says that this host has done so, only its index is read, which says where documents are. Raises ValueError
+    for a store that is not finished, or damaged."""
     store = TokenStore(folder)
     note = _note(cache, store)
     if not note.exists():
@@ -90,8 +106,10 @@ def sound_store(folder: Path, cache: Path) -> TokenStore:
                 if size > LARGE:
                     print(f"comparing token store {folder} with its checksums")
                 with show_progress("verifying", size) as show:
-                    store.verify(show)
+                    store.verify(store.manifest.sizes, show)
                 note.touch()
+                return store
+    store.verify([INDEX])
     return store
 
 

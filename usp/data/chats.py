@@ -1,18 +1,22 @@
 """Documents with targets: chats, and prompts with completions; read from rows by their keys, and shown on a terminal.
 
-text                                     under --data-field, by default "text"
-messages [, tools]                       a chat; also under --data-field
-prompt, completion or answer [, tools]   texts, or lists of messages
+messages                                 a chat, also under "conversations" as {"from": ..., "value": ...}
+text                                     every token is a target of the loss
+prompt, completion or answer             texts, or lists of messages
+prompt, response                         a message of the user and its answer, as are all of the following
+question, answer or response
+instruction [, input or context], output or response
 
-Of a text, every token is a target of the loss; of the others, only some are.
+--data-field names the key of the text or the chat, or both keys of a pair. Rows may also have tools, a system message,
+and chat_template_kwargs. A message with "train": false or "weight": 0 is not trained on, one with "train": true is.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +32,18 @@ Message = dict[str, Any]
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-MESSAGES, TOOLS, PROMPT, COMPLETIONS = "messages", "tools", "prompt", ("completion", "answer")
+MESSAGES, CONVERSATIONS, PROMPT, SYSTEM, TOOLS = "messages", "conversations", "prompt", "system", "tools"
+TEMPLATE = "chat_template_kwargs"
+INSTRUCTION, INPUTS = "instruction", ("input", "context")
+QUESTIONS, ANSWERS = (PROMPT, "question", INSTRUCTION), ("completion", "answer", "response", "output")
+AS_TEXT = {(PROMPT, "completion"), (PROMPT, "answer")}  # texts under these keys are no messages, as in TRL
 PAIR = {"chosen", "rejected"}
+USER, ASSISTANT = "user", "assistant"
+SPEAKERS = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "observation": "tool"}  # ShareGPT
+FOR_TRAINING = ("train", "weight")  # keys of a message that are not the template's
+# What renders a chat decides.
+NOT_ARGUMENTS = {"messages", "conversations", "tools", "chat_template", "add_generation_prompt"}
+NOT_ARGUMENTS |= {"return_assistant_tokens_mask", "continue_final_message"}
 SHOWN = 200  # tokens at each end of a run of tokens that are targets, or that are not
 RUNS = 16
 OPEN, CLOSE = "⟦", "⟧"
@@ -40,13 +54,18 @@ class Chat:
     """Messages, as a chat template takes them.
 
     where: file and row, for messages to the user. tools: JSON schemas of functions. prompt: number of messages at the
-    beginning that are not trained on; in the others, what the assistant writes is.
+    beginning that are not trained on; in the others, what the assistant writes is. trained: by the number of a message,
+    whether it is trained on in any case or in none. template: further arguments of the chat template. plain: the same
+    for a tokenizer without a chat template; None if it needs one.
     """
 
     where: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     prompt: int = 0
+    trained: Mapping[int, bool] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
+    plain: Completed | None = None
 
 
 @dataclass(frozen=True)
@@ -63,32 +82,34 @@ Content = str | Chat | Completed
 
 @dataclass(frozen=True)
 class RowKind:
-    """keys: that a row must have. chat: whether they hold messages, or a prompt and a completion, instead of a text."""
+    """keys: that a row must have. chat: whether they hold messages, or a prompt and a completion, instead of a text.
+    more: keys that are also read, of rows that have them. unread: the other keys of the first row."""
 
     keys: tuple[str, ...]
     chat: bool
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """All that is read of a row."""
-        return (*self.keys, TOOLS) if self.chat else self.keys
+    more: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def kind_of(keys: Collection[str], field: str, lists: Collection[str], where: str, what: str = "key") -> RowKind:
     """Return the kind of rows with these keys.
 
-    field: data_field. lists: those of the keys that hold lists. where, what: for the message.
+    field: data_field; empty: a list of messages comes before a text, and that before other keys. lists: those of the
+        keys that hold lists. where, what: for the message.
 
     Raises ValueError, naming `where`, if they are of no kind.
     """
-    if field in keys:
-        return RowKind((field,), field in lists)
+    candidates: list[tuple[str, ...]] = [(field,), tuple(field.split(","))]
     if field in ("", TEXT_FIELD):
-        if MESSAGES in keys:
-            return RowKind((MESSAGES,), chat=True)
-        for completion in COMPLETIONS:
-            if PROMPT in keys and completion in keys:
-                return RowKind((PROMPT, completion), chat=True)
+        chats = [(MESSAGES,), (CONVERSATIONS,)]
+        first = [] if field else [chat for chat in chats if chat[0] in lists]
+        candidates = [*first, (TEXT_FIELD,), *chats, *((prompt, answer) for prompt in QUESTIONS for answer in ANSWERS)]
+    read = next((each for each in candidates if set(each) <= set(keys)), ())
+    if 0 < len(read) < 3:
+        chat = len(read) == 2 or read[0] in lists or read[0] not in (field, TEXT_FIELD)
+        more = (SYSTEM, TOOLS, TEMPLATE) if chat and (read not in AS_TEXT or read[0] in lists) else ()
+        more += INPUTS if len(read) == 2 and read[0] == INSTRUCTION else ()
+        return RowKind(read, chat, more, tuple(key for key in keys if key not in (*read, *more)))
     if set(keys) >= PAIR:
         raise ValueError(f"{where}: pairs of a chosen and a rejected response are for rlhf.py: --algorithm dpo")
     raise missing(where, what, field or TEXT_FIELD, keys)
@@ -110,30 +131,64 @@ def missing(where: str, what: str, field: str, keys: Collection[str], before: bo
 def content_of(row: Mapping[str, Any], kind: RowKind, where: str) -> Content:
     """Return the document of a row that has the keys of `kind`. Raises ValueError, naming `where` and the key, for what
     is neither text nor messages."""
+    first = row[kind.keys[0]]
     if not kind.chat:
-        value = row[kind.keys[0]]
-        if not isinstance(value, str | None):
-            raise ValueError(f"{where}: {kind.keys[0]!r} must hold text, got {type(value).__name__}")
-        return value or ""
-    tools = tools_of(row, where)
+        if not isinstance(first, str | None):
+            raise ValueError(f"{where}: {kind.keys[0]!r} must hold text, got {type(first).__name__}")
+        return first or ""
     if len(kind.keys) == 1:
-        return Chat(where, messages_of(row[kind.keys[0]], kind.keys[0], where), tools)
+        return chat_of(row, messages_of(first, kind.keys[0], where), where)
     prompt, completion = kind.keys
-    return completed((row[prompt], prompt), (row[completion], completion), tools, where)
+    if isinstance(first, str) and kind.keys not in AS_TEXT:
+        question, answer = question_of(row, prompt, where), text_of(row[completion], completion, where)
+        messages = [{"role": USER, "content": question}, {"role": ASSISTANT, "content": answer}]
+        return replace(chat_of(row, messages, where), plain=Completed(where, f"{question}\n", answer))
+    return completed(row, prompt, completion, where)
 
 
-def completed(
-    prompt: tuple[Any, str], completion: tuple[Any, str], tools: list[dict[str, Any]] | None, where: str
-) -> Chat | Completed:
-    """Return a prompt and its completion, each a value and its key; a chat if the prompt is messages. Raises
+def question_of(row: Mapping[str, Any], key: str, where: str) -> str:
+    """Return the text under `key`; of an instruction, followed by its input. Raises ValueError, naming `where` and the
+    key, for anything but text."""
+    keys = (key, *(INPUTS if key == INSTRUCTION else ()))
+    return "\n".join(text_of(row[name], name, where) for name in keys if row.get(name))
+
+
+def completed(row: Mapping[str, Any], prompt: str, completion: str, where: str) -> Chat | Completed:
+    """Return a prompt and its completion, under these keys of a row; a chat if the prompt is messages. Raises
     ValueError, naming `where` and the key, for what is neither text nor messages."""
-    (value, key), (answer, answer_key) = prompt, completion
-    if isinstance(value, str) and key != MESSAGES:
-        return Completed(where, value, text_of(answer, answer_key, where))
-    messages = messages_of(value, key, where)
+    value, answer = row[prompt], row[completion]
+    if isinstance(value, str) and prompt != MESSAGES:
+        return Completed(where, value, text_of(answer, completion, where))
+    messages = messages_of(value, prompt, where)
     if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    return Chat(where, [*messages, *messages_of(answer, answer_key, where)], tools, len(messages))
+        answer = [{"role": ASSISTANT, "content": answer}]
+    return chat_of(row, [*messages, *messages_of(answer, completion, where)], where, len(messages))
+
+
+def chat_of(row: Mapping[str, Any], messages: Sequence[Message], where: str, prompt: int = 0) -> Chat:
+    """Return messages as a chat, with what else a row holds for one: its system message, its tools, and arguments of
+    the chat template. prompt: as in `Chat`. Raises ValueError, naming `where` and the key, for what is none of them,
+    and for a weight between 0 and 1."""
+    if system := row.get(SYSTEM):
+        message = {"role": SYSTEM, "content": text_of(system, SYSTEM, where)}
+        if messages[0]["role"] != SYSTEM:
+            messages, prompt = [message, *messages], prompt + bool(prompt)
+        elif messages[0]["content"] != message["content"]:
+            raise ValueError(f"{where}: a system message under {SYSTEM!r}, and another one in the messages: keep one")
+    trained = {}
+    for number, message in enumerate(messages):
+        train, weight = message.get("train"), message.get("weight")
+        if train not in (None, 0, 1) or weight not in (None, 0, 1):
+            what = f"'train': {train!r}" if train not in (None, 0, 1) else f"'weight': {weight!r}"
+            raise ValueError(f"{where}: a message with {what}, which must be true or false, or a weight of 0 or 1")
+        if weight == 0 or train is not None:
+            trained[number] = weight != 0 and train != 0
+    messages = [{key: value for key, value in message.items() if key not in FOR_TRAINING} for message in messages]
+    template = from_json(row, TEMPLATE, where) or {}
+    if not isinstance(template, dict) or template.keys() & NOT_ARGUMENTS:
+        names = f"an object without {', '.join(sorted(NOT_ARGUMENTS))}"
+        raise ValueError(f"{where}: {_described(template)} under {TEMPLATE!r}, expected {names}")
+    return Chat(where, messages, tools_of(row, where), prompt, trained, template)
 
 
 def text_of(value: Any, key: str, where: str) -> str:
@@ -142,16 +197,26 @@ def text_of(value: Any, key: str, where: str) -> str:
     if isinstance(value, str):
         return value
     messages = messages_of(value, key, where)
-    if len(messages) != 1 or not isinstance(messages[0].get("content"), str):
+    content = joined(messages[0].get("content"))
+    if len(messages) != 1 or not isinstance(content, str):
         raise ValueError(f"{where}: {len(messages)} messages under {key!r}, expected text or one message of text")
-    return messages[0]["content"]
+    return content
+
+
+def joined(content: Any) -> Any:
+    """Return the content of a message as text if it consists of parts of text, and otherwise unchanged."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    texts = [part.get("text") for part in content if part.get("type", "text") == "text"]
+    return "".join(texts) if len(texts) == len(content) and all(isinstance(text, str) for text in texts) else content
 
 
 def messages_of(value: Any, key: str, where: str) -> list[Message]:
-    """Check that a value is a list of messages, whose content is left to the chat template. Raises ValueError, naming
-    `where` and `key`, if it is not."""
+    """Return a list of messages, whose content is left to the chat template; with "from" and "value" as ShareGPT has
+    them, they get a role and a content. Raises ValueError, naming `where` and `key`, for anything else."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: {_described(value)} under {key!r}, expected text or a list of messages")
+    value = [_with_role(message) if isinstance(message, dict) else message for message in value]
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"{where}: a message under {key!r} has no text under 'role': {_described(message)}")
@@ -162,15 +227,29 @@ def messages_of(value: Any, key: str, where: str) -> list[Message]:
     return value
 
 
+def _with_role(message: Message) -> Message:
+    if "role" in message or not isinstance(message.get("from"), str):
+        return message
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message.get("value"), **rest}
+
+
+def from_json(row: Mapping[str, Any], key: str, where: str) -> Any:
+    """Return the value of a row under `key`, or what JSON text there stands for; None if there is none. Raises
+    ValueError, naming `where` and `key`, for other text."""
+    value = row.get(key)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except ValueError as error:
+        raise ValueError(f"{where}: {key!r} is text, and not JSON ({error})") from error
+
+
 def tools_of(row: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
     """Return the tools of a row, a list of JSON schemas or the JSON text of one; None if it has none. Raises
     ValueError, naming `where`, for anything else."""
-    tools = row.get(TOOLS)
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools else None
-        except ValueError as error:
-            raise ValueError(f"{where}: {TOOLS!r} is text, and not JSON ({error})") from error
+    tools = from_json(row, TOOLS, where)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"{where}: {_described(tools)} under {TOOLS!r}, expected a list of JSON schemas")
     return tools or None

@@ -12,53 +12,83 @@ import json
 import mmap
 import re
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .chats import Content, RowKind, content_of, kind_of, missing
+from .chats import MESSAGES, Content, RowKind, content_of, kind_of, missing
 from .sources import DataFile, open_text
 
 PIECE = 2**16  # characters
 # Rows of Parquet and Arrow that are read together: few, because their size is known only afterwards. A Parquet file
 # says how much it stores, and stores repeated text once.
 ROWS = 16
+SHOWN_KINDS = 5  # of rows
 _LINE, _WORD = re.compile(r"\n(?=\S)"), re.compile(r"\s(?=\S)")
 
+REFUSE, DROP = "refuse", "drop"  # what becomes of bad rows
+
 Piece = tuple[Content, bool]  # text, or a whole chat or completion; and whether a document ends with it
-Row = tuple[RowKind, Mapping[str, Any], str]  # its kind, its values that are read, and where it is
+# Its kind, its values that are read, and where it is; or what is wrong with it.
+Row = tuple[RowKind, Mapping[str, Any], str] | ValueError
 
 
-def read_pieces(file: DataFile, field: str) -> Iterator[Piece]:
+def read_pieces(file: DataFile, field: str, bad_rows: str = REFUSE) -> Iterator[tuple[Content | ValueError, bool]]:
     """Yield the documents of a file, in order; empty ones are skipped.
 
-    field: key or column of the text or the messages, for every format but text; see `kind_of`.
+    field: key or column of the text or the messages, for every format but text; see `kind_of`. bad_rows: with "drop", a
+        row that does not hold what the first good one does is yielded as what is wrong with it.
 
-    Raises ValueError, naming file and place, for a damaged file, or a row that does not hold what the first one does.
+    Raises ValueError, naming file and place, for a damaged file, and without "drop" for a bad row.
     """
     if file.format == "text":
         with open_text(file.path) as text:
             yield from _in_pieces(iter(lambda: text.read(PIECE), ""))
         return
-    for kind, row, where in _rows(file, field):
-        content = content_of(row, kind, where)
+    for row in _rows(file, field):
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            kind, values, where = row
+            content = content_of(values, kind, where)
+        except ValueError as error:
+            if bad_rows != DROP:
+                raise
+            yield error, True
+            continue
         if isinstance(content, str):
             yield from _in_pieces(content[at : at + PIECE] for at in range(0, len(content), PIECE))
         else:
             yield content, True
 
 
-def holds_chats(files: Iterable[DataFile], field: str) -> bool:
+def kinds(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -> Iterator[RowKind]:
+    """Yield the kind of the first row of each file of records. Raises ValueError as `read_pieces` does for that row."""
+    for file in files:
+        with closing(_rows(file, field) if file.has_fields else (row for row in ())) as rows:
+            for row in rows:
+                if not isinstance(row, ValueError):
+                    yield row[0]
+                    break
+                if bad_rows != DROP:
+                    raise row
+
+
+def holds_chats(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -> bool:
     """Return whether any of the files holds chats, or prompts with completions, by the first row of each. Raises
     ValueError as `read_pieces` does for that row."""
-    for file in files:
-        if file.has_fields:
-            with closing(_rows(file, field)) as rows:
-                if any(kind.chat for kind, _, _ in islice(rows, 1)):
-                    return True
-    return False
+    return any(kind.chat for kind in kinds(files, field, bad_rows))
+
+
+def keys_lines(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -> list[str]:
+    """Say which keys of records are read, and which are not, by the first row of each file."""
+    found = Counter((kind.keys, kind.unread) for kind in kinds(files, field, bad_rows))
+    return [
+        f"keys of {number} files: {', '.join(keys)} read{'; not read: ' * bool(unread)}{', '.join(unread)}"
+        for (keys, unread), number in found.most_common(SHOWN_KINDS)
+    ]
 
 
 def _rows(file: DataFile, field: str) -> Generator[Row]:
@@ -96,9 +126,9 @@ def _json_lines(path: Path, field: str) -> Iterator[Row]:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise ValueError(f"{where}: not JSON ({error})") from error
-                kind = _kind_of_object(row, kind, field, where)
-                yield kind, row, where
+                    yield ValueError(f"{where}: not JSON ({error})")
+                    continue
+                kind = yield from _of_kind(row, kind, field, where)
 
 
 def _json(path: Path, field: str) -> Iterator[Row]:
@@ -122,16 +152,24 @@ def _json(path: Path, field: str) -> Iterator[Row]:
                 return
             number += 1
             where = f"{path}, object {number}"
-            kind = _kind_of_object(row, kind, field, where)
-            yield kind, row, where
+            kind = yield from _of_kind(row, kind, field, where)
 
 
-def _kind_of_object(row: Any, kind: RowKind | None, field: str, where: str) -> RowKind:
-    """Return the kind of a JSON value; `kind` is that of the rows before it, None for the first one."""
+def _of_kind(row: Any, kind: RowKind | None, field: str, where: str) -> Generator[Row, None, RowKind | None]:
+    """Yield a JSON value as a row, and return its kind; `kind` is that of the rows before it, None for the first."""
     keys = row if isinstance(row, dict) else {}
-    kind = kind or kind_of(keys, field, [key for key in keys if isinstance(keys[key], list)], where)
-    if absent := [key for key in kind.keys if key not in keys]:
-        raise missing(where, "key", absent[0], keys, before=kind.chat)
+    try:
+        kind = kind or kind_of(keys, field, [key for key in keys if isinstance(keys[key], list)], where)
+    except ValueError as error:
+        yield error
+        return None
+    absent = [key for key in kind.keys if key not in keys]
+    if absent:
+        yield missing(where, "key", absent[0], keys, before=kind.chat)
+    elif not (kind.chat or field) and isinstance(keys.get(MESSAGES), list):
+        yield ValueError(f"{where}: {MESSAGES!r} beside 'text', which the rows before it lack: set data_field to one")
+    else:
+        yield kind, keys, where
     return kind
 
 
@@ -142,11 +180,12 @@ def _csv(path: Path, field: str) -> Iterator[Row]:
         try:
             names = next(rows)
             kind = kind_of(names, field, (), str(path), "column")
-            columns = {name: names.index(name) for name in kind.columns if name in names}
+            columns = {name: names.index(name) for name in (*kind.keys, *kind.more) if name in names}
             for row in rows:
                 if len(row) not in (0, len(names)):
-                    raise csv.Error(f"{len(row)} values instead of {len(names)}")
-                if row:
+                    where = f"{path}, line {rows.line_num}"
+                    yield ValueError(f"{where}: not CSV ({len(row)} values instead of {len(names)})")
+                elif row:
                     yield kind, {name: row[column] for name, column in columns.items()}, f"{path}, line {rows.line_num}"
         except (csv.Error, StopIteration) as error:
             raise ValueError(f"{path}, line {rows.line_num}: not CSV ({error})") from error
@@ -198,13 +237,15 @@ def _columns(path: Path, field: str, schema: Any) -> tuple[RowKind, list[str]]:
     """Return the kind of the rows of a schema, and which columns of it to read."""
     from pyarrow import types
 
-    of_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    of_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view)
+    of_text = (types.is_string, types.is_large_string, types.is_string_view)
     lists = [column.name for column in schema if any(is_kind(column.type) for is_kind in of_lists)]
     kind = kind_of(schema.names, field, lists, str(path), "column")
     column = schema.field(kind.keys[0]).type
-    if not kind.chat and not (types.is_string(column) or types.is_large_string(column)):
-        raise ValueError(f"{path}: column {field!r} must hold text (string), got {column}")
-    return kind, [name for name in kind.columns if name in schema.names]
+    text = column.value_type if types.is_dictionary(column) else column
+    if not kind.chat and not any(is_kind(text) for is_kind in of_text):
+        raise ValueError(f"{path}: column {kind.keys[0]!r} must hold text (string), got {column}")
+    return kind, [name for name in (*kind.keys, *kind.more) if name in schema.names]
 
 
 def _rows_of(batches: Iterable[Any], columns: list[str], kind: RowKind, path: Path) -> Iterator[Row]:

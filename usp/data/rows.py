@@ -137,20 +137,26 @@ class Row:
 class PackedRows:
     """The rows of `seq_len` tokens of a store, in the order of `seed`, or for None in the order of the store.
 
-    per_epoch: number of rows in which every token of the store occurs. sources, weights: the rows of each store that
-    these are rows of, and the share that comes from it.
+    per_epoch: number of rows in which every token of the store occurs. places: of these rows, one after another, before
+    what fills up the last row. sources, weights: the rows of each store that these are rows of, and the share that
+    comes from it.
     """
 
     weights: tuple[float, ...] = (1.0,)
 
     def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
         self.store, self.seq_len, self.seed = store, seq_len, seed
-        self.per_epoch = -(-store.manifest.tokens // seq_len)
+        self.places = store.manifest.tokens
+        self.per_epoch = -(-self.places // seq_len)
         self._stream = lru_cache(maxsize=2)(lambda epoch: _Stream(store, self._key(epoch, 0)))  # a row may be in two
 
     @property
     def sources(self) -> tuple[PackedRows, ...]:
         return (self,)
+
+    def epochs(self, rows: int) -> list[float]:
+        """Return how often each of `sources` has been read after so many rows."""
+        return [rows / self.per_epoch]
 
     @property
     def identity(self) -> str:
@@ -258,7 +264,8 @@ class _Window:
 
 
 class WholeRows(PackedRows):
-    """Rows of at most `seq_len` tokens of whole documents of a store, in the order of `seed`.
+    """Rows of at most `seq_len` tokens of whole documents of a store, in the order of `seed`, or for None in that of
+    the windows.
 
     tokens: in the rows of an epoch. long: number of documents of more than `seq_len` tokens. left_out: those among them
     without a target in their first `seq_len` tokens.
@@ -266,7 +273,7 @@ class WholeRows(PackedRows):
     Raises ValueError if all documents are left out.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int, seed: int) -> None:
+    def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
         super().__init__(store, seq_len, seed)
         self._documents = Permutation(store.manifest.documents, self._key(0, 2))
         self._window = lru_cache(maxsize=1)(self._packed)
@@ -274,6 +281,7 @@ class WholeRows(PackedRows):
         counts = np.array([self._window(number).counts for number in range(windows)])
         self._rows_of_windows = counts[:, 0]
         self.per_epoch, self.tokens, self.long, self.left_out = counts.sum(axis=0).tolist()
+        self.places = self.per_epoch * seq_len
         if not self.per_epoch:
             raise ValueError(f"no document of {store.folder} has a target in its first seq_len={seq_len} tokens")
 

@@ -1,6 +1,6 @@
 """Find the files of a data set that hold documents, and open them as streams.
 
-    lines     .jsonl, .ndjson   one JSON object per line
+    lines     .jsonl, .ndjson   one JSON object per line; also files without a suffix that begin with such a line
     json      .json             an array of JSON objects, or one object after another
     csv       .csv, .tsv        a header, then one row per document
     parquet   .parquet
@@ -17,6 +17,7 @@ import bz2
 import codecs
 import gzip
 import io
+import json
 import lzma
 import os
 import re
@@ -59,17 +60,16 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of documents."""
+    """A file of documents. format: a value of FORMATS, or text."""
 
     path: Path
+    format: str
 
-    @property
-    def format(self) -> str:
-        """A value of FORMATS by the suffixes of the file, or text."""
-        name = self.path.name.lower()
-        for suffix in COMPRESSED:
-            name = name.removesuffix(suffix)
-        return FORMATS.get(Path(name).suffix, "text")
+    @staticmethod
+    def of(path: Path) -> DataFile:
+        """Return a file with the format that its suffixes name, or without any its first line."""
+        suffix = _suffix(path)
+        return DataFile(path, FORMATS.get(suffix, "text" if suffix or not _has_json_lines(path) else "lines"))
 
     @property
     def has_fields(self) -> bool:
@@ -109,15 +109,15 @@ def find_files(data: str, field: str = TEXT_FIELD, name: str = "data") -> DataFi
     root = Path(data).expanduser()
     if data == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = DataFiles(root, tuple(DataFile(path) for path in sorted(_library(root)) if path.stat().st_size))
+        files = DataFiles(root, tuple(DataFile(path, "text") for path in sorted(_library(root)) if path.stat().st_size))
     elif root.is_dir():
         files = _find_below(root)
     elif not root.is_file():
         raise ValueError(f"{name}={data} does not exist: give a file ({SUPPORTED}), a directory, or {STDLIB}")
-    elif not DataFile(root).has_fields and is_binary(root):
+    elif not DataFile.of(root).has_fields and is_binary(root):
         raise ValueError(f"{name}={data} is a binary file: give one of these: {SUPPORTED}")
     else:
-        files = DataFiles(root.parent, (DataFile(root),) if root.stat().st_size else ())
+        files = DataFiles(root.parent, (DataFile.of(root),) if root.stat().st_size else ())
     if field not in ("", TEXT_FIELD) and files.files and not any(file.has_fields for file in files.files):
         raise ValueError(
             f"data_field={field!r} is for JSON, CSV, Parquet and Arrow files, and {name}={data} has none: unset it"
@@ -148,7 +148,10 @@ def without(files: DataFiles, others: DataFiles, reason: str) -> DataFiles:
 
 def _find_below(root: Path) -> DataFiles:
     reasons = dict(sorted(_walk(root)))
-    files = [DataFile(path) for path, reason in reasons.items() if not reason]
+    files = [DataFile.of(path) for path, reason in reasons.items() if not reason]
+    texts = [file for file in files if not file.has_fields]
+    if texts and not _only_about(texts):  # lines of JSON without a suffix are text like the others
+        files = [file if _suffix(file.path) else replace(file, format="text") for file in files]
     by_file = _of_another_kind(files) | _held_out(files, root)
     left_out: dict[str, list[str]] = defaultdict(list)
     for path, reason in (*reasons.items(), *((file.path, reason) for file, reason in by_file.items())):
@@ -187,7 +190,7 @@ def _unusable(path: Path) -> str:
     state = path.with_name(STATE)  # of a folder of `save_to_disk`, in which `map` and `shuffle` put files of their own
     if path.suffix == ".arrow" and state.is_file() and f'"{path.name}"' not in state.read_text("utf-8", "replace"):
         return f"not in {STATE}"
-    return "binary" if not DataFile(path).has_fields and is_binary(path) else ""
+    return "binary" if not DataFile.of(path).has_fields and is_binary(path) else ""
 
 
 def _held_out(files: list[DataFile], root: Path) -> dict[DataFile, str]:
@@ -205,10 +208,30 @@ def _of_another_kind(files: list[DataFile]) -> dict[DataFile, str]:
     texts = [file for file in files if not file.has_fields]
     certain = [file for file in files if file.has_fields and file.format not in AMBIGUOUS]
     ambiguous = [file for file in files if file.format in AMBIGUOUS]
-    only_about = all(file.path.name.lower().partition(".")[0] in ABOUT_DATA for file in texts)
-    if certain or (ambiguous and only_about):
+    if certain or (ambiguous and _only_about(texts)):
         return dict.fromkeys(texts, "text beside records")
     return dict.fromkeys(ambiguous, "records beside text") if texts else {}
+
+
+def _only_about(texts: list[DataFile]) -> bool:
+    return all(file.path.name.lower().partition(".")[0] in ABOUT_DATA for file in texts)
+
+
+def _suffix(path: Path) -> str:
+    """Return the last suffix of a file, before those of its compression."""
+    name = path.name.lower()
+    for compressed in COMPRESSED:
+        name = name.removesuffix(compressed)
+    return Path(name).suffix
+
+
+def _has_json_lines(path: Path) -> bool:
+    """Return whether the first line of a file is a JSON object."""
+    try:
+        with open_text(path, newline="\n") as file:
+            return file.read(1) == "{" and isinstance(json.loads(f"{{{file.readline()}"), dict)
+    except (ValueError, OSError):
+        return False
 
 
 @contextmanager

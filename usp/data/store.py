@@ -17,10 +17,10 @@ import os
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,6 +50,7 @@ class Manifest:
     characters: number of characters of text. replaced: those that are U+FFFD, for bytes that are not UTF-8.
     dtype: type of the ids in tokens.bin.
     masked: whether there is a mask.bin.
+    dropped: number of rows that were left out because something is wrong with them; why_dropped: with the first.
     source: hash of what the store was made from, see `source_of`; a store with the same hash need not be written.
     checksums: by file, of every SUM_BYTES bytes.
     """
@@ -67,6 +68,8 @@ class Manifest:
     masked: bool
     source: str
     checksums: Mapping[str, list[str]]
+    dropped: int = 0
+    why_dropped: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -97,8 +100,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def is_store(folder: Path) -> bool:
-    """Return whether `folder` is a token store, or one that is not finished."""
-    return (folder / TOKENS).is_file() and ((folder / MANIFEST).is_file() or (folder / PROGRESS).is_file())
+    """Return whether `folder` is a token store, or one that is not finished or lacks a file."""
+    files = (folder / name for name in (TOKENS, INDEX, MANIFEST, PROGRESS))
+    return sum(file.is_file() for file in files) > 1
 
 
 class TokenStore:
@@ -106,7 +110,8 @@ class TokenStore:
 
     manifest: what it holds. token_bytes: bytes of tokens.bin that have been read so far.
 
-    Raises ValueError for a store that is not finished, or whose files have the wrong size; `verify` reads them.
+    Raises ValueError for a store that is not finished, lacks a file, or whose files have the wrong size; `verify` reads
+    them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,6 +119,8 @@ class TokenStore:
         self.manifest = _read_manifest(folder)
         self.token_bytes = 0
         self._dtype = np.dtype(self.manifest.dtype)
+        if absent := [name for name in self.manifest.sizes if not (folder / name).is_file()]:
+            raise _incomplete(folder, " and no ".join(absent))
         self._files = {name: (folder / name).open("rb", buffering=0) for name in self.manifest.sizes}
         for name, size in self.manifest.sizes.items():
             if (actual := os.fstat(self._files[name].fileno()).st_size) != size:
@@ -159,13 +166,14 @@ class TokenStore:
                 return int(ids[places[0]]), bisect_right(numbers, at, key=lambda n: self.bounds(np.array([n]))[1][0])
         return None
 
-    def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Read all files and compare their checksums, on several cores. `progress` gets the bytes read so far. Raises
-        ValueError, naming the file and the bytes of it that are damaged."""
+    def verify(self, files: Collection[str], progress: Callable[[int], None] = lambda done: None) -> None:
+        """Read files of the store and compare their checksums, on several cores. `progress` gets the bytes read so far.
+        Raises ValueError, naming the file and the bytes of it that are damaged."""
         done = 0
         blocks = [
             (name, begin, expected)
             for name, sums in self.manifest.checksums.items()
+            if name in files
             for begin, expected in zip(range(0, len(sums) * SUM_BYTES, SUM_BYTES), sums, strict=True)
         ]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
@@ -197,18 +205,25 @@ def checksum(file: BinaryIO, begin: int) -> str:
 
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
-    if not path.is_file():
+    if not path.is_file() and (folder / PROGRESS).is_file():
         raise ValueError(f"token store {folder} is not finished: run the same `python -m usp tokenize` again")
+    if not path.is_file():
+        raise _incomplete(folder, MANIFEST)
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             raise ValueError(f"{path} has format {content['format']}, not {FORMAT}: tokenize the data again")
-        manifest = Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
+        optional = {field.name: field.default for field in fields(Manifest) if field.default is not MISSING}
+        manifest = Manifest(**{field.name: (optional | content)[field.name] for field in fields(Manifest)})
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise _damaged(path, f"it is no manifest ({error})") from error
     if not manifest.tokens:
         raise ValueError(f"token store {folder} is empty: it holds no token")
     return manifest
+
+
+def _incomplete(folder: Path, absent: str) -> ValueError:
+    return ValueError(f"token store {folder} has no {absent}: copy all of its files, or tokenize the data again")
 
 
 def _damaged(path: Path, why: str) -> ValueError:

@@ -11,6 +11,9 @@ import numpy as np
 
 from .chats import Chat, Completed, Ids, Mask
 
+Part = tuple[str, str, str]  # a part of a text, with up to CONTEXT characters before and after it
+
+CONTEXT = 512
 BYTES = "bytes"
 BYTE_OFFSET = 3  # ByT5 reserves 0, 1 and 2 for padding, end of sequence and unknown
 BYTE_EOS = 1
@@ -48,6 +51,10 @@ class ByteTokenizer:
         """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_parts(self, parts: Sequence[Part]) -> list[Ids]:
+        """Return the ids that each part of a text has in it."""
+        return [self.encode(text) for _, text, _ in parts]
+
     def show(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, with special tokens."""
         byte = {i: bytes([i - BYTE_OFFSET]) for i in range(BYTE_OFFSET, BYTE_OFFSET + 256)} | {BYTE_EOS: b"</s>"}
@@ -82,6 +89,11 @@ class TextTokenizer:
         digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
         return f"{type(self.tokenizer).__name__} {digest}, {self.bos}, {self.eos}, {self.parse_special}"
 
+    @property
+    def special_tokens(self) -> list[str]:
+        added = (token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        return sorted({*self.tokenizer.all_special_tokens, *added} - {""})
+
     def encoder(self, chats: bool = False) -> TextTokenizer:
         """Return what another process needs: if there is a backend, transformers only for chats."""
         tokenizer = self.tokenizer if self.backend is None else None
@@ -104,11 +116,49 @@ class TextTokenizer:
         )
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
+    def encode_parts(self, parts: Sequence[Part]) -> list[Ids]:
+        """Return the ids that each part of a text has in it, as long as no more than CONTEXT characters around a cut
+        decide on the tokens there. A token across a cut belongs to the part that it begins in."""
+        if self.backend is None and not self.tokenizer.is_fast:  # does not say which characters a token is of
+            return self.encode_all([text for _, text, _ in parts])
+        found = []
+        heads = self._tokens([before + text[:CONTEXT] for before, text, _ in parts])
+        tails = self._tokens([text[-CONTEXT:] + after for _, text, after in parts])
+        wholes = self._tokens(["".join(part) for part in parts])
+        for (before, text, after), (_, head), (_, tail), (ids, places) in zip(parts, heads, tails, wholes, strict=True):
+            last = len(text[-CONTEXT:])
+            begin = _cut(head, len(before)) if before else 0
+            end = len(before) + len(text) + (_cut(tail, last) - last if after else 0)
+            first, stop = places[:, 0], places[:, 1]
+            if any(
+                ((first < cut) & (stop > cut)).any() for cut in (begin, end)
+            ):  # other tokens than near the cut alone
+                found.append(self.encode("".join((before, text, after))[begin:end]))
+            else:
+                found.append(ids[(first >= begin) & (first < end)])
+        return found
+
+    def _tokens(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
+        """Return the ids of each text, and of each id the characters that it is of, (ids, 2)."""
+        if self.backend is not None:
+            encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+            found = [(encoding.ids, encoding.offsets) for encoding in encodings]
+        else:
+            special = {"add_special_tokens": False, "split_special_tokens": not self.parse_special}
+            encoded = self.tokenizer(list(texts), **special, return_offsets_mapping=True, verbose=False)
+            found = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+        return [(np.asarray(ids, np.int64), np.asarray(places, np.int64).reshape(-1, 2)) for ids, places in found]
+
     def show(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def _cut(places: Ids, at: int) -> int:
+    """Return where the tokens that begin before a place end, but at least that place."""
+    return int(places[places[:, 0] < at, 1].max(initial=at))
 
 
 Tokenizer = ByteTokenizer | TextTokenizer
@@ -122,15 +172,22 @@ def fingerprint(tokenizer: Tokenizer, chats: bool) -> str:
 
 def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids, Mask]:
     """Return the ids of a whole chat or completion, and which of them are targets. Raises ValueError, naming the row of
-    a chat without a chat template, or that the template refuses, or of an empty completion."""
-    if isinstance(content, Chat):
+    a chat without a chat template, or that the template refuses, or of an empty completion.
+
+    A prompt and its completion are one text, as in TRL; targets are those of its tokens from the first one that the
+    prompt has not by itself."""
+    if isinstance(content, Chat) and (tokenizer.chats is not None or content.plain is None):
         return chat_encoder(tokenizer, content.where).encode(content)
-    prompt = as_document(tokenizer, tokenizer.encode(content.prompt), end=False)
-    completion = as_document(tokenizer, tokenizer.encode(content.completion), begin=False)
-    ids = np.concatenate((prompt, completion))
-    if len(ids) < 2 or not len(completion):
+    pair = content.plain if isinstance(content, Chat) else content
+    assert pair is not None
+    alone, whole = tokenizer.encode_all([pair.prompt, pair.prompt + pair.completion])
+    length = min(len(alone), len(whole))
+    same = int(np.argmin(np.append(alone[:length] == whole[:length], False)))
+    ids = as_document(tokenizer, whole)
+    targets = np.arange(len(ids)) >= same + (tokenizer.bos is not None)
+    if len(ids) < 2 or not targets.any():
         raise ValueError(f"{content.where}: the completion has no token to train on: it is empty")
-    return ids, np.arange(len(ids)) >= len(prompt)
+    return ids, targets
 
 
 def chat_encoder(tokenizer: Tokenizer, where: str) -> Any:

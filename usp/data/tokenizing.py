@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .chats import Content, texts_in
-from .documents import holds_chats, read_pieces
-from .sources import DataFile, DataFiles
+from .documents import DROP, REFUSE, holds_chats, read_pieces
+from .sources import TEXT_FIELD, DataFile, DataFiles
 from .store import (
     FORMAT,
     INDEX,
@@ -46,14 +46,25 @@ from .store import (
     show_progress,
     write_json,
 )
-from .tokenizer import Tokenizer, as_document, encode_masked, fingerprint
+from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
+CHAT_FORMAT = 2  # of how chats and completions are read and encoded
 SAVE_SECONDS = 2.0  # between two records of the place
 
 _here = threading.local()  # tokenizer and dtype of the thread or process that encodes
 
-Piece = tuple[Content, bool, bool]  # text or a whole chat, whether it begins a document, and whether it ends one
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document, or a whole one. content: text, a whole chat, or why a row is left out. begins, ends:
+    whether it begins or ends its document. before, after: up to CONTEXT characters of the document around it."""
+
+    content: Content | ValueError
+    begins: bool
+    ends: bool
+    before: str
+    after: str
 
 
 @dataclass(frozen=True)
@@ -76,39 +87,48 @@ class Written:
     documents: int = 0
     characters: int = 0
     replaced: int = 0
+    dropped: int = 0
+    why_dropped: str = ""
     largest: int = 0
     checksums: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of pieces as ids. ends: numbers of ids after which a document ends. mask: targets; None for all."""
+    """A batch of pieces as ids. ends: numbers of ids after which a document ends. mask: targets; None for all. dropped:
+    why each of the rows that are left out is."""
 
     ids: npt.NDArray[np.unsignedinteger]
     mask: npt.NDArray[np.bool_] | None
     ends: npt.NDArray[np.int64]
     characters: int
     replaced: int
+    dropped: tuple[str, ...]
 
 
-def source_of(files: DataFiles, field: str, tokenizer: Tokenizer) -> str:
+def source_of(files: DataFiles, field: str, tokenizer: Tokenizer, bad_rows: str = REFUSE) -> str:
     """Return a hash of what a store is made from: the names, sizes and times of the files, the field, the tokenizer.
     Raises ValueError for files of records whose first row is of no kind."""
     states = [(str(file.path.resolve()), file.format, *_state(file.path)) for file in files.files]
-    content = json.dumps([FORMAT, states, field, fingerprint(tokenizer, holds_chats(files.files, field))])
+    masked = holds_chats(files.files, field, bad_rows)
+    parts = [FORMAT, states, field or TEXT_FIELD, fingerprint(tokenizer, masked)]
+    content = json.dumps([*parts, *([CHAT_FORMAT] if masked else []), *([bad_rows] if bad_rows != REFUSE else [])])
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
-def write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path, processes: int = 0) -> bool:
+def write_store(
+    files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path, processes: int = 0, bad_rows: str = REFUSE
+) -> bool:
     """Write the token store of `files` to `folder`, or the rest of it; return whether anything was missing.
 
-    field: key or column of the text in `files`.
+    field: key or column of the text in `files`. bad_rows: with "drop", rows that cannot be read or encoded are left
+        out and counted.
     processes: that tokenize. 0: one per core for more than LARGE bytes, and otherwise only this one.
 
     Raises ValueError if `folder` holds something else, and for data that cannot be read, holds no text, or changes
     while it is read; OSError if `folder` cannot be written.
     """
-    source, masked = source_of(files, field, tokenizer), holds_chats(files.files, field)
+    source, masked = source_of(files, field, tokenizer, bad_rows), holds_chats(files.files, field, bad_rows)
     written = _continued(folder, source)
     if written is None:
         return False
@@ -124,13 +144,15 @@ def write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path
         with ExitStack() as stack:
             out = stack.enter_context(_Output(folder, written, dtype, source, masked))
             show = stack.enter_context(show_progress("tokenizing", before[-1]))
-            executor = _executor(tokenizer.encoder(masked), dtype, processes)
+            executor = _executor(tokenizer.encoder(masked), dtype, bad_rows, processes)
             stack.callback(executor.shutdown, cancel_futures=True)
-            batches = _batches(files.files, field, written.place)
+            batches = _batches(files.files, field, bad_rows, written.place)
             for encoded, place in _in_order(batches, executor, 2 * max(1, processes)):
                 out.append(encoded, place)
                 done = before[place.file] + min(place.characters, sizes[place.file])
                 show(done, f"{written.tokens / 1e6:,.1f}M tokens")
+            if not written.tokens and written.dropped:
+                raise ValueError(f"the data has no good row; what is wrong with the first: {written.why_dropped}")
             if not written.tokens:
                 raise ValueError("the data holds no text: every document in it is empty")
             out.finish(tokenizer, len(files.files))
@@ -195,6 +217,8 @@ class _Output:
         written.documents += len(encoded.ends)
         written.characters += encoded.characters
         written.replaced += encoded.replaced
+        written.dropped += len(encoded.dropped)
+        written.why_dropped = next(iter((*filter(None, [written.why_dropped]), *encoded.dropped)), "")
         written.largest = max(written.largest, int(encoded.ids.max(initial=0)))
         written.place = place
         if time.monotonic() - self._saved >= SAVE_SECONDS:
@@ -214,7 +238,10 @@ class _Output:
             source=self._source,
             **held,
         )
-        write_json(self._folder / MANIFEST, asdict(manifest))
+        content = asdict(manifest)
+        if not manifest.dropped:
+            del content["dropped"], content["why_dropped"]
+        write_json(self._folder / MANIFEST, content)
         (self._folder / PROGRESS).unlink()
 
     def _save(self) -> None:
@@ -234,17 +261,17 @@ class _Output:
             sums += [checksum(file, begin) for begin in range(len(sums) * SUM_BYTES, end, SUM_BYTES)]
 
 
-def _batches(files: Sequence[DataFile], field: str, place: Place) -> Iterator[tuple[list[Piece], Place]]:
+def _batches(files: Sequence[DataFile], field: str, bad_rows: str, place: Place) -> Iterator[tuple[list[Piece], Place]]:
     """Yield the pieces after `place` in batches, each with the place after it."""
     batch: list[Piece] = []
     size = 0
     for number in range(place.file, len(files)):
         place = place if number == place.file else Place(number)
-        for piece in _pieces(files[number], field, place):
+        for piece in _pieces(files[number], field, bad_rows, place):
             batch.append(piece)
-            characters = sum(map(len, texts_in(piece[0])))
+            characters = sum(map(len, texts_in(piece.content)))
             size += characters
-            place = Place(number, place.pieces + 1, place.characters + characters, piece[2])
+            place = Place(number, place.pieces + 1, place.characters + characters, piece.ends)
             if size >= BATCH_CHARACTERS:
                 yield batch, place
                 batch, size = [], 0
@@ -252,12 +279,15 @@ def _batches(files: Sequence[DataFile], field: str, place: Place) -> Iterator[tu
         yield batch, place
 
 
-def _pieces(file: DataFile, field: str, place: Place) -> Iterator[Piece]:
-    before, begins = _state(file.path), place.begins
-    for content, ends in islice(read_pieces(file, field), place.pieces, None):
-        yield content, begins, ends
-        begins = ends
-    if _state(file.path) != before:
+def _pieces(file: DataFile, field: str, bad_rows: str, place: Place) -> Iterator[Piece]:
+    state, last = _state(file.path), ("", True)
+    pairs = pairwise(chain(read_pieces(file, field, bad_rows), [last]))
+    for number, ((content, ends), (following, _)) in enumerate(pairs):
+        if number >= place.pieces:
+            before = "" if last[1] else last[0][-CONTEXT:]
+            yield Piece(content, last[1], ends, before, "" if ends else following[:CONTEXT])
+        last = content, ends
+    if _state(file.path) != state:
         raise ValueError(f"{file.path} changed while it was read: start again when nothing writes to it")
 
 
@@ -266,24 +296,25 @@ def _state(path: Path) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
-def _executor(tokenizer: Tokenizer, dtype: np.dtype, processes: int) -> Executor:
+def _executor(tokenizer: Tokenizer, dtype: np.dtype, bad_rows: str, processes: int) -> Executor:
     """Return what runs `_encode` in so many processes, or for 0 in a thread of this one."""
+    shared = tokenizer, dtype, bad_rows
     if not processes:
-        return ThreadPoolExecutor(1, "tokenizing", _begin, (tokenizer, dtype))
+        return ThreadPoolExecutor(1, "tokenizing", _begin, shared)
     context = multiprocessing.get_context("forkserver")  # imports once, and has no threads when it forks
     context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(processes, context, _begin_process, (tokenizer, dtype))
+    return ProcessPoolExecutor(processes, context, _begin_process, shared)
 
 
-def _begin(tokenizer: Tokenizer, dtype: np.dtype) -> None:
-    _here.tokenizer, _here.dtype = tokenizer, dtype
+def _begin(tokenizer: Tokenizer, dtype: np.dtype, bad_rows: str) -> None:
+    _here.tokenizer, _here.dtype, _here.bad_rows = tokenizer, dtype, bad_rows
 
 
-def _begin_process(tokenizer: Tokenizer, dtype: np.dtype) -> None:
+def _begin_process(tokenizer: Tokenizer, dtype: np.dtype, bad_rows: str) -> None:
     """Prepare a process to encode batches until its parent ends, even if that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to this process too
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _begin(tokenizer, dtype)
+    _begin(tokenizer, dtype, bad_rows)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -296,25 +327,40 @@ def _end_with(parent: BaseProcess) -> None:
 
 def _encode(batch: Sequence[Piece]) -> Encoded:
     tokenizer: Tokenizer = _here.tokenizer
-    plain = [content for content, _, _ in batch if isinstance(content, str)]
-    ids_of_plain = iter(tokenizer.encode_all(plain))
-    ids, masks = [], []
-    for content, begin, end in batch:
-        if isinstance(content, str):
-            document = as_document(tokenizer, next(ids_of_plain), begin=begin, end=end)
-            mask = np.ones(len(document), np.bool_)
-        else:
-            document, mask = encode_masked(tokenizer, content)
+    texts = [piece for piece in batch if isinstance(piece.content, str)]
+    wholes = iter(tokenizer.encode_all([str(piece.content) for piece in texts if piece.begins and piece.ends]))
+    parts = [(piece.before, str(piece.content), piece.after) for piece in texts if not (piece.begins and piece.ends)]
+    ids_of_parts = iter(tokenizer.encode_parts(parts))
+    ids, masks, ends, dropped = [np.zeros(0, _here.dtype)], [np.zeros(0, np.bool_)], list[int](), list[str]()
+    length, read = 0, list[str]()
+    for piece in batch:
+        content = piece.content
+        try:
+            if isinstance(content, ValueError):
+                raise content
+            if isinstance(content, str):
+                ids_of_text = next(wholes if piece.begins and piece.ends else ids_of_parts)
+                document = as_document(tokenizer, ids_of_text, begin=piece.begins, end=piece.ends)
+                mask = np.ones(len(document), np.bool_)
+            else:
+                document, mask = encode_masked(tokenizer, content)
+        except ValueError as error:
+            if _here.bad_rows != DROP:
+                raise
+            dropped.append(str(error))
+            continue
         ids.append(document.astype(_here.dtype))
         masks.append(mask)
-    ends = np.cumsum([len(document) for document in ids])
-    texts = [text for content, _, _ in batch for text in texts_in(content)]
+        length += len(document)
+        ends += [length] if piece.ends else []
+        read += texts_in(content)
     return Encoded(
         ids=np.concatenate(ids),
-        mask=np.concatenate(masks) if len(plain) < len(batch) else None,
-        ends=ends[[end for _, _, end in batch]],
-        characters=sum(map(len, texts)),
-        replaced=sum(text.count("\ufffd") for text in texts),
+        mask=np.concatenate(masks) if len(texts) < len(batch) else None,
+        ends=np.array(ends, np.int64),
+        characters=sum(map(len, read)),
+        replaced=sum(text.count("\ufffd") for text in read),
+        dropped=tuple(dropped),
     )
 
 

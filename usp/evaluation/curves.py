@@ -38,7 +38,8 @@ def read_curves(run: Path) -> list[Curve]:
             record = json.loads(line)
         except ValueError:  # the last line of a run that is writing it
             break
-        losses = {int(name.partition("/")[2]): record[name] for name in record if name.startswith(f"{BY_POSITION}/")}
+        lasts = {name: name.partition("/")[2] for name in record if name.startswith(f"{BY_POSITION}/")}
+        losses = {int(last): record[name] for name, last in lasts.items() if last.isdigit()}  # of the first set
         if losses:
             name, seq_len = run.resolve().name, record.get("seq_len")
             curves.append(Curve(name, record["step"], seq_len, record["eval_loss"], losses))

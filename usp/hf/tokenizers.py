@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from usp.data.chats import Chat, Ids, Mask, Message
+from usp.data.chats import ASSISTANT, USER, Chat, Ids, Mask, Message, joined
 from usp.data.tokenizer import BYTE_EOS, BYTES, ByteTokenizer, TextTokenizer, Tokenizer
 from usp.presets import PRESETS
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ASSISTANT = "assistant"
+LAST = "last"
 AUTO = "auto"
 # A directory with one of these holds a tokenizer.
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -47,24 +47,44 @@ Span = tuple[int, int]  # characters
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat template of `tokenizer`, which messages call `name`."""
+    """The chat template of `tokenizer`, which messages call `name`. train_on: roles whose messages are trained on,
+    separated by commas, or "last" for the last message of the assistant."""
 
     tokenizer: PreTrainedTokenizerBase
     name: str
+    train_on: str = ASSISTANT
 
     @cached_property
     def fingerprint(self) -> str:
         """Everything that the ids of a chat depend on, besides the tokenizer."""
         content = json.dumps([self.tokenizer.chat_template, self.tokenizer.special_tokens_map], sort_keys=True)
-        return f"template {hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+        template = f"template {hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+        return template if self.train_on == ASSISTANT else f"{template}, trained on {self.train_on}"
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template takes a content that is a list of parts, rather than writing it as Python does."""
+        chat = Chat("", [{"role": USER, "content": [{"type": "text", "text": "a part"}]}])
+        try:
+            text, _ = self._render(chat, chat.messages)
+        except ValueError:
+            return False
+        return "a part" in text and not re.search("""['"]type['"]""", text)
 
     def encode(self, chat: Chat) -> tuple[Ids, Mask]:
-        """Return the ids of a chat and which of them the assistant writes after the prompt, each (ids,). Raises
-        ValueError, naming the row, if the template refuses it, or if no token is the assistant's."""
+        """Return the ids of a chat and which of them are trained on, what the assistant writes after the prompt unless
+        the chat or `train_on` says otherwise, each (ids,). Raises ValueError, naming the row, if the template refuses
+        it, or if no token is trained on."""
+        chat = self._with_text(chat)
         if not (self.tokenizer.is_fast or isinstance(self.tokenizer, ByT5Tokenizer)):
             raise ValueError(f"{chat.where}: chats need a tokenizer.json, which tokenizer={self.name} does not have")
         text, spans = self._spans(chat)
         ids, mask = self._tokens(text, spans)
+        if not mask[1:].any() and (chat.trained or self.train_on != ASSISTANT):
+            raise ValueError(
+                f"{chat.where}: by train_on={self.train_on}, and by the 'train' and 'weight' of these "
+                f"{len(chat.messages)} messages, nothing would be trained on"
+            )
         if not mask[1:].any():
             advice = "put {% generation %} and {% endgeneration %} around what the assistant writes in the template"
             raise ValueError(
@@ -77,15 +97,44 @@ class ChatTemplate:
     def prompt(self, chat: Chat) -> Ids:
         """Return the ids of a chat up to where the assistant's next message begins, shape (ids,). Raises ValueError,
         naming the row, if the template refuses it."""
+        chat = self._with_text(chat)
         text, _ = self._render(chat, chat.messages, begin=True)
         return self._tokens(text, [])[0]
 
+    def _with_text(self, chat: Chat) -> Chat:
+        """Return a chat with parts of text as one text, if the template does not take parts."""
+        listed = [number for number, message in enumerate(chat.messages) if isinstance(message.get("content"), list)]
+        if not listed or self.takes_parts:
+            return chat
+        messages = [{**message, "content": joined(message.get("content"))} for message in chat.messages]
+        for number in listed:
+            if not isinstance(messages[number]["content"], str):
+                raise ValueError(
+                    f"{chat.where}: message {number + 1} has parts that are not text, which the chat template of "
+                    f"tokenizer={self.name} does not take"
+                )
+        return replace(chat, messages=messages)
+
+    def _trained(self, chat: Chat) -> list[int]:
+        """Return the numbers of the messages that are trained on."""
+        roles, after = self.train_on.split(","), range(chat.prompt, len(chat.messages))
+        numbers = {number for number in after if chat.messages[number]["role"] in roles}
+        if LAST in roles:
+            numbers |= {max((n for n in after if chat.messages[n]["role"] == ASSISTANT), default=-1)}
+        return [number for number in after if chat.trained.get(number, number in numbers)]
+
     def _spans(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the text of a chat and the characters that the assistant writes after the prompt."""
+        """Return the text of a chat and the characters that are trained on."""
         marked = bool(MARK.search(self.tokenizer.get_chat_template(None, chat.tools)))
         text, spans = self._render(chat, chat.messages, marks=marked)
-        if not marked:
-            spans = self._find_spans(chat, text)
+        written = [number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+        trained = self._trained(chat)
+        if marked and trained != [number for number in written if number >= chat.prompt]:
+            of_message = dict(zip(written, spans, strict=False)) if len(spans) == len(written) else {}
+            found = self._find_spans(chat, text, [number for number in trained if number not in of_message])
+            spans = [*(of_message[number] for number in trained if number in of_message), *found]
+        elif not marked:
+            spans = self._find_spans(chat, text, trained)
         elif chat.prompt:
             prompts = (self._render(chat, chat.messages[: chat.prompt], begin)[0] for begin in (True, False))
             length = next((len(prompt) for prompt in prompts if text.startswith(prompt)), None)
@@ -97,16 +146,17 @@ class ChatTemplate:
             spans = [(max(begin, length), end) for begin, end in spans if end > length]
         return text, spans
 
-    def _find_spans(self, chat: Chat, whole: str) -> list[Span]:
-        """Return the characters of the rendered chat that the assistant writes in each message after the prompt, up to
-        the last special token that ends it. Raises ValueError for a message whose span cannot be found."""
+    def _find_spans(self, chat: Chat, whole: str, numbers: Sequence[int]) -> list[Span]:
+        """Return the characters of the rendered chat that each of these messages consists of: what the assistant writes
+        or the content of another one, up to the last special token that ends it. Raises ValueError for a message whose
+        span cannot be found."""
         special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(self.tokenizer.all_special_tokens)
         spans = []
-        for number in range(chat.prompt, len(chat.messages)):
-            if chat.messages[number]["role"] != ASSISTANT:
-                continue
-            before, _ = self._render(chat, chat.messages[:number], begin=True)
+        for number in numbers:
+            message = chat.messages[number]
+            of_assistant = message["role"] == ASSISTANT
+            before = self._render(chat, chat.messages[:number], begin=of_assistant)[0] if number or of_assistant else ""
             if not whole.startswith(before):
                 same = _common(whole, before)
                 writes = whole[max(0, same - SHOWN // 2) : same + SHOWN // 2]
@@ -116,7 +166,12 @@ class ChatTemplate:
                 end = self._end_by_letter(chat, number, whole, special)
             if end is None or end < len(before):
                 raise _unknown(chat, number, "writes it in another way when more messages follow")
-            spans.append((len(before), end))
+            content = message.get("content")
+            inside = isinstance(content, str) and not of_assistant
+            begin = whole.find(str(content).strip(), len(before), end) if inside else len(before)
+            if begin < 0:
+                raise _unknown(chat, number, "does not write the content as it is")
+            spans.append((begin, end))
         return spans
 
     def _end_by_letter(self, chat: Chat, number: int, whole: str, special: Collection[str]) -> int | None:
@@ -148,7 +203,7 @@ class ChatTemplate:
                 chat_template=self.tokenizer.get_chat_template(None, chat.tools),
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=begin,
-                **special,
+                **(special | dict(chat.template)),
             )
         except FAILURES as error:
             what = "messages"
@@ -243,19 +298,21 @@ def tokenizer_of(tokenizer: str, model: str) -> str:
     raise ValueError(f"model={model} holds no tokenizer: set tokenizer to the directory of one, or to {BYTES}")
 
 
-def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False, chat_template: str = "") -> Tokenizer:
+def load_tokenizer(
+    tokenizer: str, bos: str = AUTO, parse_special: bool = False, chat_template: str = "", train_on: str = ASSISTANT
+) -> Tokenizer:
     """Return the byte tokenizer, or load one from the local directory `tokenizer`.
 
     bos: "always" and "never" say whether documents begin with the tokenizer's BOS; "auto" does as the tokenizer.
     parse_special: whether special tokens written out in a text become their ids; in chats they always do, because
         templates write them out.
-    chat_template: file with a chat template, instead of the tokenizer's own.
+    chat_template: file with a chat template, instead of the tokenizer's own. train_on: see `ChatTemplate`.
 
     Raises ValueError if the directory has no tokenizer, if `bos` is "always" and the tokenizer has none, or if
     `chat_template` does not exist.
     """
     if tokenizer == BYTES:
-        return _with_bos(ByteTokenizer(chats=_chats(ByT5Tokenizer(), chat_template, BYTES)), bos)
+        return _with_bos(ByteTokenizer(chats=_chats(ByT5Tokenizer(), chat_template, BYTES, train_on)), bos)
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
         raise ValueError(f"tokenizer={tokenizer} is not a directory: use a transformers tokenizer's, or {BYTES!r}")
@@ -263,7 +320,7 @@ def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False,
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ValueError(f"tokenizer={tokenizer}: transformers cannot read it: {error}") from error
-    chats = _chats(loaded, chat_template, tokenizer)
+    chats = _chats(loaded, chat_template, tokenizer, train_on)
     if isinstance(loaded, ByT5Tokenizer) and not parse_special:
         return _with_bos(ByteTokenizer(tokenizer, chats=chats), bos)
     begins = bos == "always" or (bos == AUTO and loaded.bos_token_id in loaded("a", verbose=False)["input_ids"][:1])
@@ -280,14 +337,14 @@ def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False,
     return _with_bos(found, bos)
 
 
-def _chats(loaded: Any, chat_template: str, name: str) -> ChatTemplate | None:
+def _chats(loaded: Any, chat_template: str, name: str, train_on: str) -> ChatTemplate | None:
     """Give the tokenizer the chat template in a file, if one is named, and return it; None if it has none."""
     if chat_template:
         try:
             loaded.chat_template = Path(chat_template).expanduser().read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"chat_template={chat_template} cannot be read: {error}") from error
-    return ChatTemplate(loaded, name) if loaded.chat_template else None
+    return ChatTemplate(loaded, name, train_on) if loaded.chat_template else None
 
 
 def _backend(tokenizer: Any, parse_special: bool) -> Any:

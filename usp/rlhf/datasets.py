@@ -7,8 +7,8 @@
 A prompt is text, or a list of messages {"role": ..., "content": ...}, which may be under "messages" instead: the
 tokenizer's chat template makes it a prompt for the assistant's next message, with the tools under "tools". Under
 "messages" the last one may be the answer. The other values are text or a list of messages. What is trained on after a
-prompt of messages is what the template has the assistant write; under "messages", that of all its messages. An answer
-may be under "completion".
+prompt of messages is what the template has the assistant write; under "messages", that of all its messages. The other
+names and keys of `usp.data.chats` are read too, such as a question with its response.
 
 The built-in task has a verifiable answer and needs the whole prompt to be read. Examples held out of the training data
 are for evaluations.
@@ -27,7 +27,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from usp.data.chats import MESSAGES, PROMPT, Chat, Completed, Mask, Message, completed, messages_of, text_of, tools_of
+from usp.data.chats import (
+    ANSWERS,
+    AS_TEXT,
+    CONVERSATIONS,
+    MESSAGES,
+    PROMPT,
+    QUESTIONS,
+    USER,
+    Chat,
+    Completed,
+    Mask,
+    chat_of,
+    completed,
+    messages_of,
+    question_of,
+    text_of,
+)
 from usp.data.sources import STDLIB, DataFile, find_files
 from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked
 from usp.run.failures import nearest
@@ -48,7 +64,7 @@ class Example:
         prompt: token ids, without an end of sequence.
         answer: the correct response.
         rejected: a worse response, for preference pairs.
-        sequences: of messages that are trained on, see `sequences_of`.
+        sequences: of a file's lines that are trained on whole, see `sequences_of`.
     """
 
     prompt: Ids
@@ -190,17 +206,15 @@ def _parse(
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with the keys {', '.join(keys)}, got {type(row).__name__}")
+    row = _with_names(row, "answer" in keys, tokenizer, where)
     first = MESSAGES if MESSAGES in row and PROMPT not in row else PROMPT
-    conversation = row.get(first)
-    if "answer" in keys and "answer" not in row:
-        row |= {"answer": row["completion"]} if "completion" in row else {}
-        row |= _answered(conversation, where) if first == MESSAGES else {}
+    split = _answered(row[first], where) if "answer" in keys and "answer" not in row and first == MESSAGES else {}
+    row |= split
     row = dict.fromkeys(optional, "") | row
     for key in (first, *keys[1:]):
         if key not in row:
             raise ValueError(f"{where}: no text under {key!r}{nearest(key, row)}")
-    tools = tools_of(row, where)
-    prompt = _prompt(row[first], first, tools, tokenizer, where)
+    prompt = _prompt(row, first, tokenizer, where)
     if not len(prompt):
         raise ValueError(f"{where}: a prompt of 0 tokens, expected at least 1")
     advice = "shorten it, drop such lines with long_prompts=drop, or use a model with a longer context"
@@ -211,9 +225,9 @@ def _parse(
         )
     sequences = []
     for key in keys[1:] if whole else ():
-        content = completed((row[first], first), (row[key], key), tools, where)
-        if isinstance(content, Chat) and content.messages == conversation:
-            content = Chat(where, conversation, tools)  # with all that the assistant writes, as in train.py
+        content = completed(row, first, key, where)
+        if isinstance(content, Chat) and split:
+            content = replace(content, prompt=0)  # with all that the assistant writes, as in train.py
         sequences.append(_sequence(content, tokenizer))
         if (tokens := len(sequences[-1][0])) > longest:
             raise _TooLong(
@@ -222,8 +236,21 @@ def _parse(
             )
     texts = {key: "" if whole and isinstance(row[key], list) else text_of(row[key], key, where) for key in keys[1:]}
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
-    chat = isinstance(row[first], list)
-    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences) if chat else ())
+    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences))
+
+
+def _with_names(row: dict[str, Any], answered: bool, tokenizer: Tokenizer, where: str) -> dict[str, Any]:
+    """Return a row with what is under the other names that `usp.data.chats` knows under prompt, messages and answer.
+    answered: whether an answer is needed. A question is a message if the tokenizer has a chat template."""
+    row = ({MESSAGES: row[CONVERSATIONS]} if CONVERSATIONS in row else {}) | row
+    asked = next((key for key in QUESTIONS if isinstance(row.get(key), str) and MESSAGES not in row), "")
+    known = [key for key in (ANSWERS if asked else ANSWERS[:2]) if key in row]
+    if answered and known:
+        row = {"answer": row[known[0]]} | row
+    if asked and (asked != PROMPT or (answered and known and (PROMPT, known[0]) not in AS_TEXT)):
+        question = question_of(row, asked, where)
+        row[PROMPT] = f"{question}\n" if tokenizer.chats is None else [{"role": USER, "content": question}]
+    return row
 
 
 def _answered(value: Any, where: str) -> dict[str, Any]:
@@ -234,12 +261,13 @@ def _answered(value: Any, where: str) -> dict[str, Any]:
     return {MESSAGES: messages[:-1], "answer": messages[-1:]}
 
 
-def _prompt(value: Any, key: str, tools: list[Message] | None, tokenizer: Tokenizer, where: str) -> Ids:
+def _prompt(row: dict[str, Any], key: str, tokenizer: Tokenizer, where: str) -> Ids:
     """Return the ids of text, or of messages to which the assistant responds."""
+    value = row[key]
     if isinstance(value, str) and key == PROMPT:
         return as_document(tokenizer, tokenizer.encode(value), end=False)
-    messages = messages_of(value, key, where)
-    return chat_encoder(tokenizer, where).prompt(Chat(where, messages, tools))
+    chat = chat_of(row, messages_of(value, key, where), where)
+    return chat_encoder(tokenizer, where).prompt(chat)
 
 
 def _sequence(content: Chat | Completed, tokenizer: Tokenizer) -> tuple[Ids, Mask]:

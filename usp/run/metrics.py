@@ -57,12 +57,14 @@ class Record(Protocol):
 class StepRecord:
     """Metrics of one training step.
 
-    epoch: passes over the data so far. loss and grad_norm are global, attention_sent_bytes (recurrent layers included)
-    is the mean over ranks; fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this
-    rank's, as is data_seconds, the part of `seconds` in which it waited for its batch. eval_loss and eval_perplexity
-    are of the held-out data after the step; None where it was not evaluated. eval_loss_by_position is that loss by the
-    last position of a range, each twice as long as the one before; its numbers are "eval_loss_by_position/1024" and so
-    on. attention_kernels are those that this rank's calls have used so far. stage: of the curriculum, from 1.
+    epoch: passes over the data so far; epochs: of a mixture, over each part by its path. loss and grad_norm are global,
+    attention_sent_bytes (recurrent layers included) is the mean over ranks; fsdp_sent_bytes (predicted; None with
+    DeepSpeed) and memory_bytes (peak so far) are this rank's, as is data_seconds, the part of `seconds` in which it
+    waited for its batch. eval_loss and eval_perplexity are of the held-out data after the step; None where it was not
+    evaluated. eval_loss_by_position is that loss by the last position of a range, each twice as long as the one before;
+    its numbers are "eval_loss_by_position/1024" and so on. Of several held-out sets, these are of the first; eval_sets
+    has both losses of each by its name, as numbers "eval_loss/NAME" and "eval_loss_by_position/NAME/1024".
+    attention_kernels are those that this rank's calls have used so far. stage: of the curriculum, from 1.
     """
 
     step: int
@@ -81,6 +83,8 @@ class StepRecord:
     eval_loss: float | None = None
     eval_perplexity: float | None = None
     eval_loss_by_position: Mapping[int, float] = field(default_factory=dict)
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    eval_sets: Mapping[str, tuple[float, Mapping[int, float]]] = field(default_factory=dict)
     attention_kernels: tuple[str, ...] = ()
     stage: int = 1
     seq_len: int | None = None
@@ -91,9 +95,14 @@ class StepRecord:
 
     def numbers(self) -> dict[str, float | None]:
         values = asdict(self)
-        by_position = values.pop(BY_POSITION)
-        plain = {name: value for name, value in values.items() if name not in ("step", "attention_kernels")}
-        return plain | {f"{BY_POSITION}/{last}": loss for last, loss in by_position.items()}
+        for name in ("step", "attention_kernels", "epochs", "eval_sets", BY_POSITION):
+            del values[name]
+        values |= {f"epoch/{path}": epoch for path, epoch in self.epochs.items()}
+        values |= {f"{BY_POSITION}/{last}": loss for last, loss in self.eval_loss_by_position.items()}
+        for name, (loss, by_position) in self.eval_sets.items():
+            values[f"eval_loss/{name}"] = loss
+            values |= {f"{BY_POSITION}/{name}/{last}": part for last, part in by_position.items()}
+        return values
 
     def line(self) -> str:
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%} ({', '.join(self.attention_kernels)})"
@@ -102,6 +111,10 @@ class StepRecord:
             evaluated = f"  eval loss {self.eval_loss:.4f}  perplexity {self.eval_perplexity:.4g}"
             ranges = (f"to {short(last)} {loss:.4f}" for last, loss in self.eval_loss_by_position.items())
             evaluated += f"\n  eval loss by position: {'  '.join(ranges)}"
+            if self.eval_sets:
+                evaluated += f"\n  eval loss by set: {'  '.join(f'{k} {v[0]:.4f}' for k, v in self.eval_sets.items())}"
+        parts = ", ".join(f"{epoch:.2f} of {path}" for path, epoch in self.epochs.items())
+        epoch = f"epochs {parts}" if parts else f"epoch {self.epoch:.2f}"
         waited = f"  waited {self.data_seconds:.2f} s for data" if self.data_seconds > WAITING * self.seconds else ""
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         sent = f"  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}"
@@ -109,7 +122,7 @@ class StepRecord:
             f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
             f"{count(self.tokens_per_second)} tokens/s{mfu}  "
             f"memory {size(self.memory_bytes)}{sent if self.attention_sent_bytes or self.fsdp_sent_bytes else ''}  "
-            f"epoch {self.epoch:.2f}{waited}{evaluated}"
+            f"{epoch}{waited}{evaluated}"
         )
 
 

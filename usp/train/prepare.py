@@ -16,8 +16,9 @@ import torch
 
 from attention import KERNEL_NAMES
 from usp.config import BOS, DEVICES, DTYPES, CommonConfig, TrainConfig, by_stage
-from usp.data.batches import BatchStream, MixedRows, parse_mixture, taken
+from usp.data.batches import BatchStream, MixedRows, parse_mixture, parse_named, taken
 from usp.data.cache import check_ids, find_data, open_data
+from usp.data.documents import DROP, keys_lines
 from usp.data.rows import PackedRows, StageRows, WholeRows
 from usp.data.sources import DataFiles, without
 from usp.data.store import TokenStore
@@ -35,20 +36,20 @@ from .checkpoints import Start, TrainingState, find_start, read_state, resume_vi
 from .resolve import ResolvedStage, resolve
 from .step import HeldOut
 
-_Source = tuple[TokenStore, str]  # and a line about the files that were left out
+_Source = tuple[TokenStore, str]  # and lines about files that were left out, and keys that are read
 
 
 @dataclass(frozen=True)
 class PreparedStage(ResolvedStage):
     """A stage with its data.
 
-    left_out: which files of each entry of --data were left out.
-    batches: global batches, without end. held_out: None without `eval_data`.
+    left_out: which files of each entry of --data were left out, and which keys of the others are read.
+    batches: global batches, without end. held_out: the sets of `eval_data`; best is the loss on the first.
     """
 
     left_out: tuple[str, ...]
     batches: BatchStream
-    held_out: HeldOut | None
+    held_out: tuple[HeldOut, ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,13 @@ class Prologue:
     """
 
     def __init__(
-        self, config: CommonConfig, launch: Launch, problems: Problems, bos: str = "auto", parse_special: bool = True
+        self,
+        config: CommonConfig,
+        launch: Launch,
+        problems: Problems,
+        bos: str = "auto",
+        parse_special: bool = True,
+        train_on: str = "assistant",
     ) -> None:
         self._config, self.problems = config, problems
         attempt = problems.attempt
@@ -99,7 +106,7 @@ class Prologue:
         name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
         self.tokenizer: Tokenizer | None = None
         if name is not None:
-            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, config.chat_template))
+            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, config.chat_template, train_on))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:
@@ -146,15 +153,22 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     if saved is not None and model_config is not None:
         problems += resume_violations(saved, config, model_config.to_dict(), start.finished_too)
     bos = config.bos if config.bos in BOS else "auto"
-    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens)
+    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.train_on)
     device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
     if facts is not None:
         kernel_choice = prologue.choose_kernel(facts)
         prologue.check_vocabulary(f"--model {facts.name}", facts.vocab_size)
     prologue.check_frozen_weights("give a directory with a trained model")
     problems += _deepspeed_problems(config, prologue.dtype)
-    held_out = attempt(lambda: find_data(config.eval_data, name="eval_data")) if config.eval_data else None
+    named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
+    held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))
+    if (
+        config.bad_rows == DROP
+        and data
+        and not any(isinstance(f, DataFiles) for f in (*data.values(), *held_out.values()))
+    ):
+        problems.append("--bad-rows drop is for files of documents, and --data has none: remove it")
     attempt(lambda: parse_steps(config.profile, config.steps))
     problems.check()
     config, model_config, facts, dims = resolved.valid()
@@ -164,14 +178,17 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     here: dict[str, Any] = {"tokenizer": tokenizer.name, "device": device.type, "dtype": dtype}
 
     def opened(found: DataFiles | Path) -> _Source:
-        store = open_data(found, config.data_field, tokenizer, Path(config.data_cache).expanduser())
+        store = open_data(found, config.data_field, tokenizer, Path(config.data_cache).expanduser(), config.bad_rows)
         check_ids(store, facts.vocab_size)
-        return store, found.left_out_line() if isinstance(found, DataFiles) else ""
+        if not isinstance(found, DataFiles):
+            return store, ""
+        keys = keys_lines(found.files, config.data_field, config.bad_rows)
+        return store, "\n".join(filter(None, [found.left_out_line(), *keys]))
 
     sources = attempt(lambda: {path: opened(found) for path, found in data.items()}) or {}
-    held_out_source = attempt(lambda: opened(held_out)) if held_out else None
+    held_out_sources = attempt(lambda: {name: opened(found) for name, found in held_out.items()}) or {}
     problems.check()
-    stages = attempt(lambda: tuple(_stages(resolved.stages, sources, held_out_source, here)))
+    stages = attempt(lambda: tuple(_stages(resolved.stages, sources, held_out_sources, here)))
     problems.check()
     assert stages is not None
     config = replace(config, tokenizer=tokenizer.name)
@@ -211,18 +228,22 @@ def _deepspeed_problems(config: TrainConfig, dtype: torch.dtype) -> Iterator[str
         yield "--engine deepspeed --zero 0 accumulates gradients in bfloat16: use --zero 1, or --dtype float32"
 
 
-def _find_all(config: TrainConfig, held_out: DataFiles | Path | None) -> dict[str, DataFiles | Path]:
+def _find_all(config: TrainConfig, held_out: Mapping[str, DataFiles | Path]) -> dict[str, DataFiles | Path]:
     """Return the data of each path of `--data`, of all stages, without the files that are held out."""
     data: dict[str, DataFiles | Path] = {}
     for path in dict.fromkeys(path for stage in by_stage(config) for path, _ in parse_mixture(stage.data)):
         data[path] = files = find_data(path, config.data_field)
-        if isinstance(files, DataFiles) and isinstance(held_out, DataFiles):
-            data[path] = without(files, held_out, "held out for evaluation")
+        for others in held_out.values() if isinstance(files, DataFiles) else ():
+            if isinstance(others, DataFiles):
+                data[path] = files = without(files, others, "held out for evaluation")
     return data
 
 
 def _stages(
-    stages: Iterable[ResolvedStage], sources: Mapping[str, _Source], held_out: _Source | None, here: Mapping[str, Any]
+    stages: Iterable[ResolvedStage],
+    sources: Mapping[str, _Source],
+    held_out: Mapping[str, _Source],
+    here: Mapping[str, Any],
 ) -> Iterator[PreparedStage]:
     """Yield the stages with their data, each continuing where the previous stage stopped reading. With whole documents,
     a stage that reads data again reads it in another order."""
@@ -234,7 +255,7 @@ def _stages(
         counts = taken(weights, config.seed, (stage.last - stage.first + 1) * stage.sequences)
         for path, count in zip(paths, counts, strict=True):
             store, _ = sources[path]
-            if config.packing == "whole" or (config.packing == "auto" and store.manifest.masked):
+            if _is_whole(store, config):
                 rows.append(WholeRows(store, config.seq_len, config.seed + read[path]))
                 read[path] += 1
                 continue
@@ -251,5 +272,12 @@ def _stages(
             stage.sequences,
             tuple(sources[path][1] for path in paths),
             BatchStream(rows[0] if len(rows) == 1 else MixedRows(rows, weights), stage.sequences),
-            HeldOut(PackedRows(held_out[0], config.seq_len, None), held_out[1]) if held_out else None,
+            tuple(
+                HeldOut(name, (WholeRows if _is_whole(held, config) else PackedRows)(held, config.seq_len, None), left)
+                for name, (held, left) in held_out.items()
+            ),
         )
+
+
+def _is_whole(store: TokenStore, config: TrainConfig) -> bool:
+    return config.packing == "whole" or (config.packing == "auto" and store.manifest.masked)

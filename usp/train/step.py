@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel import ParallelMesh
 from usp.config import CommonConfig, TrainConfig
 from usp.data.batches import Part, one_epoch
-from usp.data.rows import PackedRows
+from usp.data.rows import PackedRows, WholeRows
 from usp.losses.output_heads import LastHidden, NextTokenLoss
 from usp.losses.vocabulary import global_token_count
 from usp.sp.sequence import IGNORED_LABEL, SpAxes, split_rows
@@ -110,15 +110,18 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out data: its rows in the order of its store, and which of its files were left out."""
+    """A set of held-out data: its rows in the order of its store, and which of its files were left out. name: empty for
+    the only one."""
 
+    name: str
     packed: PackedRows
     left_out: str
 
     @property
     def identity(self) -> str:
         """What losses that can be compared have in common."""
-        return f"{self.packed.store.manifest.digest}, seq_len {self.packed.seq_len}"
+        whole = ", whole documents" if isinstance(self.packed, WholeRows) else ""
+        return f"{self.packed.store.manifest.digest}, seq_len {self.packed.seq_len}{whole}"
 
 
 @dataclass
@@ -203,8 +206,8 @@ def held_out_loss(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> HeldOutLoss:
-    """Return the losses of the targets of `held_out`, without the load-balancing loss. Collective. Every token is a
-    target once, except those that begin a document or a row. `progress` is called at every batch."""
+    """Return the losses of the targets of `held_out`, without the load-balancing loss. Collective. Every token of its
+    rows is a target once, except those that begin a document or a row. `progress` is called at every batch."""
     head = LossByPosition(config.seq_len, device)
     for batch in one_epoch(held_out.packed, mesh.size("batch") * config.batch_size, part_of(mesh, config)):
         progress()

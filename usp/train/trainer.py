@@ -34,7 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor, peak_flops
-from usp.data.batches import Batch, BatchReader, parse_mixture
+from usp.data.batches import Batch, BatchReader, parse_mixture, parse_named
+from usp.data.cache import special_tokens_line
 from usp.data.chats import CLOSE, OPEN, excerpt
 from usp.data.rows import PackedRows, WholeRows
 from usp.hf.models import hide_progress_bars
@@ -64,6 +65,8 @@ from .loop import TrainingLoop
 from .prepare import PreparedRun, PreparedStage, prepare
 from .step import Evaluations, HeldOutLoss, LearningRate, held_out_loss, part_of, perplexity, sum_over_ranks, train_step
 from .summary import predicted_job, predicted_lines
+
+MANY_EPOCHS = 4  # up to here, repeated data is worth about as much as new data (arXiv 2305.16264)
 
 
 def train(
@@ -112,7 +115,7 @@ class Trainer(TrainingLoop):
             for dims in dict.fromkeys(stage.dims for stage in left)
         }
         self.mesh = self.meshes[self.stage.dims]
-        held_out = self.stage.held_out.identity if self.stage.held_out else ""
+        held_out = _compared(self.stage)
         compared = {"config": prepared.config, "model": model.to_dict(), "start": prepared.start, "eval data": held_out}
         self.mesh.agree(compared, "the configuration")
         recipe = EngineRecipe.of(config, model)
@@ -165,7 +168,8 @@ class Trainer(TrainingLoop):
         self.done, self.tokens = number, self.tokens + tokens
 
         seconds = time.perf_counter() - begin
-        held_out = self._evaluate(number)
+        evaluated = self._evaluate(number)
+        held_out = next(iter(evaluated.values()), None)
         stage = self.prepared.stages.index(self.stage)
         kernels = set[str]().union(*(cast(Any, each.model).unified_sp.kernels for each in self.engine.stages))
         peak = None if self.peak is None else self.peak * dist.get_world_size()
@@ -175,6 +179,7 @@ class Trainer(TrainingLoop):
             grad_norm=norm,
             learning_rate=rate,
             epoch=self.stage.batches.epoch,
+            epochs=self._epochs(self.stage.batches.next_row),
             tokens=tokens,
             seconds=seconds,
             data_seconds=self.batches.waited,
@@ -186,6 +191,7 @@ class Trainer(TrainingLoop):
             eval_loss=held_out.loss if held_out else None,
             eval_perplexity=perplexity(held_out.loss) if held_out else None,
             eval_loss_by_position=held_out.by_position if held_out else {},
+            eval_sets={name: (found.loss, found.by_position) for name, found in evaluated.items() if name},
             attention_kernels=tuple(sorted(kernels)),
             stage=stage + 1,
             seq_len=self.config.seq_len,
@@ -246,9 +252,11 @@ class Trainer(TrainingLoop):
             yield f"stage {number} of {len(stages)}: {steps}"
         if dist.get_world_size() > 1:
             yield f"ranks: {dist.get_world_size()} ({self.stage.dims}), layout {config.sp_layout}"
+        epochs = self._epochs((self.stage.last - self.stage.first + 1) * self.stage.sequences)
         parts = zip(parse_mixture(config.data), self.stage.left_out, packed.sources, packed.weights, strict=True)
         for (path, _), left_out, source, weight in parts:
-            held, share = source.store.manifest, "" if weight == 1 else f", {weight:.1%} of the rows"
+            held = source.store.manifest
+            share = f", {weight:.1%} of the rows, read {epochs[path]:.2f} times" if epochs else ""
             yield (
                 f"data: {path}: {held.files} files, {held.documents} documents, {count(held.characters)} "
                 f"characters, {count(held.tokens)} tokens ({config.tokenizer}){share}"
@@ -256,24 +264,37 @@ class Trainer(TrainingLoop):
             yield from filter(None, [left_out])
             if held.masked:
                 yield from self._sample(path, source)
+            if held.dropped:
+                yield f"{held.dropped} rows were left out by --bad-rows drop; the first: {held.why_dropped}"
+            if special := special_tokens_line(source.store, self.prepared.tokenizer):
+                yield f"data: {path}: {special}"
             if held.replaced:
                 yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
-        if held_out := self.stage.held_out:
-            found = held_out.packed.store.manifest
+        sources = {path: source for (path, _), source in zip(parse_mixture(config.data), packed.sources, strict=True)}
+        for (name, path), held_out in zip(parse_named(config.eval_data), self.stage.held_out, strict=True):
+            found, name = held_out.packed.store.manifest, f"eval data{name and f' {name}'}: {path}"
             yield (
-                f"eval data: {config.eval_data}: {found.files} files, {found.documents} documents, "
-                f"{count(found.tokens)} tokens, {held_out.packed.per_epoch} sequences"
+                f"{name}: {found.files} files, {found.documents} documents, {count(found.tokens)} tokens, "
+                f"{held_out.packed.per_epoch} sequences"
             )
             yield from filter(None, [held_out.left_out])
-        for (path, _), source in zip(parse_mixture(config.data), packed.sources, strict=True):
+            sources[name] = held_out.packed
+        for path, source in sources.items():
             if isinstance(source, WholeRows):
                 padding = 1 - source.tokens / (source.per_epoch * config.seq_len)
                 yield f"packing: {path}: {source.per_epoch} sequences of whole documents, {padding:.1%} padding"
                 yield from _long_documents(path, source)
+        for path in (path for path, times in epochs.items() if times > MANY_EPOCHS):
+            yield f"warning: {path} is read {epochs[path]:.1f} times in these steps: lower its weight, or add data"
         steps = f"{packed.per_epoch / self.stage.sequences:,.1f}".removesuffix(".0")
         yield f"step: {self.stage.sequences} x {config.seq_len} tokens, an epoch is {steps} steps"
         if self.job is not None:
             yield from predicted_lines(self.job, self.prepared)
+
+    def _epochs(self, rows: int) -> dict[str, float]:
+        """Return how often each part of a mixture has been read after so many rows of the stage; empty for one part."""
+        paths = [path for path, _ in parse_mixture(self.config.data)]
+        return dict(zip(paths, self.stage.batches.packed.epochs(rows), strict=True)) if len(paths) > 1 else {}
 
     def _sample(self, path: str, source: PackedRows) -> Iterator[str]:
         row, color = source.row(0), sys.stdout.isatty()
@@ -284,20 +305,17 @@ class Trainer(TrainingLoop):
             source.store.read(begin, end), source.store.read_mask(begin, end), self.prepared.tokenizer.show, color
         )
 
-    def _evaluate(self, number: int) -> HeldOutLoss | None:
-        """Return the losses on the held-out data, if it is evaluated after this step."""
-        held_out, every = self.stage.held_out, self.config.eval_every or self.config.checkpoint_every
-        if held_out is None or (number != self.config.steps and (not every or number % every)):
-            return None
-        found = held_out_loss(
-            self.engine,
-            self.mesh,
-            held_out,
-            self.config,
-            self.device,
-            progress=lambda: self.watchdog.progress(number, "evaluation", long=True),
-        )
-        self._evaluations.values[number] = found.loss
+    def _evaluate(self, number: int) -> dict[str, HeldOutLoss]:
+        """Return the losses on each set of held-out data by its name, if they are evaluated after this step."""
+        every = self.config.eval_every or self.config.checkpoint_every
+        if not self.stage.held_out or (number != self.config.steps and (not every or number % every)):
+            return {}
+        progress = partial(self.watchdog.progress, number, "evaluation", long=True)
+        found = {
+            held_out.name: held_out_loss(self.engine, self.mesh, held_out, self.config, self.device, progress)
+            for held_out in self.stage.held_out
+        }
+        self._evaluations.values[number] = next(iter(found.values())).loss
         self.sent = self._attention_sent()  # the next step does not count what the evaluation sent
         return found
 
@@ -327,7 +345,7 @@ class Trainer(TrainingLoop):
             self.sent = 0
         self.batches.close()
         self.batches = BatchReader(stage.batches, part_of(self.mesh, stage.config))
-        identity = stage.held_out.identity if stage.held_out else ""
+        identity = _compared(stage)
         if identity != self._evaluations.identity:
             self._evaluations = Evaluations(identity)
         self._predict()
@@ -391,6 +409,11 @@ class Trainer(TrainingLoop):
             adapter_parameters=self.adapter_parameters,
         )
         return flops / (self.mesh.size("sp") * self.mesh.size("pp"))
+
+
+def _compared(stage: PreparedStage) -> str:
+    """Return what losses of which the lowest is best have in common."""
+    return stage.held_out[0].identity if stage.held_out else ""
 
 
 def _long_documents(path: str, source: WholeRows) -> Iterator[str]:

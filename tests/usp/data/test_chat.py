@@ -215,7 +215,7 @@ R1 = LINES.replace("assistant: {%", "assistant: <think>{%")
 BAD: list[tuple[str, list[Any], str]] = [
     (LINES, [GOOD, {"mesages": []}], "line 2: no key 'messages' .did you mean 'mesages'..*rows before it have; it has"),
     (LINES, [GOOD, {"messages": "text"}], "line 2: a str under 'messages', expected text or a list of messages"),
-    (LINES, [GOOD, {"messages": [{"from": "human", "value": "a"}]}], "line 2: .* no text under 'role': .* from, value"),
+    (LINES, [GOOD, {"messages": [{"by": "human", "value": "a"}]}], "line 2: .* no text under 'role': .* by, value"),
     (LINES, [GOOD, GOOD["messages"]], "line 2: no key 'messages', which"),
     (LINES, [GOOD, {"messages": conversation(1)[:1]}], "line 2: .* no token of these 1 messages .*: add its message"),
     (EMPTY, [GOOD], "line 1: .* no token of these 2 messages is the assistant's.*put {% generation %}"),

@@ -253,6 +253,19 @@ def test_a_tokenizer_gets_little_text_at_a_time(tmp_path: Path) -> None:
 # Directories
 
 
+def test_lines_of_json_without_a_suffix_are_records(tmp_path: Path) -> None:
+    for name, content in (("part-00000", lines(ROWS[:2])), ("part-00001.gz", gzip.compress(lines(ROWS[2:])))):
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "_SUCCESS").touch()
+    (tmp_path / "README").write_text("about")
+    assert documents_of(tmp_path) == TEXTS and documents_of(tmp_path / "part-00000") == TEXTS[:2]
+    (tmp_path / "main.py").write_text("print()")  # now a directory of text, which may have such files
+    assert len(documents_of(tmp_path)) == 4 and documents_of(tmp_path)[2].startswith('{"text"')
+    for content in ("{\n", "{broken}\n{}", "[1]", "text"):
+        (tmp_path / "other").write_text(content)
+        assert documents_of(tmp_path / "other") == [content]
+
+
 def test_records_beside_a_readme_are_the_data(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines([{"text": "a"}])))
     (tmp_path / "README.md").write_text("about")

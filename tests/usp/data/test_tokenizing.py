@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -123,6 +124,26 @@ def test_a_damaged_store_is_refused_by_its_checksums(tmp_path: Path, small_piece
     (tmp_path / "store" / "manifest.json").write_text('{"format": 2, "tok')
     with pytest.raises(ValueError, match=r"manifest.json is damaged: it is no manifest"):
         sound_store(tmp_path / "store", tmp_path / "cache")
+
+
+def test_an_index_that_changes_under_its_time_stamp_is_refused_at_every_start(tmp_path: Path) -> None:
+    write_store(corpus(tmp_path / "data"), "text", BYTES, tmp_path / "store")
+    sound_store(tmp_path / "store", tmp_path / "cache")
+    index = tmp_path / "store" / "index.bin"
+    state, changed = index.stat(), np.frombuffer(index.read_bytes(), np.int64).copy()
+    changed[3] += 1
+    index.write_bytes(changed.tobytes())
+    os.utime(index, ns=(state.st_atime_ns, state.st_mtime_ns))
+    with pytest.raises(ValueError, match=r"index.bin is damaged: bytes 0 to \d+ do not have their checksum"):
+        sound_store(tmp_path / "store", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.bin", "tokens.bin"])
+def test_a_store_that_lacks_a_file_says_so(tmp_path: Path, name: str) -> None:
+    write_store(corpus(tmp_path / "data"), "text", BYTES, tmp_path / "store")
+    (tmp_path / "store" / name).unlink()
+    with pytest.raises(ValueError, match=rf"token store .*store has no {name}: copy all of its files, or tokenize"):
+        open_data(find_data(str(tmp_path / "store")), "text", BYTES, tmp_path / "cache")
 
 
 def test_a_store_of_another_tokenizer_or_with_ids_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -116,6 +116,35 @@ def plain_losses(name: str) -> dict[int, float]:
     return {last: sum(found) / len(found) for last, found in losses.items()}
 
 
+def test_completions_are_evaluated_whole_as_they_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that the last batch fills up with, and prompts, are no targets; several sets have losses of their own."""
+    pairs = [(f"question {number}: " * 2, f"the answer {number} " * (number % 3 + 1)) for number in range(7)]
+    for name, rows in (("all", pairs), ("first", pairs[:1])):
+        lines = (json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in rows)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    sets = ",".join(f"{name}={tmp_path / name}.jsonl" for name in ("all", "first"))
+    config = replace(SMALL, steps=1, batch_size=3, eval_data=sets, data_cache=str(tmp_path / "cache"))
+    config = replace(config, learning_rate=1e-30, weight_decay=0.0, output=str(tmp_path / "run"), checkpoint_every=0)
+    train(prepare(config, Launch()), Launch())
+    (numbers,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    model, losses = drawn_model(load_model_config("tiny")), list[list[float]]()
+    for prompt, completion in pairs:
+        ids = torch.tensor([byte + 3 for byte in f"{prompt}{completion}".encode()] + [1])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].double()
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[len(prompt) :], reduction="none").tolist())
+    expected = {name: torch.tensor([*chain(*losses[:n])]).mean().item() for name, n in (("all", 7), ("first", 1))}
+    assert {name: numbers[f"eval_loss/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert numbers["eval_loss"] == numbers["eval_loss/all"]
+    assert numbers["eval_loss_by_position/first/64"] != numbers["eval_loss_by_position/64"]
+    shown = capsys.readouterr().out
+    assert "eval loss by set: all " in shown and "packing: eval data all: " in shown
+    with pytest.raises(ConfigurationError, match=r"eval_data=.* must be NAME=PATH,NAME=PATH"):
+        prepare(replace(config, eval_data=f"{sets},=x"), Launch())
+
+
 TRAINED: list[dict[str, Any]] = [
     {"sp_ulysses": 2, "batch_size": 2, "micro_batches": 2, "zero": zero} for zero in (1, 3)
 ]
@@ -215,6 +244,24 @@ def test_losses_of_other_data_are_forgotten() -> None:
 
 
 # The data
+
+
+def test_epochs_of_a_mixture_are_those_of_each_part(
+    tmp_path: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small, large = tmp_path / "small.txt", tmp_path / "large.txt"
+    small.write_text("a" * 63)  # one row of 64 tokens
+    large.write_text("b" * 1279)  # 20 rows
+    config = replace(SMALL, steps=3, batch_size=4, data=f"{small}=1,{large}=1", data_cache=str(tmp_path / "cache"))
+    config = replace(config, output=str(tmp_path / "run"), checkpoint_every=0)
+    train(prepare(config, Launch()), Launch())
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for step, record in enumerate(records, start=1):
+        assert record[f"epoch/{small}"] + 20 * record[f"epoch/{large}"] == pytest.approx(4 * step)
+    times, shown = records[-1][f"epoch/{small}"], capsys.readouterr().out
+    assert times > 4 and f"50.0% of the rows, read {times:.2f} times" in shown
+    assert f"warning: {small} is read {times:.1f} times in these steps" in shown and f"warning: {large}" not in shown
+    assert f"epochs {times:.2f} of {small}, {records[-1][f'epoch/{large}']:.2f} of {large}" in shown
 
 
 def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:

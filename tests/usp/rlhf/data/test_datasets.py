@@ -183,6 +183,33 @@ def test_what_the_assistant_writes_is_trained_on(tmp_path: Path, chat: Tokenizer
         opened(tmp_path, rows[0], tokenizer=chat, longest=24, whole=True)
 
 
+def test_rows_of_other_names_are_prompts_with_answers(tmp_path: Path, chat: Tokenizer) -> None:
+    """The same sequences as in train.py, by the chat template where there is one."""
+    asked, four = [{"role": "user", "content": "2+2?"}], {"role": "assistant", "content": "4"}
+    begin = "<s>user: 2+2?</s>assistant: "
+    rows: list[dict] = [
+        {"question": "2+2?", "answer": "4"},
+        {"prompt": "2+2?", "response": "4"},
+        {"instruction": "2+2?", "input": "", "output": "4"},
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+        {"messages": [*asked, four], "text": "not read"},
+    ]
+    found = opened(tmp_path, *rows, tokenizer=chat, longest=200, whole=True)
+    for number in range(len(rows)):
+        (sequence,) = sequences_of(found[number], chat, pairs=False)
+        shown = chat.show(found[number].prompt), chat.show(sequence[0]), chat.show(sequence[0][sequence[1]])
+        assert shown == (begin, f"{begin}4</s>", "4</s>")
+    system = {"messages": [*asked, {**four, "weight": 0}, *asked, four], "system": "brief"}
+    found = opened(tmp_path, system, tokenizer=chat, longest=200, whole=True)
+    (sequence,) = sequences_of(found[0], chat, pairs=False)
+    assert (
+        chat.show(sequence[0]).startswith("<s>system: brief</s>user: ")
+        and chat.show(sequence[0][sequence[1]]) == "4</s>"
+    )
+    plain = opened(tmp_path, rows[0])
+    assert ByteTokenizer().decode(plain[0].prompt.tolist()) == "2+2?\n" and plain[0].answer == "4"
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
