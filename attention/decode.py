@@ -37,13 +37,13 @@ class KVCache:
 
     Attributes:
         positions: (B, C) global positions of the tokens, in any order; empty entries have the largest int64.
-        layers: keys (B, K, C, H) and values (B, K, C, V) of each layer that has stored any: heads before tokens, so
-            that any range of tokens is a batch of matrices.
+        layers: keys (B, K, C, H) and values (B, K, C, V) of each layer that has stored any, by whatever names it alone:
+            heads before tokens, so that any range of tokens is a batch of matrices.
         states: (B, ...) by whatever names them; zero for a sequence without tokens.
     """
 
     positions: Tensor
-    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    layers: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)
     states: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -51,7 +51,7 @@ class KVCache:
         """Make an empty cache for `slots` sequences of at most `capacity` tokens on this rank."""
         return KVCache(torch.full((slots, capacity), _FREE, device=device))
 
-    def layer(self, layer: int, k_RSKH: Tensor, v_RSKV: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, layer: Hashable, k_RSKH: Tensor, v_RSKV: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's cached keys and values; the first call allocates them for tokens like these."""
         if layer not in self.layers:
             slots, capacity = self.positions.shape
@@ -106,7 +106,7 @@ class Prefill:
         rows = int(self.rows.max()) + 1
         return self.lengths.new_zeros(rows).index_copy_(0, self.rows, self.lengths)
 
-    def store(self, layer: int, k_RSKH: Tensor, v_RSKV: Tensor) -> None:
+    def store(self, layer: Hashable, k_RSKH: Tensor, v_RSKV: Tensor) -> None:
         """Cache a layer's keys and values, with rotary embedding already applied."""
         for cached, x in zip(self.cache.layer(layer, k_RSKH, v_RSKV), (k_RSKH, v_RSKV), strict=True):
             cached[self.slots, :, : x.shape[1]] = x.transpose(1, 2)[self.rows]
@@ -146,7 +146,7 @@ class DecodeStep:
 
     def attend(
         self,
-        layer: int,
+        layer: Hashable,
         q_B1NH: Tensor,
         k_B1KH: Tensor,
         v_B1KV: Tensor,

@@ -27,6 +27,7 @@ from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .mixers import apply_mixers, sharded_mixers
+from .positions import Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, structure
 from .prune import OtherStagesLayer, backbone, model_parts
 
@@ -69,10 +70,7 @@ def apply_unified_sp(
             modules += 1
     model.unified_sp = attention
     guard = _ForwardGuard(attention, modules)
-    for module in base.modules():
-        kinds = getattr(module, "rope_type", None)  # of a rotary embedding
-        if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
-            _turn_by_length(module, guard)
+    follow_positions(base, guard.places)
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     base.register_forward_hook(guard.after)
@@ -135,30 +133,6 @@ def _check_model(model: PreTrainedModel, ulysses: int) -> dict[str, Mask]:
     return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
 
 
-def _turn_by_length(rotary: nn.Module, guard: _ForwardGuard) -> None:
-    """Let a rotary embedding whose frequencies depend on the longest position see the last one of the whole sequence.
-
-    With a cache, each row is a sequence of its own length: of a prompt, up to the last token, which is decoded later.
-    """
-    forward = rotary.forward
-
-    def turned(x: Tensor, positions: Tensor, last: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        # Padding after the last token must not make the sequence longer.
-        parts = forward(x, torch.cat((positions.minimum(last), last), dim=-1), *args, **kwargs)
-        return tuple(part[..., :-1, :] for part in parts)
-
-    def whole_length(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        cache = guard.cache
-        if cache is None:
-            return turned(x, position_ids, torch.full_like(position_ids[..., :1], guard.seq_len - 1), *args, **kwargs)
-        last = cache.row_lengths.unsqueeze(1) if isinstance(cache, Prefill) else position_ids
-        rows = zip(x.split(1), position_ids.split(1), last.split(1), strict=True)
-        parts = [turned(*row, *args, **kwargs) for row in rows]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-    rotary.forward = whole_length
-
-
 def _dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
     """Yield the fields of a configuration that make layers drop activations: ranks would draw different ones."""
     for name, value in vars(config.get_text_config()).items():
@@ -172,8 +146,10 @@ class _ForwardGuard:
 
     def __init__(self, attention: UnifiedSPAttention, layers: int) -> None:
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
-        self.seq_len = 1  # of the current forward, over all ranks
         self.cache: Prefill | DecodeStep | None = None  # of the current forward
+        self.local = torch.zeros(1, dtype=torch.int64)  # positions of this rank's tokens in the whole sequence
+        self.starts = torch.zeros(1, 1, dtype=torch.int64)  # of the document of each token of the whole sequence
+        self.places = Places(self.starts, self._last_positions)
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if type(module).__name__.endswith("ForSequenceClassification"):
@@ -186,7 +162,7 @@ class _ForwardGuard:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         named = _named(module, args, kwargs)
-        self.cache = named.get("kv_cache")
+        self.cache, self.places.positions = named.get("kv_cache"), named.get("position_ids")
         if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
             return  # its tokens are on all ranks
         try:
@@ -240,12 +216,20 @@ class _ForwardGuard:
     def _position_violations(self, shape: Sequence[int], position_ids: Tensor, cu_seqlens: Tensor | None) -> list[str]:
         axes = self.attention.axes
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
-        self.seq_len = seq_len
         local = axes.positions(axes.layout(self.attention.layout, seq_len))
-        expected = (local - document_starts(cu_seqlens, rows, seq_len)[:, local]).to(position_ids.device)
+        self.starts, self.local = document_starts(cu_seqlens, rows, seq_len), local
+        expected = (local - self.starts[:, local]).to(position_ids.device)
         if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):
             return []
         return [f"position_ids do not match layout={self.attention.layout!r} and cu_seqlens: use shard_batch"]
+
+    def _last_positions(self) -> Tensor:
+        """Return the last position of each token's document, (B, S) or (B, 1); with a cache, each row is a document:
+        of a prompt, up to the last token, which is decoded later."""
+        if self.cache is not None:
+            return self.cache.row_lengths.unsqueeze(1) if isinstance(self.cache, Prefill) else self.places.positions
+        lengths = torch.zeros_like(self.starts).scatter_add_(1, self.starts, torch.ones_like(self.starts))
+        return lengths.gather(1, self.starts[:, self.local]) - 1
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
         cache, self.cache = self.cache, None
@@ -294,6 +278,7 @@ def _attention_forward(
         violations.append(f"kv_cache supports only causal masks, not {mask.kind} attention")
     if violations:
         raise ValueError("; ".join(violations))
+    query = scaled_query(module, query)
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -301,8 +286,8 @@ def _attention_forward(
     window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
     options: Any = {"scale": scaling, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
     if isinstance(kv_cache, DecodeStep):
-        return kv_cache.attend(module.layer_idx, q, k, v, window=window, **options), None  # type: ignore[arg-type]
+        return kv_cache.attend(module, q, k, v, window=window, **options), None
     if kv_cache is not None:
-        kv_cache.store(module.layer_idx, k, v)  # type: ignore[arg-type]
+        kv_cache.store(module, k, v)
     sides = None if window is None else (window - 1, -1)
     return attention(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None

@@ -1,24 +1,31 @@
 """Whether a model is exact with sequence parallelism, found by running a tiny copy of it, or why it is refused.
 
-    1. all tokens     an attention function records every call: module, queries, keys, values, mask, result
-    2. some tokens    with their position_ids, and the recorded results in place of attention
+    1. all tokens            an attention function records every call: module, queries, keys, values, mask, result
+    2. some, then very few   with their position_ids, and the recorded results in place of attention
 
-A model whose layers mix tokens in nothing but these calls computes in the second run what it computed for the same
+A model whose layers mix tokens in nothing but these calls computes in the second runs what it computed for the same
 tokens in the first: then attention over a sharded sequence makes the whole model exact. Everything else shows as a
 difference: convolutions, recurrences, attention outside `AttentionInterface`, routers that compare tokens, positions
-that are counted instead of read. Masks are read from the first run, not from names.
+that are counted instead of read, or that the model would count from another number than 0. Masks are read from the
+first run, not from names.
+
+What begins at some length shows as well: every number of the configuration that may be one is lowered so far that all
+tokens are more, and very few are less (`usp.hf.shrink.lowered`), and `torch.arange` over the tokens of a rank begins
+far from 0, whatever number in the code it may be compared with.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -26,16 +33,21 @@ from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    masking_utils,
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .mixers import sharded_mixers
+from .positions import Places, follow_positions, scaled_query
 from .prune import OtherStagesLayer, backbone, model_parts, prune_to_stage
-from .shrink import HIDDEN, VOCAB, WINDOWS, shrink
+from .shrink import HIDDEN, VOCAB, WINDOWS, large_numbers, lowered, shrink
 
 PROBE = "usp_probe"
 LENGTH = 16
-SHARD = (2, 3, 4, 9, 10, 12)  # neither from the beginning nor to the end, with gaps
+# Of a number of tokens that nothing else has: neither from the beginning nor to the end, with gaps.
+SHARD = (1, 2, 3, 4, 6, 8, 9, 10, 11, 13, 14)
+FEW = (1, 3)  # less than any of the lowered numbers, in number and in position
+FAR = 1 << 24
 TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
 LONGEST = 160  # characters of a reason
 
@@ -67,6 +79,8 @@ class Structure:
         the model can be divided into pipeline stages.
     layer_outputs: how many values a layer returns in a tuple; 0 if it returns only hidden states.
     mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
+    untried: numbers of the configuration that no tiny copy can have below the probe's length, because they are sizes, or
+        the copy cannot run: what would begin at them is unknown.
     """
 
     masks: dict[str, LayerMask]
@@ -74,6 +88,7 @@ class Structure:
     in_stages: bool = False
     mixers: tuple[str, ...] = ()
     layer_outputs: int = 0
+    untried: tuple[str, ...] = ()
 
 
 @dataclass
@@ -100,15 +115,48 @@ def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structur
     AttentionMaskInterface.register(PROBE, _mask)
     try:
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(0)
-            model = kind._from_config(shrink(config), attn_implementation=PROBE, experts_implementation="eager").eval()
-        found = _structure_of(model)
+            model, untried = _tiny_copy(kind, shrink(config))
+        found = replace(_structure_of(model), untried=untried)
     except Exception as error:  # of any kind: it is transformers' code that runs
         if not isinstance(error, KeyError) or error.args != (PROBE,):
             why = f"its tiny copy fails with {type(error).__name__}: {error}"
             raise ValueError(f"model_type={config.model_type!r} cannot be verified: {why}") from error
         found = Structure({}, (NOT_REGISTERED,))  # no attention of this name in a table of attention classes
     return _KNOWN.setdefault((kind, content), found)
+
+
+def _tiny_copy(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """Build a model of a tiny configuration with its numbers lowered; also return those that change the sizes of its
+    parameters, or without which it does not run."""
+
+    def built(names: Sequence[str]) -> PreTrainedModel:
+        torch.manual_seed(0)
+        config = lowered(tiny, names)
+        return kind._from_config(config, attn_implementation=PROBE, experts_implementation="eager").eval()
+
+    def runs(names: Sequence[str]) -> bool:
+        try:
+            model = built(names)
+            with torch.no_grad():
+                out = backbone(model)(input_ids=_ids(), use_cache=False).last_hidden_state
+        except Exception:  # of any kind: it is transformers' code that runs
+            return False
+        return _shapes(model) == sizes and bool(out.isfinite().all())
+
+    if not (names := large_numbers(tiny, LENGTH)):
+        return built(()), ()
+    with torch.device("meta"):
+        sizes = _shapes(built(()))
+    tried = names if runs(names) else [name for name in names if runs([name])]
+    return built(tried), tuple(name for name in names if name not in tried)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _ids() -> Tensor:
+    return torch.arange(LENGTH).unsqueeze(0) * 7 % (VOCAB - 4) + 3
 
 
 def _structure_of(model: PreTrainedModel) -> Structure:
@@ -144,10 +192,9 @@ def _structure_of(model: PreTrainedModel) -> Structure:
 
 @torch.no_grad()
 def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call], list[str], bool]:
-    """Run all tokens, then only some. Return the calls of attention, the kinds of those other parts of decoder layers
-    that give other results for a part of the tokens, and whether these tokens differ in any other way."""
-    ids = torch.arange(LENGTH).unsqueeze(0) * 7 % (VOCAB - 4) + 3
-    positions, shard = torch.arange(LENGTH).unsqueeze(0), torch.tensor(SHARD)
+    """Run all tokens, then only some, and very few. Return the calls of attention, the kinds of those other parts of
+    decoder layers that give other results for a part of the tokens, and whether these tokens differ in any other way.
+    Leaves layers as `follow_positions` does."""
     calls, same, mixing = list[_Call](), list[bool](), list[str]()
     whole_run = list[tuple[Tensor | None, Any]]()  # what the watched modules took and returned, in the first run
 
@@ -157,42 +204,68 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         calls.append(_Call(module, (q, k, v), attention_mask, options, _attend(module, q, k, v, attention_mask)[0]))
         return calls[-1].output, None
 
-    replayed = iter(calls)
-
-    def replay(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any) -> Any:
-        call = next(replayed)
-        same.append(all(_equal(x, whole[:, :, shard]) for x, whole in zip((q, k, v), call.inputs, strict=True)))
-        return call.output[:, shard].contiguous(), None
-
     def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         whole_run.append((_first_tensor((*args, *kwargs.values())), output))
 
-    def compare(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        taken, (before, whole) = _first_tensor((*args, *kwargs.values())), whole_run.pop(0)
-        if module in mixers:
-            same.append(_equal(taken, before[:, shard]))  # type: ignore[index]
-            return (whole[0][:, shard], *whole[1:]) if isinstance(whole, tuple) else whole[:, shard]
-        name = type(module).__name__
-        if name not in mixing and _same(taken, before) and not _same(_first_tensor(output), _first_tensor(whole)):
-            mixing.append(name)
-        return output
-
-    def run(attention: Callable[..., Any], hook: Callable[..., Any], tokens: Tensor) -> Tensor:
+    def run(attention: Callable[..., Any], hook: Callable[..., Any], **inputs: Tensor) -> Tensor:
         AttentionInterface.register(PROBE, attention)
         hooks = [module.register_forward_hook(hook, with_kwargs=True) for module in watched]
-        own = {"input_ids": ids[:, tokens], "position_ids": positions[:, tokens]}
         try:
-            return base(**own, use_cache=False, kv_cache=None).last_hidden_state
+            return base(**inputs, use_cache=False, kv_cache=None).last_hidden_state
         finally:
             AttentionInterface.register(PROBE, _attend)
             for registered in hooks:
                 registered.remove()
 
+    def run_part(shard: list[int], first: int) -> None:
+        replayed, remembered = iter(calls), iter(whole_run)
+
+        def replay(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any) -> Any:
+            call, own = next(replayed), (scaled_query(module, q), k, v)
+            same.append(all(_equal(x, whole[:, :, shard]) for x, whole in zip(own, call.inputs, strict=True)))
+            return call.output[:, shard].contiguous(), None
+
+        def compare(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+            taken, (before, whole) = _first_tensor((*args, *kwargs.values())), next(remembered)
+            if module in mixers:
+                same.append(_equal(taken, before[:, shard]))  # type: ignore[index]
+                return (whole[0][:, shard], *whole[1:]) if isinstance(whole, tuple) else whole[:, shard]
+            name, outputs = type(module).__name__, (_first_tensor(output), _first_tensor(whole))
+            if name not in mixing and _same(taken, before, shard) and not _same(*outputs, shard):
+                mixing.append(name)
+            return output
+
+        places.positions = torch.tensor(shard).unsqueeze(0)
+        with _CountingFrom(first, len(shard)):
+            part = run(replay, compare, input_ids=_ids()[:, shard], position_ids=places.positions)
+        same.append(_equal(part, whole[:, shard]))
+
     stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
     watched = dict.fromkeys([*(part for stack in stacks for layer in stack for part in layer.children()), *mixers])
-    whole = run(record, remember, torch.arange(LENGTH))
-    part = run(replay, compare, shard)
-    return calls, mixing, not (all(same) and _equal(part, whole[:, shard]))
+    whole = run(record, remember, input_ids=_ids())
+    places = Places(torch.arange(LENGTH).unsqueeze(0), lambda: torch.tensor([[LENGTH - 1]]))
+    follow_positions(base, places)
+    try:
+        run_part([*SHARD], FAR)
+    except IndexError:  # it counts to choose from the tokens that it has
+        run_part([*SHARD], 0)
+    run_part([*FEW], 0)
+    places.positions = torch.arange(LENGTH).unsqueeze(0)
+    return calls, mixing, not all(same)
+
+
+class _CountingFrom(TorchFunctionMode):
+    """Let `torch.arange` over `tokens` begin at `first` instead of 0, except where transformers builds masks."""
+
+    def __init__(self, first: int, tokens: int) -> None:
+        super().__init__()
+        self.first, self.tokens = first, tokens
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function is not torch.arange or sys._getframe(1).f_globals["__name__"] == masking_utils.__name__:
+            return out
+        return out + self.first if out.tolist() == [*range(self.tokens)] else out
 
 
 @torch.no_grad()
@@ -264,10 +337,10 @@ def _known_masks(length: int) -> Iterator[tuple[LayerMask, Tensor]]:
         yield LayerMask("chunked", name), causal & (query // width == key // width)
 
 
-def _same(part: Tensor | None, whole: Tensor | None) -> bool:
+def _same(part: Tensor | None, whole: Tensor | None, shard: list[int]) -> bool:
     if part is None or whole is None or whole.dim() < 2 or whole.shape[1] != LENGTH:
         return True  # not by token
-    return _equal(part, whole[:, list(SHARD)])
+    return _equal(part, whole[:, shard])
 
 
 def _first_tensor(values: Any) -> Any:

@@ -5,6 +5,7 @@ Every size is set by the name that configurations of transformers use for it, so
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -13,6 +14,7 @@ HIDDEN, HEADS, HEAD_DIM, VOCAB = 64, 4, 16, 96
 # Distinct, so that a mask tells which of them it uses.
 WINDOWS = {"sliding_window": 5, "attention_chunk_size": 6, "window_size": 4}
 WINDOWS |= {"attention_window_size": 7, "local_attention": 3}
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 _SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "embedding_size"), HIDDEN),
     **dict.fromkeys(("word_embed_proj_dim", "embedding_dim", "lru_width"), HIDDEN),
@@ -26,7 +28,7 @@ _SIZES = {
     **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "query_pre_attn_scalar", "d_kv"), HEAD_DIM),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"), 64),
+    **dict.fromkeys(_POSITIONS, 64),
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), 12),
@@ -49,7 +51,11 @@ _AT_MOST = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
 }
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_query_groups")
+_LOW = 5
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+# Numbers that are compared with no length: sizes, except that of positions, and by a part of their names.
+_NO_LENGTHS = {*_SIZES, *_AT_MOST, *_KV_HEADS, *LAYERS, "qk_head_dim"} - set(_POSITIONS)
+_NO_LENGTH_PARTS = ("layer", "token", "theta", "vocab", "idx", "_ids")
 
 
 def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedConfig:
@@ -87,6 +93,44 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
             elif isinstance(value, list | tuple) and len(value) == depth:
                 setattr(config, name, type(value)(_of_all_kinds(value, layers)))
     return config
+
+
+def large_numbers(config: PretrainedConfig, length: int) -> list[str]:
+    """Return the names of the numbers of a tiny configuration, or lists of them, that are no sizes by name and not
+    below `length`, such as floor_scale and rope_parameters.original_max_position_embeddings."""
+    return list(_large_numbers(vars(config.get_text_config()), length))
+
+
+def _large_numbers(fields: dict[str, Any], length: int) -> Iterator[str]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in _large_numbers(value, length))
+        elif name not in _NO_LENGTHS and not any(part in str(name) for part in _NO_LENGTH_PARTS):
+            values = value if isinstance(value, list | tuple) else [value]
+            if any(_is_length(number) and number >= length for number in values):
+                yield name
+
+
+def lowered(config: PretrainedConfig, names: Collection[str]) -> PretrainedConfig:
+    """Return a copy in which these numbers are lower than any length."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name in names:
+        field, *inner = name.split(".")
+        setattr(text, field, _lowered(getattr(text, field), inner))
+    return config
+
+
+def _lowered(value: Any, inner: Sequence[str]) -> Any:
+    if inner:
+        return {**value, inner[0]: _lowered(value[inner[0]], inner[1:])}
+    if isinstance(value, list | tuple):
+        return type(value)(_lowered(number, ()) if _is_length(number) else number for number in value)
+    return type(value)(_LOW)
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
 
 
 def _shrink_rotary(fields: dict[str, Any]) -> None:
