@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from parallel import Hardware, ParallelDims
 from usp.config import TrainConfig
 from usp.fields import flag
 from usp.model.facts import ModelFacts
 from usp.predict.devices import Memory, hardware_here
-from usp.predict.job import ONE_DOCUMENT, Data, Job, shared
+from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import host_bytes, peak_moment
 from usp.predict.seconds import exposure, least_seconds, step_seconds
 from usp.run.failures import ConfigurationError, listed
@@ -28,7 +28,8 @@ from .question import CHOSEN, enough_devices, from_rank_0, suppositions
 from .search import Candidate, Predictor, Question, Search, SearchResult, layouts
 from .step_report import StepReport, parts, step_report
 
-_chosen = attrgetter(*CHOSEN)  # hashed in place of a configuration, which has many more fields
+T = TypeVar("T")
+_chosen = attrgetter(*CHOSEN)
 _degrees = attrgetter("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep", "sp_order")
 _dims = lru_cache(maxsize=4096)(ParallelDims)
 
@@ -105,24 +106,32 @@ def _proved(choice: Choice) -> Choice:
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
+    like = _by_choice(lambda config: replace(job, config=config, dims=_dims(*_degrees(config))))
 
     def memory(config: TrainConfig) -> Memory:
         # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
-        ranks = (like := _job_like(job, config)).ranks("pp", 0)
-        device = max(peak_moment(like, rank).total for rank in {ranks[0], ranks[-1]})
+        ranks = like(config).ranks("pp", 0)
+        device = max(peak_moment(like(config), rank).total for rank in {ranks[0], ranks[-1]})
         offloads = config.ac_offload or config.optim_offload
-        return Memory(device, host_bytes(like, hardware.host_devices) if offloads else 0)
+        return Memory(device, host_bytes(like(config), hardware.host_devices) if offloads else 0)
 
     return Predictor(
-        shared(_chosen)(lambda config: step_seconds(_job_like(job, config), hardware)),
-        shared(_chosen)(lambda config: least_seconds(_job_like(job, config), hardware)),
-        shared(_chosen)(memory),
+        _by_choice(lambda config: step_seconds(like(config), hardware)),
+        _by_choice(lambda config: least_seconds(like(config), hardware)),
+        _by_choice(memory),
     )
 
 
-@shared(lambda job, config: (id(job), _chosen(config)))
-def _job_like(job: Job, config: TrainConfig) -> Job:
-    return replace(job, config=config, dims=_dims(*_degrees(config)))
+def _by_choice(function: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
+    """Cache a function of configurations by what the planner chooses, which is hashed faster than all their fields."""
+    results: dict[object, T] = {}
+
+    def cached(config: TrainConfig) -> T:
+        if (key := _chosen(config)) not in results:
+            results[key] = function(config)
+        return results[key]
+
+    return cached
 
 
 def _refused(asked: TrainConfig, world_size: int) -> Iterator[str]:

@@ -6,7 +6,8 @@ The search is best first by a lower bound that grows from step to step:
                   also by the traffic of activations
     a layout      bounded by its compute, and by the traffic of activations as in the largest micro-batches
     an option     a way to save activations, bounded likewise with its recomputation and copies to the host, and, where
-                  no sharding fits without offloading the optimizer, with the host's
+                  no sharding fits without offloading the optimizer, with the host's; those of a mode after the first of
+                  the mode before, which recomputes less
     replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters:
                   ranks then have larger shards to update
     a candidate   with a ZeRO stage and a number of replicas that fit, timed
@@ -32,7 +33,6 @@ from usp.train.validate import violations
 
 from .question import Devices
 
-AC = (("none", False), *((ac, offload) for ac in AC_MODES if ac != "none" for offload in (False, True)))
 MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 FAMILIES = 6  # in a report
@@ -142,14 +142,16 @@ def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:
     return [number for number in fitting if number <= MOST_MICRO_BATCHES * pp] or fitting[:1]
 
 
-def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
-    """Yield a layout with every way to save activations, the one that saves most last, and the sharding that saves most
-    memory."""
+def recomputations(config: TrainConfig, facts: ModelFacts, modes: Sequence[str] = AC_MODES) -> Iterator[TrainConfig]:
+    """Yield a layout with every way to save activations of some `modes`, the one that saves most last, and the sharding
+    that saves most memory."""
     local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
     most = shardings(config, 1)[-1]
-    for ac, offload in AC if config.pp_schedule != "zero-bubble" else AC[:1]:
+    for ac in modes:
+        if ac != "none" and config.pp_schedule == "zero-bubble":
+            return
         tiled = local > MLP_TILE and not facts.num_experts and ac not in ("none", "selective")
-        for tile in (0, MLP_TILE) if tiled else (0,):
+        for offload, tile in product((False, True)[: 1 + (ac != "none")], (0, MLP_TILE)[: 1 + tiled]):
             yield changed(most, ac=ac, ac_offload=offload, mlp_tile=tile)
 
 
@@ -220,6 +222,9 @@ class Search:
             least, _, state, config, candidate = heappop(queue)
             if family(config) in best:
                 continue
+            if state == "option" or (state == "layout" and self._can_fit(config)):
+                for option in self._next_options(config, state):
+                    push(self.predictor.least_seconds(option) + self._waiting(option), "option", option)
             if candidate:
                 best[family(config)] = candidate
             elif state == "group":
@@ -234,8 +239,6 @@ class Search:
             elif state == "layout":
                 report(tried, len(self.every))
                 tried += 1
-                for option in self._options(config):
-                    push(self.predictor.least_seconds(option) + self._waiting(option), "option", option)
             else:
                 candidates, bound = self._candidates(config, state)
                 for candidate in candidates:
@@ -264,11 +267,17 @@ class Search:
         needed, usable = self.predictor.memory(config), self.question.usable
         return needed.device <= usable.device and needed.host <= usable.host
 
-    def _options(self, layout: TrainConfig) -> list[TrainConfig]:
-        """Return the ways to save activations, with the sharding that saves most memory; none if none can fit."""
-        options = list(recomputations(layout, self.question.facts))
-        smallest = changed(options[-1], optim_offload=self.can_offload)
-        return options if self.predictor.memory(smallest).device <= self.question.usable.device else []
+    def _can_fit(self, layout: TrainConfig) -> bool:
+        *_, smallest = recomputations(layout, self.question.facts)
+        smallest = changed(smallest, optim_offload=self.can_offload)
+        return self.predictor.memory(smallest).device <= self.question.usable.device
+
+    def _next_options(self, config: TrainConfig, state: str) -> Iterator[TrainConfig]:
+        """Yield the options of a layout that recompute nothing, or after the first option of a mode those of the next
+        mode, which recomputes more."""
+        if not (config.ac_offload or config.mlp_tile):
+            number = AC_MODES.index(config.ac) + (state == "option")
+            yield from recomputations(config, self.question.facts, AC_MODES[number : number + 1])
 
     def _candidates(self, config: TrainConfig, state: str) -> tuple[list[Candidate], float]:
         """Return the configuration without replicas, with two and with one on every host, or with more; and a lower

@@ -264,7 +264,7 @@ def shared(key: Callable[..., Hashable]) -> Callable[[F], F]:
         def cached(*arguments: Any) -> Any:
             known = results.get(found := key(*arguments))
             if known is None:
-                if len(results) >= 2**16:
+                if len(results) >= 2**14:
                     results.clear()
                 known = results[found] = function(*arguments), arguments
             return known[0]
