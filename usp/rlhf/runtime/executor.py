@@ -403,12 +403,11 @@ class Executor:
         if asked is not None and self._failure is None:
             step = runners[self._staleness].step
             made = [summaries[self._staleness] for summaries in told]
-            rollout_metrics = merge(made, step.lengths) | self._checked
+            metrics = merge(made, step.lengths) | self._checked
             if not self._staleness:
-                shown, events = self._take_collected(), self.timeline.take()
-                return StepResult(rollout_metrics, shown, events, step.lengths, numbers_of(made))
+                return StepResult(metrics, self._take_collected(), self.timeline.take(), step.lengths, numbers_of(made))
             step.store = {key: step.store[key] for key in step.readers() if key in step.store}
-            self.in_flight = InFlight(asked.number, step, rollout_metrics)
+            self.in_flight = InFlight(asked.number, step, metrics)
         if due is None:
             return None
         metrics = due.metrics | merge([summaries[0] for summaries in told], {})

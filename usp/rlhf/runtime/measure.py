@@ -104,9 +104,7 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
     |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys, or else the actor's train step's.
     "actor/rollout_is_eff_sample_size": as a fraction of all tokens, of a train step with importance sampling.
     """
-    metrics: dict[str, float] = {}
-    for trained, _ in summaries:
-        metrics.update(trained)
+    metrics = {name: value for trained, _ in summaries for name, value in trained.items()}
     numbers = numbers_of(summaries).items()
     of_keys = {key: torch.tensor([*values.values()], dtype=torch.float64) for key, values in numbers}
     if {MAX, SUM, TOKENS} <= of_keys.keys():
