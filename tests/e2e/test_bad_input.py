@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from tests.e2e.processes import Run
 from tests.usp.tiny import drawn_model
+from usp.__main__ import main as tool
 from usp.commands.train import main
 from usp.data.sources import find_files
 from usp.data.tokenizer import ByteTokenizer
@@ -133,6 +135,23 @@ def test_a_misspelt_flag_is_named_once_and_the_run_ends(tmp_path: Path) -> None:
     assert ended.exit_code != 0
     ours = ended.err.partition("traceback : ")[2]
     assert ended.err.count("Unrecognized options: --sp-ulises") == 1 and "--sp-ulysses" in ours
+
+
+def test_a_tool_under_torchrun_refuses_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(failures, "reachable_store", lambda launch: store)
+    monkeypatch.setattr(failures, "LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr("usp.__main__.leave", lambda code: sys.exit(code))
+    for rank, exit_code in (("1", 2), ("0", 0)):
+        file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / rank)}
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **file}
+        with pytest.raises(SystemExit) as left:
+            tool(["rlhf-profile", "--layers", "0"], place)
+        assert left.value.code == exit_code
+    assert [path.name for path in tmp_path.iterdir()] == ["1"] and "--layers" in (tmp_path / "1").read_text()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_of_the_ranks_of_a_host_that_refuse_only_one_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
