@@ -36,7 +36,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/run": 1200,
     "usp/sp": 1675,
     "usp/train": 3565,
-    "usp": 32060,
+    "usp": 32070,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
