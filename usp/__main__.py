@@ -11,7 +11,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
-from usp.run.launch import leave
+from usp.run.failures import REFUSED, Ending, end
+from usp.run.launch import Launch, leave
 
 COMMANDS = {
     "tokenize": "tokenize a data set once, into a token store for train.py --data",
@@ -32,7 +33,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, prog: str = "python -m usp") -> int:
-    """Run the command that `argv` names; return 0, or 1 after printing why it failed.
+    """Run the command that `argv` names; return 0, or 1 after printing why it failed. Under torchrun, a failure ends
+    the process, reported by `usp.run.failures.end`.
 
     Args:
         environ: what torchrun says about this rank, for `calibrate` and `rlhf-profile`; None for a single process.
@@ -44,11 +46,15 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, p
         commands.add_parser(name, help=text, add_help=False)
     asked, flags = parser.parse_known_args(argv)
     command = command_module(asked.command)
+    environ = {} if environ is None else environ
     try:
-        command.main(flags, {} if environ is None else environ, f"{prog} {asked.command}")
+        command.main(flags, environ, f"{prog} {asked.command}")
     except BrokenPipeError:  # the reader of the output, such as `head`, has gone
         leave()
     except (ValueError, OSError) as error:
+        launch = Launch.from_environment(environ)
+        if launch.rendezvous:
+            leave(end(Ending(f"error: {error}", REFUSED), launch, environ.get("TORCHELASTIC_ERROR_FILE")))
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

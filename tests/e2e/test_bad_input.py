@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import gzip
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-import usp.run.failures
 from tests.e2e.processes import Run
 from tests.usp.tiny import drawn_model
+from usp.__main__ import main as tool
 from usp.commands.train import main
 from usp.data.sources import find_files
 from usp.data.tokenizer import ByteTokenizer
 from usp.data.tokenizing import write_store
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
+from usp.run import failures
+from usp.run.launch import Launch
 
 EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 
@@ -105,7 +109,7 @@ def test_bad_input_is_refused(
     rank: int,
 ) -> None:
     monkeypatch.chdir(inputs)
-    monkeypatch.setattr(usp.run.failures, "LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr(failures, "LAUNCHER_SECONDS", 0.0)
     exit_code = main(["--device", "cpu", *args], EIGHT | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     shown = capsys.readouterr()
     assert exit_code == 2 and not dist.is_initialized()
@@ -118,8 +122,10 @@ def test_only_one_rank_speaks_and_the_run_ends(tmp_path: Path) -> None:
     with Run(["--sp-ring", "4", "--model", "tinny"], tmp_path, ranks=2) as run:
         ended = run.end()
     assert ended.exit_code != 0 and ended.out == ""
-    ours = [line for line in ended.err.splitlines() if line.startswith(("error: ", "  1. ", "  2. "))]
-    assert [line[:8] for line in ours] == ["error: 2", "  1. --m", "  2. --s"]
+    *_, first, second, third, end = ended.err.splitlines()  # of torchrun's summary
+    assert first == "  traceback : error: 2 problems:" and end == 60 * "="
+    assert second.startswith("    1. --model tinny") and third.startswith("    2. --sp-ring 4")
+    assert ended.err.count("2 problems") == 1
     assert "usp/commands/" not in ended.err  # no traceback of ours
 
 
@@ -127,5 +133,36 @@ def test_a_misspelt_flag_is_named_once_and_the_run_ends(tmp_path: Path) -> None:
     with Run(["--sp-ulises", "2"], tmp_path, ranks=2) as run:
         ended = run.end()
     assert ended.exit_code != 0
-    ours = ended.err.partition("Traceback")[0]  # then comes torchrun's own
-    assert ours.count("Unrecognized options: --sp-ulises") == 1 and "--sp-ulysses" in ours
+    ours = ended.err.partition("traceback : ")[2]
+    assert ended.err.count("Unrecognized options: --sp-ulises") == 1 and "--sp-ulysses" in ours
+
+
+def test_a_tool_under_torchrun_refuses_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(failures, "reachable_store", lambda launch: store)
+    monkeypatch.setattr(failures, "LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr("usp.__main__.leave", lambda code: sys.exit(code))
+    for rank, exit_code in (("1", 2), ("0", 0)):
+        file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / rank)}
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **file}
+        with pytest.raises(SystemExit) as left:
+            tool(["rlhf-profile", "--layers", "0"], place)
+        assert left.value.code == exit_code
+    assert [path.name for path in tmp_path.iterdir()] == ["1"] and "--layers" in (tmp_path / "1").read_text()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_of_the_ranks_of_a_host_that_refuse_only_one_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(failures, "reachable_store", lambda launch: store)
+    refusal = failures.ending_of(failures.ConfigurationError("no"), 0)
+
+    def end(rank: int) -> tuple[int, int]:
+        launch, file = Launch(rank, 4, local_rank=rank % 2, local_world_size=2), tmp_path / f"{rank}.json"
+        return rank // 2, failures.end(refusal, launch, str(file))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(end, range(4))) == [(0, 0), (0, 2), (1, 0), (1, 2)]  # of two hosts
+    assert ["error: no" in file.read_text() for file in tmp_path.iterdir()] == [True, True]

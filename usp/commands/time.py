@@ -37,7 +37,7 @@ class TimeConfig(DataFlags, TrainConfig):
     plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
     """Write stacked bars of time and memory to this file."""
     json: bool = False
-    """Print JSON, with times in seconds and sizes in bytes."""
+    """Print JSON and nothing else, with times in seconds and sizes in bytes."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
@@ -58,4 +58,5 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         Console().print(render(report))
     if asked.plot:
         plot(report).savefig(Path(asked.plot).expanduser(), dpi=150)
-        print(f"written: {asked.plot}", file=sys.stderr)
+        if not asked.json:
+            print(f"written: {asked.plot}", file=sys.stderr)

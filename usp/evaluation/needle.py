@@ -90,7 +90,7 @@ class NeedleConfig:
     mark: Annotated[str, arg(metavar="N", help_behavior_hint="(optional)")] = ""
     """Length in tokens behind which the heat map gets a line, such as that of training."""
     out: Annotated[str, arg(metavar="FILE.png")] = "needle.png"
-    """Heat map to write; the results are written next to it, as .json."""
+    """Heat map to write, a file that ends in .png; the results are written next to it, as .json."""
 
     @property
     def asked_depths(self) -> tuple[float, ...]:

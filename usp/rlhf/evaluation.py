@@ -7,15 +7,15 @@ Every evaluation has the same prompts and noise, so evaluations differ only by t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import comb
 
 import torch
-import torch.distributed as dist
 
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.runtime.executor import Executor
+from usp.rlhf.runtime.measure import StepLengths
 from usp.train.step import Evaluations
 
 from .algorithms.rewards import ScoreWith
@@ -45,37 +45,33 @@ class Evaluator:
     ) -> None:
         self._config, self._training, self._graph, self._prompts = config, executor, graph, prompts
         self._progress = progress
-        evaluated = self.change_plan(plan)
-        self._given = prompt_samples(prompts, range(len(prompts)), evaluated.given)
+        self.change_plan(plan)
+        self._given = prompt_samples(prompts, range(len(prompts)), self._evaluated.given)
         # Scores can be compared if they have this in common.
-        sampling = [asdict(call.work) for call in evaluated.calls if isinstance(call.work, Generate)]
+        sampling = [asdict(call.work) for call in self._evaluated.calls if isinstance(call.work, Generate)]
         known = [config.seed, sampling, [(example.prompt.tolist(), example.answer) for example in prompts]]
         self.past = Evaluations(fingerprint(known), name="scores")
 
-    def change_plan(self, plan: ExecutionPlan) -> DataflowGraph:
-        """Evaluate under the plan that the executor now runs, and return the graph of an evaluation. Collective."""
-        graph, plan = evaluation_step(self._graph, plan, self._prompts, self._config)
-        self._executor = self._training.another(graph, plan, collect=COLLECTED, progress=self._progress)
-        return graph
+    def change_plan(self, plan: ExecutionPlan) -> None:
+        """Evaluate under the plan that the executor now runs. Collective."""
+        self._evaluated, plan = evaluation_step(self._graph, plan, self._prompts, self._config)
+        self._executor = self._training.another(self._evaluated, plan, collect=COLLECTED, progress=self._progress)
 
     def due(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""
         return step % self._config.eval_every == 0 or step == self._config.steps
 
     def run(self, step: int) -> tuple[dict[str, float], Samples | None]:
-        """Return the metrics of an evaluation, the same on every rank, and on rank 0 the responses.
+        """Return the metrics of an evaluation, the same on every rank, and on rank 0 the first responses.
 
         Raises as `Executor.run_step`.
         """
         begin, config = time.perf_counter(), self._config
-        samples = self._executor.run_step(self._given, step, derived_seed(config.seed, "evaluation")).samples
-        metrics: list[dict[str, float]] = [{}]
-        if samples is not None:
-            metrics = [evaluation_metrics(samples, config.eval_samples, config.eval_pass_score)]
-            metrics[0]["eval/seconds"] = time.perf_counter() - begin
-        dist.broadcast_object_list(metrics, src=0, device=self._executor.device)
-        self.past.values[step] = metrics[0]["eval/score"]
-        return metrics[0], samples
+        result = self._executor.run_step(self._given, step, derived_seed(config.seed, "evaluation"))
+        lengths = StepLengths.of(self._evaluated, result.lengths).responses
+        metrics = evaluation_metrics(result.numbers, lengths, config.eval_samples, config.eval_pass_score)
+        self.past.values[step] = metrics["eval/score"]
+        return {**metrics, "eval/seconds": time.perf_counter() - begin}, result.samples
 
 
 def evaluation_step(
@@ -111,25 +107,27 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) 
     return call
 
 
-def evaluation_metrics(samples: Samples, per_prompt: int, pass_score: float) -> dict[str, float]:
+def evaluation_metrics(
+    numbers: Mapping[str, Mapping[int, float]], lengths: Sequence[int], per_prompt: int, pass_score: float
+) -> dict[str, float]:
     """Return the metrics of all responses to all prompts; `per_prompt` consecutive ones are to the same prompt.
+
+    numbers: "score" and "finished" of each response by id; lengths: in tokens.
 
     eval/score: mean, without responses that the reward function failed for, which do not pass. eval/pass@k: see
     `pass_at_k`, for powers of two up to per_prompt, and for per_prompt itself; a response passes with a score of at
     least `pass_score`. eval/response_length and eval/response_length_max in tokens. eval/finished: fraction that ends
     with a stop id.
     """
-    scores = torch.stack(list(samples[SCORE])).float()
+    scores = torch.tensor([numbers[SCORE][i] for i in range(len(lengths))], dtype=torch.float32)
     passed = (scores >= pass_score).unflatten(0, (-1, per_prompt)).sum(1).tolist()  # both are float32
-    counts = zip(samples["tokens"], samples["prompt_length"], strict=True)
-    lengths = [len(tokens) - int(prompt) for tokens, prompt in counts]
     ks = sorted({2**power for power in range(per_prompt.bit_length())} | {per_prompt})
     return {
         "eval/score": scores.double().nanmean().item(),
         **{f"eval/pass@{k}": sum(pass_at_k(per_prompt, n, k) for n in passed) / len(passed) for k in ks},
         "eval/response_length": sum(lengths) / len(lengths),
         "eval/response_length_max": float(max(lengths)),
-        "eval/finished": torch.stack(list(samples["finished"])).double().mean().item(),
+        "eval/finished": sum(numbers["finished"].values()) / len(lengths),
     }
 
 

@@ -155,11 +155,13 @@ class Compute:
     Attributes:
         unit: number of samples with consecutive ids that must share a rank.
         scalars: output keys with one number per sample; the others have one per token. All are float32.
+        first: number of samples that it is called with, the first of the step; None: all.
     """
 
     function: Callable[[Samples, Reduce], Samples]
     unit: int = 1
     scalars: tuple[str, ...] = ("score",)
+    first: int | None = None
 
 
 Work: TypeAlias = Generate | Inference | TrainStep | Compute

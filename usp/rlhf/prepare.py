@@ -335,10 +335,7 @@ def _graph_violations(
 
 
 def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPlan:
-    """Return the plan that --plan names or asks for, checked against graph, world and models.
-
-    says: whether to say which calls of a file the run leaves out.
-    """
+    """Return the plan that --plan names or asks for, checked; it `says` which calls of a file the run leaves out."""
     config, graph, specs, launch = run.config, run.graph, run.roles, run.launch
     known, file = (*NAMED_PLANS, SEARCH), Path(config.plan).expanduser()
     if config.plan not in known and (file.suffix not in (".yaml", ".yml") or not file.is_file()):

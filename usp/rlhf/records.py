@@ -30,7 +30,7 @@ from .samples import Samples
 
 SAMPLES_FILE = "samples.jsonl"
 BAD_SAMPLES_FILE = "bad-samples.jsonl"
-SHOWN = 2  # samples of a step written to samples.jsonl
+SHOWN = 2  # samples of a step written to samples.jsonl: no others are sent to the rank that writes it
 SHOWN_TOKENS = 512  # of their responses, with log-probabilities
 _FAINTEST = 1e-4  # gaps below have no color; those from 1 on have all of it
 _LEGEND = (0.001, 0.01, 0.1, 1.0)
@@ -94,9 +94,9 @@ class SampleFiles:
         self._scorers = [w.function for w in works if isinstance(w, Compute) and isinstance(w.function, ScoreWith)]
 
     def keep(self, number: int, samples: Samples, evaluation: bool = False) -> None:
-        """Write some samples of a step, or of the evaluation after it."""
+        """Write the first samples of a step, or of the evaluation after it."""
         lines = []
-        for sample in samples.ids[:SHOWN]:
+        for sample in samples.ids:
             values = {key: of_key[0] for key, of_key in samples.of([sample]).values.items()}
             record = {"step": number, "evaluation": evaluation, **sample_record(values, self._decode, SHOWN_TOKENS)}
             lines.append(json.dumps(record, ensure_ascii=False))

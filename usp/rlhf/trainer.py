@@ -63,7 +63,7 @@ from .datasets import example_indices, given_samples
 from .evaluation import Evaluator
 from .graph import ModelCall
 from .prepare import SFT, Planner, PreparedRlhf, find_rlhf_start, prepare, sft_config, unused_layout_flags
-from .records import RlhfRecord, SampleFiles
+from .records import SHOWN, RlhfRecord, SampleFiles
 from .replanning import Replanner, Replanning
 from .samples import derived_seed
 
@@ -167,6 +167,7 @@ class RlhfTrainer(TrainingLoop):
                 progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
                 before_changes=lambda: self.samples.check_rewards(self._scored),
                 collect=tuple(key for key in _COLLECTED if key in keys) if {"score", "prompt_length"} <= keys else (),
+                first=SHOWN,
                 staleness=self.config.staleness,
             )
         except ValueError as error:

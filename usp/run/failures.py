@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ from .launch import Launch
 T = TypeVar("T")
 
 LAUNCHER_SECONDS = 10.0
+EXIT_SECONDS = 0.5  # for a process to exit
+REFUSED = 2
 SIGNALLED = 128  # as shells report: 128 + the signal's number
 INTERRUPTED = SIGNALLED + signal.SIGINT
 HUNG = 124  # the exit code of timeout(1)
@@ -107,7 +110,7 @@ class Ending:
 def ending_of(error: BaseException, rank: int) -> Ending:
     """Return how `rank` ends after `error`."""
     if isinstance(error, ConfigurationError):
-        return Ending(f"error: {error}", 2)
+        return Ending(f"error: {error}", REFUSED)
     if isinstance(error, (TrainingDiverged, RanksDisagree, UserCodeFailed, CheckpointFailed)):
         return Ending(f"error: {error}", 1)
     if isinstance(error, KeyboardInterrupt):
@@ -123,7 +126,8 @@ def ending_of(error: BaseException, rank: int) -> Ending:
 
 
 def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: bool = False) -> int:
-    """Print the message of `ending` unless another rank reports, and return the exit code.
+    """Report `ending` unless another rank does, and return the exit code. Under torchrun a refusal is only in its
+    summary, everything else is printed as well.
 
     error_file: file that torchrun's summary reads (TORCHELASTIC_ERROR_FILE); None without torchrun. asked_to_stop:
     whether a signal has asked this rank to stop.
@@ -134,6 +138,9 @@ def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: b
     if ending.consequence and asked_to_stop:
         return ending.exit_code
     store = reachable_store(launch)
+    if ending.exit_code == REFUSED and store is not None and error_file is not None:
+        with suppress(dist.DistError):  # torchrun has exited
+            return _refuse(ending.message, launch, store, error_file)
     reported = f"said/{launch.attempt}"
     if ending.consequence:
         wait_for_key(store, reported, LAUNCHER_SECONDS)
@@ -147,6 +154,22 @@ def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: b
         if store is not None:
             store.set(reported, "")
     return ending.exit_code
+
+
+def _refuse(message: str, launch: Launch, store: dist.Store, error_file: str) -> int:
+    """Return the exit code of a rank that refuses: 0 except for the first of its host, because torchrun reports every
+    other one in several lines. That one gives torchrun `message`, with which its summary ends, and leaves last."""
+    store.set(f"said/{launch.attempt}", "")
+    store.add(f"ended/{launch.attempt}", 1)
+    host = f"refused/{launch.attempt}/{launch.rank - launch.local_rank}"
+    if store.add(host, 1) > 1:
+        return 0
+    tell_launcher(message, error_file)
+    end = time.monotonic() + LAUNCHER_SECONDS
+    while store.add(host, 0) < launch.local_world_size and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(EXIT_SECONDS)
+    return REFUSED
 
 
 def tell_launcher(message: str, error_file: str) -> None:

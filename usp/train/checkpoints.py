@@ -346,32 +346,26 @@ def sound_start(folder: Path, find: Callable[[Collection[Path]], Start]) -> Star
     read, or if the user named a checkpoint that is damaged.
     """
     damaged: list[Path] = []
+    waits = iter(RETRIES)
     while True:
         start = from_first_rank(lambda: replace(find(damaged), folder=folder))
         if start.checkpoint is None:
             return start
         try:
-            _verify_patiently(start.checkpoint)
+            verify(start.checkpoint)
             return start
         except OSError as error:
-            raise ConfigurationError(f"{error}: start again when its file system answers") from error
+            if (seconds := next(waits, None)) is None:
+                raise ConfigurationError(f"{error}: start again when its file system answers") from error
+            if dist.get_rank() == 0:
+                warn(f"{error}; trying again in {seconds:g} s")
+            time.sleep(seconds)
         except DamagedCheckpoint as error:
             if start.named:
                 raise ConfigurationError(f"{error}; choose another checkpoint") from error
             damaged.append(start.checkpoint)
             if dist.get_rank() == 0:
                 warn(f"{error}; {_put_away(start.checkpoint, folder)}, and the one before it is used, if there is one")
-
-
-def _verify_patiently(checkpoint: Path) -> None:
-    for seconds in RETRIES:
-        try:
-            return verify(checkpoint)
-        except OSError as error:
-            if dist.get_rank() == 0:
-                warn(f"{error}; trying again in {seconds:g} s")
-            time.sleep(seconds)
-    return verify(checkpoint)
 
 
 def from_first_rank(work: Callable[[], T]) -> T:

@@ -100,6 +100,9 @@ class LearningRate:
 
     def __str__(self) -> str:
         """Describe the schedule, as `after 10 warmup steps, cosine decay to 10%`."""
+        if self.steps < self.warmup_steps:
+            reached = f"{self.at(self.steps):.0%} of it in the last of {self.steps} steps"
+            return f"{reached}, fewer than {self.warmup_steps} of warmup"
         after = f"after {self.warmup_steps} warmup steps"
         if self.kind == "constant":
             return f"{after}, constant"

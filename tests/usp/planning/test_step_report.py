@@ -35,7 +35,9 @@ ASKED = [
 
 def report(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     assert main([*ASKED, "--json", *more]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert not shown.err
+    found: dict[str, Any] = json.loads(shown.out)
     return found
 
 

@@ -23,10 +23,11 @@ from tests.usp.rlhf.test_numerics import (
     plan_of,
     weights_of,
 )
+from usp.hf.lora import Lora
 from usp.rlhf.algorithms.critic_free import DAPO
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.graph import DataflowGraph, TrainStep
-from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.named_plans import policy_as_reference
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput
 from usp.rlhf.samples import Samples
@@ -40,17 +41,28 @@ AHEAD: dict[str, tuple[str, Any]] = {
         "dapo",
         DAPO(generate=ONCE.generate, reward=ONCE.reward, oversample=2, drop_equal_groups=True, staleness=1),
     ),
+    "lora": ("grpo", replace(ONCE, staleness=1, kl=0.2)),
     "ppo": ("ppo", replace(ALGORITHMS["ppo"], staleness=1)),
     "remax": ("remax", replace(ALGORITHMS["remax"], staleness=1)),
 }
-CHOSEN = ("corrected",)
+CHOSEN = ("corrected", "lora")
+LORA = Lora(rank=4, alpha=12, targets=("q_proj", "v_proj", "down_proj"))
 SHOWN = ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs")
 
 
-def executor_of(graph: DataflowGraph, plan: ExecutionPlan, trained: dict[str, RoleModel], staleness: int) -> Executor:
-    shown = shown_of(graph)
-    options: dict[str, Any] = {"ranks_per_host": 4, "collect": shown, "staleness": staleness}
-    return Executor(graph, plan, ProcessGroups(), builder(trained), torch.device("cpu"), **options)
+def begun(name: str, plan_name: str, staleness: int) -> tuple[Executor, DataflowGraph, dict[str, RoleModel]]:
+    """Return an executor, its graph and the models that it trains. With adapters, the reference is the policy."""
+    graph, trained = build_graph(*AHEAD[name]), dict[str, RoleModel]()
+    plan = alone(graph) if plan_name == "alone" else plan_of(plan_name, graph)
+    if name == "lora":
+        calls = {
+            call: replace(of, zero=0) if graph[call].kind == "inference" else of for call, of in plan.calls.items()
+        }
+        graph, plan = policy_as_reference(graph, replace(plan, calls=calls))
+        assert "ref" not in graph.roles
+    build = builder(trained, lora=LORA if name == "lora" else None)
+    options: dict[str, Any] = {"ranks_per_host": 4, "collect": shown_of(graph), "staleness": staleness}
+    return Executor(graph, plan, ProcessGroups(), build, torch.device("cpu"), **options), graph, trained
 
 
 def shown_of(graph: DataflowGraph) -> tuple[str, ...]:
@@ -58,8 +70,7 @@ def shown_of(graph: DataflowGraph) -> tuple[str, ...]:
 
 
 def run_ahead(name: str) -> Result:
-    graph, trained = build_graph(*AHEAD[name]), dict[str, RoleModel]()
-    executor = executor_of(graph, plan_of("separation", graph), trained, staleness=1)
+    executor, graph, trained = begun(name, "separation", staleness=1)
 
     def asked(number: int) -> StepInput:
         return StepInput(given(name, number), number, seed=number)
@@ -76,8 +87,7 @@ def run_ahead(name: str) -> Result:
 
 def run_alone(name: str) -> Result:
     """The same in one process, from steps of two graphs: one makes samples, the other trains on them."""
-    graph, trained = build_graph(*AHEAD[name]), dict[str, RoleModel]()
-    whole = executor_of(graph, alone(graph), trained, staleness=0)
+    whole, graph, trained = begun(name, "alone", staleness=0)
     trains = tuple(call for call in graph.calls if isinstance(call.work, TrainStep))
     read = tuple(sorted({key for call in trains for key in call.inputs}))
     parts = (

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,15 +78,15 @@ def alone() -> Iterator[dict[str, float]]:
     for number in range(1, STEPS + 1):
         model.step(graph(), prompts(5, number), derived_seed(number, "actor_generate"))
         if number in (2, STEPS):
-            values: dict[str, list[Any]] = {key: [] for key in ("tokens", "score", "finished", "prompt_length")}
+            numbers: dict[str, dict[int, float]] = {"score": {}, "finished": {}}
+            lengths = []
             for i in range(4 * len(HELD_OUT)):
                 prompt = torch.from_numpy(HELD_OUT[i // 4].prompt)
                 made = respond(lambda tokens: model._logits("actor", tokens), prompt, work, seed, i)
-                score = model._logits("reward", made["tokens"])[-1, 0].float()
-                of_sample = {**made, "score": score, "prompt_length": torch.tensor(len(prompt))}
-                for key, value in values.items():
-                    value.append(of_sample[key])
-            yield evaluation_metrics(Samples(tuple(range(20)), values), 4, CONFIG.eval_pass_score)
+                numbers["score"][i] = float(model._logits("reward", made["tokens"])[-1, 0].float())
+                numbers["finished"][i] = float(made["finished"])
+                lengths.append(len(made["tokens"]) - len(prompt))
+            yield evaluation_metrics(numbers, lengths, 4, CONFIG.eval_pass_score)
 
 
 def test_evaluations_are_those_of_one_process_under_every_plan_and_leave_training_alone(
@@ -111,15 +110,10 @@ def test_pass_at_k_is_the_share_of_choices_with_a_pass() -> None:
 
 
 def test_metrics_group_responses_by_prompt() -> None:
-    tokens = [torch.arange(2 + length) for length in (1, 2, 3, 4, 5, 9)]
-    scores = [0.7, 0.0, 0.0, 1.0, 0.7, 0.1]
-    values = {
-        "tokens": tokens,
-        "prompt_length": [torch.tensor(2)] * 6,
-        "score": [torch.tensor(score) for score in scores],
-        "finished": [torch.tensor(number != 5) for number in range(6)],
-    }
-    found = evaluation_metrics(Samples(tuple(range(6)), values), per_prompt=3, pass_score=0.7)
+    scores = torch.tensor([0.7, 0.0, 0.0, 1.0, 0.7, 0.1]).tolist()  # float32
+    finished = {number: float(number != 5) for number in reversed(range(6))}  # in any order
+    numbers = {"score": dict(enumerate(scores)), "finished": finished}
+    found = evaluation_metrics(numbers, (1, 2, 3, 4, 5, 9), per_prompt=3, pass_score=0.7)
     assert found == {
         "eval/score": pytest.approx(2.5 / 6),
         "eval/pass@1": pytest.approx((1 / 3 + 2 / 3) / 2),

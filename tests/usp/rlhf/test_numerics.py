@@ -21,6 +21,7 @@ from tests.usp.hf.test_every_model import tiny_config
 from tests.usp.rlhf.roles.test_role_model import ADAM, config_of
 from tests.usp.tiny import CONFIGS, LEARNING_RATE, VOCAB
 from usp.hf.disk import persistent_buffers
+from usp.hf.lora import Lora
 from usp.rlhf.algorithms.critic_free import CISPO, GRPO, GSPO, ReMax
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO
@@ -145,9 +146,12 @@ Result = tuple[Steps, dict[str, Tensor]]
 
 
 def builder(
-    trained: dict[str, RoleModel], dtype: torch.dtype = torch.float32, family: str = FAMILY
+    trained: dict[str, RoleModel],
+    dtype: torch.dtype = torch.float32,
+    family: str = FAMILY,
+    lora: Lora | None = None,
 ) -> Callable[[ModelCall, CallLayout, ParallelMesh], RoleModel]:
-    """The function that builds roles, and puts those that train into `trained`."""
+    """The function that builds roles, the actor with adapters, and puts those that train into `trained`."""
 
     def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         head = "logprobs" if call.role in ("actor", "ref") else "values"
@@ -162,6 +166,7 @@ def builder(
             learning_rate=LEARNING_RATE,
             loss_chunk=5,
             balance=0.5 if family == "mixtral" else 0.0,  # of the routers' load
+            lora=lora if call.role == "actor" else None,
         )
 
         model = RoleModel(spec, layout, mesh, trained=call.kind == "train_step", slots=5)

@@ -58,3 +58,5 @@ def test_the_ends_of_a_schedule() -> None:
     assert LearningRate("cosine", STEPS, 0, 0, final=0.1).at(1) < 1.0
     assert LearningRate.of(CommonConfig(lr_schedule="wsd"), 25, 5).decay_steps == 3
     assert "constant until a linear decay to 10% in the last 3 steps" in str(LearningRate("wsd", 25, 5, 3, 0.1))
+    assert str(LearningRate("cosine", 4, 10, 0, 0.1)) == "40% of it in the last of 4 steps, fewer than 10 of warmup"
+    assert "after 4 warmup steps" in str(LearningRate("cosine", 4, 4, 0, 0.1))

@@ -37,7 +37,7 @@ from usp.rlhf.samples import Samples, derived_seed, fingerprint
 from usp.run.failures import UserCodeFailed
 
 from .copies import RoleCopies
-from .measure import Summary, merge, summarize, with_measures
+from .measure import Summary, merge, numbers_of, summarize, with_measures
 from .timeline import Event, Timeline, clock_offset
 from .transfer import InFlight, PendingTransfer, StepData, batch_violations, plan_transfer
 
@@ -199,12 +199,14 @@ class StepResult:
         metrics: see `measure.merge`; the same on every rank.
         samples: the collected samples, on rank 0.
         lengths: see `StepData`; the same on every rank.
+        numbers: by key with one number per sample, those by id; the same on every rank; empty with staleness.
     """
 
     metrics: dict[str, float]
     samples: Samples | None
     events: tuple[Event, ...]
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 class Executor:
@@ -213,7 +215,7 @@ class Executor:
     Args:
         ranks_per_host: for reallocation, which prefers sources on the same host.
         folder: of the run, for its timeline; None: no files.
-        collect: keys whose values are collected on rank 0 after every step.
+        collect: keys whose values are collected on rank 0 after every step, of the `first` samples; None: of all.
         progress: called with every operation of this rank as it begins.
         before_changes: called on every rank before the first operation of a step that changes weights, or the state of
             a function, else at its end. It returns metrics of the step's samples; what it raises on all ranks leaves
@@ -239,13 +241,14 @@ class Executor:
         ranks_per_host: int,
         folder: Path | None = None,
         collect: tuple[str, ...] = (),
+        first: int | None = None,
         progress: Callable[[str], None] = lambda doing: None,
         before_changes: Callable[[], Mapping[str, float]] = dict,
         copies: RoleCopies | None = None,
         staleness: int = 0,
     ) -> None:
         self._rank, self._staleness = dist.get_rank(), staleness
-        self._graph, self._groups, self._collect = graph, groups, collect
+        self._graph, self._groups, self._collect, self._first = graph, groups, collect, first
         self.device, self._build_role, self._ranks_per_host = device, build_role, ranks_per_host
         self._progress, self._before_changes = progress, before_changes
         self._failure: UserCodeFailed | None = None
@@ -309,7 +312,7 @@ class Executor:
         plan.check(self._graph, dist.get_world_size())
         if self._staleness and (shared := list(staleness_violations(self._graph, plan))):
             raise ValueError(f"plan {plan.name!r} with staleness={self._staleness}: {'; '.join(shared)}")
-        graph, plan = with_measures(self._graph, plan, self._collect, self._collected.append)
+        graph, plan = with_measures(self._graph, plan, self._collect, self._collected.append, self._first)
         calls = {call.name: fingerprint(call) for call in graph.calls}
         compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": self._collect}
         options = {"ranks_per_host": self._ranks_per_host, "staleness": self._staleness}
@@ -349,6 +352,7 @@ class Executor:
             self.device,
             ranks_per_host=self._ranks_per_host,
             collect=collect,
+            first=self._first,
             progress=progress,
             before_changes=self._before_changes,
             copies=self._context.copies,
@@ -398,11 +402,12 @@ class Executor:
         dist.all_gather_object(told, summaries)
         if asked is not None and self._failure is None:
             step = runners[self._staleness].step
-            rollout_metrics = merge([summaries[self._staleness] for summaries in told], step.lengths) | self._checked
+            made = [summaries[self._staleness] for summaries in told]
+            metrics = merge(made, step.lengths) | self._checked
             if not self._staleness:
-                return StepResult(rollout_metrics, self._take_collected(), self.timeline.take(), step.lengths)
+                return StepResult(metrics, self._take_collected(), self.timeline.take(), step.lengths, numbers_of(made))
             step.store = {key: step.store[key] for key in step.readers() if key in step.store}
-            self.in_flight = InFlight(asked.number, step, rollout_metrics)
+            self.in_flight = InFlight(asked.number, step, metrics)
         if due is None:
             return None
         metrics = due.metrics | merge([summaries[0] for summaries in told], {})

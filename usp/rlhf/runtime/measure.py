@@ -27,12 +27,16 @@ _COMPARED = ("logprobs", "old_logprobs", "mask")
 
 
 def with_measures(
-    graph: DataflowGraph, plan: ExecutionPlan, collect: tuple[str, ...], keep: Callable[[Samples], None]
+    graph: DataflowGraph,
+    plan: ExecutionPlan,
+    collect: tuple[str, ...],
+    keep: Callable[[Samples], None],
+    first: int | None = None,
 ) -> tuple[DataflowGraph, ExecutionPlan]:
     """Add two calls to the graph and the plan, if the graph has their inputs.
 
     sampling_difference compares the log-probabilities at sampling with those of the training layout, on the ranks that
-    compute the latter. collect passes the keys `collect` of a step's samples to `keep` on rank 0.
+    compute the latter. collect passes the keys `collect` of a step's `first` samples (None: all) to `keep` on rank 0.
 
     Raises ValueError for keys that the graph does not have.
     """
@@ -45,7 +49,8 @@ def with_measures(
         call = ModelCall("sampling_difference", "", work, _COMPARED, work.scalars)
         added.append((call, plan[graph.producers["old_logprobs"]].ranks))
     if collect:
-        added.append((ModelCall("collect", "", Compute(partial(_collect, keep), scalars=()), collect), (0,)))
+        shown = Compute(partial(_collect, keep), scalars=(), first=first)
+        added.append((ModelCall("collect", "", shown, collect), (0,)))
     layouts = {call.name: CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1)) for call, ranks in added}
     calls = (*graph.calls, *(call for call, _ in added))
     return replace(graph, calls=calls), replace(plan, calls={**plan.calls, **layouts})
@@ -67,18 +72,27 @@ def _collect(keep: Callable[[Samples], None], samples: Samples, reduce: Reduce) 
     return Samples(samples.ids, {})
 
 
-# Of a rank: metrics of train steps, and by key the values of the samples whose leader it is.
-Summary: TypeAlias = tuple[Mapping[str, float], Mapping[str, list[float]]]
+# Of a rank: metrics of train steps, and by key and id the values of the samples whose leader it is.
+Summary: TypeAlias = tuple[Mapping[str, float], Mapping[str, Mapping[int, float]]]
 
 
 def summarize(step: StepData, trained: Mapping[str, float]) -> Summary:
     """Return this rank's summary of a finished step. Each sample counts on its leader."""
-    numbers: dict[str, list[float]] = {}
+    numbers: dict[str, dict[int, float]] = {}
     for call in step.graph.calls:
         if ids := step.led(call):
             scalars = [key for key in call.outputs if not step.kinds[key].tokens]
-            numbers |= {key: [float(step.store[key][i]) for i in ids] for key in scalars}
+            numbers |= {key: {i: float(step.store[key][i]) for i in ids} for key in scalars}
     return trained, numbers
+
+
+def numbers_of(summaries: Sequence[Summary]) -> dict[str, dict[int, float]]:
+    """Return the values of all samples, by key and id."""
+    numbers: dict[str, dict[int, float]] = {}
+    for _, of_rank in summaries:
+        for key, values in of_rank.items():
+            numbers.setdefault(key, {}).update(values)
+    return numbers
 
 
 def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
@@ -90,13 +104,9 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
     |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys, or else the actor's train step's.
     "actor/rollout_is_eff_sample_size": as a fraction of all tokens, of a train step with importance sampling.
     """
-    metrics: dict[str, float] = {}
-    numbers: dict[str, list[float]] = {}
-    for trained, of_rank in summaries:
-        metrics.update(trained)
-        for key, values in of_rank.items():
-            numbers.setdefault(key, []).extend(values)
-    of_keys = {key: torch.tensor(values, dtype=torch.float64) for key, values in numbers.items()}
+    metrics = {name: value for trained, _ in summaries for name, value in trained.items()}
+    numbers = numbers_of(summaries).items()
+    of_keys = {key: torch.tensor([*values.values()], dtype=torch.float64) for key, values in numbers}
     if {MAX, SUM, TOKENS} <= of_keys.keys():
         largest, total, tokens = (of_keys.pop(key) for key in (MAX, SUM, TOKENS))
         metrics["logprob_difference_max"] = largest.max().item()

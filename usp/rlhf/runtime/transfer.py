@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from usp.rlhf.graph import DataflowGraph, Generate, KeyKind, ModelCall, TrainStep, canonical, key_kinds, unit
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, KeyKind, ModelCall, TrainStep, canonical, key_kinds, unit
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.samples import Partition, Samples, batch_violation, partition
 
@@ -108,13 +108,14 @@ class StepData:
         return step
 
     def partition(self, call: ModelCall) -> Partition:
-        """Partition the samples over the data-parallel ranks of a call, balanced by tokens."""
+        """Partition the samples of a call over its data-parallel ranks, balanced by tokens."""
         if call.name not in self._partitions:
             keys = [key for key in call.inputs if key == PROMPTS or canonical(key) == "tokens"]
             weights = [1 + sum(self.lengths[key][i] for key in keys) for i in range(self.samples)]
             parts = self.plan[call.name].dims.batch
             mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
-            self._partitions[call.name] = partition(weights, parts, mini_batches, unit(call))
+            first = call.work.first if isinstance(call.work, Compute) else None
+            self._partitions[call.name] = partition(weights[:first], parts, mini_batches, unit(call))
         return self._partitions[call.name]
 
     def transfer_end(self, call: ModelCall, keys: tuple[str, ...]) -> TransferEnd:
@@ -159,8 +160,9 @@ class StepData:
                     )
 
     def readers(self) -> dict[str, ModelCall]:
-        """Map the keys of samples in flight to a call that reads them: one that makes no samples."""
+        """Map the keys of samples in flight to a call that reads them: one that makes no samples, and best trains."""
         calls = [call for call in self.graph.calls if not call.outputs]
+        calls.sort(key=lambda call: isinstance(call.work, TrainStep))  # a function may read only the first samples
         return {key: call for call in calls for key in sorted(call.inputs) if key in self.kinds}
 
     def sizes(self, key: str) -> list[int]:

@@ -19,6 +19,7 @@ from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.operations import Operation, copy_of, schedule, trained_copy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, from_mapping, parse_ranks, to_mapping
 from usp.rlhf.runtime.measure import merge, sampling_difference, with_measures
+from usp.rlhf.runtime.transfer import StepData, plan_transfer
 from usp.rlhf.samples import Samples, fingerprint
 
 FACTS = Facts(world_size=16, ranks_per_host=8, heads=16, layers=4)
@@ -178,12 +179,22 @@ def test_all_violations_of_a_plan_are_reported_at_once() -> None:
 # Measurements and fingerprints
 
 
+def collected(graph: DataflowGraph, plan: ExecutionPlan) -> set[int]:
+    """Return the samples whose tokens rank 0 has for the call `collect`."""
+    step = StepData(graph, plan, 8)
+    step.lengths |= {"prompt_ids": [3] * 8, "tokens": [4] * 8}
+    made, end = (step.transfer_end(graph[name], ("tokens",)) for name in ("actor_generate", "collect"))
+    sent = {i for (_, target), message in plan_transfer(made, [end]).items() for _, i in message if target == 0}
+    return sent | {i for i in end.ids[0] if i in made.ids[0]}
+
+
 def test_sampling_difference_runs_where_the_training_layout_recomputes() -> None:
     plan = named_plan("separation", ppo(), FACTS)
     graph, measured = with_measures(ppo(), plan, ("tokens",), print)
     assert measured["sampling_difference"].ranks == plan["actor_inference"].ranks
     assert (graph["collect"].inputs, measured["collect"].ranks) == (("tokens",), (0,))
     measured.check(graph, FACTS.world_size)
+    assert collected(graph, measured) > {0, 1} == collected(*with_measures(ppo(), plan, ("tokens",), print, first=2))
     with pytest.raises(ValueError, match=r"collect=\['text'\]: unknown text; keys: advantages"):
         with_measures(ppo(), plan, ("text",), print)
 
@@ -200,7 +211,7 @@ def test_sampling_difference_counts_only_the_response() -> None:
         "difference_sum": [0.5, 0.0],
         "difference_tokens": [2.0, 0.0],
     }
-    assert math.isnan(merge([({}, {k: [float("nan"), 1.0] for k in found.values})], {})["logprob_difference_max"])
+    assert math.isnan(merge([({}, {k: {0: float("nan"), 1: 1.0} for k in found.values})], {})["logprob_difference_max"])
 
 
 def test_fingerprint_depends_on_values_not_on_addresses() -> None:

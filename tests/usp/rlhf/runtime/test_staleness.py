@@ -85,7 +85,7 @@ def iterate(executor: Executor, first: int, steps: int) -> list[StepResult]:
 
 def run_plan(plan: ExecutionPlan) -> Run:
     trained: dict[str, ToyModel] = {}
-    executor = made(plan, trained, collect=COLLECTED)
+    executor = made(plan, trained, collect=COLLECTED, first=2)
     assert executor.run(asked(1)) is None
     results = iterate(executor, 1, 2)
     assert executor.in_flight
@@ -130,7 +130,7 @@ def test_samples_are_made_with_the_weights_before_the_last_train_steps(ranks: Ra
             collected = runs[0].samples[n]
             assert collected is not None
             for key in COLLECTED:
-                for mine, theirs in zip(collected[key], values[n][key], strict=True):
+                for mine, theirs in zip(collected[key], values[n][key][:2], strict=True):
                     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5, msg=f"{plan}: {key}")
         for role, weights in ((role, of_role) for run in runs for role, of_role in run.weights.items()):
             for name, value in weights.items():
