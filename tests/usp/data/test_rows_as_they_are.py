@@ -107,11 +107,16 @@ def test_messages_come_before_text_and_rows_of_all_kinds_become_chats(tmp_path: 
     system = {"role": "system", "content": "Be brief."}
     shared = [{"from": "human", "value": ASKED["content"]}, {"from": "gpt", "value": ANSWER["content"]}]
     question, answer = ASKED["content"], ANSWER["content"]
+    call = {"name": "add", "arguments": {"a": 6}}
+    called, observed = {"from": "function_call", "value": json.dumps(call)}, {"from": "observation", "value": "42"}
+    calling = [{"role": "user", "content": "Add."}, {"role": "assistant", "tool_calls": [{"function": call}]}]
+    calling.append({"role": "tool", "content": "42"})
     more = {"role": "user", "content": f"{question}\nUse digits."}
     kinds: list[tuple[Row, list[Row]]] = [
         ({"text": "a text", "messages": ONE, "id": 7}, ONE),
         ({"conversations": shared}, ONE),
         ({"conversations": ONE, "text": "a text"}, ONE),
+        ({"conversations": [{"from": "human", "value": "Add."}, called, observed, *shared]}, [*calling, *ONE]),
         ({"system": "Be brief.", "messages": ONE}, [system, *ONE]),
         ({"system": "Be brief.", "conversations": shared}, [system, *ONE]),
         ({"system": "Be brief.", "messages": [system, *ONE]}, [system, *ONE]),
