@@ -269,7 +269,7 @@ def _batches(files: Sequence[DataFile], field: str, bad_rows: str, place: Place)
     size = 0
     for number in range(place.file, len(files)):
         place = place if number == place.file else Place(number)
-        for piece in _pieces(files[number], field, bad_rows, place):
+        for piece in _pieces(files[number], field, place, bad_rows):
             batch.append(piece)
             characters = sum(map(len, texts_in(piece.content)))
             size += characters
@@ -281,7 +281,7 @@ def _batches(files: Sequence[DataFile], field: str, bad_rows: str, place: Place)
         yield batch, place
 
 
-def _pieces(file: DataFile, field: str, bad_rows: str, place: Place) -> Iterator[Piece]:
+def _pieces(file: DataFile, field: str, place: Place, bad_rows: str = REFUSE) -> Iterator[Piece]:
     state, before, begins = _state(file.path), "", True
     pairs = pairwise(chain(read_pieces(file, field, bad_rows), [("", True)]))
     for number, ((content, ends), (following, _)) in enumerate(pairs):

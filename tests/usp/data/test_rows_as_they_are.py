@@ -9,6 +9,7 @@ the tools and the chat_template_kwargs of the row.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ import usp.data.documents
 import usp.data.tokenizing
 from tests.usp.data.chat_templates import write_tokenizer
 from usp.__main__ import main
+from usp.config import TrainConfig
 from usp.data.cache import cached_store, find_data, open_data, special_tokens_line
 from usp.data.chats import Chat
 from usp.data.documents import keys_lines
 from usp.data.sources import find_files
 from usp.data.store import TokenStore
 from usp.hf.tokenizers import load_tokenizer
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.prepare import prepare
 
 Row = dict[str, Any]
 ASKED, ANSWER = {"role": "user", "content": "What is 6 x 7?"}, {"role": "assistant", "content": "It is 42."}
@@ -259,6 +264,20 @@ def test_bad_rows_are_refused_or_dropped_and_counted(
     assert "9 rows were left out; the first: " in capsys.readouterr().out
     with pytest.raises(ValueError, match="the data has no good row"):
         store_of(["not JSON", {"messages": 3}], tmp_path / "none", chatml, bad="drop")
+
+
+def test_train_reads_rows_as_its_flags_say(tmp_path: Path, chatml: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'messages': TWO, 'id': 1})}\n{{\n")
+    flags: Any = {"tokenizer": str(chatml), "data_cache": str(tmp_path / "cache"), "device": "cpu", "seq_len": 128}
+    config = TrainConfig(data=str(tmp_path / "rows.jsonl"), train_on="last", bad_rows="drop", **flags)
+    stage = prepare(config, Launch()).begins_in
+    (source,) = stage.batches.packed.sources
+    assert runs(*encoded(source.store)[0], load_tokenizer(str(chatml))) == ["Because.<|im_end|>"]
+    assert source.store.manifest.dropped == 1 and stage.left_out == ("keys of 1 files: messages read; not read: id",)
+    stored = replace(config, data=str(source.store.folder))
+    with pytest.raises(ConfigurationError, match="--bad-rows drop is for files of documents, and --data has none"):
+        prepare(stored, Launch())
+    assert prepare(replace(stored, bad_rows="refuse"), Launch())
 
 
 # Columns of Parquet
