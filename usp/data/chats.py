@@ -83,7 +83,7 @@ Content = str | Chat | Completed
 @dataclass(frozen=True)
 class RowKind:
     """keys: that a row must have. chat: whether they hold messages, or a prompt and a completion, instead of a text.
-    more: keys that are also read, of rows that have them. unread: the other keys of the first row."""
+    more, unread: the other keys of the first row that are read, and that are not."""
 
     keys: tuple[str, ...]
     chat: bool
@@ -107,8 +107,9 @@ def kind_of(keys: Collection[str], field: str, lists: Collection[str], where: st
     read = next((each for each in candidates if set(each) <= set(keys)), ())
     if 0 < len(read) < 3:
         chat = len(read) == 2 or read[0] in lists or read[0] not in (field, TEXT_FIELD)
-        more: tuple[str, ...] = (SYSTEM, TOOLS, TEMPLATE) if chat and (read not in AS_TEXT or read[0] in lists) else ()
-        more += INPUTS if len(read) == 2 and read[0] == INSTRUCTION else ()
+        optional: tuple[str, ...] = INPUTS if len(read) == 2 and read[0] == INSTRUCTION else ()
+        optional += (SYSTEM, TOOLS, TEMPLATE) if chat and (read not in AS_TEXT or read[0] in lists) else ()
+        more = tuple(key for key in optional if key in keys)
         return RowKind(read, chat, more, tuple(key for key in keys if key not in (*read, *more)))
     if set(keys) >= PAIR:
         raise ValueError(f"{where}: pairs of a chosen and a rejected response are for rlhf.py: --algorithm dpo")

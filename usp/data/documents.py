@@ -87,7 +87,9 @@ def holds_chats(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -
 
 def keys_lines(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -> list[str]:
     """Say which keys of records are read, and which are not, by the first row of each of the first files."""
-    found = Counter((kind.keys, kind.unread) for kind in kinds(islice(files, SHOWN_FILES), field, bad_rows))
+    found = Counter(
+        ((*kind.keys, *kind.more), kind.unread) for kind in kinds(islice(files, SHOWN_FILES), field, bad_rows)
+    )
     return [
         f"keys of {number} files: {', '.join(keys)} read{'; not read: ' * bool(unread)}{', '.join(unread)}"
         for (keys, unread), number in found.most_common(SHOWN_KINDS)

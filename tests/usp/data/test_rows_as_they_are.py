@@ -151,7 +151,7 @@ def test_the_first_lines_name_the_keys_that_are_read_and_those_that_are_not(
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "messages": ONE, "tools": None, "id": 3}))
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "<|im_start|>user", "title": "b"}))
     assert keys_lines(find_files(str(tmp_path / "a.jsonl")).files, "") == [
-        "keys of 1 files: messages read; not read: text, id"
+        "keys of 1 files: messages, tools read; not read: text, id"
     ]
     flags = ["tokenize", "--tokenizer", str(chatml), "--data", str(tmp_path / "b.jsonl")]
     assert main([*flags, "--output", str(tmp_path / "store")]) == 0
