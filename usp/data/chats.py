@@ -83,7 +83,7 @@ Content = str | Chat | Completed
 @dataclass(frozen=True)
 class RowKind:
     """keys: that a row must have. chat: whether they hold messages, or a prompt and a completion, instead of a text.
-    more: keys that are also read, of rows that have them. unread: the other keys of the first row."""
+    more, unread: the other keys of the first row that are read, and that are not."""
 
     keys: tuple[str, ...]
     chat: bool
@@ -107,8 +107,9 @@ def kind_of(keys: Collection[str], field: str, lists: Collection[str], where: st
     read = next((each for each in candidates if set(each) <= set(keys)), ())
     if 0 < len(read) < 3:
         chat = len(read) == 2 or read[0] in lists or read[0] not in (field, TEXT_FIELD)
-        more = (SYSTEM, TOOLS, TEMPLATE) if chat and (read not in AS_TEXT or read[0] in lists) else ()
-        more += INPUTS if len(read) == 2 and read[0] == INSTRUCTION else ()
+        optional: tuple[str, ...] = INPUTS if len(read) == 2 and read[0] == INSTRUCTION else ()
+        optional += (SYSTEM, TOOLS, TEMPLATE) if chat and (read not in AS_TEXT or read[0] in lists) else ()
+        more = tuple(key for key in optional if key in keys)
         return RowKind(read, chat, more, tuple(key for key in keys if key not in (*read, *more)))
     if set(keys) >= PAIR:
         raise ValueError(f"{where}: pairs of a chosen and a rejected response are for rlhf.py: --algorithm dpo")
@@ -216,7 +217,7 @@ def messages_of(value: Any, key: str, where: str) -> list[Message]:
     them, they get a role and a content. Raises ValueError, naming `where` and `key`, for anything else."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: {_described(value)} under {key!r}, expected text or a list of messages")
-    value = [_with_role(message) if isinstance(message, dict) else message for message in value]
+    value = [_with_role(message, where) if isinstance(message, dict) else message for message in value]
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"{where}: a message under {key!r} has no text under 'role': {_described(message)}")
@@ -227,11 +228,15 @@ def messages_of(value: Any, key: str, where: str) -> list[Message]:
     return value
 
 
-def _with_role(message: Message) -> Message:
-    if "role" in message or not isinstance(message.get("from"), str):
+def _with_role(message: Message, where: str) -> Message:
+    speaker = message.get("from")
+    if "role" in message or not isinstance(speaker, str):
         return message
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message.get("value"), **rest}
+    if speaker == "function_call":
+        call = {"type": "function", "function": from_json(message, "value", where)}
+        return {"role": ASSISTANT, "content": "", "tool_calls": [call], **rest}
+    return {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value"), **rest}
 
 
 def from_json(row: Mapping[str, Any], key: str, where: str) -> Any:

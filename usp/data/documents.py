@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ PIECE = 2**16  # characters
 # Rows of Parquet and Arrow that are read together: few, because their size is known only afterwards. A Parquet file
 # says how much it stores, and stores repeated text once.
 ROWS = 16
-SHOWN_KINDS = 5  # of rows
+SHOWN_KINDS, SHOWN_FILES = 5, 100  # whose keys are shown
 _LINE, _WORD = re.compile(r"\n(?=\S)"), re.compile(r"\s(?=\S)")
 
 REFUSE, DROP = "refuse", "drop"  # what becomes of bad rows
@@ -67,7 +68,9 @@ def read_pieces(file: DataFile, field: str, bad_rows: str = REFUSE) -> Iterator[
 def kinds(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -> Iterator[RowKind]:
     """Yield the kind of the first row of each file of records. Raises ValueError as `read_pieces` does for that row."""
     for file in files:
-        with closing(_rows(file, field) if file.has_fields else (row for row in ())) as rows:
+        if not file.has_fields:
+            continue
+        with closing(_rows(file, field)) as rows:
             for row in rows:
                 if not isinstance(row, ValueError):
                     yield row[0]
@@ -83,8 +86,10 @@ def holds_chats(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -
 
 
 def keys_lines(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -> list[str]:
-    """Say which keys of records are read, and which are not, by the first row of each file."""
-    found = Counter((kind.keys, kind.unread) for kind in kinds(files, field, bad_rows))
+    """Say which keys of records are read, and which are not, by the first row of each of the first files."""
+    found = Counter(
+        ((*kind.keys, *kind.more), kind.unread) for kind in kinds(islice(files, SHOWN_FILES), field, bad_rows)
+    )
     return [
         f"keys of {number} files: {', '.join(keys)} read{'; not read: ' * bool(unread)}{', '.join(unread)}"
         for (keys, unread), number in found.most_common(SHOWN_KINDS)

@@ -37,6 +37,7 @@ FORMATS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv"
 FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SNIFF_BYTES = 8192
+LONGEST = 2**24  # characters of a first line that is recognized as JSON
 # UTF-32 first: its little-endian mark begins with that of UTF-16.
 BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -229,7 +230,7 @@ def _has_json_lines(path: Path) -> bool:
     """Return whether the first line of a file is a JSON object."""
     try:
         with open_text(path, newline="\n") as file:
-            return file.read(1) == "{" and isinstance(json.loads(f"{{{file.readline()}"), dict)
+            return file.read(1) == "{" and isinstance(json.loads(f"{{{file.readline(LONGEST)}"), dict)
     except (ValueError, OSError):
         return False
 

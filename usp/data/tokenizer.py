@@ -119,35 +119,31 @@ class TextTokenizer:
     def encode_parts(self, parts: Sequence[Part]) -> list[Ids]:
         """Return the ids that each part of a text has in it, as long as no more than CONTEXT characters around a cut
         decide on the tokens there. A token across a cut belongs to the part that it begins in."""
-        if self.backend is None and not self.tokenizer.is_fast:  # does not say which characters a token is of
-            return self.encode_all([text for _, text, _ in parts])
-        found = []
-        heads = self._tokens([before + text[:CONTEXT] for before, text, _ in parts])
-        tails = self._tokens([text[-CONTEXT:] + after for _, text, after in parts])
-        wholes = self._tokens(["".join(part) for part in parts])
-        for (before, text, after), (_, head), (_, tail), (ids, places) in zip(parts, heads, tails, wholes, strict=True):
-            last = len(text[-CONTEXT:])
-            begin = _cut(head, len(before)) if before else 0
-            end = len(before) + len(text) + (_cut(tail, last) - last if after else 0)
-            first, stop = places[:, 0], places[:, 1]
-            if any(
-                ((first < cut) & (stop > cut)).any() for cut in (begin, end)
-            ):  # other tokens than near the cut alone
-                found.append(self.encode("".join((before, text, after))[begin:end]))
-            else:
-                found.append(ids[(first >= begin) & (first < end)])
-        return found
+        placed = self.backend is not None or self.tokenizer.is_fast  # tokens say which characters they are of
+        alone = iter(self.encode_all([text for before, text, after in parts if not (placed and (before or after))]))
+        return [self._encode_part(*part) if placed and (part[0] or part[2]) else next(alone) for part in parts]
 
-    def _tokens(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
-        """Return the ids of each text, and of each id the characters that it is of, (ids, 2)."""
+    def _encode_part(self, before: str, text: str, after: str) -> Ids:
+        ids, places = self._tokens(before + text + after)
+        last = len(text[-CONTEXT:])
+        begin = _cut(self._tokens(before + text[:CONTEXT])[1], len(before)) if before else 0
+        end = len(before + text)
+        end += _cut(self._tokens(text[-CONTEXT:] + after)[1], last) - last if after else 0
+        first, stop = places[:, 0], places[:, 1]
+        if any(((first < cut) & (stop > cut)).any() for cut in (begin, end)):  # the tokens differ from those at the cut
+            return self.encode((before + text + after)[begin:end])
+        return ids[(first >= begin) & (first < end)]
+
+    def _tokens(self, text: str) -> tuple[Ids, Ids]:
+        """Return the ids of a text, and of each the characters that it is of, (ids, 2)."""
         if self.backend is not None:
-            encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
-            found = [(encoding.ids, encoding.offsets) for encoding in encodings]
+            encoding = self.backend.encode(text, add_special_tokens=False)
+            ids, places = encoding.ids, encoding.offsets
         else:
             special = {"add_special_tokens": False, "split_special_tokens": not self.parse_special}
-            encoded = self.tokenizer(list(texts), **special, return_offsets_mapping=True, verbose=False)
-            found = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
-        return [(np.asarray(ids, np.int64), np.asarray(places, np.int64).reshape(-1, 2)) for ids, places in found]
+            encoded = self.tokenizer(text, **special, return_offsets_mapping=True, verbose=False)
+            ids, places = encoded["input_ids"], encoded["offset_mapping"]
+        return np.asarray(ids, np.int64), np.asarray(places, np.int64).reshape(-1, 2)
 
     def show(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(ids))

@@ -74,7 +74,6 @@ class Place:
     file: int = 0
     pieces: int = 0
     characters: int = 0  # of these pieces
-    begins: bool = True  # whether the next piece begins a document
 
 
 @dataclass
@@ -175,7 +174,10 @@ def _continued(folder: Path, source: str) -> Written | None:
                     f"{folder} is a token store of other data, or of another tokenizer: choose another folder, or "
                     f"remove it"
                 )
-            return None if name == MANIFEST else Written(**record | {"place": Place(**record["place"])})
+            if name == MANIFEST:
+                return None
+            place = {key: record["place"][key] for key in vars(Place())}
+            return Written(**record | {"place": Place(**place)})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty, and no token store: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -267,11 +269,11 @@ def _batches(files: Sequence[DataFile], field: str, bad_rows: str, place: Place)
     size = 0
     for number in range(place.file, len(files)):
         place = place if number == place.file else Place(number)
-        for piece in _pieces(files[number], field, bad_rows, place):
+        for piece in _pieces(files[number], field, place, bad_rows):
             batch.append(piece)
             characters = sum(map(len, texts_in(piece.content)))
             size += characters
-            place = Place(number, place.pieces + 1, place.characters + characters, piece.ends)
+            place = Place(number, place.pieces + 1, place.characters + characters)
             if size >= BATCH_CHARACTERS:
                 yield batch, place
                 batch, size = [], 0
@@ -279,14 +281,14 @@ def _batches(files: Sequence[DataFile], field: str, bad_rows: str, place: Place)
         yield batch, place
 
 
-def _pieces(file: DataFile, field: str, bad_rows: str, place: Place) -> Iterator[Piece]:
-    state, last = _state(file.path), ("", True)
-    pairs = pairwise(chain(read_pieces(file, field, bad_rows), [last]))
+def _pieces(file: DataFile, field: str, place: Place, bad_rows: str = REFUSE) -> Iterator[Piece]:
+    state, before, begins = _state(file.path), "", True
+    pairs = pairwise(chain(read_pieces(file, field, bad_rows), [("", True)]))
     for number, ((content, ends), (following, _)) in enumerate(pairs):
+        after = "" if ends else str(following)[:CONTEXT]
         if number >= place.pieces:
-            before = "" if last[1] else last[0][-CONTEXT:]
-            yield Piece(content, last[1], ends, before, "" if ends else following[:CONTEXT])
-        last = content, ends
+            yield Piece(content, begins, ends, before, after)
+        before, begins = "" if ends else str(content)[-CONTEXT:], ends
     if _state(file.path) != state:
         raise ValueError(f"{file.path} changed while it was read: start again when nothing writes to it")
 
@@ -327,10 +329,8 @@ def _end_with(parent: BaseProcess) -> None:
 
 def _encode(batch: Sequence[Piece]) -> Encoded:
     tokenizer: Tokenizer = _here.tokenizer
-    texts = [piece for piece in batch if isinstance(piece.content, str)]
-    wholes = iter(tokenizer.encode_all([str(piece.content) for piece in texts if piece.begins and piece.ends]))
-    parts = [(piece.before, str(piece.content), piece.after) for piece in texts if not (piece.begins and piece.ends)]
-    ids_of_parts = iter(tokenizer.encode_parts(parts))
+    parts = [(piece.before, piece.content, piece.after) for piece in batch if isinstance(piece.content, str)]
+    ids_of_texts = iter(tokenizer.encode_parts(parts))
     ids, masks, ends, dropped = [np.zeros(0, _here.dtype)], [np.zeros(0, np.bool_)], list[int](), list[str]()
     length, read = 0, list[str]()
     for piece in batch:
@@ -339,8 +339,7 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
             if isinstance(content, ValueError):
                 raise content
             if isinstance(content, str):
-                ids_of_text = next(wholes if piece.begins and piece.ends else ids_of_parts)
-                document = as_document(tokenizer, ids_of_text, begin=piece.begins, end=piece.ends)
+                document = as_document(tokenizer, next(ids_of_texts), begin=piece.begins, end=piece.ends)
                 mask = np.ones(len(document), np.bool_)
             else:
                 document, mask = encode_masked(tokenizer, content)
@@ -356,7 +355,7 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
         read += texts_in(content)
     return Encoded(
         ids=np.concatenate(ids),
-        mask=np.concatenate(masks) if len(texts) < len(batch) else None,
+        mask=np.concatenate(masks) if len(parts) < len(batch) else None,
         ends=np.array(ends, np.int64),
         characters=sum(map(len, read)),
         replaced=sum(text.count("\ufffd") for text in read),

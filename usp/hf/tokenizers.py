@@ -155,22 +155,21 @@ class ChatTemplate:
         spans = []
         for number in numbers:
             message = chat.messages[number]
-            of_assistant = message["role"] == ASSISTANT
-            before = self._render(chat, chat.messages[:number], begin=of_assistant)[0] if number or of_assistant else ""
-            if not whole.startswith(before):
-                same = _common(whole, before)
-                writes = whole[max(0, same - SHOWN // 2) : same + SHOWN // 2]
-                raise _unknown(chat, number, f"begins it with {before[-SHOWN:]!r}, but writes {writes!r}")
+            if message["role"] == ASSISTANT:
+                before, _ = self._render(chat, chat.messages[:number], begin=True)
+                if not whole.startswith(before):
+                    same = _common(whole, before)
+                    writes = whole[max(0, same - SHOWN // 2) : same + SHOWN // 2]
+                    raise _unknown(chat, number, f"begins it with {before[-SHOWN:]!r}, but writes {writes!r}")
+                begin = len(before)
+            else:
+                after = _end(whole, self._render(chat, chat.messages[:number])[0], special) if number else 0
+                begin = -1 if after is None else whole.find(str(message.get("content")).strip(), after)
             end = _end(whole, self._render(chat, chat.messages[: number + 1])[0], special)
             if end is None:
                 end = self._end_by_letter(chat, number, whole, special)
-            if end is None or end < len(before):
+            if end is None or not 0 <= begin <= end:
                 raise _unknown(chat, number, "writes it in another way when more messages follow")
-            content = message.get("content")
-            inside = isinstance(content, str) and not of_assistant
-            begin = whole.find(str(content).strip(), len(before), end) if inside else len(before)
-            if begin < 0:
-                raise _unknown(chat, number, "does not write the content as it is")
             spans.append((begin, end))
         return spans
 

@@ -232,10 +232,11 @@ def _find_all(config: TrainConfig, held_out: Mapping[str, DataFiles | Path]) -> 
     """Return the data of each path of `--data`, of all stages, without the files that are held out."""
     data: dict[str, DataFiles | Path] = {}
     for path in dict.fromkeys(path for stage in by_stage(config) for path, _ in parse_mixture(stage.data)):
-        data[path] = files = find_data(path, config.data_field)
-        for others in held_out.values() if isinstance(files, DataFiles) else ():
-            if isinstance(others, DataFiles):
-                data[path] = files = without(files, others, "held out for evaluation")
+        files = find_data(path, config.data_field)
+        for others in held_out.values():
+            if isinstance(files, DataFiles) and isinstance(others, DataFiles):
+                files = without(files, others, "held out for evaluation")
+        data[path] = files
     return data
 
 

@@ -9,6 +9,7 @@ the tools and the chat_template_kwargs of the row.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ import usp.data.documents
 import usp.data.tokenizing
 from tests.usp.data.chat_templates import write_tokenizer
 from usp.__main__ import main
+from usp.config import TrainConfig
 from usp.data.cache import cached_store, find_data, open_data, special_tokens_line
 from usp.data.chats import Chat
 from usp.data.documents import keys_lines
 from usp.data.sources import find_files
 from usp.data.store import TokenStore
 from usp.hf.tokenizers import load_tokenizer
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.prepare import prepare
 
 Row = dict[str, Any]
 ASKED, ANSWER = {"role": "user", "content": "What is 6 x 7?"}, {"role": "assistant", "content": "It is 42."}
@@ -107,11 +112,16 @@ def test_messages_come_before_text_and_rows_of_all_kinds_become_chats(tmp_path: 
     system = {"role": "system", "content": "Be brief."}
     shared = [{"from": "human", "value": ASKED["content"]}, {"from": "gpt", "value": ANSWER["content"]}]
     question, answer = ASKED["content"], ANSWER["content"]
+    call = {"name": "add", "arguments": {"a": 6}}
+    called, observed = {"from": "function_call", "value": json.dumps(call)}, {"from": "observation", "value": "42"}
+    calling = [{"role": "user", "content": "Add."}, {"role": "assistant", "tool_calls": [{"function": call}]}]
+    calling.append({"role": "tool", "content": "42"})
     more = {"role": "user", "content": f"{question}\nUse digits."}
     kinds: list[tuple[Row, list[Row]]] = [
         ({"text": "a text", "messages": ONE, "id": 7}, ONE),
         ({"conversations": shared}, ONE),
         ({"conversations": ONE, "text": "a text"}, ONE),
+        ({"conversations": [{"from": "human", "value": "Add."}, called, observed, *shared]}, [*calling, *ONE]),
         ({"system": "Be brief.", "messages": ONE}, [system, *ONE]),
         ({"system": "Be brief.", "conversations": shared}, [system, *ONE]),
         ({"system": "Be brief.", "messages": [system, *ONE]}, [system, *ONE]),
@@ -141,7 +151,7 @@ def test_the_first_lines_name_the_keys_that_are_read_and_those_that_are_not(
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "messages": ONE, "tools": None, "id": 3}))
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "<|im_start|>user", "title": "b"}))
     assert keys_lines(find_files(str(tmp_path / "a.jsonl")).files, "") == [
-        "keys of 1 files: messages read; not read: text, id"
+        "keys of 1 files: messages, tools read; not read: text, id"
     ]
     flags = ["tokenize", "--tokenizer", str(chatml), "--data", str(tmp_path / "b.jsonl")]
     assert main([*flags, "--output", str(tmp_path / "store")]) == 0
@@ -254,6 +264,20 @@ def test_bad_rows_are_refused_or_dropped_and_counted(
     assert "9 rows were left out; the first: " in capsys.readouterr().out
     with pytest.raises(ValueError, match="the data has no good row"):
         store_of(["not JSON", {"messages": 3}], tmp_path / "none", chatml, bad="drop")
+
+
+def test_train_reads_rows_as_its_flags_say(tmp_path: Path, chatml: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'messages': TWO, 'id': 1})}\n{{\n")
+    flags: Any = {"tokenizer": str(chatml), "data_cache": str(tmp_path / "cache"), "device": "cpu", "seq_len": 128}
+    config = TrainConfig(data=str(tmp_path / "rows.jsonl"), train_on="last", bad_rows="drop", **flags)
+    stage = prepare(config, Launch()).begins_in
+    (source,) = stage.batches.packed.sources
+    assert runs(*encoded(source.store)[0], load_tokenizer(str(chatml))) == ["Because.<|im_end|>"]
+    assert source.store.manifest.dropped == 1 and stage.left_out == ("keys of 1 files: messages read; not read: id",)
+    stored = replace(config, data=str(source.store.folder))
+    with pytest.raises(ConfigurationError, match="--bad-rows drop is for files of documents, and --data has none"):
+        prepare(stored, Launch())
+    assert prepare(replace(stored, bad_rows="refuse"), Launch())
 
 
 # Columns of Parquet
