@@ -46,7 +46,7 @@ PROBE = "usp_probe"
 LENGTH = 16
 # Of a number of tokens that nothing else has: neither from the beginning nor to the end, with gaps.
 SHARD = (1, 2, 3, 4, 6, 8, 9, 10, 11, 13, 14)
-FEW = (1, 3)  # less than any of the lowered numbers, in number and in position
+FEW = (1, 2)  # less than any of the lowered numbers, in number and in position
 FAR = 1 << 24
 TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
 LONGEST = 160  # characters of a reason
@@ -79,8 +79,8 @@ class Structure:
         the model can be divided into pipeline stages.
     layer_outputs: how many values a layer returns in a tuple; 0 if it returns only hidden states.
     mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
-    untried: numbers of the configuration that no tiny copy can have below the probe's length, because they are sizes, or
-        the copy cannot run: what would begin at them is unknown.
+    untried: numbers of the configuration without which a tiny copy with less does not run, such as the size of a table
+        of positions: whether anything begins at them is unknown.
     """
 
     masks: dict[str, LayerMask]
@@ -115,8 +115,7 @@ def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structur
     AttentionMaskInterface.register(PROBE, _mask)
     try:
         with torch.random.fork_rng(devices=()):
-            model, untried = _tiny_copy(kind, shrink(config))
-        found = replace(_structure_of(model), untried=untried)
+            found = _probe(kind, shrink(config))
     except Exception as error:  # of any kind: it is transformers' code that runs
         if not isinstance(error, KeyError) or error.args != (PROBE,):
             why = f"its tiny copy fails with {type(error).__name__}: {error}"
@@ -125,34 +124,27 @@ def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structur
     return _KNOWN.setdefault((kind, content), found)
 
 
-def _tiny_copy(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """Build a model of a tiny configuration with its numbers lowered; also return those that change the sizes of its
-    parameters, or without which it does not run."""
+def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
+    """Find the structure of a model of a tiny configuration with its numbers lowered, except those without which it
+    does not run."""
 
-    def built(names: Sequence[str]) -> PreTrainedModel:
+    def found(names: Sequence[str]) -> Structure:
         torch.manual_seed(0)
         config = lowered(tiny, names)
-        return kind._from_config(config, attn_implementation=PROBE, experts_implementation="eager").eval()
+        return _structure_of(kind._from_config(config, attn_implementation=PROBE, experts_implementation="eager").eval())
 
-    def runs(names: Sequence[str]) -> bool:
+    def runs(name: str) -> bool:
         try:
-            model = built(names)
-            with torch.no_grad():
-                out = backbone(model)(input_ids=_ids(), use_cache=False).last_hidden_state
+            return bool(found([name]))
         except Exception:  # of any kind: it is transformers' code that runs
             return False
-        return _shapes(model) == sizes and bool(out.isfinite().all())
 
-    if not (names := large_numbers(tiny, LENGTH)):
-        return built(()), ()
-    with torch.device("meta"):
-        sizes = _shapes(built(()))
-    tried = names if runs(names) else [name for name in names if runs([name])]
-    return built(tried), tuple(name for name in names if name not in tried)
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+    names = large_numbers(tiny, LENGTH)
+    try:
+        return found(names)
+    except Exception:  # of any kind, as above
+        tried = list(filter(runs, names))
+    return replace(found(tried), untried=tuple(name for name in names if name not in tried))
 
 
 def _ids() -> Tensor:
@@ -163,14 +155,14 @@ def _structure_of(model: PreTrainedModel) -> Structure:
     base = backbone(model)
     names = {module: name for name, module in base.named_modules()}
     mixers = sharded_mixers(base)
-    calls, mixing, different = _run_twice(base, [base.get_submodule(name) for name in mixers])
+    calls, mixing, difference = _run_twice(base, [base.get_submodule(name) for name in mixers])
     problems: list[str] = []
     if mixing:
         problems.append(f"{', '.join(mixing)} mix tokens outside of transformers' AttentionInterface")
     elif not calls and not mixers:
         problems.append(NOT_REGISTERED)
-    elif different:
-        problems.append("its layers depend on tokens, or on positions, that other ranks hold")
+    elif difference:
+        problems.append(difference)
     if mixers and not calls and "position_ids" not in inspect.signature(base.forward).parameters:
         problems.append(f"{type(base).__name__} takes no position_ids")
     if len(calls) != len({id(call.module) for call in calls}):
@@ -191,9 +183,9 @@ def _structure_of(model: PreTrainedModel) -> Structure:
 
 
 @torch.no_grad()
-def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call], list[str], bool]:
+def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call], list[str], str]:
     """Run all tokens, then only some, and very few. Return the calls of attention, the kinds of those other parts of
-    decoder layers that give other results for a part of the tokens, and whether these tokens differ in any other way.
+    decoder layers that give other results for a part of the tokens, and how these tokens differ in any other way.
     Leaves layers as `follow_positions` does."""
     calls, same, mixing = list[_Call](), list[bool](), list[str]()
     whole_run = list[tuple[Tensor | None, Any]]()  # what the watched modules took and returned, in the first run
@@ -243,15 +235,21 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
     stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
     watched = dict.fromkeys([*(part for stack in stacks for layer in stack for part in layer.children()), *mixers])
     whole = run(record, remember, input_ids=_ids())
+    if not whole.isfinite().all():
+        raise ValueError("its hidden states are not finite")
     places = Places(torch.arange(LENGTH).unsqueeze(0), lambda: torch.tensor([[LENGTH - 1]]))
     follow_positions(base, places)
     try:
-        run_part([*SHARD], FAR)
-    except IndexError:  # it counts to choose from the tokens that it has
-        run_part([*SHARD], 0)
-    run_part([*FEW], 0)
-    places.positions = torch.arange(LENGTH).unsqueeze(0)
-    return calls, mixing, not all(same)
+        try:
+            run_part([*SHARD], FAR)
+        except IndexError:  # it counts to choose from the tokens that it has
+            run_part([*SHARD], 0)
+        run_part([*FEW], 0)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        return calls, mixing, f"its layers fail on a part of the tokens with {type(error).__name__}: {error}"
+    finally:
+        places.positions = torch.arange(LENGTH).unsqueeze(0)
+    return calls, mixing, "" if all(same) else "its layers depend on tokens, or on positions, that other ranks hold"
 
 
 class _CountingFrom(TorchFunctionMode):

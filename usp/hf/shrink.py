@@ -51,7 +51,7 @@ _AT_MOST = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
 }
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_query_groups")
-_LOW = 5
+_LOW = 8  # none of WINDOWS
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 # Numbers that are compared with no length: sizes, except that of positions, and by a part of their names.
 _NO_LENGTHS = {*_SIZES, *_AT_MOST, *_KV_HEADS, *LAYERS, "qk_head_dim"} - set(_POSITIONS)
@@ -92,6 +92,8 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
                 setattr(config, name, layers)
             elif isinstance(value, list | tuple) and len(value) == depth:
                 setattr(config, name, type(value)(_of_all_kinds(value, layers)))
+        if "hybrid_layer_ids" in fields:
+            config.hybrid_layer_ids = [place for place, kind in enumerate(config.layer_types) if kind == "hybrid"]
     return config
 
 

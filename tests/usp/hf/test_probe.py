@@ -1,0 +1,105 @@
+"""The probe finds what begins at a length, wherever the number stands, and says which numbers it could not try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma.modeling_gemma import GemmaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RotaryEmbedding
+from transformers.models.phi.modeling_phi import PhiMLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+from usp.hf.probe import Structure, structure, tiny_config
+
+AT = 4096  # the probe's few tokens never reach it
+Change = Callable[[Tensor, int], Tensor]
+
+
+def grown(x: Tensor, at: int) -> Tensor:
+    steps = torch.floor((torch.arange(x.shape[1]) + 1) / at)
+    return x * (1 + torch.log1p(steps)).view(1, -1, 1)
+
+
+def windowed(x: Tensor, at: int) -> Tensor:
+    return torch.cat((x[:, :-at] * 0, x[:, -at:]), dim=1)
+
+
+def by_chunk(x: Tensor, at: int) -> Tensor:
+    return x + 0.1 * (torch.arange(x.shape[1]) // at).view(1, -1, 1)
+
+
+def switched(positions: Tensor, at: int) -> Tensor:
+    return positions * (2 if positions.shape[-1] > at else 1)
+
+
+def pooled(x: Tensor, at: int) -> Tensor:
+    """Each block's mean added to its tokens; a last block that is not full stays as it is."""
+    full = x.shape[1] // at * at
+    means = x[:, :full].unflatten(1, (-1, at)).mean(2).repeat_interleave(at, dim=1)
+    return torch.cat((x[:, :full] + means, x[:, full:]), dim=1)
+
+
+def blocks_only(x: Tensor, at: int) -> Tensor:
+    """The same for whole blocks, which fails for any other length beyond one."""
+    return x if x.shape[1] < at else x + x.unflatten(1, (-1, at)).mean(2).repeat_interleave(at, dim=1)
+
+
+PLANTED: dict[str, tuple[str, type[nn.Module], str, Change]] = {  # the model, and which argument of what is changed
+    "scale": ("llama", LlamaAttention, "hidden_states", grown),
+    "window": ("qwen2", Qwen2MLP, "", windowed),
+    "chunk": ("gemma", GemmaMLP, "", by_chunk),
+    "rope switch": ("olmo2", Olmo2RotaryEmbedding, "position_ids", switched),
+    "block": ("phi", PhiMLP, "", pooled),
+    "whole blocks": ("phi", PhiMLP, "", blocks_only),
+}
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], argument: str, change: Callable[..., Tensor]) -> None:
+    forward: Any = kind.forward
+
+    @wraps(forward)
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if argument in kwargs:
+            kwargs[argument] = change(self, kwargs[argument])
+        elif argument == "position_ids":
+            args = (args[0], change(self, args[1]))
+        else:
+            args = (change(self, args[0]), *args[1:])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", changed)
+
+
+def found(model_type: str, **fields: Any) -> Structure:
+    config = tiny_config(model_type)
+    config.update(fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return structure(type(model), model.config)
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_begins_at_a_length_of_the_configuration_is_found(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    model_type, kind, argument, change = PLANTED[what]
+    assert not found(model_type, planted=AT).problems
+    # Rotary embeddings and attention have the configuration; MLPs of some types, too.
+    plant(monkeypatch, kind, argument, lambda self, x: change(x, self.config.planted))
+    (problem,) = found(model_type, planted=AT, what=what).problems
+    assert "its layers depend on tokens" in problem or "its layers fail on a part" in problem or "mix tokens" in problem
+
+
+def test_tokens_that_are_counted_are_found_whatever_the_number_in_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, LlamaAttention, "hidden_states", lambda self, x: grown(x, AT))
+    assert "its layers depend on tokens" in found("llama", planted="in the code").problems[0]
+
+
+def test_numbers_that_cannot_be_lowered_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found("gpt2").untried == ("n_positions",)
+    assert found("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, of_audio=AT).untried == ()
