@@ -69,7 +69,8 @@ def _row(model_type: str) -> tuple[str, ...]:
 
 def _degrees(config: ModelConfig) -> Iterator[str]:
     model = empty_model(config, causal=True)
-    yield "pp"
+    if model_facts("", config).in_stages:
+        yield "pp"
     if not structure(type(model), config).mixers and not all(tp_problems(model, 2, shared) for shared in (False, True)):
         yield "tp"
     if model_facts("", config).num_experts:

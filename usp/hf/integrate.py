@@ -28,7 +28,7 @@ from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .mixers import apply_mixers, sharded_mixers
 from .probe import NEUTRAL, MaskKind, structure
-from .prune import OtherStagesLayer, backbone, model_parts
+from .prune import OtherStagesLayer, backbone, model_parts, stage_inputs
 
 NAME = "unified_sp"
 
@@ -88,7 +88,7 @@ def run_layers(model: PreTrainedModel, x: Tensor, *, first: bool, **inputs: Any)
     x: ids (B, S) on the first stage, else hidden states (B, S, H); of this rank's tokens. With a `kv_cache` these are
         of prompts, or one token of each sequence.
     """
-    inputs |= {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
+    inputs |= {**stage_inputs(model, x, first), "use_cache": False}
     if hasattr(model.config, "output_router_logits"):
         inputs["output_router_logits"] = False  # would keep all layers' logits; `RouterBalance` uses hooks
     return backbone(model)(**inputs).last_hidden_state

@@ -103,9 +103,7 @@ def training_problems(config: PretrainedConfig) -> str:
     else:
         staged = {parts.embedding, *parts.positions, parts.layers, parts.norm}
         children = backbone(model).named_children()
-        if not known.in_stages:
-            problems.append("it changes hidden states outside of its layers and its norm")
-        elif others := [name for name, part in children if name not in staged and any(part.named_parameters())]:
+        if others := [name for name, part in children if name not in staged and any(part.named_parameters())]:
             problems.append(f"its {', '.join(others)} would be on no stage: only embedding, layers, norm and head are")
     try:
         disk_layout(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
@@ -268,6 +266,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or (getattr(config, "moe_layer_start_index", None) or 0) > 0
         or (getattr(config, "moe_layer_interval", None) or 1) > 1
     )
+    kind = cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     return ModelFacts(
         name=model,
         num_heads=heads,
@@ -287,6 +286,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         balancing_loss=has_balancing_loss(config),
         tied=bool(config.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=getattr(config, "v_head_dim", None) or 0,
+        in_stages=config.model_type in FAMILIES or structure(kind, config).in_stages,
     )
 
 

@@ -30,8 +30,8 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .mixers import sharded_mixers
-from .prune import OtherStagesLayer, backbone, model_parts, prune_to_stage
-from .shrink import HIDDEN, VOCAB, WINDOWS, shrink
+from .prune import backbone, model_parts, prune_to_stage, stage_inputs
+from .shrink import VOCAB, WINDOWS, shrink
 
 PROBE = "usp_probe"
 LENGTH = 16
@@ -63,8 +63,8 @@ class Structure:
 
     masks: of every attention module that a forward calls, by the module's name in the base model, in order.
     problems: why sequence parallelism would not be exact, one message each.
-    in_stages: whether hidden states pass through nothing but the embeddings, the layers and at last the norm, so that
-        the model can be divided into pipeline stages.
+    in_stages: whether layers take nothing from other layers but hidden states, and nothing but the norm follows them, so
+        that the model can be divided into pipeline stages.
     layer_outputs: how many values a layer returns in a tuple; 0 if it returns only hidden states.
     mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
     """
@@ -198,24 +198,27 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
 @torch.no_grad()
 def _in_stages(model: PreTrainedModel) -> tuple[bool, int]:
     """Return (whether a model can be divided into stages, the outputs of a layer); see `Structure`. Prunes it. It must
-    end with its norm, and a stage in its middle without layers must change nothing."""
-    hidden = torch.linspace(-1.0, 1.0, LENGTH * HIDDEN).view(1, LENGTH, HIDDEN)
-    inputs = {"position_ids": torch.arange(LENGTH).unsqueeze(0), "use_cache": False}
-    base, normed, returned = backbone(model), list[Tensor](), list[Any]()
-
+    end with its norm, and two stages must compute what the whole model does."""
+    inputs: dict[str, Any] = {"position_ids": torch.arange(LENGTH).unsqueeze(0), "use_cache": False}
+    ids, normed, returned = torch.arange(3, 3 + LENGTH).unsqueeze(0), list[Tensor](), list[Any]()
     try:
-        parts = model_parts(model)
-        stack = getattr(base, parts.layers)
-        stack[0].register_forward_hook(lambda module, args, output: returned.append(output))
-        getattr(base, parts.norm).register_forward_hook(lambda module, args, output: normed.append(output))
-        ends = base(input_ids=torch.arange(3, 3 + LENGTH).unsqueeze(0), **inputs).last_hidden_state
-        outputs = len(returned[0]) if isinstance(returned[0], tuple) else 0
-        prune_to_stage(model, range(1), first=False, last=False, outputs=outputs)
-        stack[0] = OtherStagesLayer(stack[0], outputs)
-        passed = base(inputs_embeds=hidden, **inputs).last_hidden_state
-    except (AttributeError, IndexError, RuntimeError, ValueError):  # of a backbone that expects more of its layers
+        base, parts = backbone(model), model_parts(model)
+        stack, later = getattr(base, parts.layers), copy.deepcopy(model)
+        hooks = [stack[0].register_forward_hook(lambda module, args, output: returned.append(output))]
+        hooks += [getattr(base, parts.norm).register_forward_hook(lambda module, args, output: normed.append(output))]
+        ends = base(input_ids=ids, **inputs).last_hidden_state
+        for hook in hooks:
+            hook.remove()
+        outputs, cut = len(returned[0]) if isinstance(returned[0], tuple) else 0, len(stack) // 2
+        if not cut or len(normed) != 1 or not torch.equal(ends, normed[0]):
+            return len(normed) == 1 and torch.equal(ends, normed[0]), outputs
+        prune_to_stage(model, range(cut), first=True, last=False, outputs=outputs)
+        prune_to_stage(later, range(cut, len(stack)), first=False, last=True, outputs=outputs)
+        x = base(**stage_inputs(model, ids, first=True), **inputs).last_hidden_state
+        x = backbone(later)(**stage_inputs(later, x, first=False), **inputs).last_hidden_state
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # of a backbone that expects other layers
         return False, 0
-    return len(normed) == 1 and torch.equal(ends, normed[0]) and torch.equal(passed, hidden), outputs
+    return _equal(x, ends), outputs
 
 
 def _attend(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -19,11 +20,14 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 
 class OtherStagesLayer(nn.Module):
-    """Placeholder for a layer of another stage, without parameters; returns hidden states unchanged.
+    """Placeholder for a layer of another stage, without parameters; returns hidden states unchanged, or those `received`
+    from the stage before: what the base model does to its inputs, such as scaling embeddings, the first stage has done.
 
     layer: whose place it takes; its attributes that are text, such as its kind, are kept.
     outputs: how many values the layer returns in a tuple; 0 if it returns only hidden states.
     """
+
+    received: Tensor | None = None
 
     def __init__(self, layer: nn.Module, outputs: int = 0) -> None:
         super().__init__()
@@ -31,6 +35,8 @@ class OtherStagesLayer(nn.Module):
         self.outputs = outputs
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        if self.received is not None:
+            hidden_states, self.received = self.received, None
         return (hidden_states, *[None] * (self.outputs - 1)) if self.outputs else hidden_states
 
 
@@ -61,6 +67,16 @@ def backbone(model: PreTrainedModel) -> Any:
 def backbone_name(model: PreTrainedModel) -> str:
     """Return the name of the backbone in its model."""
     return next(name for name, module in model.named_modules() if module is backbone(model))
+
+
+def stage_inputs(model: PreTrainedModel, x: Tensor, first: bool) -> dict[str, Tensor]:
+    """Return the arguments by which the base model takes `x`: ids on the first stage, else hidden states (B, S, H)."""
+    if first:
+        return {"input_ids": x}
+    for before, layer in pairwise(getattr(backbone(model), model_parts(model).layers)):
+        if isinstance(before, OtherStagesLayer) and not isinstance(layer, OtherStagesLayer):
+            before.received = x
+    return {"inputs_embeds": x}
 
 
 def model_parts(model: PreTrainedModel) -> Parts:

@@ -61,6 +61,8 @@ def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool, traine
         return problems
     if sequence_parallel and facts.value_dim != facts.head_dim:
         problems.append("latent attention is not supported with tp_sequence_parallel: leave it out")
+    if sequence_parallel and not facts.in_stages:
+        problems.append("tp_sequence_parallel needs hidden states that only layers and a norm change: leave it out")
     problems += plan_violations(config)
     if problems:
         return problems
