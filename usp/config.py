@@ -180,6 +180,9 @@ class ModelFlags:
 class CommonConfig(ParallelConfig, ModelFlags):
     """The options that train.py and rlhf.py share."""
 
+    disable_dropout: bool = False
+    """Set the model's dropout to 0, in training and in its exported configuration. With dropout, it is refused."""
+
     lora_rank: AtLeast0 = 0
     """Rank of the LoRA adapters that are trained instead of the model's weights (requires peft). 0: no adapters."""
     lora_alpha: AtLeast0 = 0

@@ -63,7 +63,8 @@ def _row(model_type: str) -> tuple[str, ...]:
     if found != "exact":
         return model_type, found, why, "", ""
     config = tiny_config(model_type)
-    trained = training_problems(config) or f"yes: {', '.join(_degrees(config))}"
+    degrees = ", ".join(_degrees(config)) if not (problems := training_problems(config)) else ""
+    trained = problems or (f"yes: {degrees}" if degrees else "yes")
     return model_type, found, why, trained, generation_problems(config) or "yes"
 
 

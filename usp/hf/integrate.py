@@ -27,10 +27,11 @@ from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .mixers import apply_mixers, sharded_mixers
-from .probe import NEUTRAL, MaskKind, structure
-from .prune import OtherStagesLayer, backbone, model_parts, stage_inputs
+from .probe import NEUTRAL, MaskKind, Structure, structure
+from .prune import HANDED, OtherStagesLayer, backbone, hand_on, model_parts, stage_inputs
 
 NAME = "unified_sp"
+_MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,22 @@ def apply_unified_sp(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     attention = UnifiedSPAttention(mesh, layout, kernel)
-    masks = _check_model(model, attention.axes.ulysses)
+    known = structure(type(model), model.config)
+    masks = _check_model(model, known, attention.axes.ulysses)
     AttentionInterface.register(NAME, _attention_forward)
     _own_config(model)
     model.set_attn_implementation(NAME)
     model.config.use_cache = False
-    base, modules = backbone(model), 0
+    base, calls = backbone(model), 0
     for name, mask in masks.items():
         with suppress(AttributeError):  # of another pipeline stage
             module = base.get_submodule(name)
             module.unified_sp, module.unified_sp_mask = attention, mask
-            modules += 1
+            calls += known.calls[name]
+            if name in known.handed:
+                hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
-    guard = _ForwardGuard(attention, modules)
+    guard = _ForwardGuard(attention, calls)
     for module in base.modules():
         kinds = getattr(module, "rope_type", None)  # of a rotary embedding
         if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
@@ -117,16 +121,15 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = copied  # type: ignore[assignment]
 
 
-def _check_model(model: PreTrainedModel, ulysses: int) -> dict[str, Mask]:
+def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict[str, Mask]:
     """Return the mask of each attention module by its name in the backbone."""
     config = model.config
-    known = structure(type(model), config)
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
-    if known.masks:
+    if known.masks and not violations:  # of a refused model, they may differ between layers
         violations += ulysses_violations(config.get_text_config().num_attention_heads, ulysses)
     if hasattr(model, NAME):
         violations.append("the model already has unified sequence parallel attention")
-    violations += [f"{name}={p} is not supported: set it to 0" for name, p in _dropouts(config)]
+    violations += [f"{name}={p} is not supported: set it to 0" for name, p in dropouts(config)]
     if getattr(config, "output_attentions", False):
         violations.append("output_attentions=True is not supported, there are no attention weights: set it to False")
     if violations:
@@ -159,7 +162,7 @@ def _turn_by_length(rotary: nn.Module, guard: _ForwardGuard) -> None:
     rotary.forward = whole_length
 
 
-def _dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
+def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
     """Yield the fields of a configuration that make layers drop activations: ranks would draw different ones."""
     for name, value in vars(config.get_text_config()).items():
         of_layers = ("dropout" in name or name.endswith("pdrop")) and not name.startswith(("classifier", "summary"))
@@ -174,6 +177,7 @@ class _ForwardGuard:
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
         self.seq_len = 1  # of the current forward, over all ranks
         self.cache: Prefill | DecodeStep | None = None  # of the current forward
+        self.given: dict[str, Any] = {}  # to the whole model, which may not pass all of it on (Mamba)
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if type(module).__name__.endswith("ForSequenceClassification"):
@@ -181,14 +185,17 @@ class _ForwardGuard:
                 f"{type(module).__name__} would read the last token of each rank's shard of the sequence: call its "
                 f"base model, and unshard_sequence its hidden states"
             )
-        if _named(module, args, kwargs).get("labels") is not None:
+        named = _named(module, args, kwargs)
+        self.given = {name: named[name] for name in HANDED if name in named}
+        if named.get("labels") is not None:
             raise ValueError("labels would be shifted within each rank's shard: pass labels to shard_batch")
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        kwargs, self.given = {**self.given, **kwargs}, {}
         named = _named(module, args, kwargs)
         self.cache = named.get("kv_cache")
         if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
-            return  # its tokens are on all ranks
+            return args, kwargs  # its tokens are on all ranks
         try:
             violations = self._violations(named)
         except ValueError as error:  # invalid cu_seqlens
@@ -202,9 +209,14 @@ class _ForwardGuard:
         if violations:
             raise ValueError("; ".join(violations))
         self.calls_before = self.attention.calls
+        return args, kwargs
 
     def _violations(self, kwargs: dict[str, Any]) -> list[str]:
-        violations = []
+        violations = [
+            f"{name} is not supported: only text runs with sequence parallelism, without images, video or audio"
+            for name, value in kwargs.items()
+            if name.startswith(_MEDIA) and value is not None
+        ]
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             violations.append("a KV cache (use_cache, past_key_values) is not supported: leave it out")
         cache = kwargs.get("kv_cache")

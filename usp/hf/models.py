@@ -9,6 +9,7 @@ one that transformers ships, and its weights are safetensors."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -33,6 +34,7 @@ from usp.run.failures import nearest
 
 from .disk import disk_layout, kept_names
 from .experts import expert_problems, has_balancing_loss
+from .integrate import dropouts
 from .probe import structure
 from .prune import backbone, model_parts
 
@@ -41,7 +43,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
 _SCALAR = "ForSequenceClassification"
@@ -93,7 +95,7 @@ def training_problems(config: PretrainedConfig) -> str:
         return "transformers has no causal language model of this type"
     if config.get_text_config() is not config:
         return "its text model is one of several parts: save only that and use it"
-    model = empty_model(config, causal=True)
+    model = empty_model(without_dropout(config), causal=True)
     known = structure(type(model), model.config)
     problems = list(known.problems)
     try:
@@ -217,6 +219,21 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
     return config
 
 
+def without_dropout(config: PretrainedConfig, disable: bool = True) -> PretrainedConfig:
+    """Return the configuration of the same model without dropout. Raises ValueError if it has some, unless `disable`."""
+    found = dict(dropouts(config))
+    if found and not disable:
+        listed = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise ValueError(
+            f"the {config.model_type} drops activations ({listed}), and ranks would drop others than a single process: "
+            f"add --disable-dropout to train without dropout"
+        )
+    config = copy.deepcopy(config)
+    for name in found:
+        setattr(config.get_text_config(), name, 0.0)
+    return config
+
+
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """Return the configuration of the same model with so many layers; any beyond its own are like its last."""
     config = copy.deepcopy(config)
@@ -251,11 +268,13 @@ def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> 
 
 def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     """Read the facts of the model named `model` from its configuration."""
-    heads = config.num_attention_heads
     window = getattr(config, "sliding_window", None) or 0
     default_kind = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
-    num_experts = next((number for name in _NUM_EXPERTS if (number := getattr(config, name, None))), 0)
+    # Mamba has neither heads nor MLPs: as many heads as fit, which then limit no degree.
+    attends = hasattr(type(config), "num_attention_heads") or not {*kinds} <= {*WITHOUT_ATTENTION}
+    heads = config.num_attention_heads if attends else config.hidden_size // 16
+    num_experts = _of_experts(config, _NUM_EXPERTS)
     if not isinstance(num_experts, int):
         raise ValueError(f"num_experts={num_experts} differs between layers")
     has_dense_mlps = (  # of a mixture of experts, which families say in different fields
@@ -273,14 +292,14 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         # In multi-head latent attention, head_dim is only the part with rotary embedding.
         head_dim=getattr(config, "qk_head_dim", None)
-        or getattr(config, "head_dim", None)
+        or (getattr(config, "head_dim", None) if attends else None)
         or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         windows=tuple(
             NO_ATTENTION if kind in WITHOUT_ATTENTION else window if kind == "sliding_attention" else 0
             for kind in kinds
         ),
-        intermediate_size=_dense_width(config) if has_dense_mlps or not num_experts else 0,
+        intermediate_size=_dense_width(config) if attends and (has_dense_mlps or not num_experts) else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         balancing_loss=has_balancing_loss(config),
@@ -292,14 +311,22 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
 
 def experts_per_token(config: PretrainedConfig) -> int:
     """Return how many experts a token is routed to; 0 for a dense model."""
-    return next((number for name in _EXPERTS_PER_TOKEN if (number := getattr(config, name, None))), 0)
+    return _of_experts(config, _EXPERTS_PER_TOKEN)
+
+
+def _of_experts(config: PretrainedConfig, names: Sequence[str]) -> int:
+    """Return the first of these fields that is set, in the configuration or (DBRX) in that of its MLPs; 0 if none is."""
+    parts = config, getattr(config, "ffn_config", None)
+    return next((number for part in parts for name in names if (number := getattr(part, name, None))), 0)
 
 
 def _dense_width(config: PretrainedConfig) -> int:
     """Return the intermediate size of the dense MLPs; raises AttributeError for a configuration without one."""
     if hasattr(config, "n_inner"):  # of GPT-2 and its kin, None by default
         return config.n_inner or 4 * config.hidden_size
-    return config.ffn_dim if hasattr(config, "ffn_dim") else config.intermediate_size
+    return next((getattr(config, name) for name in ("ffn_dim", "dff") if hasattr(config, name)), None) or (
+        config.intermediate_size
+    )
 
 
 def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedModel:

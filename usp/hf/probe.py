@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,7 +33,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .mixers import sharded_mixers
-from .prune import backbone, model_parts, prune_to_stage, stage_inputs
+from .prune import backbone, hand_on, model_parts, prune_to_stage, stage_inputs
 from .shrink import VOCAB, WINDOWS, shrink
 
 PROBE = "usp_probe"
@@ -38,6 +41,8 @@ LENGTH = 16
 SHARD = (2, 3, 4, 9, 10, 12)  # neither from the beginning nor to the end, with gaps
 TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
 LONGEST = 160  # characters of a reason
+# By model type: a public repository as `source`, and the fields of its `config` in which it differs from the default.
+RELEASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("releases.json").read_text())
 
 NOT_REGISTERED = "its attention does not go through transformers' AttentionInterface"
 MaskKind = Literal["causal", "sliding", "chunked", "bidirectional"]
@@ -63,9 +68,11 @@ class Structure:
 
     masks: of every attention module that a forward calls, by the module's name in the base model, in order.
     problems: why sequence parallelism would not be exact, one message each.
-    in_stages: whether layers take nothing from other layers but hidden states, and nothing but the norm follows them, so
-        that the model can be divided into pipeline stages.
+    in_stages: whether layers take nothing from other layers but hidden states, and only the norm follows them, so that
+        the model can be divided into pipeline stages.
     layer_outputs: how many values a layer returns in a tuple; 0 if it returns only hidden states.
+    handed: attention modules, by name, and the layers that do not pass on to them what `hand_on` does.
+    calls: how often a forward calls attention modules, by name.
     mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
     """
 
@@ -74,6 +81,8 @@ class Structure:
     in_stages: bool = False
     mixers: tuple[str, ...] = ()
     layer_outputs: int = 0
+    handed: dict[str, str] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -96,6 +105,10 @@ def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structur
     content = config.to_json_string(use_diff=False)
     if (kind, content) in _KNOWN:
         return _KNOWN[kind, content]
+    if getattr(config, "is_encoder_decoder", False):
+        return Structure({}, ("it is an encoder and a decoder, and only decoders without an encoder are supported",))
+    if kind.main_input_name != "input_ids":
+        return Structure({}, (f"it takes {kind.main_input_name}, and only language models, of ids, are supported",))
     AttentionInterface.register(PROBE, _attend)
     AttentionMaskInterface.register(PROBE, _mask)
     try:
@@ -112,10 +125,18 @@ def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structur
 
 
 def _structure_of(model: PreTrainedModel) -> Structure:
-    base = backbone(model)
+    base, unchanged = backbone(model), copy.deepcopy(model)
     names = {module: name for name, module in base.named_modules()}
     mixers = sharded_mixers(base)
-    calls, mixing, different = _run_twice(base, [base.get_submodule(name) for name in mixers])
+    parts = [base.get_submodule(name) for name in mixers]
+    calls, mixing, different = _run_twice(base, parts)
+    unreached = dict.fromkeys(names[call.module] for call in calls if "kv_cache" not in call.options)
+    layers = [names[layer] for stack in base.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
+    handed = {name: layer for name in unreached for layer in layers if name.startswith(f"{layer}.")}
+    for name, layer in handed.items():
+        hand_on(base.get_submodule(layer), base.get_submodule(name))
+    if handed:
+        calls, mixing, different = _run_twice(base, parts)
     problems: list[str] = []
     if mixing:
         problems.append(f"{', '.join(mixing)} mix tokens outside of transformers' AttentionInterface")
@@ -123,23 +144,30 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         problems.append(NOT_REGISTERED)
     elif different:
         problems.append("its layers depend on tokens, or on positions, that other ranks hold")
-    if mixers and not calls and "position_ids" not in inspect.signature(base.forward).parameters:
-        problems.append(f"{type(base).__name__} takes no position_ids")
-    if len(calls) != len({id(call.module) for call in calls}):
-        problems.append("an attention module is called more than once in a forward")
-    masks = {}
+    masks: dict[str, LayerMask] = {}
     for call in calls:
         kind, mask = type(call.module).__name__, _mask_of(call)
         if isinstance(mask, str):
             problems.append(f"{kind}: {mask}")
-        else:
-            masks[names[call.module]] = mask
+        elif masks.setdefault(names[call.module], mask) != mask:
+            problems.append(f"{kind} has several masks")
         unknown = [name for name, value in call.options.items() if name not in NEUTRAL | HONOURED and value is not None]
         problems += [f"{kind} passes {name} to attention" for name in unknown]
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
-    in_stages, outputs = _in_stages(model)
-    return Structure(masks, tuple(dict.fromkeys(problems)), in_stages, tuple(dict.fromkeys(mixers.values())), outputs)
+    parameters = inspect.signature(base.forward).parameters
+    if "position_ids" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        problems.append(f"{type(base).__name__} takes no position_ids")
+    in_stages, outputs = _in_stages(unchanged)
+    return Structure(
+        masks=masks,
+        problems=tuple(dict.fromkeys(problems)),
+        in_stages=in_stages,
+        mixers=tuple(dict.fromkeys(mixers.values())),
+        layer_outputs=outputs,
+        handed=handed,
+        calls=Counter(names[call.module] for call in calls),
+    )
 
 
 @torch.no_grad()
@@ -218,7 +246,7 @@ def _in_stages(model: PreTrainedModel) -> tuple[bool, int]:
         x = backbone(later)(**stage_inputs(later, x, first=False), **inputs).last_hidden_state
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # of a backbone that expects other layers
         return False, 0
-    return _equal(x, ends), outputs
+    return torch.equal(x, ends), outputs  # not nearly: with their first weights, tiny layers change little
 
 
 def _attend(
@@ -295,9 +323,14 @@ def causal_lm_types() -> list[str]:
     return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
 
 
+def release_config(model_type: str) -> PretrainedConfig:
+    """Return the configuration of a type as a release sets it, by `releases.json`, else transformers' default."""
+    return AutoConfig.for_model(model_type, **copy.deepcopy(RELEASES.get(model_type, {}).get("config", {})))
+
+
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """Return a tiny version of a type's default configuration, for a decoder."""
-    config = shrink(AutoConfig.for_model(model_type), layers=4)
+    """Return a tiny version of `release_config`, for a decoder."""
+    config = shrink(release_config(model_type), layers=4)
     for part in (config, config.get_text_config()):
         if "is_decoder" in vars(part):
             part.is_decoder = True
