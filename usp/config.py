@@ -188,7 +188,7 @@ class CommonConfig(ParallelConfig, ModelFlags):
     lora_alpha: AtLeast0 = 0
     """Scale of the adapters: their output is multiplied by alpha / rank. 0: twice the rank."""
     lora_targets: Annotated[str, arg(metavar="all-linear|NAME,NAME,...")] = ALL_LINEAR
-    """Linear layers that get adapters, such as q_proj,v_proj. all-linear: all except experts."""
+    """Linear layers that get adapters, such as q_proj,v_proj. all-linear: all except experts and what peft refuses."""
     lora_merge: bool = False
     """Also export the model with the adapters merged into its weights."""
 

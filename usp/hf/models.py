@@ -9,7 +9,8 @@ one that transformers ships, and its weights are safetensors."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -46,6 +47,10 @@ ModelHead: TypeAlias = Literal["lm", "scalar"]
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
+# More than any model has.
+_LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**5, "num_key_value_heads": 10**5, "head_dim": 10**5}
+_LARGEST |= {"hidden_size": 10**6, "intermediate_size": 10**7, "vocab_size": 10**8, "max_position_embeddings": 10**12}
+_LARGEST |= dict.fromkeys(_NUM_EXPERTS, 10**5)
 _SCALAR = "ForSequenceClassification"
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
@@ -74,22 +79,57 @@ def load_model_config(
         )
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={model} has no config.json: use a directory written by transformers' save_pretrained")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"model={model}: transformers cannot read its config.json: {error}") from error
+    config = _read(model, folder)
     if weights and not any(folder.glob("*.safetensors")):
         raise ValueError(f"model={model} has no .safetensors weights; other formats can execute code and are not read")
-    if problems := training_problems(config):
+    try:
+        problems = training_problems(config)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        raise ValueError(f"model={model}: the model of its config.json cannot be built: {_last_line(error)}") from error
+    if problems:
         raise ValueError(f"model={model} has model_type={config.model_type!r}, which is not trained: {problems}")
     if head == "lm":
         load_generation_config(folder)
     return _with_head(model, config, head, new_head)
 
 
+def _read(model: str, folder: Path) -> PretrainedConfig:
+    """Return the configuration in a folder. Raises ValueError for one that describes no model, before any is built."""
+    file = folder / "config.json"
+    try:
+        violations = list(_size_violations(json.loads(file.read_text()), {}))
+        if not violations:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            text = config.get_text_config()
+            violations = list(_size_violations(vars(text), text.attribute_map))
+    except Exception as error:  # of any kind: of a field of the wrong type, or what transformers computes from it
+        raise ValueError(f"model={model}: transformers cannot read its config.json: {_last_line(error)}") from error
+    if violations:
+        raise ValueError(f"model={model}: its config.json describes no model: {'; '.join(violations)}")
+    return config
+
+
+def _last_line(error: Exception) -> str:
+    *_, last = str(error).strip().splitlines() or [type(error).__name__]
+    return last.strip()
+
+
+def _size_violations(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> Iterator[str]:
+    """Yield sizes that no model has. own_names: of fields that a configuration calls otherwise."""
+    sizes = {own_names.get(name, name): most for name, most in _LARGEST.items()}
+    for name, most in sizes.items():
+        size, least = fields.get(name), 0 if name in _NUM_EXPERTS else 1
+        if isinstance(size, int) and not least <= size <= most:
+            yield f"{name}={size} must be from {least} to {most}"
+    heads, kv_heads = (fields.get(own_names.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
+        yield f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}"
+
+
 def training_problems(config: PretrainedConfig) -> str:
     """Return why the causal LM of `config` cannot be sharded over a sequence and trained in stages; empty if it can."""
     if config.model_type in FAMILIES:
+        empty_model(with_layers(config, 1), causal=True)
         return ""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no causal language model of this type"
@@ -103,6 +143,10 @@ def training_problems(config: PretrainedConfig) -> str:
     except ValueError as error:
         problems.append(str(error))
     else:
+        layers = getattr(backbone(model), parts.layers)
+        owned = [parameter for layer in layers for parameter in layer.parameters()]
+        if len({*owned}) < len(owned):
+            problems.append("its layers share parameters, and those of each layer are sharded by themselves")
         staged = {parts.embedding, *parts.positions, parts.layers, parts.norm}
         children = backbone(model).named_children()
         if others := [name for name, part in children if name not in staged and any(part.named_parameters())]:

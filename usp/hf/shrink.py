@@ -118,10 +118,10 @@ def _of_all_kinds(values: list[Any] | tuple[Any, ...], length: int) -> list[Any]
     """Return the first `length` values, the last of them replaced by kinds that come later."""
     chosen = list(values[:length])
     later = [value for place, value in enumerate(values) if value not in values[:place] and value not in chosen]
-    # Zamba's hybrid layers share a transformer, so there must be two.
-    later += ["hybrid"] * (list(values).count("hybrid") > 1 > chosen.count("hybrid") - 1)
+    # Zamba's hybrid layers share one transformer, and Zamba2's every second one: with three, some do.
+    later += ["hybrid"] * (min(3, list(values).count("hybrid")) - [*chosen, *later].count("hybrid"))
     for value in later:
-        repeated = [place for place, other in enumerate(chosen) if chosen.count(other) > 1]
+        repeated = [place for place, other in enumerate(chosen) if other != value and chosen.count(other) > 1]
         if not repeated:
             break
         chosen[repeated[-1]] = value
