@@ -265,7 +265,7 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
 
 
 def without_dropout(config: PretrainedConfig, disable: bool = True) -> PretrainedConfig:
-    """Return the configuration of the same model without dropout. Raises ValueError if it has some, unless `disable`."""
+    """Return the configuration of the same model without dropout; unless `disable`, raises ValueError for any."""
     found = dict(dropouts(config))
     if found and not disable:
         listed = ", ".join(f"{name}={value}" for name, value in found.items())
@@ -360,7 +360,7 @@ def experts_per_token(config: PretrainedConfig) -> int:
 
 
 def _of_experts(config: PretrainedConfig, names: Sequence[str]) -> int:
-    """Return the first of these fields that is set, in the configuration or (DBRX) in that of its MLPs; 0 if none is."""
+    """Return the first of these fields that is set in the configuration or (DBRX) in that of its MLPs; 0 for none."""
     parts = config, getattr(config, "ffn_config", None)
     return next((number for part in parts for name in names if (number := getattr(part, name, None))), 0)
 

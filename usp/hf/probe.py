@@ -41,7 +41,7 @@ LENGTH = 16
 SHARD = (2, 3, 4, 9, 10, 12)  # neither from the beginning nor to the end, with gaps
 TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
 LONGEST = 160  # characters of a reason
-# By model type: a public repository as `source`, and the fields of its `config` in which it differs from the default.
+# By model type: a public repository, `source`, and fields of its `config` that differ from transformers' defaults.
 RELEASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("releases.json").read_text())
 
 NOT_REGISTERED = "its attention does not go through transformers' AttentionInterface"
@@ -338,7 +338,7 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 
 
 def verdict(model_type: str) -> tuple[str, str]:
-    """Return "exact" and the masks and recurrent layers of a type's default configuration, or "refused" and why."""
+    """Return "exact" and the masks and recurrent layers of a type as `release_config`, or "refused" and why."""
     try:
         config = tiny_config(model_type)
         with torch.device("meta"):

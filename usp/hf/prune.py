@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-
 HANDED = ("position_ids", "cu_seqlens", "kv_cache")
 
 
@@ -75,8 +74,8 @@ def backbone_name(model: PreTrainedModel) -> str:
 
 
 def hand_on(outer: nn.Module, inner: nn.Module) -> None:
-    """Let `inner` take what `outer`, whose forward calls it, takes of `HANDED` and does not pass on. Not by hooks, which
-    a recomputed layer does not run again."""
+    """Let `inner` take what `outer`, whose forward calls it, takes of `HANDED` and does not pass on. Not by hooks:
+    a layer that is recomputed does not run them again."""
     held: dict[str, Any] = {}
     outer_forward, inner_forward = outer.forward, inner.forward
 

@@ -113,20 +113,24 @@ def _latent_modules(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator
 def _head_norms(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the styles of norms over each head (GLM-4.5's use_qk_norm, Cohere's), where the plan divides the heads and
     names none: their weight is that of all heads, or one for each head."""
-    divided = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise" and name.endswith("q_proj")}
+    divided = {
+        name.rpartition(".")[0] for name, style in plan.items() if style == "colwise" and name.endswith("q_proj")
+    }
     for attention in divided:
         pattern = re.compile(re.escape(attention).replace(r"\*", r"[^.]+"))
         for name, module in model.named_modules():
             within, _, part = name.rpartition(".")
             if not part.endswith("norm") or not pattern.fullmatch(within) or f"{attention}.{part}" in plan:
                 continue
-            head_dim = model.get_submodule(within).head_dim
+            head_dim = getattr(model.get_submodule(within), "head_dim", None)
             shapes = {tuple(parameter.shape) for parameter in module.parameters()}
             if shapes == {(head_dim,)}:
                 yield f"{attention}.{part}", _PARTIAL
             elif all(len(shape) == 2 and shape[1] == head_dim for shape in shapes):
                 yield f"{attention}.{part}", "local_params"
-                yield from ((f"{attention}.{part}.{parameter}", "colwise") for parameter, _ in module.named_parameters())
+                yield from (
+                    (f"{attention}.{part}.{parameter}", "colwise") for parameter, _ in module.named_parameters()
+                )
 
 
 def _family_plan(config: PretrainedConfig) -> dict[str, str]:

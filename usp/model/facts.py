@@ -237,8 +237,8 @@ def pp_violations(facts: ModelFacts, stages: int) -> list[str]:
     """Return why the model cannot be cut into `stages` pipeline stages, one message per violation."""
     if stages > 1 and not facts.in_stages:
         return [
-            f"{facts.name} cannot be divided into pipeline stages, because its layers take more than the hidden states of "
-            f"the layer before, or more than a norm follows them: use pp=1"
+            f"{facts.name} cannot be divided into pipeline stages: its layers take more than the hidden states of the "
+            f"layer before, or more than a norm follows them; use pp=1"
         ]
     if stages > len(facts.windows):
         return [f"{stages} pipeline stages need as many layers, but {facts.name} has {len(facts.windows)}"]

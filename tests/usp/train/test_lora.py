@@ -41,6 +41,7 @@ from usp.config import TrainConfig
 from usp.hf.export import save_weights
 from usp.hf.lora import adapter_parameters, initialise_adapters, lora_targets, save_adapter
 from usp.hf.models import load_model_config
+from usp.hf.probe import tiny_config
 from usp.losses.output_heads import NextTokenLoss
 from usp.losses.vocabulary import global_token_count
 from usp.predict.meter import OPTIMIZER
@@ -320,6 +321,16 @@ def test_experts_get_no_adapters() -> None:
         lora_targets(config, "q_proj,gate_proj,down_proj")
     with pytest.raises(ValueError, match=r"experts are fused parameters, which get no adapters"):
         lora_targets(config, "gate_up_proj")
+
+
+def test_targets_leave_out_what_peft_refuses() -> None:
+    """Of Mamba layers, out_proj, which kernels of a whole layer read by themselves; with experts and without."""
+    for model_type in ("nemotron_h", "falcon_h1"):
+        config = tiny_config(model_type)
+        assert "out_proj" not in lora_targets(config, "all-linear")
+        assert lora_targets(config, "in_proj,q_proj") == ("in_proj", "q_proj")
+        with pytest.raises(ValueError, match=f"peft refuses out_proj of {model_type}: use .*in_proj"):
+            lora_targets(config, "out_proj,q_proj")
 
 
 def test_defaults_are_those_of_adapters(whole: Path) -> None:

@@ -54,6 +54,8 @@ def generation_problems(config: ModelConfig) -> str:
     model: Any = empty_model(config, causal=True)
     known = structure(type(model), model.config)
     problems = [*known.problems, *cache_problems({mask.kind for mask in known.masks.values()})]
+    if max(known.calls.values(), default=1) > 1:
+        problems.append("its layers attend more than once, and a cache holds keys and values of one call")
     try:
         logit_transform(model)
     except (AttributeError, ValueError) as error:
