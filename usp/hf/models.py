@@ -159,7 +159,7 @@ def training_problems(config: PretrainedConfig) -> str:
     try:
         facts = model_facts("", config)
     except Exception as error:  # of any kind: it is transformers' code that runs
-        problems.append(f"its configuration does not give one size for all layers: {error}")
+        problems.append(f"its configuration does not give one size for all layers: {str(error).split('. ')[0]}")
     else:
         problems += expert_problems(model, facts.num_experts)
     return "; ".join(problems)

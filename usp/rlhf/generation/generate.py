@@ -63,7 +63,7 @@ def generation_problems(config: ModelConfig) -> str:
     try:
         model_facts("", config)
     except Exception as error:  # of any kind: it is transformers' code that runs
-        problems.append(f"its configuration does not give one size for all layers: {error}")
+        problems.append(f"its configuration does not give one size for all layers: {str(error).split('. ')[0]}")
     return "; ".join(problems)
 
 
