@@ -181,12 +181,15 @@ class ModelFlags:
 class CommonConfig(ParallelConfig, ModelFlags):
     """The options that train.py and rlhf.py share."""
 
+    disable_dropout: bool = False
+    """Set the model's dropout to 0, in training and in its exported configuration. With dropout, it is refused."""
+
     lora_rank: AtLeast0 = 0
     """Rank of the LoRA adapters that are trained instead of the model's weights (requires peft). 0: no adapters."""
     lora_alpha: AtLeast0 = 0
     """Scale of the adapters: their output is multiplied by alpha / rank. 0: twice the rank."""
     lora_targets: Annotated[str, arg(metavar="all-linear|NAME,NAME,...")] = ALL_LINEAR
-    """Linear layers that get adapters, such as q_proj,v_proj. all-linear: all except experts."""
+    """Linear layers that get adapters, such as q_proj,v_proj. all-linear: all except experts and what peft refuses."""
     lora_merge: bool = False
     """Also export the model with the adapters merged into its weights."""
 

@@ -10,8 +10,9 @@ from typing import Annotated
 import tyro
 from tyro.conf import arg
 
+from usp.hf.integrate import dropouts
 from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, training_problems
-from usp.hf.probe import causal_lm_types, structure, tiny_config, verdict
+from usp.hf.probe import RELEASES, causal_lm_types, structure, tiny_config, verdict
 from usp.hf.tensor_parallel import tp_problems
 from usp.rlhf.generation.generate import generation_problems
 from usp.run.tables import Grid
@@ -20,15 +21,27 @@ HEADING = """# Models
 
 Every type of causal language model in transformers {version}: accepted by `apply_unified_sp`, which is then exact on
 any ring x ulysses mesh, or refused with the reason. A model is accepted for what its layers do, not for its name: a
-tiny copy of it runs once on all tokens and once on some of them (`usp/hf/probe.py`). "No tiny copy" means
-that transformers' defaults for the type give no decoder that runs on text alone; a checkpoint's configuration may.
+tiny copy of it runs once on all tokens and once on some of them (`usp/hf/probe.py`). Its configuration is
+that of the release in the second column where that differs from transformers' defaults in what matters here
+(`usp/hf/releases.json`), else the default. "No tiny copy" means that this gives no decoder that runs on text alone;
+another configuration may.
 
-The next column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
-experts, if it has any, go through transformers' `ExpertsInterface`. It names the degrees that divide the model besides
-data and sequence parallelism; tp of a mixture of experts needs `--tp-sequence-parallel`. Buffers that checkpoints hold,
-such as the biases by which routers choose experts, are saved with the weights and not trained. The last one says
-whether it generates responses, token for token as transformers does, on sharded ranks. rlhf.py takes models that do
-both; `usp cost` knows {known}.
+The next column says whether train.py trains it: a model with an embedding, layers, a norm and a head, whose experts, if
+it has any, go through transformers' `ExpertsInterface`. It names the degrees that divide the model besides data and
+sequence parallelism; tp of a mixture of experts needs `--tp-sequence-parallel`. `--disable-dropout` is named where the
+configuration has dropout, which would depend on the layout. Buffers that checkpoints hold, such as the biases by which
+routers choose experts, are saved with the weights and not trained. The last column says whether it generates responses,
+token for token as transformers does, on sharded ranks. rlhf.py takes models that do both; `usp cost` knows {known}.
+
+The text model of a model of several parts is trained as one of its own. `model.get_decoder().save_pretrained(folder)`
+writes it if its head is tied to its embedding, as in Gemma 3; with a head of its own:
+
+```python
+text = AutoModelForCausalLM.from_config(model.config.get_text_config())
+text.base_model.load_state_dict(model.get_decoder().state_dict())
+text.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())
+text.save_pretrained(folder)
+```
 
 This file is written by `python -m usp models > docs/models.md`.
 """
@@ -54,22 +67,27 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
 
 def table(types: Iterable[str]) -> Grid:
-    head = ("model type", "", "attention and recurrent layers, or reason", "train.py", "generation")
+    head = ("model type", "as in", "", "attention and recurrent layers, or reason", "train.py", "generation")
     return Grid("", head, tuple(map(_row, types)))
 
 
 def _row(model_type: str) -> tuple[str, ...]:
     found, why = verdict(model_type)
+    source = RELEASES.get(model_type, {}).get("source", "")
     if found != "exact":
-        return model_type, found, why, "", ""
+        return model_type, source, found, why, "", ""
     config = tiny_config(model_type)
-    trained = training_problems(config) or f"yes: {', '.join(_degrees(config))}"
-    return model_type, found, why, trained, generation_problems(config) or "yes"
+    trained = training_problems(config)
+    if not trained:
+        flags = "; with `--disable-dropout`" if dict(dropouts(config)) else ""
+        trained = f"yes: {', '.join(_degrees(config))}".removesuffix(": ") + flags
+    return model_type, source, found, why, trained, generation_problems(config) or "yes"
 
 
 def _degrees(config: ModelConfig) -> Iterator[str]:
     model = empty_model(config, causal=True)
-    yield "pp"
+    if model_facts("", config).in_stages:
+        yield "pp"
     if not structure(type(model), config).mixers and not all(tp_problems(model, 2, shared) for shared in (False, True)):
         yield "tp"
     if model_facts("", config).num_experts:

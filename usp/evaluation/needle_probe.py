@@ -30,6 +30,7 @@ from usp.hf.models import (
     load_model_config,
     model_facts,
     with_context,
+    without_dropout,
 )
 from usp.hf.tensor_parallel import tp_problems
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
@@ -170,7 +171,7 @@ def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
     problems = Problems(needle_violations(config))
     problems.check()
     device = problems.attempt(lambda: choose_device(config.device, launch))
-    model = problems.attempt(lambda: load_model_config(config.model))
+    model = problems.attempt(lambda: without_dropout(load_model_config(config.model)))
     tokenizer = problems.attempt(lambda: load_tokenizer(tokenizer_of(config.tokenizer, config.model)))
     files = problems.attempt(lambda: find_files(config.data, config.data_field))
     dims = problems.attempt(lambda: parallel_dims(config).resolve(launch.world_size))

@@ -31,6 +31,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from parallel.reallocation.boxes import Box
 
+from .prune import backbone_name
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 5
 
@@ -173,6 +175,15 @@ def read_headers(folder: Path) -> dict[str, Any]:
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
     return slices_of
+
+
+def in_whole(whole: PreTrainedModel, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what files hold by the names in the `whole` model, also of files that its base model wrote by itself, such
+    as the language model of a multimodal one."""
+    prefix = f"{backbone_name(whole)}."
+    return (
+        found if any(name.startswith(prefix) for name in found) else {f"{prefix}{name}": found[name] for name in found}
+    )
 
 
 def choose_tensors(

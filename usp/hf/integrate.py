@@ -28,10 +28,11 @@ from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .mixers import apply_mixers, sharded_mixers
 from .positions import Places, follow_positions, scaled_query
-from .probe import NEUTRAL, MaskKind, structure
-from .prune import OtherStagesLayer, backbone, model_parts
+from .probe import NEUTRAL, MaskKind, Structure, structure
+from .prune import HANDED, OtherStagesLayer, backbone, hand_on, model_parts, stage_inputs
 
 NAME = "unified_sp"
+_MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,22 @@ def apply_unified_sp(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     attention = UnifiedSPAttention(mesh, layout, kernel)
-    masks = _check_model(model, attention.axes.ulysses)
+    known = structure(type(model), model.config)
+    masks = _check_model(model, known, attention.axes.ulysses)
     AttentionInterface.register(NAME, _attention_forward)
     _own_config(model)
     model.set_attn_implementation(NAME)
     model.config.use_cache = False
-    base, modules = backbone(model), 0
+    base, calls = backbone(model), 0
     for name, mask in masks.items():
         with suppress(AttributeError):  # of another pipeline stage
             module = base.get_submodule(name)
             module.unified_sp, module.unified_sp_mask = attention, mask
-            modules += 1
+            calls += known.calls[name]
+            if name in known.handed:
+                hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
-    guard = _ForwardGuard(attention, modules)
+    guard = _ForwardGuard(attention, calls)
     follow_positions(base, guard.places)
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
@@ -86,7 +90,7 @@ def run_layers(model: PreTrainedModel, x: Tensor, *, first: bool, **inputs: Any)
     x: ids (B, S) on the first stage, else hidden states (B, S, H); of this rank's tokens. With a `kv_cache` these are
         of prompts, or one token of each sequence.
     """
-    inputs |= {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
+    inputs |= {**stage_inputs(model, x, first), "use_cache": False}
     if hasattr(model.config, "output_router_logits"):
         inputs["output_router_logits"] = False  # would keep all layers' logits; `RouterBalance` uses hooks
     return backbone(model)(**inputs).last_hidden_state
@@ -115,16 +119,15 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = copied  # type: ignore[assignment]
 
 
-def _check_model(model: PreTrainedModel, ulysses: int) -> dict[str, Mask]:
+def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict[str, Mask]:
     """Return the mask of each attention module by its name in the backbone."""
     config = model.config
-    known = structure(type(model), config)
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
-    if known.masks:
+    if known.masks and not violations:  # of a refused model, they may differ between layers
         violations += ulysses_violations(config.get_text_config().num_attention_heads, ulysses)
     if hasattr(model, NAME):
         violations.append("the model already has unified sequence parallel attention")
-    violations += [f"{name}={p} is not supported: set it to 0" for name, p in _dropouts(config)]
+    violations += [f"{name}={p} is not supported: set it to 0" for name, p in dropouts(config)]
     if getattr(config, "output_attentions", False):
         violations.append("output_attentions=True is not supported, there are no attention weights: set it to False")
     if violations:
@@ -133,7 +136,7 @@ def _check_model(model: PreTrainedModel, ulysses: int) -> dict[str, Mask]:
     return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
 
 
-def _dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
+def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
     """Yield the fields of a configuration that make layers drop activations: ranks would draw different ones."""
     for name, value in vars(config.get_text_config()).items():
         of_layers = ("dropout" in name or name.endswith("pdrop")) and not name.startswith(("classifier", "summary"))
@@ -150,6 +153,7 @@ class _ForwardGuard:
         self.local = torch.zeros(1, dtype=torch.int64)  # positions of this rank's tokens in the whole sequence
         self.starts = torch.zeros(1, 1, dtype=torch.int64)  # of the document of each token of the whole sequence
         self.places = Places(self.starts, self._last_positions)
+        self.given: dict[str, Any] = {}  # to the whole model, which may not pass all of it on (Mamba)
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if type(module).__name__.endswith("ForSequenceClassification"):
@@ -157,14 +161,17 @@ class _ForwardGuard:
                 f"{type(module).__name__} would read the last token of each rank's shard of the sequence: call its "
                 f"base model, and unshard_sequence its hidden states"
             )
-        if _named(module, args, kwargs).get("labels") is not None:
+        named = _named(module, args, kwargs)
+        self.given = {name: named[name] for name in HANDED if name in named}
+        if named.get("labels") is not None:
             raise ValueError("labels would be shifted within each rank's shard: pass labels to shard_batch")
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        kwargs, self.given = {**self.given, **kwargs}, {}
         named = _named(module, args, kwargs)
         self.cache, self.places.positions = named.get("kv_cache"), named.get("position_ids")
         if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
-            return  # its tokens are on all ranks
+            return args, kwargs  # its tokens are on all ranks
         try:
             violations = self._violations(named)
         except ValueError as error:  # invalid cu_seqlens
@@ -178,9 +185,14 @@ class _ForwardGuard:
         if violations:
             raise ValueError("; ".join(violations))
         self.calls_before = self.attention.calls
+        return args, kwargs
 
     def _violations(self, kwargs: dict[str, Any]) -> list[str]:
-        violations = []
+        violations = [
+            f"{name} is not supported: only text runs with sequence parallelism, without images, video or audio"
+            for name, value in kwargs.items()
+            if name.startswith(_MEDIA) and value is not None
+        ]
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             violations.append("a KV cache (use_cache, past_key_values) is not supported: leave it out")
         cache = kwargs.get("kv_cache")

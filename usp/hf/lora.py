@@ -25,6 +25,7 @@ from usp.config import ALL_LINEAR
 from .disk import DiskTensor, base_parameters, is_adapter, persistent_buffers
 from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
 from .models import empty_model, model_facts
+from .shrink import shrink
 from .tensor_parallel import tp_plan
 
 ADAPTER = "default"  # peft's name of a model's only adapter
@@ -49,9 +50,11 @@ def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
     """Return the names of the linears of a model that get adapters, as peft's target_modules.
 
     targets: names separated by commas, or `all-linear` for every linear below the output head. Experts are one
-        parameter for all experts of a layer, and stay frozen; so do dense MLPs whose names peft gives to the experts.
+        parameter for all experts of a layer, and stay frozen; so do dense MLPs whose names peft gives to the experts,
+        and what peft refuses, as out_proj of some types of Mamba layers.
 
-    Raises ValueError, naming those that are not linears of the model, and those that peft would place on its experts.
+    Raises ValueError, naming those that are not linears of the model, those that peft would place on its experts, and
+    those that it refuses.
     """
     model, has_experts = empty_model(config), model_facts(config.model_type, config).num_experts > 0
     linears = sorted({name.rpartition(".")[2] for name, _ in _linears(model)})
@@ -62,13 +65,14 @@ def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
             f"lora_targets={targets} names {', '.join(map(repr, unknown))}, but the linear layers of "
             f"{config.model_type} are {', '.join(linears)}{experts}: use some of those, or {ALL_LINEAR}"
         )
-    moved = _moved_to_experts(model, linears) & set(names) if has_experts else set()
-    if targets != ALL_LINEAR and moved:
-        raise ValueError(
-            f"lora_targets={targets}: peft takes {', '.join(sorted(moved))} of {config.model_type} for its experts, "
-            f"which get no adapters: use {', '.join(name for name in linears if name not in moved)}"
-        )
-    return tuple(name for name in names if name not in moved)
+    refused = set(_refused_by_peft(config, linears))
+    moved = _moved_to_experts(model, [name for name in linears if name not in refused]) if has_experts else set()
+    left = [name for name in linears if name not in moved | refused]
+    for none, why in ((refused, "refuses {}"), (moved, "takes {} for its experts, which get no adapters")):
+        if targets != ALL_LINEAR and (wrong := none & set(names)):
+            said = why.format(f"{', '.join(sorted(wrong))} of {config.model_type}")
+            raise ValueError(f"lora_targets={targets}: peft {said}: use {', '.join(left)}")
+    return tuple(name for name in names if name in left)
 
 
 def apply_lora(
@@ -159,6 +163,21 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.base_model.named_modules():
         if isinstance(module, nn.Linear):
             yield f"{prefix}.{name}", module
+
+
+def _refused_by_peft(config: PretrainedConfig, names: Sequence[str]) -> Iterator[str]:
+    """Yield the names of linears that peft gives no adapters in a model of this type."""
+    from peft import inject_adapter_in_model
+
+    tiny = shrink(config, layers=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for name in names:
+            try:
+                inject_adapter_in_model(lora_config(Lora(1, 1, ()), [name]), empty_model(tiny), ADAPTER)
+            except ValueError as error:
+                if "incompatible" in str(error):
+                    yield name
 
 
 def _moved_to_experts(model: PreTrainedModel, names: Sequence[str]) -> set[str]:

@@ -9,6 +9,8 @@ one that transformers ships, and its weights are safetensors."""
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -33,6 +35,7 @@ from usp.run.failures import nearest
 
 from .disk import disk_layout, kept_names
 from .experts import expert_problems, has_balancing_loss
+from .integrate import dropouts
 from .probe import structure
 from .prune import backbone, model_parts
 
@@ -41,9 +44,14 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
+SEVERAL_PARTS = "its text model is one of several parts: save that by itself and use it (see docs/models.md)"
+# More than any model has.
+_LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**5, "num_key_value_heads": 10**5, "head_dim": 10**5}
+_LARGEST |= {"hidden_size": 10**6, "intermediate_size": 10**7, "vocab_size": 10**8, "max_position_embeddings": 10**12}
+_LARGEST |= dict.fromkeys(_NUM_EXPERTS, 10**5)
 _SCALAR = "ForSequenceClassification"
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
@@ -72,28 +80,63 @@ def load_model_config(
         )
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={model} has no config.json: use a directory written by transformers' save_pretrained")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"model={model}: transformers cannot read its config.json: {error}") from error
+    config = _read(model, folder)
     if weights and not any(folder.glob("*.safetensors")):
         raise ValueError(f"model={model} has no .safetensors weights; other formats can execute code and are not read")
-    if problems := training_problems(config):
+    try:
+        problems = training_problems(config)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        raise ValueError(f"model={model}: the model of its config.json cannot be built: {_last_line(error)}") from error
+    if problems:
         raise ValueError(f"model={model} has model_type={config.model_type!r}, which is not trained: {problems}")
     if head == "lm":
         load_generation_config(folder)
     return _with_head(model, config, head, new_head)
 
 
+def _read(model: str, folder: Path) -> PretrainedConfig:
+    """Return the configuration in a folder. Raises ValueError for one that describes no model, before any is built."""
+    file = folder / "config.json"
+    try:
+        violations = list(_size_violations(json.loads(file.read_text()), {}))
+        if not violations:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            text = config.get_text_config()
+            violations = list(_size_violations(vars(text), text.attribute_map))
+    except Exception as error:  # of any kind: of a field of the wrong type, or what transformers computes from it
+        raise ValueError(f"model={model}: transformers cannot read its config.json: {_last_line(error)}") from error
+    if violations:
+        raise ValueError(f"model={model}: its config.json describes no model: {'; '.join(violations)}")
+    return config
+
+
+def _last_line(error: Exception) -> str:
+    *_, last = str(error).strip().splitlines() or [type(error).__name__]
+    return last.strip()
+
+
+def _size_violations(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> Iterator[str]:
+    """Yield sizes that no model has. own_names: of fields that a configuration calls otherwise."""
+    sizes = {own_names.get(name, name): most for name, most in _LARGEST.items()}
+    for name, most in sizes.items():
+        size, least = fields.get(name), 0 if name in _NUM_EXPERTS else 1
+        if isinstance(size, int) and not least <= size <= most:
+            yield f"{name}={size} must be from {least} to {most}"
+    heads, kv_heads = (fields.get(own_names.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
+        yield f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}"
+
+
 def training_problems(config: PretrainedConfig) -> str:
     """Return why the causal LM of `config` cannot be sharded over a sequence and trained in stages; empty if it can."""
     if config.model_type in FAMILIES:
+        empty_model(with_layers(config, 1), causal=True)
         return ""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no causal language model of this type"
     if config.get_text_config() is not config:
-        return "its text model is one of several parts: save only that and use it"
-    model = empty_model(config, causal=True)
+        return SEVERAL_PARTS
+    model = empty_model(without_dropout(config), causal=True)
     known = structure(type(model), model.config)
     problems = list(known.problems)
     try:
@@ -101,11 +144,13 @@ def training_problems(config: PretrainedConfig) -> str:
     except ValueError as error:
         problems.append(str(error))
     else:
+        layers = getattr(backbone(model), parts.layers)
+        owned = [parameter for layer in layers for parameter in layer.parameters()]
+        if len({*owned}) < len(owned):
+            problems.append("its layers share parameters, and those of each layer are sharded by themselves")
         staged = {parts.embedding, *parts.positions, parts.layers, parts.norm}
         children = backbone(model).named_children()
-        if not known.in_stages:
-            problems.append("it changes hidden states outside of its layers and its norm")
-        elif others := [name for name, part in children if name not in staged and any(part.named_parameters())]:
+        if others := [name for name, part in children if name not in staged and any(part.named_parameters())]:
             problems.append(f"its {', '.join(others)} would be on no stage: only embedding, layers, norm and head are")
     try:
         disk_layout(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
@@ -114,7 +159,7 @@ def training_problems(config: PretrainedConfig) -> str:
     try:
         facts = model_facts("", config)
     except Exception as error:  # of any kind: it is transformers' code that runs
-        problems.append(f"its configuration does not give one size for all layers: {error}")
+        problems.append(f"its configuration does not give one size for all layers: {str(error).split('. ')[0]}")
     else:
         problems += expert_problems(model, facts.num_experts)
     return "; ".join(problems)
@@ -219,6 +264,21 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
     return config
 
 
+def without_dropout(config: PretrainedConfig, disable: bool = True) -> PretrainedConfig:
+    """Return the configuration of the same model without dropout; unless `disable`, raises ValueError for any."""
+    found = dict(dropouts(config))
+    if found and not disable:
+        listed = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise ValueError(
+            f"the {config.model_type} drops activations ({listed}), and ranks would drop others than a single process: "
+            f"add --disable-dropout to train without dropout"
+        )
+    config = copy.deepcopy(config)
+    for name in found:
+        setattr(config.get_text_config(), name, 0.0)
+    return config
+
+
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """Return the configuration of the same model with so many layers; any beyond its own are like its last."""
     config = copy.deepcopy(config)
@@ -253,11 +313,13 @@ def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> 
 
 def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     """Read the facts of the model named `model` from its configuration."""
-    heads = config.num_attention_heads
     window = getattr(config, "sliding_window", None) or 0
     default_kind = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
-    num_experts = next((number for name in _NUM_EXPERTS if (number := getattr(config, name, None))), 0)
+    # Mamba has neither heads nor MLPs: as many heads as fit, which then limit no degree.
+    attends = hasattr(type(config), "num_attention_heads") or not {*kinds} <= {*WITHOUT_ATTENTION}
+    heads = config.num_attention_heads if attends else config.hidden_size // 16
+    num_experts = _of_experts(config, _NUM_EXPERTS)
     if not isinstance(num_experts, int):
         raise ValueError(f"num_experts={num_experts} differs between layers")
     has_dense_mlps = (  # of a mixture of experts, which families say in different fields
@@ -268,38 +330,48 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or (getattr(config, "moe_layer_start_index", None) or 0) > 0
         or (getattr(config, "moe_layer_interval", None) or 1) > 1
     )
+    kind = cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     return ModelFacts(
         name=model,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         # In multi-head latent attention, head_dim is only the part with rotary embedding.
         head_dim=getattr(config, "qk_head_dim", None)
-        or getattr(config, "head_dim", None)
+        or (getattr(config, "head_dim", None) if attends else None)
         or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         windows=tuple(
             NO_ATTENTION if kind in WITHOUT_ATTENTION else window if kind == "sliding_attention" else 0
             for kind in kinds
         ),
-        intermediate_size=_dense_width(config) if has_dense_mlps or not num_experts else 0,
+        intermediate_size=_dense_width(config) if attends and (has_dense_mlps or not num_experts) else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         balancing_loss=has_balancing_loss(config),
         tied=bool(config.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=getattr(config, "v_head_dim", None) or 0,
+        in_stages=config.model_type in FAMILIES or structure(kind, config).in_stages,
     )
 
 
 def experts_per_token(config: PretrainedConfig) -> int:
     """Return how many experts a token is routed to; 0 for a dense model."""
-    return next((number for name in _EXPERTS_PER_TOKEN if (number := getattr(config, name, None))), 0)
+    return _of_experts(config, _EXPERTS_PER_TOKEN)
+
+
+def _of_experts(config: PretrainedConfig, names: Sequence[str]) -> int:
+    """Return the first of these fields that is set in the configuration or (DBRX) in that of its MLPs; 0 for none."""
+    parts = config, getattr(config, "ffn_config", None)
+    return next((number for part in parts for name in names if (number := getattr(part, name, None))), 0)
 
 
 def _dense_width(config: PretrainedConfig) -> int:
     """Return the intermediate size of the dense MLPs; raises AttributeError for a configuration without one."""
     if hasattr(config, "n_inner"):  # of GPT-2 and its kin, None by default
         return config.n_inner or 4 * config.hidden_size
-    return config.ffn_dim if hasattr(config, "ffn_dim") else config.intermediate_size
+    return next((getattr(config, name) for name in ("ffn_dim", "dff") if hasattr(config, name)), None) or (
+        config.intermediate_size
+    )
 
 
 def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedModel:

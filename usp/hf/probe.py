@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -39,8 +42,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .mixers import sharded_mixers
 from .positions import Places, follow_positions, scaled_query
-from .prune import OtherStagesLayer, backbone, model_parts, prune_to_stage
-from .shrink import HIDDEN, VOCAB, WINDOWS, large_numbers, lowered, shrink
+from .prune import backbone, hand_on, model_parts, prune_to_stage, stage_inputs
+from .shrink import VOCAB, WINDOWS, large_numbers, lowered, shrink
 
 PROBE = "usp_probe"
 LENGTH = 16
@@ -50,6 +53,8 @@ FEW = (1, 2)  # less than any of the lowered numbers, in number and in position
 FAR = 1 << 24
 TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
 LONGEST = 160  # characters of a reason
+# By model type: a public repository, `source`, and fields of its `config` that differ from transformers' defaults.
+RELEASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("releases.json").read_text())
 
 NOT_REGISTERED = "its attention does not go through transformers' AttentionInterface"
 MaskKind = Literal["causal", "sliding", "chunked", "bidirectional"]
@@ -75,9 +80,11 @@ class Structure:
 
     masks: of every attention module that a forward calls, by the module's name in the base model, in order.
     problems: why sequence parallelism would not be exact, one message each.
-    in_stages: whether hidden states pass through nothing but the embeddings, the layers and at last the norm, so that
+    in_stages: whether layers take nothing from other layers but hidden states, and only the norm follows them, so that
         the model can be divided into pipeline stages.
     layer_outputs: how many values a layer returns in a tuple; 0 if it returns only hidden states.
+    handed: attention modules, by name, and the layers that do not pass on to them what `hand_on` does.
+    calls: how often a forward calls attention modules, by name.
     mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
     untried: numbers of the configuration without which a tiny copy with less does not run, such as the size of a table
         of positions: whether anything begins at them is unknown.
@@ -89,6 +96,8 @@ class Structure:
     mixers: tuple[str, ...] = ()
     layer_outputs: int = 0
     untried: tuple[str, ...] = ()
+    handed: dict[str, str] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,6 +120,10 @@ def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structur
     content = config.to_json_string(use_diff=False)
     if (kind, content) in _KNOWN:
         return _KNOWN[kind, content]
+    if getattr(config, "is_encoder_decoder", False):
+        return Structure({}, ("it is an encoder and a decoder, and only decoders without an encoder are supported",))
+    if kind.main_input_name != "input_ids":
+        return Structure({}, (f"it takes {kind.main_input_name}, and only language models, of ids, are supported",))
     AttentionInterface.register(PROBE, _attend)
     AttentionMaskInterface.register(PROBE, _mask)
     try:
@@ -130,8 +143,8 @@ def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
 
     def found(names: Sequence[str]) -> Structure:
         torch.manual_seed(0)
-        config = lowered(tiny, names)
-        return _structure_of(kind._from_config(config, attn_implementation=PROBE, experts_implementation="eager").eval())
+        model = kind._from_config(lowered(tiny, names), attn_implementation=PROBE, experts_implementation="eager")
+        return _structure_of(model.eval())
 
     def runs(name: str) -> bool:
         try:
@@ -151,11 +164,19 @@ def _ids() -> Tensor:
     return torch.arange(LENGTH).unsqueeze(0) * 7 % (VOCAB - 4) + 3
 
 
-def _structure_of(model: PreTrainedModel) -> Structure:
-    base = backbone(model)
+def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) -> Structure:
+    """Run a model, in which the layers of `handed` pass on what their attention modules take."""
+    base, unchanged, handed = backbone(model), copy.deepcopy(model), handed or {}
+    for name, layer in handed.items():
+        hand_on(base.get_submodule(layer), base.get_submodule(name))
     names = {module: name for name, module in base.named_modules()}
     mixers = sharded_mixers(base)
     calls, mixing, difference = _run_twice(base, [base.get_submodule(name) for name in mixers])
+    unreached = dict.fromkeys(names[call.module] for call in calls if "kv_cache" not in call.options)
+    layers = [names[layer] for stack in base.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
+    found = {name: layer for name in unreached for layer in layers if name.startswith(f"{layer}.")}
+    if found and not handed:
+        return _structure_of(unchanged, found)
     problems: list[str] = []
     if mixing:
         problems.append(f"{', '.join(mixing)} mix tokens outside of transformers' AttentionInterface")
@@ -163,23 +184,30 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         problems.append(NOT_REGISTERED)
     elif difference:
         problems.append(difference)
-    if mixers and not calls and "position_ids" not in inspect.signature(base.forward).parameters:
-        problems.append(f"{type(base).__name__} takes no position_ids")
-    if len(calls) != len({id(call.module) for call in calls}):
-        problems.append("an attention module is called more than once in a forward")
-    masks = {}
+    masks: dict[str, LayerMask] = {}
     for call in calls:
         kind, mask = type(call.module).__name__, _mask_of(call)
         if isinstance(mask, str):
             problems.append(f"{kind}: {mask}")
-        else:
-            masks[names[call.module]] = mask
+        elif masks.setdefault(names[call.module], mask) != mask:
+            problems.append(f"{kind} has several masks")
         unknown = [name for name, value in call.options.items() if name not in NEUTRAL | HONOURED and value is not None]
         problems += [f"{kind} passes {name} to attention" for name in unknown]
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
-    in_stages, outputs = _in_stages(model)
-    return Structure(masks, tuple(dict.fromkeys(problems)), in_stages, tuple(dict.fromkeys(mixers.values())), outputs)
+    parameters = inspect.signature(base.forward).parameters
+    if "position_ids" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        problems.append(f"{type(base).__name__} takes no position_ids")
+    in_stages, outputs = _in_stages(unchanged)
+    return Structure(
+        masks=masks,
+        problems=tuple(dict.fromkeys(problems)),
+        in_stages=in_stages,
+        mixers=tuple(dict.fromkeys(mixers.values())),
+        layer_outputs=outputs,
+        handed=handed,
+        calls=Counter(names[call.module] for call in calls),
+    )
 
 
 @torch.no_grad()
@@ -269,24 +297,27 @@ class _CountingFrom(TorchFunctionMode):
 @torch.no_grad()
 def _in_stages(model: PreTrainedModel) -> tuple[bool, int]:
     """Return (whether a model can be divided into stages, the outputs of a layer); see `Structure`. Prunes it. It must
-    end with its norm, and a stage in its middle without layers must change nothing."""
-    hidden = torch.linspace(-1.0, 1.0, LENGTH * HIDDEN).view(1, LENGTH, HIDDEN)
-    inputs = {"position_ids": torch.arange(LENGTH).unsqueeze(0), "use_cache": False}
-    base, normed, returned = backbone(model), list[Tensor](), list[Any]()
-
+    end with its norm, and two stages must compute what the whole model does."""
+    inputs: dict[str, Any] = {"position_ids": torch.arange(LENGTH).unsqueeze(0), "use_cache": False}
+    ids, normed, returned = torch.arange(3, 3 + LENGTH).unsqueeze(0), list[Tensor](), list[Any]()
     try:
-        parts = model_parts(model)
-        stack = getattr(base, parts.layers)
-        stack[0].register_forward_hook(lambda module, args, output: returned.append(output))
-        getattr(base, parts.norm).register_forward_hook(lambda module, args, output: normed.append(output))
-        ends = base(input_ids=torch.arange(3, 3 + LENGTH).unsqueeze(0), **inputs).last_hidden_state
-        outputs = len(returned[0]) if isinstance(returned[0], tuple) else 0
-        prune_to_stage(model, range(1), first=False, last=False, outputs=outputs)
-        stack[0] = OtherStagesLayer(stack[0], outputs)
-        passed = base(inputs_embeds=hidden, **inputs).last_hidden_state
-    except (AttributeError, IndexError, RuntimeError, ValueError):  # of a backbone that expects more of its layers
+        base, parts = backbone(model), model_parts(model)
+        stack, later = getattr(base, parts.layers), copy.deepcopy(model)
+        hooks = [stack[0].register_forward_hook(lambda module, args, output: returned.append(output))]
+        hooks += [getattr(base, parts.norm).register_forward_hook(lambda module, args, output: normed.append(output))]
+        ends = base(input_ids=ids, **inputs).last_hidden_state
+        for hook in hooks:
+            hook.remove()
+        outputs, cut = len(returned[0]) if isinstance(returned[0], tuple) else 0, len(stack) // 2
+        if not cut or len(normed) != 1 or not torch.equal(ends, normed[0]):
+            return len(normed) == 1 and torch.equal(ends, normed[0]), outputs
+        prune_to_stage(model, range(cut), first=True, last=False, outputs=outputs)
+        prune_to_stage(later, range(cut, len(stack)), first=False, last=True, outputs=outputs)
+        x = base(**stage_inputs(model, ids, first=True), **inputs).last_hidden_state
+        x = backbone(later)(**stage_inputs(later, x, first=False), **inputs).last_hidden_state
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # of a backbone that expects other layers
         return False, 0
-    return len(normed) == 1 and torch.equal(ends, normed[0]) and torch.equal(passed, hidden), outputs
+    return torch.equal(x, ends), outputs  # not nearly: with their first weights, tiny layers change little
 
 
 def _attend(
@@ -363,9 +394,14 @@ def causal_lm_types() -> list[str]:
     return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
 
 
+def release_config(model_type: str) -> PretrainedConfig:
+    """Return the configuration of a type as a release sets it, by `releases.json`, else transformers' default."""
+    return AutoConfig.for_model(model_type, **copy.deepcopy(RELEASES.get(model_type, {}).get("config", {})))
+
+
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """Return a tiny version of a type's default configuration, for a decoder."""
-    config = shrink(AutoConfig.for_model(model_type), layers=4)
+    """Return a tiny version of `release_config`, for a decoder."""
+    config = shrink(release_config(model_type), layers=4)
     for part in (config, config.get_text_config()):
         if "is_decoder" in vars(part):
             part.is_decoder = True
@@ -373,7 +409,7 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 
 
 def verdict(model_type: str) -> tuple[str, str]:
-    """Return "exact" and the masks and recurrent layers of a type's default configuration, or "refused" and why."""
+    """Return "exact" and the masks and recurrent layers of a type as `release_config`, or "refused" and why."""
     try:
         config = tiny_config(model_type)
         with torch.device("meta"):

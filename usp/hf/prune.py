@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import wraps
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -17,13 +19,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
+HANDED = ("position_ids", "cu_seqlens", "kv_cache")
+
 
 class OtherStagesLayer(nn.Module):
     """Placeholder for a layer of another stage, without parameters; returns hidden states unchanged.
 
+    received: returned instead, once: what the stage before sent. What the base model does to its inputs before its
+        layers, such as scaling embeddings, the first stage has done.
     layer: whose place it takes; its attributes that are text, such as its kind, are kept.
     outputs: how many values the layer returns in a tuple; 0 if it returns only hidden states.
     """
+
+    received: Tensor | None = None
 
     def __init__(self, layer: nn.Module, outputs: int = 0) -> None:
         super().__init__()
@@ -31,6 +39,8 @@ class OtherStagesLayer(nn.Module):
         self.outputs = outputs
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        if self.received is not None:
+            hidden_states, self.received = self.received, None
         return (hidden_states, *[None] * (self.outputs - 1)) if self.outputs else hidden_states
 
 
@@ -54,13 +64,44 @@ class Parts:
 
 
 def backbone(model: PreTrainedModel) -> Any:
-    """Return the model below the output head, which returns hidden states."""
-    return model.base_model if model.base_model is not model else model.get_submodule("model")
+    """Return the model below the output head, which returns hidden states: itself, if it has no head."""
+    return model.base_model if model.base_model is not model else model._modules.get("model", model)
 
 
 def backbone_name(model: PreTrainedModel) -> str:
     """Return the name of the backbone in its model."""
     return next(name for name, module in model.named_modules() if module is backbone(model))
+
+
+def hand_on(outer: nn.Module, inner: nn.Module) -> None:
+    """Let `inner` take what `outer`, whose forward calls it, takes of `HANDED` and does not pass on. Not by hooks:
+    a layer that is recomputed does not run them again."""
+    held: dict[str, Any] = {}
+    outer_forward, inner_forward = outer.forward, inner.forward
+
+    @wraps(outer_forward)
+    def hold(*args: Any, **kwargs: Any) -> Any:
+        held.update({name: kwargs[name] for name in HANDED if name in kwargs})
+        try:
+            return outer_forward(*args, **kwargs)
+        finally:
+            held.clear()
+
+    @wraps(inner_forward)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        return inner_forward(*args, **{**held, **kwargs})
+
+    outer.forward, inner.forward = hold, take
+
+
+def stage_inputs(model: PreTrainedModel, x: Tensor, first: bool) -> dict[str, Tensor]:
+    """Return the arguments by which the base model takes `x`: ids on the first stage, else hidden states (B, S, H)."""
+    if first:
+        return {"input_ids": x}
+    for before, layer in pairwise(getattr(backbone(model), model_parts(model).layers)):
+        if isinstance(before, OtherStagesLayer) and not isinstance(layer, OtherStagesLayer):
+            before.received = x
+    return {"inputs_embeds": x}
 
 
 def model_parts(model: PreTrainedModel) -> Parts:

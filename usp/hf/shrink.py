@@ -50,8 +50,8 @@ _AT_MOST = {
     **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
 }
-_KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_query_groups")
-_LOW = 8  # none of WINDOWS
+_KV_HEADS += ("kv_n_heads",)
+_LOW = 5
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 # Numbers that are compared with no length: sizes, except that of positions, and by a part of their names.
 _NO_LENGTHS = {*_SIZES, *_AT_MOST, *_KV_HEADS, *LAYERS, "qk_head_dim"} - set(_POSITIONS)
@@ -82,7 +82,7 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
         setattr(config, "head_dim", fields.get("qk_rope_head_dim") or recurrent)  # noqa: B010 - it may be a property
     if "qk_head_dim" in fields:
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    _shrink_rotary(fields)
+    _shrink_rotary(fields, "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()))
     for name in [name for name in fields if name.endswith("_token_id")]:
         setattr(config, name, None if fields[name] is None else 0 if name == "pad_token_id" else 1)
     depth = next((fields[name] for name in LAYERS if _is_size(fields.get(name))), None)
@@ -92,8 +92,12 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
                 setattr(config, name, layers)
             elif isinstance(value, list | tuple) and len(value) == depth:
                 setattr(config, name, type(value)(_of_all_kinds(value, layers)))
+        if fields.get("attn_layer_indices"):
+            config.attn_layer_indices = [layers - 1]
+        if fields.get("attn_layer_offset", 0) >= layers:
+            config.attn_layer_period, config.attn_layer_offset = 2, 1
         if "hybrid_layer_ids" in fields:
-            config.hybrid_layer_ids = [place for place, kind in enumerate(config.layer_types) if kind == "hybrid"]
+            config.hybrid_layer_ids = [place for place, kind in enumerate(config.layers_block_type) if kind == "hybrid"]
     return config
 
 
@@ -135,7 +139,8 @@ def _is_length(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
 
 
-def _shrink_rotary(fields: dict[str, Any]) -> None:
+def _shrink_rotary(fields: dict[str, Any], sectioned: bool) -> None:
+    """sectioned: rotary embeddings divide the pairs into sections, by default (Qwen2-VL) those of full heads."""
     rope = fields.get("rope_parameters") or {}
     for by_layer in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
         rotated = fields.get("qk_rope_head_dim") or HEAD_DIM
@@ -143,6 +148,9 @@ def _shrink_rotary(fields: dict[str, Any]) -> None:
         for name in ("short_factor", "long_factor"):
             if name in by_layer:
                 by_layer[name] = (list(by_layer[name]) * pairs)[:pairs]
+        if "mrope_section" in by_layer or (sectioned and by_layer.get("rope_type")):
+            number = len(by_layer.get("mrope_section", "thw"))  # of time, height and width
+            by_layer["mrope_section"] = [pairs - (number - 1) * (pairs // number), *[pairs // number] * (number - 1)]
 
 
 def _is_size(value: Any) -> bool:
@@ -153,8 +161,10 @@ def _of_all_kinds(values: list[Any] | tuple[Any, ...], length: int) -> list[Any]
     """Return the first `length` values, the last of them replaced by kinds that come later."""
     chosen = list(values[:length])
     later = [value for place, value in enumerate(values) if value not in values[:place] and value not in chosen]
+    # Zamba's hybrid layers share one transformer, and Zamba2's every second one: with three, some do.
+    later += ["hybrid"] * (min(3, list(values).count("hybrid")) - [*chosen, *later].count("hybrid"))
     for value in later:
-        repeated = [place for place, other in enumerate(chosen) if chosen.count(other) > 1]
+        repeated = [place for place, other in enumerate(chosen) if other != value and chosen.count(other) > 1]
         if not repeated:
             break
         chosen[repeated[-1]] = value

@@ -142,6 +142,7 @@ class _Known(nn.Module):
     def __init__(self, logits: Tensor, hidden: Tensor, scalable: bool) -> None:
         super().__init__()
         self.logits, self.hidden, self.scalable = logits, hidden, scalable
+        self.weight = hidden  # models that read it read its dtype (Mamba)
 
     def forward(self, hidden: Tensor) -> Tensor:
         scale = hidden.flatten()[0].item() / self.hidden.flatten()[0].item() if self.scalable else 1.0

@@ -61,6 +61,8 @@ def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool, traine
         return problems
     if sequence_parallel and facts.value_dim != facts.head_dim:
         problems.append("latent attention is not supported with tp_sequence_parallel: leave it out")
+    if sequence_parallel and not facts.in_stages:
+        problems.append("tp_sequence_parallel needs hidden states that only layers and a norm change: leave it out")
     problems += plan_violations(config)
     if problems:
         return problems
@@ -91,7 +93,7 @@ def tp_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of each sharded module of a causal LM by dotted name, in which * matches one component."""
     base, parts = backbone_name(model), model_parts(model)
     plan = {f"{base}.{name}": style for name, style in _family_plan(model.config).items()}
-    plan |= dict.fromkeys(_latent_modules(model, plan), _PARTIAL)
+    plan |= dict.fromkeys(_latent_modules(model, plan), _PARTIAL) | dict(_head_norms(model, plan))
     plan[f"{base}.{parts.embedding}"] = "embedding_rowwise"
     return plan if is_scalar(model.config) else plan | {parts.head: "colwise_parameter"}
 
@@ -100,12 +102,30 @@ def _latent_modules(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator
     """Yield the modules of latent attention that every rank has whole: the plan names one of them in each layer."""
     for latent in [name for name, style in plan.items() if style == _LATENT]:
         yield latent
-        attention = latent.rpartition(".")[0]
-        pattern = re.compile(re.escape(attention).replace(r"\*", r"[^.]+"))
-        for name, module in model.named_modules():
-            within, _, part = name.rpartition(".")
-            if pattern.fullmatch(within) and module._parameters and f"{attention}.{part}" not in plan:
-                yield f"{attention}.{part}"
+        yield from (name for name, _ in _unplanned(model, latent.rpartition(".")[0], plan))
+
+
+def _head_norms(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the styles of norms over each head (GLM-4.5's use_qk_norm, Cohere's), where the plan divides the heads and
+    names none: their weight is that of all heads, or one for each head."""
+    head_dim = model_facts("", model.config).head_dim
+    for query in [name for name, style in plan.items() if style == "colwise" and name.endswith("q_proj")]:
+        for name, module in _unplanned(model, query.rpartition(".")[0], plan):
+            shapes = {tuple(parameter.shape) for parameter in module._parameters.values() if parameter is not None}
+            if name.endswith("norm") and shapes == {(head_dim,)}:
+                yield name, _PARTIAL
+            elif name.endswith("norm") and all(len(shape) == 2 and shape[1] == head_dim for shape in shapes):
+                yield name, "local_params"
+                yield from ((f"{name}.{parameter}", "colwise") for parameter in module._parameters)
+
+
+def _unplanned(model: PreTrainedModel, owner: str, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with parameters in those that a pattern names, where the plan does not name them."""
+    pattern = re.compile(re.escape(owner).replace(r"\*", r"[^.]+"))
+    for name, module in model.named_modules():
+        within, _, part = name.rpartition(".")
+        if pattern.fullmatch(within) and module._parameters and f"{owner}.{part}" not in plan:
+            yield f"{owner}.{part}", module
 
 
 def _family_plan(config: PretrainedConfig) -> dict[str, str]:

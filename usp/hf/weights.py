@@ -19,6 +19,7 @@ from .disk import (
     DiskTensor,
     base_parameters,
     choose_tensors,
+    in_whole,
     kept_names,
     persistent_buffers,
     read_headers,
@@ -122,7 +123,7 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     """
     whole, head = empty_model(model.config, causal=head_seed is not None), model_parts(model).head
     stored = stored_names(whole)
-    slices_of = read_headers(folder)
+    slices_of = in_whole(whole, read_headers(folder))
     chosen, copies = choose_tensors(whole, slices_of, folder)
     for first, copy in copies:
         _check_equal(slices_of, first, copy)

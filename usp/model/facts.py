@@ -34,6 +34,7 @@ class ModelFacts:
     balancing_loss: whether transformers defines a load-balancing loss for its experts.
     tied: whether the output head shares the embedding's weight.
     v_head_dim: of the values; 0 where it is `head_dim`, that of queries and keys.
+    in_stages: whether the model can be divided into pipeline stages.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelFacts:
     balancing_loss: bool = False
     tied: bool = False
     v_head_dim: int = 0
+    in_stages: bool = True
 
     @property
     def value_dim(self) -> int:
@@ -233,6 +235,11 @@ def ep_violations(facts: ModelFacts, ep: int) -> list[str]:
 
 def pp_violations(facts: ModelFacts, stages: int) -> list[str]:
     """Return why the model cannot be cut into `stages` pipeline stages, one message per violation."""
+    if stages > 1 and not facts.in_stages:
+        return [
+            f"{facts.name} cannot be divided into pipeline stages: its layers take more than the hidden states of the "
+            f"layer before, or more than a norm follows them; use pp=1"
+        ]
     if stages > len(facts.windows):
         return [f"{stages} pipeline stages need as many layers, but {facts.name} has {len(facts.windows)}"]
     return []

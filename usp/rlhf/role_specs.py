@@ -9,7 +9,7 @@ import torch
 
 from usp.fields import flag, shared_values
 from usp.hf.expert_parallel import aux_loss_coefficient
-from usp.hf.models import ModelHead, empty_model, load_model_config, model_facts, scalar_violation
+from usp.hf.models import ModelHead, empty_model, load_model_config, model_facts, scalar_violation, without_dropout
 from usp.hf.tensor_parallel import tp_problems
 from usp.model.facts import ep_violations, pp_violations
 from usp.presets import PRESETS
@@ -42,7 +42,7 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
     def load(role: str, source: str, shown: str, head: ModelHead, learning_rate: float) -> RoleSpec:
         new_head = head == "scalar" and source not in PRESETS and not _is_reward_model(source)
         try:
-            model = load_model_config(source, head, new_head)
+            model = without_dropout(load_model_config(source, head, new_head), config.disable_dropout)
         except ValueError as error:
             raise ValueError(str(error).replace(f"model={source}", shown, 1)) from error
         different = {

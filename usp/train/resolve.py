@@ -13,7 +13,7 @@ from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.hf.expert_parallel import aux_loss_coefficient
 from usp.hf.lora import Lora, lora_targets
-from usp.hf.models import FAMILIES, ModelConfig, load_model_config, model_facts, with_context
+from usp.hf.models import FAMILIES, ModelConfig, load_model_config, model_facts, with_context, without_dropout
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelFacts, ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
@@ -104,10 +104,9 @@ def resolve(
     config = settled_lora(config)
     if model_config is None:
         try:
-            model_config = load_model_config(config.model, weights=weights)
-            model_config = _with_context(config, model_config)
+            model_config = trained_model(config, weights)
         except (ValueError, OSError) as error:
-            problems.append(with_flags(str(error)))
+            problems.append(str(error))
     if model_config is not None:
         facts = model_facts(config.model, model_config)
         problems += lora_problems(config, model_config)
@@ -156,10 +155,11 @@ def trained_model(config: TrainConfig, weights: bool = True) -> ModelConfig:
 
     weights: as in `resolve`.
 
-    Raises ValueError for a model that cannot be read or has no such context.
+    Raises ValueError for a model that cannot be read, has no such context, or has dropout that is not disabled.
     """
     try:
-        return _with_context(config, load_model_config(config.model, weights=weights))
+        model = load_model_config(config.model, weights=weights)
+        return _with_context(config, without_dropout(model, config.disable_dropout))
     except ValueError as error:
         raise ValueError(with_flags(str(error))) from error
 

@@ -12,7 +12,7 @@ from usp.commands.models import table
 from usp.hf.probe import causal_lm_types
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
-CHOSEN = ["bloom", "gemma3_text", "rwkv"]
+CHOSEN = ["bloom", "gemma3_text", "gpt2", "granite", "rwkv"]
 
 
 def test_the_document_is_current(request: pytest.FixtureRequest) -> None:
@@ -30,8 +30,8 @@ def test_the_command_prints_types_and_refuses_unknown_ones(capsys: pytest.Captur
     assert main(["models", "--types", "llama, rwkv"]) == 0
     shown = capsys.readouterr().out
     assert (
-        "| llama | exact | causal | yes: pp, tp | yes |" in shown
-        and "| rwkv | refused | RwkvSelfAttention mix" in shown
+        "| llama |  | exact | causal | yes: pp, tp | yes |" in shown
+        and "| rwkv |  | refused | RwkvSelfAttention mix" in shown
     )
     assert main(["models", "--types", "lama"]) == 1
     assert "types=lama: transformers" in capsys.readouterr().err

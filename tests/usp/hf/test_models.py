@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    DeepseekV3Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from tests.usp.tiny import drawn_model
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config, model_facts
+from usp.hf.shrink import shrink
 from usp.hf.tensor_parallel import model_shape
 from usp.hf.weights import load_weights
 from usp.model.facts import ModelFacts
@@ -114,6 +126,43 @@ def test_directories_without_a_causal_model_raise(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"bert"', '"clip"'))
     with pytest.raises(ValueError, match=r"model_type='clip', which is not trained: transformers has no causal"):
         load_model_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changed", "said"),
+    [
+        ("llama", {"hidden_size": "64"}, r"cannot read its config\.json: .*'hidden_size' expected int, got str"),
+        ("llama", {"num_attention_heads": 0}, "describes no model: num_attention_heads=0 must be from 1 to"),
+        ("llama", {"vocab_size": 10**9}, "describes no model: vocab_size=1000000000 must be from 1 to"),
+        ("llama", {"num_hidden_layers": 10**6}, "describes no model: num_hidden_layers=1000000 must be from 1 to"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
+        ("llama", {"hidden_act": "nope"}, "the model of its config.json cannot be built: 'nope'"),
+        ("gpt2", {"n_layer": 10**6}, "describes no model: n_layer=1000000 must be from 1 to"),
+        ("gpt2", {"n_head": 0}, "describes no model: n_head=0 must be from 1 to"),
+        ("gpt2", {"n_embd": 7}, "cannot be built: `embed_dim` must be divisible by num_heads"),
+    ],
+)
+def test_configurations_of_no_model_are_refused_before_one_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, changed: dict[str, Any], said: str
+) -> None:
+    shrink(AutoConfig.for_model(model_type), layers=2).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    if "built" not in said:
+        monkeypatch.setattr("usp.hf.models.empty_model", lambda *_: pytest.fail("it was built"))
+    with pytest.raises(ValueError, match=said):
+        load_model_config(str(tmp_path))
+
+
+def test_the_language_model_of_a_multimodal_one_loads(tmp_path: Path) -> None:
+    whole = Gemma3ForConditionalGeneration(shrink(Gemma3Config(), layers=2))
+    whole.model.language_model.save_pretrained(tmp_path)
+    text = drawn_model(load_model_config(str(tmp_path)))
+    load_weights(text, tmp_path)
+    theirs = whole.model.language_model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in text.model.state_dict().items())
+    assert torch.equal(text.lm_head.weight, whole.lm_head.weight)
 
 
 def test_unreadable_generation_configs_raise(tmp_path: Path) -> None:

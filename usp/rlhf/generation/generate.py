@@ -22,7 +22,7 @@ from parallel import ParallelMesh, local_tensor
 from usp.hf.expert_parallel import same_tokens, serve_experts
 from usp.hf.experts import expert_modules
 from usp.hf.integrate import rotary_switch, run_layers
-from usp.hf.models import ModelConfig, empty_model, model_facts
+from usp.hf.models import SEVERAL_PARTS, ModelConfig, empty_model, model_facts
 from usp.hf.probe import MaskKind, structure
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
@@ -50,10 +50,12 @@ def generation_problems(config: ModelConfig) -> str:
     Raises ValueError if a tiny copy of the model cannot be run, so that nothing is known.
     """
     if config.get_text_config() is not config:
-        return "its text model is one of several parts: save only that and use it"
+        return SEVERAL_PARTS
     model: Any = empty_model(config, causal=True)
     known = structure(type(model), model.config)
     problems = [*known.problems, *cache_problems({mask.kind for mask in known.masks.values()})]
+    if max(known.calls.values(), default=1) > 1:
+        problems.append("its layers attend more than once, and a cache holds keys and values of one call")
     try:
         logit_transform(model)
     except (AttributeError, ValueError) as error:
@@ -61,7 +63,7 @@ def generation_problems(config: ModelConfig) -> str:
     try:
         model_facts("", config)
     except Exception as error:  # of any kind: it is transformers' code that runs
-        problems.append(f"its configuration does not give one size for all layers: {error}")
+        problems.append(f"its configuration does not give one size for all layers: {str(error).split('. ')[0]}")
     return "; ".join(problems)
 
 

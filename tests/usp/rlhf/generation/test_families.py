@@ -60,6 +60,8 @@ CHOSEN = {
     "granite": ["pp2 u2"],  # scaled logits
     "qwen3_next": ["u2 r2", "r2"],  # gated delta rule
     "falcon_h1": ["u2 r2"],  # Mamba-2 beside attention
+    "mamba": ["u2 r2"],  # no attention
+    "stablelm": ["pp2 u2"],  # layers that do not pass the cache on
     "longrope": ["u2"],
     "dynamic": ["u2 r2"],
 }
