@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +22,13 @@ from parallel.reallocation.boxes import Box, local_box, local_part
 from parallel.tensor import module_styles, shard_low_rank
 from usp.config import ALL_LINEAR
 
-from .disk import DiskTensor, base_parameters, is_adapter, persistent_buffers
+from .disk import DiskTensor, base_parameters, is_adapter, kept_names, persistent_buffers
+from .dropout import CurrentTokens, TokenDropout, tell_tokens
+from .experts import expert_modules
 from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
+from .integrate import decoder_layers
 from .models import empty_model, model_facts
+from .prune import backbone_name, model_parts
 from .tensor_parallel import tp_plan
 
 ADAPTER = "default"  # peft's name of a model's only adapter
@@ -33,16 +37,36 @@ _PREFIX = "base_model.model."  # of peft's names
 
 
 @dataclass(frozen=True)
+class Saved:
+    """Modules that are trained in full, as peft's modules_to_save.
+
+    modules: the ends of their names. parameters: (name, name under which it is stored), which differ for tied ones.
+    """
+
+    modules: tuple[str, ...]
+    parameters: tuple[tuple[str, str], ...]
+
+    def has(self, name: str) -> bool:
+        """Return whether the parameter of this name is trained in full."""
+        return any(name in names for names in self.parameters)
+
+
+@dataclass(frozen=True)
 class Lora:
     """Adapters of a model.
 
     alpha: the update is scaled by alpha / rank.
     targets: last components of the names of the linears that get an adapter, from `lora_targets`.
+    dropout: probability of an element of their inputs to be dropped; seed: of its masks.
+    saved: what is trained in full beside the adapters, from `modules_to_save`.
     """
 
     rank: int
     alpha: int
     targets: tuple[str, ...]
+    dropout: float = 0.0
+    seed: int = 0
+    saved: Saved | None = None
 
 
 def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
@@ -71,6 +95,49 @@ def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in moved)
 
 
+def modules_to_save(config: PretrainedConfig, modules: str, targets: Sequence[str]) -> Saved | None:
+    """Return what of a model is trained in full beside adapters of `targets`; None for no `modules`.
+
+    modules: ends of the names of modules, separated by commas, which peft matches in the same way.
+
+    Raises ValueError, naming those that are no modules with parameters, that hold adapters or experts, and of tied
+    parameters one without the other.
+    """
+    if not modules:
+        return None
+    model = empty_model(config)
+    ends, stored, experts = tuple(name.strip() for name in modules.split(",")), kept_names(model), expert_modules(model)
+    chosen: dict[str, str] = {}
+    for end in ends:
+        matched = [name for name, _ in model.named_modules() if end and name.endswith(end)]
+        within = {name for module in matched for name in stored if name.startswith(f"{module}.")}
+        if not within:
+            raise ValueError(f"lora_modules_to_save={modules}: {config.model_type} has no parameters in {end!r}")
+        for module in map(model.get_submodule, matched):
+            inside = {name.rpartition(".")[2] for name, part in _linears(model) if part in set(module.modules())}
+            if inside & set(targets) or set(experts) & set(module.modules()):
+                raise ValueError(
+                    f"lora_modules_to_save={modules}: {end} has adapters or experts in it, which are not trained in "
+                    f"full: name other modules, such as those of the embedding and the output head"
+                )
+        chosen |= {name: stored[name] for name in within}
+    if tied := {name for name, first in stored.items() if first in chosen.values()} - chosen.keys():
+        raise ValueError(
+            f"lora_modules_to_save={modules}: {', '.join(sorted(tied))} is the same parameter as one of these: name "
+            f"its module, too"
+        )
+    return Saved(ends, tuple(sorted(chosen.items())))
+
+
+def frozen_ends(config: PretrainedConfig, saved: Saved | None) -> list[str]:
+    """Return the names of the embedding and the output head of a model, unless both are trained beside adapters."""
+    model = empty_model(config)
+    parts = model_parts(model)
+    names = {f"{backbone_name(model)}.{parts.embedding}": parts.embedding, parts.head: parts.head}
+    trained = saved is not None and all(saved.has(f"{name}.weight") for name in names)
+    return [] if trained else list(names.values())
+
+
 def apply_lora(
     model: PreTrainedModel,
     lora: Lora,
@@ -78,11 +145,12 @@ def apply_lora(
     tp_sequence_parallel: bool,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Freeze a model or a pipeline stage and add adapters of `dtype` to its linears, in place.
+    """Freeze a model or a pipeline stage except `lora.saved`, and add adapters of `dtype` to its linears, in place.
 
     Call it after `apply_tp` and before FSDP; parameters may be on the meta device. Of a linear sharded over tp by
-    columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round. Raises
-    ValueError for a stage without any of the target linears, and for one that tp does not divide.
+    columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round. With dropout,
+    training needs the `row_numbers` of each batch. Raises ValueError for a stage without any of the target linears, and
+    for one that tp does not divide.
     """
     from peft import inject_adapter_in_model  # takes seconds to import
 
@@ -95,7 +163,15 @@ def apply_lora(
             f"trained: use lora_targets={ALL_LINEAR}, or fewer stages"
         )
     here = sorted({name.rpartition(".")[2] for name in linears})
-    inject_adapter_in_model(lora_config(lora, here), model, ADAPTER)
+    # Into the base model: in the whole one, peft looks for both ends of tied weights, which may be on two stages.
+    inject_adapter_in_model(lora_config(replace(lora, dropout=0.0, saved=None), here), model.base_model, ADAPTER)
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            parameter.requires_grad_(bool(lora.saved and lora.saved.has(name)))
+    tokens = CurrentTokens()
+    if lora.dropout:
+        tell_tokens(decoder_layers(model), tokens)
+        model.token_dropout = tokens  # type: ignore[assignment]
     for name in linears:
         adapted = cast(Any, model.get_submodule(name))
         base, down, up = adapted.base_layer, adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
@@ -104,9 +180,12 @@ def apply_lora(
         up.weight = nn.Parameter(torch.empty(base.out_features, lora.rank, dtype=dtype, device=base.weight.device))
         if tp > 1 and not isinstance(base.weight, DTensor):
             raise ValueError(f"tp={tp} does not divide {name}, so it cannot have an adapter: use other lora_targets")
+        style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
         if tp > 1:
-            style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
             shard_low_rank(down, up, mesh.parameter_mesh("tp"), style)
+        if lora.dropout:
+            shard = mesh.rank("tp") if style == "rowwise" else 0
+            adapted.lora_dropout[ADAPTER] = TokenDropout(lora.dropout, lora.seed, name, tokens, shard)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -150,7 +229,14 @@ def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
     """Return peft's LoraConfig for some of the targets; what is not set here has its default."""
     from peft import LoraConfig
 
-    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets), task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(targets),
+        modules_to_save=list(lora.saved.modules) if lora.saved else None,
+        task_type="CAUSAL_LM",
+    )
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
@@ -186,7 +272,8 @@ def save_adapter(
 
     Collective; as `usp.hf.export.save_weights`, also in what it raises, but to one file.
 
-    weights: of this rank's adapters, by the names in `adapter_parameters`; plain tensors (whole) or DTensors.
+    weights: of this rank's adapters, by the names in `adapter_parameters`, and what else is trained, by the names
+        under which it is stored; plain tensors (whole) or DTensors.
     base: directory of the base model, stored as the adapter's base_model_name_or_path.
     config: of the base model, written too where the adapters were trained with another one than the base's own.
     """
@@ -195,9 +282,13 @@ def save_adapter(
         return {name: part.shape for held in holders for name, part in held.items()}
 
     def plan(holders: Sequence[Mapping[str, Held]]) -> list[list[FilePlan]]:
+        names = {name: [name.replace(f".{ADAPTER}.", ".")] for name in shapes(holders) if is_adapter(name)}
+        for name, stored in lora.saved.parameters if lora.saved else ():  # of tied ones, peft has copies
+            names.setdefault(stored, []).append(name)
         tensors = [
-            DiskTensor(_PREFIX + name.replace(f".{ADAPTER}.", "."), name, Box.whole(shape), shape)
+            DiskTensor(_PREFIX + written, name, Box.whole(shape), shape)
             for name, shape in shapes(holders).items()
+            for written in names[name]
         ]
         return plan_tensors(tensors, holders, math.inf, lambda number: [ADAPTER_FILE] * number)
 

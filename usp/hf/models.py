@@ -45,6 +45,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
 _SCALAR = "ForSequenceClassification"
+VOCABULARY_MULTIPLE = 64  # of one that grows
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
 
@@ -216,6 +217,16 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
     if pretrained:
         _scale(config, seq_len, limit, scaling)
     setattr(config, LIMIT, seq_len)
+    return config
+
+
+def with_vocabulary(config: PretrainedConfig, size: int) -> PretrainedConfig:
+    """Return the configuration of the same model with rows for ids below `size`: if it lacks some, so many that tp up
+    to VOCABULARY_MULTIPLE can divide them."""
+    if size <= config.vocab_size:
+        return config
+    config = copy.deepcopy(config)
+    config.vocab_size = -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return config
 
 

@@ -90,7 +90,13 @@ class Prologue:
     """
 
     def __init__(
-        self, config: CommonConfig, launch: Launch, problems: Problems, bos: str = "auto", parse_special: bool = True
+        self,
+        config: CommonConfig,
+        launch: Launch,
+        problems: Problems,
+        bos: str = "auto",
+        parse_special: bool = True,
+        add_tokens: str = "",
     ) -> None:
         self._config, self.problems = config, problems
         attempt = problems.attempt
@@ -100,7 +106,8 @@ class Prologue:
         name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
         self.tokenizer: Tokenizer | None = None
         if name is not None:
-            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, config.chat_template))
+            template = config.chat_template
+            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, template, add_tokens))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:
@@ -142,7 +149,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     problems = Problems(resolved.problems)
     attempt = problems.attempt
     bos = config.bos if config.bos in BOS else "auto"
-    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens)
+    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.add_tokens)
     device, tokenizer, kernel_choice, saved = prologue.device, prologue.tokenizer, "", None
     if facts is not None:
         kernel_choice = prologue.choose_kernel(facts)

@@ -155,10 +155,10 @@ class Trainer(TrainingLoop):
         self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         rate = self.config.learning_rate * self.schedule.at(number)
-        exchange = partial(self._exchange, batch)
-        loss, norm = train_step(
-            self.engine, self.mesh, batch.to(self.device), self.config, rate, before_update=exchange
-        )
+        exchange, part = partial(self._exchange, batch), self.batches.part
+        rows = torch.tensor(batch.numbers[part.first : part.first + part.rows], device=self.device)
+        inputs = batch.to(self.device) | {"row_numbers": rows}
+        loss, norm = train_step(self.engine, self.mesh, inputs, self.config, rate, before_update=exchange)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
         tokens = len(batch.numbers) * self.config.seq_len
@@ -206,6 +206,9 @@ class Trainer(TrainingLoop):
         ).to_extra()
 
     def export(self) -> None:
+        if self.is_writer and self.ends_early():
+            since = self._evaluations.since_best()
+            print(f"early stopping: no lower loss on --eval-data in {since} evaluations, after step {self.done}")
         for name in self._export(self.result, MODEL):
             if self.is_writer:
                 print(f"{name}: {self.folder / name}", flush=True)
@@ -215,6 +218,10 @@ class Trainer(TrainingLoop):
 
     def evaluations(self) -> Evaluations | None:
         return self._evaluations if self.prepared.config.checkpoint_every else None
+
+    def ends_early(self) -> bool:
+        patience, since = self.prepared.config.early_stopping_patience, self._evaluations.since_best()
+        return bool(patience) and since >= patience
 
     def restore(self, checkpoint: Path) -> None:
         self.engine.restore(self.load(checkpoint))
@@ -227,9 +234,10 @@ class Trainer(TrainingLoop):
         parameters = count(self.prepared.shape.numel)
         yield f"model: {config.model}, {parameters} parameters, {config.dtype} on {config.device}"
         if self.lora is not None:
+            whole = f", and {', '.join(self.lora.saved.modules)} in full" if self.lora.saved else ""
             yield (
                 f"LoRA: rank {self.lora.rank}, alpha {self.lora.alpha}, on {', '.join(self.lora.targets)}: "
-                f"{count(self.adapter_parameters)} trained parameters"
+                f"{count(self.adapter_parameters)} trained parameters{whole}"
             )
         yield self.prepared.kernel_choice
         yield from self._stage_summary()
@@ -376,7 +384,7 @@ class Trainer(TrainingLoop):
             merged=merged if config.lora_merge else "",
             lora=self.lora,
             base=config.model,
-            base_config=None if config.rope_scaling == "none" else self.prepared.model_config,
+            base_config=self.prepared.model_config if config.rope_scaling != "none" or config.add_tokens else None,
         )
 
     def _flops(self, batch: Batch) -> float:

@@ -185,21 +185,29 @@ def _planning(config: TrainConfig) -> Iterator[str]:
 
 
 def _evaluation(config: TrainConfig) -> Iterator[str]:
-    if config.eval_every and not config.eval_data:
-        yield f"--eval-every = {config.eval_every} needs data to evaluate on: give --eval-data, or remove it"
+    patience = config.early_stopping_patience
+    for name, value in (("eval_every", config.eval_every), ("early_stopping_patience", patience)):
+        if value and not config.eval_data:
+            yield f"{flag(name)} = {value} needs data to evaluate on: give --eval-data, or remove it"
+    if patience and not (config.eval_every or config.checkpoint_every):
+        yield f"--early-stopping-patience = {patience} counts evaluations, of which there is one: give --eval-every"
 
 
 def _recomputation(config: TrainConfig) -> Iterator[str]:
     if config.compile and config.ac == "selective":
         yield "--ac selective has no effect with --compile, whose graphs choose what to recompute: use --ac none"
+    if config.lora_dropout and config.mlp_tile:
+        yield "--lora-dropout needs all tokens of a layer at once, and --mlp-tile gives its MLP a part: remove one"
     if config.tp_sequence_parallel and config.tp == 1:
         yield "--tp-sequence-parallel shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it"
 
 
 def common_violations(config: CommonConfig) -> Iterator[str]:
     """Yield which flags that train.py and rlhf.py share contradict each other."""
-    for name, off in (("lora_alpha", 0), ("lora_targets", ALL_LINEAR), ("lora_merge", False)):
-        if not config.lora_rank and getattr(config, name) != off:
+    options = {"lora_alpha": 0, "lora_targets": ALL_LINEAR, "lora_merge": False}
+    options |= {"lora_dropout": 0.0, "lora_modules_to_save": ""}  # of train.py only
+    for name, off in options.items():
+        if not config.lora_rank and getattr(config, name, off) != off:
             yield f"{flag(name)} is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it"
     if config.ac_offload and config.ac == "none":
         yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"
