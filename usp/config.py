@@ -57,6 +57,7 @@ UNPREDICTED = frozenset({
     "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final", "lr_decay_steps",
     "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum", "max_grad_norm",
     "lora_alpha", "lora_merge", "early_stopping_patience", "add_tokens",
+    "sample_prompts", "sample_every", "sample_tokens", "sample_temperature",
 })  # fmt: skip
 MAX_TIMEOUT = 86400.0  # a day: process groups wait a few times longer, which torch counts in int32 milliseconds
 
@@ -265,6 +266,15 @@ class _Training:
     add_tokens: Annotated[str, arg(metavar="TOKEN,TOKEN,...|FILE", help_behavior_hint="(optional)")] = ""
     """Special tokens to add to the tokenizer, or a text file of them, one a line. If the model's vocabulary lacks rows
     for them, it grows to a multiple of 64; new rows begin with the mean of the others."""
+    sample_prompts: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
+    """Prompts to which the model responds during training, in RUN/samples.jsonl: lines of text, or JSONL with prompt or
+    messages."""
+    sample_every: AtLeast0 = 0
+    """Steps between responses to --sample-prompts; the last step has some too. 0: none."""
+    sample_tokens: AtLeast1 = 256
+    """Maximum tokens of such a response."""
+    sample_temperature: NotNegative = 0.0
+    """Temperature of such responses. 0: greedy."""
     bos: Annotated[str, one_of(BOS)] = "auto"
     """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
     parse_special_tokens: bool = False

@@ -8,6 +8,7 @@ RUN/                          the output of a run
     metrics.jsonl             every step
     tensorboard/              the same numbers
     checkpoints/step-N/       weights, optimizer, data position: --resume continues from the newest
+    samples.jsonl             what the model responds to --sample-prompts
     profile/                  traces of the steps that --profile names
     model/                    the trained weights, for transformers' from_pretrained; with LoRA only for --lora-merge
     adapter/                  the trained adapters, for peft's from_pretrained; best/ and last-good/ are adapters too
@@ -22,12 +23,12 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,13 @@ from usp.data.batches import Batch, BatchReader, parse_mixture
 from usp.data.chats import CLOSE, OPEN, excerpt
 from usp.data.rows import PackedRows, WholeRows
 from usp.hf.models import hide_progress_bars
+from usp.hf.stage import CausalLMStage
 from usp.model.facts import training_flops
 from usp.predict.traffic import fsdp_sent_bytes
 from usp.run.failures import ConfigurationError, TrainingDiverged
 from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
 from usp.run.metrics import StepProfiler, StepRecord, count, parse_steps, peak_memory
+from usp.run.output import LineFile
 from usp.run.watchdog import Watchdog
 
 from .build import EngineRecipe, build_engine, first_weights, moved_engine, resumed_weights
@@ -65,13 +68,21 @@ from .prepare import PreparedRun, PreparedStage, prepare
 from .step import Evaluations, HeldOutLoss, LearningRate, held_out_loss, part_of, perplexity, sum_over_ranks, train_step
 from .summary import predicted_job, predicted_lines
 
+# Generates what the model responds to the run's prompts after a step, as lines of samples.jsonl; every rank calls it.
+Sample: TypeAlias = Callable[[CausalLMStage, ParallelMesh, int], list[str]]
+
 
 def train(
-    prepared: PreparedRun, launch: Launch, stop: StopRequest | None = None, error_file: str | None = None
+    prepared: PreparedRun,
+    launch: Launch,
+    stop: StopRequest | None = None,
+    error_file: str | None = None,
+    sample: Sample | None = None,
 ) -> None:
     """Train what `prepare` returned, and leave a model; every rank calls it.
 
     stop: asks for a checkpoint and the end after the current step. error_file: where torchrun reads of failures.
+    sample: from `usp.rlhf.sampling.prepare_sampler`.
 
     Raises ConfigurationError for a model that cannot be divided as asked and a folder that cannot be claimed,
     TrainingDiverged when loss or gradient norm are no longer finite, CheckpointFailed, and Stopped.
@@ -90,7 +101,7 @@ def train(
         run_folder(prepared.start.folder, Path(config.model).name) as folder,
     ):
         ready = settled(prepared, folder, lambda damaged: find_start(config, launch, damaged=damaged), again)
-        trainer = Trainer(ready, stop, watchdog)
+        trainer = Trainer(ready, stop, watchdog, sample)
         outlast(timeout)
         trainer.run()
 
@@ -99,7 +110,11 @@ class Trainer(TrainingLoop):
     """A model on a mesh, with its optimizer and data. `prepared` names the folder, and a verified checkpoint."""
 
     def __init__(
-        self, prepared: PreparedRun, stop: StopRequest | None = None, watchdog: Watchdog | None = None
+        self,
+        prepared: PreparedRun,
+        stop: StopRequest | None = None,
+        watchdog: Watchdog | None = None,
+        sample: Sample | None = None,
     ) -> None:
         assert prepared.start.folder is not None
         self.prepared, self.device = prepared, prepared.device
@@ -137,6 +152,7 @@ class Trainer(TrainingLoop):
         self.peak = peak_flops(name) if config.dtype == "bfloat16" else None  # of a device; None: MFU is not known
         self.batches = BatchReader(self.stage.batches, part_of(self.mesh, config))
         self._evaluations = Evaluations(held_out)
+        self._sample, self._samples = sample, LineFile(folder / "samples.jsonl")
         self._predict()
         if prepared.saved is not None:
             self._resume(prepared.saved)
@@ -166,6 +182,7 @@ class Trainer(TrainingLoop):
 
         seconds = time.perf_counter() - begin
         held_out = self._evaluate(number)
+        self._write_samples(number)
         stage = self.prepared.stages.index(self.stage)
         kernels = set[str]().union(*(cast(Any, each.model).unified_sp.kernels for each in self.engine.stages))
         peak = None if self.peak is None else self.peak * dist.get_world_size()
@@ -222,6 +239,9 @@ class Trainer(TrainingLoop):
     def ends_early(self) -> bool:
         patience, since = self.prepared.config.early_stopping_patience, self._evaluations.since_best()
         return bool(patience) and since >= patience
+
+    def logs(self) -> Iterable[LineFile]:
+        return [self._samples]
 
     def restore(self, checkpoint: Path) -> None:
         self.engine.restore(self.load(checkpoint))
@@ -309,6 +329,17 @@ class Trainer(TrainingLoop):
         self._evaluations.values[number] = found.loss
         self.sent = self._attention_sent()  # the next step does not count what the evaluation sent
         return found
+
+    def _write_samples(self, number: int) -> None:
+        every = self.config.sample_every
+        if self._sample is None or (number % every and number != self.config.steps):
+            return
+        self.watchdog.progress(number, "generating samples", long=True)
+        (stage,) = self.engine.stages
+        lines = self._sample(stage, self.mesh, number)
+        if self.is_writer:
+            self._samples.append(number, lines)
+        self.sent = self._attention_sent()
 
     def _attention_sent(self) -> int:
         models: list[Any] = [stage.model for stage in self.engine.stages]

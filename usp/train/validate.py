@@ -41,7 +41,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[str]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
     rules = (_sequence, _train_tokens, _micro_batches, _zero_bubble, _planning, common_violations, _evaluation)
-    yield from (rule(config) for rule in (*rules, _recomputation, _engine, _optimizer))
+    yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts))
 
@@ -191,6 +191,25 @@ def _evaluation(config: TrainConfig) -> Iterator[str]:
             yield f"{flag(name)} = {value} needs data to evaluate on: give --eval-data, or remove it"
     if patience and not (config.eval_every or config.checkpoint_every):
         yield f"--early-stopping-patience = {patience} counts evaluations, of which there is one: give --eval-every"
+
+
+def _sampling(config: TrainConfig) -> Iterator[str]:
+    if bool(config.sample_every) != bool(config.sample_prompts):
+        yield "--sample-every and --sample-prompts say when and to what the model responds: give both or neither"
+    for name in ("sample_tokens", "sample_temperature"):
+        if not config.sample_every and getattr(config, name) != getattr(TrainConfig, name):
+            yield f"{flag(name)} = {getattr(config, name)} is an option of --sample-every: give that, or remove it"
+    if not config.sample_every:
+        return
+    given = f"--sample-every = {config.sample_every} generates one token at a time"
+    if config.engine == "deepspeed":
+        yield f"{given}, which --engine deepspeed does not support: use --engine fsdp2"
+    if config.compile:
+        yield f"{given}, for which --compile would compile each layer again and again: remove one"
+    if config.tp_sequence_parallel:
+        yield f"{given}, which --tp-sequence-parallel cannot divide: remove one"
+    if config.pp > 1 and config.pp_schedule != "1f1b":
+        yield f"{given} with one stage on a rank, and --pp-schedule {config.pp_schedule} has two: use 1f1b"
 
 
 def _recomputation(config: TrainConfig) -> Iterator[str]:
