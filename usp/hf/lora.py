@@ -23,6 +23,7 @@ from parallel.tensor import module_styles, shard_low_rank
 from usp.config import ALL_LINEAR
 
 from .disk import DiskTensor, base_parameters, is_adapter, kept_names, persistent_buffers
+from .dora import Dora, Magnitude, row_norms
 from .dropout import CurrentTokens, TokenDropout, tell_tokens
 from .experts import expert_modules
 from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
@@ -58,6 +59,7 @@ class Lora:
     alpha: the update is scaled by alpha / rank.
     targets: last components of the names of the linears that get an adapter, from `lora_targets`.
     dropout: probability of an element of their inputs to be dropped; seed: of its masks.
+    dora: adapters are DoRA's, see `usp.hf.dora`.
     saved: what is trained in full beside the adapters, from `modules_to_save`.
     """
 
@@ -66,6 +68,7 @@ class Lora:
     targets: tuple[str, ...]
     dropout: float = 0.0
     seed: int = 0
+    dora: bool = False
     saved: Saved | None = None
 
 
@@ -164,7 +167,8 @@ def apply_lora(
         )
     here = sorted({name.rpartition(".")[2] for name in linears})
     # Into the base model: in the whole one, peft looks for both ends of tied weights, which may be on two stages.
-    inject_adapter_in_model(lora_config(replace(lora, dropout=0.0, saved=None), here), model.base_model, ADAPTER)
+    plain = replace(lora, dropout=0.0, dora=False, saved=None)
+    inject_adapter_in_model(lora_config(plain, here), model.base_model, ADAPTER)
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             parameter.requires_grad_(bool(lora.saved and lora.saved.has(name)))
@@ -181,8 +185,14 @@ def apply_lora(
         if tp > 1 and not isinstance(base.weight, DTensor):
             raise ValueError(f"tp={tp} does not divide {name}, so it cannot have an adapter: use other lora_targets")
         style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
+        magnitude = None
+        if lora.dora:
+            if style in ("colwise_gather_output", "rowwise_split_input"):
+                raise ValueError(f"lora_dora is not supported for {name} with tp={tp}, which divides it by {style}")
+            magnitude = Magnitude(nn.Parameter(torch.empty(base.out_features, dtype=dtype, device=base.weight.device)))
+            adapted.lora_magnitude_vector[ADAPTER], adapted.lora_variant[ADAPTER] = magnitude, Dora
         if tp > 1:
-            shard_low_rank(down, up, mesh.parameter_mesh("tp"), style)
+            shard_low_rank(down, up, mesh.parameter_mesh("tp"), style, magnitude)
         if lora.dropout:
             shard = mesh.rank("tp") if style == "rowwise" else 0
             adapted.lora_dropout[ADAPTER] = TokenDropout(lora.dropout, lora.seed, name, tokens, shard)
@@ -209,15 +219,19 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int) -> None:
-    """Draw lora_A and clear lora_B as peft does (Kaiming-uniform with a = sqrt(5)), whatever the layout.
+    """Draw lora_A and clear lora_B as peft does (Kaiming-uniform with a = sqrt(5)), whatever the layout; magnitudes are
+    the norms of the base's rows. Collective over tp for these.
 
     Each lora_A is drawn whole on the CPU by a generator seeded with `seed` and its name; a rank copies its part. Global
     random states are not changed. Does nothing without adapters.
     """
     for name, parameter in adapter_parameters(model):
         local = local_part(parameter)
-        if ".lora_B." in name:
+        linear, _, kind = name.partition(".lora_")
+        if kind.startswith("B"):
             local.zero_()
+        elif kind.startswith("magnitude"):
+            local.copy_(row_norms(model.get_parameter(f"{linear}.base_layer.weight")))
         else:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
@@ -233,6 +247,7 @@ def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
+        use_dora=lora.dora,
         target_modules=list(targets),
         modules_to_save=list(lora.saved.modules) if lora.saved else None,
         task_type="CAUSAL_LM",
@@ -282,7 +297,7 @@ def save_adapter(
         return {name: part.shape for held in holders for name, part in held.items()}
 
     def plan(holders: Sequence[Mapping[str, Held]]) -> list[list[FilePlan]]:
-        names = {name: [name.replace(f".{ADAPTER}.", ".")] for name in shapes(holders) if is_adapter(name)}
+        names = {name: [_written(name)] for name in shapes(holders) if is_adapter(name)}
         for name, stored in lora.saved.parameters if lora.saved else ():  # of tied ones, peft has copies
             names.setdefault(stored, []).append(name)
         tensors = [
@@ -311,6 +326,11 @@ def save_adapter(
     )
 
 
+def _written(name: str) -> str:
+    """Return the name under which peft writes a parameter of an adapter."""
+    return name.replace(f".{ADAPTER}.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
 class MergedWeights(Mapping[str, Tensor]):
     """The weights of stages without adapters and with their updates, by their names in the transformers model.
 
@@ -331,18 +351,30 @@ class MergedWeights(Mapping[str, Tensor]):
             self._weights.update(persistent_buffers(model))
             for name, parameter in adapter_parameters(model):
                 self._factors[name] = _whole(parameter.detach())
+        self._norms = {
+            linear: row_norms(self._weights[f"{linear}.weight"], self._update(linear))
+            for linear, _, kind in (name.partition(".lora_") for name in self._factors)
+            if kind.startswith("magnitude")
+        }
+
+    def _update(self, linear: str) -> Tensor:
+        """Return this rank's part of what is added to the weight of a linear."""
+        rows, columns = local_box(self._weights[f"{linear}.weight"]).slices()
+        up, down = (self._factors[f"{linear}.lora_{kind}.{ADAPTER}.weight"] for kind in "BA")
+        return self._scale * (up[rows] @ down[:, columns])
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[name]
         linear = name.removesuffix(".weight")
-        down = self._factors.get(f"{linear}.lora_A.{ADAPTER}.weight")
-        if down is None:
+        if f"{linear}.lora_A.{ADAPTER}.weight" not in self._factors:
             return weight
-        up = self._factors[f"{linear}.lora_B.{ADAPTER}.weight"]
-        rows, columns = local_box(weight).slices()
         merged = weight.clone().float()
-        local_part(merged).add_(up[rows] @ down[:, columns], alpha=self._scale)
+        local_part(merged).add_(self._update(linear))
+        if linear in self._norms:
+            magnitudes = self._factors[f"{linear}.lora_magnitude_vector.{ADAPTER}.weight"]
+            factors = magnitudes[local_box(weight).slices()[0]] / self._norms[linear]
+            local_part(merged).mul_(factors.unsqueeze(1))
         return merged
 
     def __iter__(self) -> Iterator[str]:

@@ -148,7 +148,7 @@ def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
             f"add_tokens={config.add_tokens} adds rows that adapters do not train: give lora_modules_to_save="
             f"{','.join(ends)}"
         )
-    return replace(lora, dropout=config.lora_dropout, seed=config.seed, saved=saved)
+    return replace(lora, dropout=config.lora_dropout, seed=config.seed, dora=config.lora_dora, saved=saved)
 
 
 def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
@@ -209,7 +209,8 @@ def job_of(
     model, approximate = model or resolved.shape, "; ".join(_approximations(config, model_config))
     job = Job(config, model, dims, balance, data=data, approximate=approximate)
     if lora := lora_of(config, model_config):  # frozen weights need no float32 copy
-        return replace(job, model=adapted(model, lora.rank, lora.targets), weights=job.dtype)
+        saved = [name for name, _ in lora.saved.parameters] if lora.saved else []
+        return replace(job, model=adapted(model, lora.rank, lora.targets, saved), weights=job.dtype)
     return job
 
 

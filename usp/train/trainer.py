@@ -254,11 +254,10 @@ class Trainer(TrainingLoop):
         parameters = count(self.prepared.shape.numel)
         yield f"model: {config.model}, {parameters} parameters, {config.dtype} on {config.device}"
         if self.lora is not None:
-            whole = f", and {', '.join(self.lora.saved.modules)} in full" if self.lora.saved else ""
-            yield (
-                f"LoRA: rank {self.lora.rank}, alpha {self.lora.alpha}, on {', '.join(self.lora.targets)}: "
-                f"{count(self.adapter_parameters)} trained parameters{whole}"
-            )
+            lora, adapters = self.lora, f"{count(self.adapter_parameters)} trained parameters"
+            whole = f", and {', '.join(lora.saved.modules)} in full" if lora.saved else ""
+            kind = f"{'DoRA' if lora.dora else 'LoRA'}: rank {lora.rank}, alpha {lora.alpha}"
+            yield f"{kind}, on {', '.join(lora.targets)}: {adapters}{whole}"
         yield self.prepared.kernel_choice
         yield from self._stage_summary()
         yield f"learning rate: {config.learning_rate:g}, {self.schedule}"

@@ -224,7 +224,7 @@ def _recomputation(config: TrainConfig) -> Iterator[str]:
 def common_violations(config: CommonConfig) -> Iterator[str]:
     """Yield which flags that train.py and rlhf.py share contradict each other."""
     options = {"lora_alpha": 0, "lora_targets": ALL_LINEAR, "lora_merge": False}
-    options |= {"lora_dropout": 0.0, "lora_modules_to_save": ""}  # of train.py only
+    options |= {"lora_dropout": 0.0, "lora_dora": False, "lora_modules_to_save": ""}  # of train.py only
     for name, off in options.items():
         if not config.lora_rank and getattr(config, name, off) != off:
             yield f"{flag(name)} is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it"

@@ -29,31 +29,47 @@ from usp.train.prepare import prepare
 
 P = 0.3
 ENDS = "embed_tokens,lm_head"
-# Family, the linears with adapters, modules to save, and flags.
-LAYOUTS: dict[str, tuple[str, tuple[str, ...], str, dict[str, Any]]] = {
-    "dp2 r2, zero 3": ("llama", ALL, ENDS, {"sp_ring": 2, "micro_batches": 2, "ac": "attention-saved"}),
+# Family, the linears with adapters, modules to save, whether it is DoRA, and flags.
+LAYOUTS: dict[str, tuple[str, tuple[str, ...], str, bool, dict[str, Any]]] = {
+    "dp2 r2, zero 3": ("llama", ALL, ENDS, False, {"sp_ring": 2, "micro_batches": 2, "ac": "attention-saved"}),
     "tp2 u2, zero 1": (
         "llama",
         ALL,
         ENDS,
+        False,
         {"tp": 2, "sp_ulysses": 2, "zero": 1, "micro_batches": 2, "ac": "selective"},
     ),
     "tp2 r2, tokens shared": (
         "qwen3",
         ALL,
         "norm",
+        False,
         {"tp": 2, "tp_sequence_parallel": True, "sp_ring": 2, "ac": "full"},
     ),
-    "pp2 tp2, zero 2, tied": ("llama-tied", ALL, ENDS, {"pp": 2, "tp": 2, "zero": 2, "micro_batches": 2, "ac": "full"}),
-    "ep2 u2 r2": ("mixtral", ATTENTION, "lm_head", {"ep": 2, "sp_ulysses": 2, "sp_ring": 2, "sp_layout": "striped"}),
+    "pp2 tp2, zero 2, tied, DoRA": (
+        "llama-tied",
+        ALL,
+        ENDS,
+        True,
+        {"pp": 2, "tp": 2, "zero": 2, "micro_batches": 2, "ac": "full"},
+    ),
+    "dp2 u2, zero 3, tied, DoRA": ("llama-tied", ALL, ENDS, True, {"sp_ulysses": 2}),
+    "ep2 u2 r2": (
+        "mixtral",
+        ATTENTION,
+        "lm_head",
+        False,
+        {"ep": 2, "sp_ulysses": 2, "sp_ring": 2, "sp_layout": "striped"},
+    ),
 }
 
 
-def change(model: PreTrainedModel, targets: tuple[str, ...], saved: str) -> None:
+def change(model: PreTrainedModel, targets: tuple[str, ...], saved: str, dora: bool) -> None:
     """Add adapters, dropout and modules to save as peft does; dropout takes the masks of whole rows of each step."""
     tied = model.config.tie_word_embeddings  # peft would train two copies of what is tied
     modules = None if tied else saved.split(",")
-    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets), modules_to_save=modules)
+    options: dict[str, Any] = {"modules_to_save": modules, "use_dora": dora}
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets), **options)
     inject_adapter_in_model(settings, model)
     initialise_adapters(model, seed=0)
     if tied:
@@ -73,46 +89,51 @@ def change(model: PreTrainedModel, targets: tuple[str, ...], saved: str) -> None
 def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     """For each model and what is trained of it a folder, and (loss, gradient norm) of each step of peft alone."""
     found = {}
-    for case in {layout[:3] for layout in LAYOUTS.values()}:
+    for case in {layout[:4] for layout in LAYOUTS.values()}:
         folder = tmp_path_factory.mktemp(case[0])
         tiny_model(case[0]).save_pretrained(folder)
-        changed = partial(change, targets=case[1], saved=case[2])
+        changed = partial(change, targets=case[1], saved=case[2], dora=case[3])
         found[case] = folder, ranks.run(train_alone, 1, case[0], FEW_STEPS, 0.0, 1, changed)[0]
     return found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_steps_are_those_of_peft_in_one_process(ranks: RankPool, alone: dict[Any, Any], name: str) -> None:
-    family, targets, saved, flags = LAYOUTS[name]
-    folder, wanted = alone[family, targets, saved]
-    config = replace(config_of(folder, targets, **flags), lora_dropout=P, lora_modules_to_save=saved)
+    family, targets, saved, dora, flags = LAYOUTS[name]
+    folder, wanted = alone[family, targets, saved, dora]
+    config = replace(config_of(folder, targets, **flags), lora_dropout=P, lora_modules_to_save=saved, lora_dora=dora)
     histories = ranks.run(train, 4, config, FEW_STEPS)
     difference = (torch.tensor(histories, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1).abs()
     assert difference.max() <= 1e-5, difference.amax(dim=0)
 
 
-# Runs of train.py
+# Runs of train.py, the second of a tied model with DoRA
 
 OPTIONS: dict[str, Any] = {"lora_dropout": 0.1, "lora_modules_to_save": ENDS, "lora_merge": True}
 
 
-@pytest.fixture(scope="module", params=["qwen3-tiny", "qwen3-tiny, tied"])
+def options_of(base: Path) -> TrainConfig:
+    tied = json.loads((base / "config.json").read_text())["tie_word_embeddings"]
+    return replace(RUN, **OPTIONS, model=str(base), lora_dora=tied)
+
+
+@pytest.fixture(scope="module", params=["LoRA", "DoRA, tied"])
 def whole(ranks: RankPool, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was never stopped, beside its base model."""
     folder = tmp_path_factory.mktemp("run")
     config = load_model_config("qwen3-tiny")
-    config.tie_word_embeddings = request.param.endswith("tied")
+    config.tie_word_embeddings = "tied" in request.param
     save_weights(dict(drawn_model(config).named_parameters()), folder / "base", config=config)
-    ranks.run(run, 2, replace(RUN, **OPTIONS, model=str(folder / "base"), output=str(folder / "whole"), sp_ulysses=2))
+    ranks.run(run, 2, replace(options_of(folder / "base"), output=str(folder / "whole"), sp_ulysses=2))
     return folder / "whole"
 
 
 def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
     ranks: RankPool, whole: Path, tmp_path: Path
 ) -> None:
-    checkpoint, base = str(whole / CHECKPOINTS / "step-00000002"), str(whole.parent / "base")
-    resumed = replace(RUN, **OPTIONS, model=base, output=str(tmp_path / "on"), resume=checkpoint)
-    ranks.run(run, 2, replace(resumed, pp=2, micro_batches=2))
+    checkpoint, base = str(whole / CHECKPOINTS / "step-00000002"), whole.parent / "base"
+    resumed = replace(options_of(base), output=str(tmp_path / "on"), resume=checkpoint)
+    ranks.run(run, 4, replace(resumed, pp=2, tp=2, micro_batches=2))
     assert (steps_of(tmp_path / "on") / steps_of(whole)[2:] - 1).abs().max() <= 1e-5
     written = adapter_of(whole)
     for name, tensor in adapter_of(tmp_path / "on").items():
@@ -120,14 +141,15 @@ def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
 
     settings = json.loads((whole / "adapter" / "adapter_config.json").read_text())
     assert (settings["lora_dropout"], settings["modules_to_save"]) == (0.1, ENDS.split(","))
+    assert settings["use_dora"] == resumed.lora_dora
     ids = torch.arange(40).unsqueeze(0)
-    adapted = PeftModel.from_pretrained(load(Path(base)), whole / "adapter")
+    adapted = PeftModel.from_pretrained(load(base), whole / "adapter")
     trained = {
         name.removeprefix("base_model.model."): p for name, p in adapted.named_parameters() if "modules_to" in name
     }
     assert len(trained) == 2
     for name, parameter in trained.items():
-        stored = load(Path(base)).get_parameter(name.replace(".modules_to_save.default", ""))
+        stored = load(base).get_parameter(name.replace(".modules_to_save.default", ""))
         assert (parameter - stored).abs().max() > 1e-3
     torch.testing.assert_close(load(whole / "model")(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
 
@@ -152,11 +174,9 @@ def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
 def test_what_cannot_be_trained_is_refused(whole: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     if "resume" in changes:
         changes = changes | {"resume": str(whole / CHECKPOINTS / "step-00000004"), "steps": 8}
-    tied = json.loads((whole.parent / "base" / "config.json").read_text())["tie_word_embeddings"]
-    if tied and changes.get("lora_modules_to_save") == "lm_head":
+    config = options_of(whole.parent / "base")
+    if config.lora_dora and changes.get("lora_modules_to_save") == "lm_head":
         said = "model.embed_tokens.weight is the same parameter as one of these: name its module, too"
-    asked: TrainConfig = replace(
-        RUN, **OPTIONS | {"model": str(whole.parent / "base"), "output": str(tmp_path)} | changes
-    )
+    asked = replace(config, **{"output": str(tmp_path)} | changes)
     with pytest.raises(ConfigurationError, match=said):
         prepare(asked, Launch())
