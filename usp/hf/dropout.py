@@ -60,9 +60,8 @@ def dropout_mask(p: float, key: int, numbers: Tensor, first: int, features: int)
     own = torch.arange(first, first + features, device=numbers.device)
     own = _mixed(_signed((own ^ high) % _WORD))
     tokens = _mixed(_mixed(_signed((numbers ^ low) % _WORD)) + _signed((numbers >> 32) % _WORD))
-    at_a_time = len(numbers) if torch.compiler.is_compiling() else max(1, _ELEMENTS_AT_A_TIME // features)
-    least = round(p * _WORD) - _WORD // 2
-    return torch.cat([_mixed(part.unsqueeze(1) + own) < least for part in tokens.split(at_a_time)])
+    parts, least = tokens.split(max(1, _ELEMENTS_AT_A_TIME // features)), round(p * _WORD) - _WORD // 2
+    return torch.cat([_mixed(part.unsqueeze(1) + own) < least for part in parts])
 
 
 def _signed(words: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 def tell_tokens(layers: Iterable[nn.Module], tokens: CurrentTokens) -> None:
     """Make layers take `token_numbers` and tell `tokens`, in place; again where they are recomputed. Call it before
-    activation checkpointing and compilation."""
+    activation checkpointing."""
     for layer in layers:
         layer.forward = _telling(layer.forward, tokens)
 

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from parallel import ParallelMesh
 from usp.losses.output_heads import Head, LastHidden
 from usp.losses.vocabulary import UNCHANGED, LogitTransform
+from usp.sp.sp_attention import UnifiedSPAttention
 
 from .dropout import numbers_of
 from .expert_parallel import RouterBalance
@@ -84,7 +85,8 @@ class CausalLMStage(nn.Module):
             self.balance.open(chosen, real)
         of_tokens = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
         if self.training and row_numbers is not None and hasattr(self.model, "token_dropout"):
-            of_tokens["token_numbers"] = numbers_of(row_numbers, position_ids.shape[1], self.model.unified_sp)
+            attention = cast(UnifiedSPAttention, self.model.unified_sp)
+            of_tokens["token_numbers"] = numbers_of(row_numbers, position_ids.shape[1], attention)
         hidden = run_layers(self.model, x, first=self.first, **of_tokens)
         if self.balance is not None:
             chosen = self.balance.close()

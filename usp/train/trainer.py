@@ -152,7 +152,7 @@ class Trainer(TrainingLoop):
         self.peak = peak_flops(name) if config.dtype == "bfloat16" else None  # of a device; None: MFU is not known
         self.batches = BatchReader(self.stage.batches, part_of(self.mesh, config))
         self._evaluations = Evaluations(held_out)
-        self._sample, self._samples = sample, LineFile(folder / "samples.jsonl")
+        self._respond, self._samples = sample, LineFile(folder / "samples.jsonl")
         self._predict()
         if prepared.saved is not None:
             self._resume(prepared.saved)
@@ -331,11 +331,11 @@ class Trainer(TrainingLoop):
 
     def _write_samples(self, number: int) -> None:
         every = self.config.sample_every
-        if self._sample is None or (number % every and number != self.config.steps):
+        if self._respond is None or (number % every and number != self.config.steps):
             return
         self.watchdog.progress(number, "generating samples", long=True)
         (stage,) = self.engine.stages
-        lines = self._sample(stage, self.mesh, number)
+        lines = self._respond(stage, self.mesh, number)
         if self.is_writer:
             self._samples.append(number, lines)
         self.sent = self._attention_sent()

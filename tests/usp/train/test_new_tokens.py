@@ -27,6 +27,7 @@ from usp.train.prepare import prepare
 from usp.train.trainer import Trainer
 
 TOKENS = "<|call|>,<|result|>"
+ROWS = 320  # the next multiple of 64
 SMALL = TrainConfig(seq_len=64, steps=2, warmup_steps=1, batch_size=4, adam_eps=1e-4, learning_rate=1e-2, device="cpu")
 SMALL = replace(SMALL, add_tokens=TOKENS, parse_special_tokens=True, hang_timeout=0)
 TP2_U2: dict[str, Any] = {"tp": 2, "sp_ulysses": 2}
@@ -74,7 +75,7 @@ def test_new_rows_are_those_of_resize_token_embeddings(ranks: RankPool, base: Pa
             for name, weight in ends.items():
                 expected = wanted.get_parameter(name).detach()
                 assert torch.equal(weight[:rows], expected[:rows])
-                torch.testing.assert_close(weight[rows:], expected[rows:], rtol=0, atol=2e-6)
+                torch.testing.assert_close(weight[rows:], expected[rows:], rtol=0, atol=5e-6)  # of transformers' noise
                 assert expected[rows:].abs().max() > 1e-4
 
 
@@ -87,13 +88,13 @@ def test_steps_do_not_depend_on_the_layout_and_the_exported_tokenizer_fits(
     model, tokenizer = load(tmp_path / "four" / "model"), AutoTokenizer.from_pretrained(tmp_path / "four" / "model")
     ids = tokenizer.convert_tokens_to_ids(TOKENS.split(","))
     rows = AutoConfig.from_pretrained(base / "model").vocab_size
-    assert ids == [rows, rows + 1] and model.config.vocab_size == 384
+    assert ids == [rows, rows + 1] and model.config.vocab_size == ROWS
     assert tokenizer("a<|call|>", add_special_tokens=False)["input_ids"][-1] == rows
     embedding = model.get_input_embeddings().weight
     assert (embedding[rows] - embedding[rows + 2]).abs().max() > 1e-3  # one of the data, the other padding
 
     again = prepare(config_of(base, tmp_path / "one", steps=3, resume="auto"), Launch())
-    assert again.saved is not None and again.model_config.vocab_size == 384
+    assert again.saved is not None and again.model_config.vocab_size == ROWS
     with pytest.raises(ConfigurationError, match="vocab_size"):
         prepare(config_of(base, tmp_path / "one", steps=3, resume="auto", add_tokens=""), Launch())
 
@@ -103,9 +104,13 @@ def test_adapters_of_new_tokens_come_with_the_rows(ranks: RankPool, base: Path, 
     with pytest.raises(ConfigurationError, match="give --lora-modules-to-save embed_tokens,lm_head"):
         prepare(config, Launch())
     ranks.run(run, 2, replace(config, lora_modules_to_save="embed_tokens,lm_head", batch_size=2))
-    adapted, ids = PeftModel.from_pretrained(resized(base), tmp_path / "run" / "adapter"), torch.tensor([[5, 360, 361]])
+    rows = AutoConfig.from_pretrained(base / "model").vocab_size
+    adapted, ids = (
+        PeftModel.from_pretrained(resized(base), tmp_path / "run" / "adapter"),
+        torch.tensor([[5, rows, rows + 1]]),
+    )
     torch.testing.assert_close(load(tmp_path / "run" / "model")(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
-    assert AutoConfig.from_pretrained(tmp_path / "run" / "adapter").vocab_size == 384
+    assert AutoConfig.from_pretrained(tmp_path / "run" / "adapter").vocab_size == ROWS
 
 
 def test_tokens_come_from_a_file_and_those_that_are_there_stay(base: Path, tmp_path: Path) -> None:
