@@ -89,6 +89,8 @@ def train(
     """
     hide_progress_bars()
     config, timeout = prepared.config, prepared.config.hang_timeout
+    if config.sample_every and sample is None:
+        raise ConfigurationError(f"--sample-every = {config.sample_every} needs `sample`: use prepare_sampler")
     all_ready(launch)
 
     def again(start: Start) -> PreparedRun:

@@ -23,7 +23,7 @@ from usp.rlhf.sampling import prepare_sampler
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.prepare import prepare
-from usp.train.trainer import Trainer
+from usp.train.trainer import Trainer, train
 
 PROMPTS = ["def f(", "import os", "x = "]
 TOKENS = 12
@@ -93,3 +93,9 @@ def test_what_cannot_be_generated_is_refused(base: Path, tmp_path: Path, changes
         changes = {"sample_prompts": str(tmp_path / changes["sample_prompts"])}
     with pytest.raises(ConfigurationError, match=said):
         prepare_sampler(prepare(replace(RUN, **files | changes), Launch()))
+
+
+def test_a_run_that_asks_for_samples_needs_what_generates_them(base: Path, tmp_path: Path) -> None:
+    files = {"model": str(base / "model"), "sample_prompts": str(base / "prompts.txt"), "output": str(tmp_path)}
+    with pytest.raises(ConfigurationError, match="--sample-every = 2 needs `sample`"):
+        train(prepare(replace(RUN, **files), Launch()), Launch())

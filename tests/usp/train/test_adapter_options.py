@@ -22,9 +22,11 @@ from usp.hf.dropout import CurrentTokens, TokenDropout
 from usp.hf.export import save_weights
 from usp.hf.lora import initialise_adapters
 from usp.hf.models import load_model_config
+from usp.predict.meter import OPTIMIZER
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.checkpoints import CHECKPOINTS
+from usp.train.dry_run import dry_run
 from usp.train.prepare import prepare
 
 P = 0.3
@@ -164,6 +166,18 @@ def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
         stored = load(base).get_parameter(name.replace(".modules_to_save.default", ""))
         assert (parameter - stored).abs().max() > 1e-3
     torch.testing.assert_close(load(whole / "model")(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_dry_run_has_the_optimizer_states_of_all_that_is_trained() -> None:
+    options = OPTIONS | {"lora_dora": True, "model": "tiny", "dtype": "float32"}
+    found, before = (
+        dry_run(replace(RUN, **changes), 4) for changes in (options, {"model": "tiny", "dtype": "float32"})
+    )
+    model = drawn_model(load_model_config("tiny"))
+    rows = [module.out_features for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)]
+    elements = sum(rows) + sum(p.numel() for name, p in model.named_parameters() if "embed" in name or "head" in name)
+    added = found.by_category[OPTIMIZER] - before.by_category[OPTIMIZER]
+    assert added == elements * 8 // 4 + (len(rows) + 2) * 4  # and a step count for each
 
 
 @pytest.mark.parametrize(
