@@ -80,9 +80,8 @@ class KVCache:
             state[slots] = 0
 
 
-@dataclass(frozen=True, eq=False)
 class Prefill:
-    """A forward over whole prompts that fills the cache.
+    """A forward over whole prompts that fills the cache. No dataclass, which FSDP2 would copy for each layer.
 
     Attributes:
         positions: (S,) global positions of this rank's tokens, the same for every row.
@@ -90,15 +89,10 @@ class Prefill:
         lengths: (sequences,) length of each sequence over all ranks; later tokens are padding.
     """
 
-    cache: KVCache
-    positions: Tensor
-    slots: Tensor
-    rows: Tensor
-    lengths: Tensor
-
-    def __post_init__(self) -> None:
-        real = self.positions < self.lengths.unsqueeze(1)
-        self.cache.positions[self.slots, : self.positions.numel()] = self.positions.where(real, _FREE)
+    def __init__(self, cache: KVCache, positions: Tensor, slots: Tensor, rows: Tensor, lengths: Tensor) -> None:
+        self.cache, self.positions, self.slots, self.rows, self.lengths = cache, positions, slots, rows, lengths
+        real = positions < lengths.unsqueeze(1)
+        cache.positions[slots, : positions.numel()] = positions.where(real, _FREE)
 
     @cached_property
     def row_lengths(self) -> Tensor:

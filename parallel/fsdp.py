@@ -14,6 +14,7 @@ the same number of bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,23 @@ def before_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
         module.set_requires_gradient_sync(last or zero >= 2, recurse=False)
         module.set_requires_all_reduce(last, recurse=False)
         module.set_reshard_after_backward(last or zero == 3, recurse=False)
+
+
+@contextmanager
+def gathered(model: nn.Module, zero: int) -> Iterator[None]:
+    """Hold all parameters of a sharded model whole in the block, in `param_dtype`, for forwards without gradients.
+
+    Collective over the ranks that share them. `model` has run a step before.
+    """
+    for module in _fsdp_modules(model):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in _fsdp_modules(model):
+            module.set_reshard_after_forward(zero == 3 and module is not model, recurse=False)
+        model.reset_iter_state()  # type: ignore[operator]  # also shards them again
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

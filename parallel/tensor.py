@@ -109,11 +109,14 @@ def split_parameters(name: str, plan: Mapping[str, str]) -> set[str]:
     }
 
 
-def shard_low_rank(down: nn.Linear, up: nn.Linear, mesh: DeviceMesh, style: str) -> None:
+def shard_low_rank(
+    down: nn.Linear, up: nn.Linear, mesh: DeviceMesh, style: str, factors: nn.Module | None = None
+) -> None:
     """Place a low-rank update `up(down(x))` that is added to the output of a linear of this style, in place.
 
     Neither has a bias. Of a colwise linear, `up` is sharded by columns and each rank's gradient of `down` is a part; of
-    a rowwise one, `down` is sharded by rows, and both its output and the gradient of `up` are partial sums.
+    a rowwise one, `down` is sharded by rows, and both its output and the gradient of `up` are partial sums. factors: of
+    the output's features (out features,), placed as `up`.
 
     Raises:
         ValueError: for a style whose linears are not called, or not sharded.
@@ -123,8 +126,9 @@ def shard_low_rank(down: nn.Linear, up: nn.Linear, mesh: DeviceMesh, style: str)
     styles |= {unsharded: (unsharded, unsharded) for unsharded in ("replicated", whole)}
     if style not in styles:
         raise ValueError(f"style {style!r} has no low-rank update: use one of {', '.join(styles)}")
-    for linear, own in zip((down, up), styles[style], strict=True):
-        _place(linear, own, mesh, Replicate(), {})
+    first, second = styles[style]
+    for module, own in ((down, first), (up, second), *([(factors, second)] if factors is not None else [])):
+        _place(module, own, mesh, Replicate(), {})
 
 
 def gather_output(module: nn.Module, mesh: DeviceMesh, token_dim: int) -> None:

@@ -57,7 +57,8 @@ UNPREDICTED = frozenset({
     "bad_rows", "train_on", "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template",
     "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
     "lr_decay_steps", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum",
-    "max_grad_norm", "lora_alpha", "lora_merge",
+    "max_grad_norm", "lora_alpha", "lora_merge", "early_stopping_patience", "add_tokens",
+    "sample_prompts", "sample_every", "sample_tokens", "sample_temperature",
 })  # fmt: skip
 MAX_TIMEOUT = 86400.0  # a day: process groups wait a few times longer, which torch counts in int32 milliseconds
 
@@ -269,6 +270,20 @@ class _Training:
     Files that are also under --data are excluded from training."""
     eval_every: AtLeast0 = 0
     """Steps between evaluations on --eval-data; the last step is evaluated too. 0: at every checkpoint."""
+    early_stopping_patience: AtLeast0 = 0
+    """Evaluations on --eval-data without a new lowest loss after which the run ends. 0: all steps."""
+    add_tokens: Annotated[str, arg(metavar="TOKEN,TOKEN,...|FILE", help_behavior_hint="(optional)")] = ""
+    """Special tokens to add to the tokenizer, or a text file of them, one a line. If the model's vocabulary lacks rows
+    for them, it grows to a multiple of 64; new rows begin with the mean of the others."""
+    sample_prompts: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
+    """Prompts to which the model responds during training, in RUN/samples.jsonl: lines of text, or JSONL with prompt or
+    messages."""
+    sample_every: AtLeast0 = 0
+    """Steps between responses to --sample-prompts; the last step has some too. 0: none."""
+    sample_tokens: AtLeast1 = 256
+    """Maximum tokens of such a response."""
+    sample_temperature: NotNegative = 0.0
+    """Temperature of such responses. 0: greedy."""
     bos: Annotated[str, one_of(BOS)] = "auto"
     """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
     parse_special_tokens: bool = False
@@ -316,6 +331,12 @@ class _Training:
     """Automatic planning. auto: choose degrees, ZeRO stage, --ac and micro-batches by predicted time and memory."""
     hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
     """Hardware for --plan auto: detected, a known node type, or a file from `python -m usp calibrate`."""
+    lora_dropout: Fraction = 0.0
+    """Probability of an input of the adapters to be dropped in training; the same ones on any layout."""
+    lora_dora: bool = False
+    """Also train the magnitude of each row of a weight that has an adapter, which then changes its direction (DoRA)."""
+    lora_modules_to_save: Annotated[str, arg(metavar="NAME,NAME,...", help_behavior_hint="(optional)")] = ""
+    """Modules to train in full beside the adapters, and to write with them, such as embed_tokens,lm_head."""
     pp_schedule: Annotated[str, one_of(PP_SCHEDULES)] = "1f1b"
     """Pipeline schedule. interleaved-1f1b and zero-bubble run two stages per rank for a smaller bubble."""
     engine: Annotated[str, one_of(ENGINES)] = "fsdp2"

@@ -16,7 +16,12 @@ def _run(config: TrainConfig, launch: Launch, stop: StopRequest, error_file: str
         from usp.planning.choice import planned
 
         config = planned(config, launch)
-    train(prepare(config, launch), launch, stop, error_file)
+    prepared, sample = prepare(config, launch), None
+    if config.sample_every:
+        from usp.rlhf.sampling import prepare_sampler
+
+        sample = prepare_sampler(prepared)
+    train(prepared, launch, stop, error_file, sample)
 
 
 program = Command("train.py", TrainConfig, _run)

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +22,14 @@ from parallel.reallocation.boxes import Box, local_box, local_part
 from parallel.tensor import module_styles, shard_low_rank
 from usp.config import ALL_LINEAR
 
-from .disk import DiskTensor, base_parameters, is_adapter, persistent_buffers
+from .disk import DiskTensor, base_parameters, is_adapter, kept_names, persistent_buffers
+from .dora import Dora, Magnitude, row_norms
+from .dropout import CurrentTokens, TokenDropout, tell_tokens
+from .experts import expert_modules
 from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
+from .integrate import decoder_layers
 from .models import empty_model, model_facts
+from .prune import backbone_name, model_parts
 from .shrink import shrink
 from .tensor_parallel import tp_plan
 
@@ -34,16 +39,38 @@ _PREFIX = "base_model.model."  # of peft's names
 
 
 @dataclass(frozen=True)
+class Saved:
+    """Modules that are trained in full, as peft's modules_to_save.
+
+    modules: the ends of their names. parameters: (name, name under which it is stored), which differ for tied ones.
+    """
+
+    modules: tuple[str, ...]
+    parameters: tuple[tuple[str, str], ...]
+
+    def has(self, name: str) -> bool:
+        """Return whether the parameter of this name is trained in full."""
+        return any(name in names for names in self.parameters)
+
+
+@dataclass(frozen=True)
 class Lora:
     """Adapters of a model.
 
     alpha: the update is scaled by alpha / rank.
     targets: last components of the names of the linears that get an adapter, from `lora_targets`.
+    dropout: probability of an element of their inputs to be dropped; seed: of its masks.
+    dora: adapters are DoRA's, see `usp.hf.dora`.
+    saved: what is trained in full beside the adapters, from `modules_to_save`.
     """
 
     rank: int
     alpha: int
     targets: tuple[str, ...]
+    dropout: float = 0.0
+    seed: int = 0
+    dora: bool = False
+    saved: Saved | None = None
 
 
 def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
@@ -75,6 +102,49 @@ def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
     return tuple(name for name in names if name in left)
 
 
+def modules_to_save(config: PretrainedConfig, modules: str, targets: Sequence[str]) -> Saved | None:
+    """Return what of a model is trained in full beside adapters of `targets`; None for no `modules`.
+
+    modules: ends of the names of modules, separated by commas, which peft matches in the same way.
+
+    Raises ValueError, naming those that are no modules with parameters, that hold adapters or experts, and of tied
+    parameters one without the other.
+    """
+    if not modules:
+        return None
+    model = empty_model(config)
+    ends, stored, experts = tuple(name.strip() for name in modules.split(",")), kept_names(model), expert_modules(model)
+    chosen: dict[str, str] = {}
+    for end in ends:
+        matched = [name for name, _ in model.named_modules() if end and name.endswith(end)]
+        within = {name for module in matched for name in stored if name.startswith(f"{module}.")}
+        if not within:
+            raise ValueError(f"lora_modules_to_save={modules}: {config.model_type} has no parameters in {end!r}")
+        for module in map(model.get_submodule, matched):
+            inside = {name.rpartition(".")[2] for name, part in _linears(model) if part in set(module.modules())}
+            if inside & set(targets) or set(experts) & set(module.modules()):
+                raise ValueError(
+                    f"lora_modules_to_save={modules}: {end} has adapters or experts in it, which are not trained in "
+                    f"full: name other modules, such as those of the embedding and the output head"
+                )
+        chosen |= {name: stored[name] for name in within}
+    if tied := {name for name, first in stored.items() if first in chosen.values()} - chosen.keys():
+        raise ValueError(
+            f"lora_modules_to_save={modules}: {', '.join(sorted(tied))} is the same parameter as one of these: name "
+            f"its module, too"
+        )
+    return Saved(ends, tuple(sorted(chosen.items())))
+
+
+def frozen_ends(config: PretrainedConfig, saved: Saved | None) -> list[str]:
+    """Return the names of the embedding and the output head of a model, unless both are trained beside adapters."""
+    model = empty_model(config)
+    parts = model_parts(model)
+    names = {f"{backbone_name(model)}.{parts.embedding}": parts.embedding, parts.head: parts.head}
+    trained = saved is not None and all(saved.has(f"{name}.weight") for name in names)
+    return [] if trained else list(names.values())
+
+
 def apply_lora(
     model: PreTrainedModel,
     lora: Lora,
@@ -82,11 +152,12 @@ def apply_lora(
     tp_sequence_parallel: bool,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Freeze a model or a pipeline stage and add adapters of `dtype` to its linears, in place.
+    """Freeze a model or a pipeline stage except `lora.saved`, and add adapters of `dtype` to its linears, in place.
 
     Call it after `apply_tp` and before FSDP; parameters may be on the meta device. Of a linear sharded over tp by
-    columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round. Raises
-    ValueError for a stage without any of the target linears, and for one that tp does not divide.
+    columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round. With dropout,
+    training needs the `row_numbers` of each batch. Raises ValueError for a stage without any of the target linears, and
+    for one that tp does not divide.
     """
     from peft import inject_adapter_in_model  # takes seconds to import
 
@@ -99,7 +170,16 @@ def apply_lora(
             f"trained: use lora_targets={ALL_LINEAR}, or fewer stages"
         )
     here = sorted({name.rpartition(".")[2] for name in linears})
-    inject_adapter_in_model(lora_config(lora, here), model, ADAPTER)
+    # Into the base model: in the whole one, peft looks for both ends of tied weights, which may be on two stages.
+    plain = replace(lora, dropout=0.0, dora=False, saved=None)
+    inject_adapter_in_model(lora_config(plain, here), model.base_model, ADAPTER)
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            parameter.requires_grad_(bool(lora.saved and lora.saved.has(name)))
+    tokens = CurrentTokens()
+    if lora.dropout:
+        tell_tokens(decoder_layers(model), tokens)
+        model.token_dropout = tokens  # type: ignore[assignment]
     for name in linears:
         adapted = cast(Any, model.get_submodule(name))
         base, down, up = adapted.base_layer, adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
@@ -108,9 +188,18 @@ def apply_lora(
         up.weight = nn.Parameter(torch.empty(base.out_features, lora.rank, dtype=dtype, device=base.weight.device))
         if tp > 1 and not isinstance(base.weight, DTensor):
             raise ValueError(f"tp={tp} does not divide {name}, so it cannot have an adapter: use other lora_targets")
+        style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
+        magnitude = None
+        if lora.dora:
+            if style in ("colwise_gather_output", "rowwise_split_input"):
+                raise ValueError(f"lora_dora is not supported for {name} with tp={tp}, which divides it by {style}")
+            magnitude = Magnitude(nn.Parameter(torch.empty(base.out_features, dtype=dtype, device=base.weight.device)))
+            adapted.lora_magnitude_vector[ADAPTER], adapted.lora_variant[ADAPTER] = magnitude, Dora
         if tp > 1:
-            style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
-            shard_low_rank(down, up, mesh.parameter_mesh("tp"), style)
+            shard_low_rank(down, up, mesh.parameter_mesh("tp"), style, magnitude)
+        if lora.dropout:
+            shard = mesh.rank("tp") if style == "rowwise" else 0
+            adapted.lora_dropout[ADAPTER] = TokenDropout(lora.dropout, lora.seed, name, tokens, shard)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -134,15 +223,19 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int) -> None:
-    """Draw lora_A and clear lora_B as peft does (Kaiming-uniform with a = sqrt(5)), whatever the layout.
+    """Draw lora_A and clear lora_B as peft does (Kaiming-uniform with a = sqrt(5)), whatever the layout; magnitudes are
+    the norms of the base's rows. Collective over tp for these.
 
     Each lora_A is drawn whole on the CPU by a generator seeded with `seed` and its name; a rank copies its part. Global
     random states are not changed. Does nothing without adapters.
     """
     for name, parameter in adapter_parameters(model):
         local = local_part(parameter)
-        if ".lora_B." in name:
+        linear, _, kind = name.partition(".lora_")
+        if kind.startswith("B"):
             local.zero_()
+        elif kind.startswith("magnitude"):
+            local.copy_(row_norms(model.get_parameter(f"{linear}.base_layer.weight")))
         else:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
@@ -154,7 +247,15 @@ def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
     """Return peft's LoraConfig for some of the targets; what is not set here has its default."""
     from peft import LoraConfig
 
-    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets), task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_dora=lora.dora,
+        target_modules=list(targets),
+        modules_to_save=list(lora.saved.modules) if lora.saved else None,
+        task_type="CAUSAL_LM",
+    )
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
@@ -205,7 +306,8 @@ def save_adapter(
 
     Collective; as `usp.hf.export.save_weights`, also in what it raises, but to one file.
 
-    weights: of this rank's adapters, by the names in `adapter_parameters`; plain tensors (whole) or DTensors.
+    weights: of this rank's adapters, by the names in `adapter_parameters`, and what else is trained, by the names
+        under which it is stored; plain tensors (whole) or DTensors.
     base: directory of the base model, stored as the adapter's base_model_name_or_path.
     config: of the base model, written too where the adapters were trained with another one than the base's own.
     """
@@ -214,9 +316,13 @@ def save_adapter(
         return {name: part.shape for held in holders for name, part in held.items()}
 
     def plan(holders: Sequence[Mapping[str, Held]]) -> list[list[FilePlan]]:
+        names = {name: [_written(name)] for name in shapes(holders) if is_adapter(name)}
+        for name, stored in lora.saved.parameters if lora.saved else ():  # of tied ones, peft has copies
+            names.setdefault(stored, []).append(name)
         tensors = [
-            DiskTensor(_PREFIX + name.replace(f".{ADAPTER}.", "."), name, Box.whole(shape), shape)
+            DiskTensor(_PREFIX + written, name, Box.whole(shape), shape)
             for name, shape in shapes(holders).items()
+            for written in names[name]
         ]
         return plan_tensors(tensors, holders, math.inf, lambda number: [ADAPTER_FILE] * number)
 
@@ -239,6 +345,11 @@ def save_adapter(
     )
 
 
+def _written(name: str) -> str:
+    """Return the name under which peft writes a parameter of an adapter."""
+    return name.replace(f".{ADAPTER}.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
 class MergedWeights(Mapping[str, Tensor]):
     """The weights of stages without adapters and with their updates, by their names in the transformers model.
 
@@ -259,18 +370,30 @@ class MergedWeights(Mapping[str, Tensor]):
             self._weights.update(persistent_buffers(model))
             for name, parameter in adapter_parameters(model):
                 self._factors[name] = _whole(parameter.detach())
+        self._norms = {
+            linear: row_norms(self._weights[f"{linear}.weight"], self._update(linear))
+            for linear, _, kind in (name.partition(".lora_") for name in self._factors)
+            if kind.startswith("magnitude")
+        }
+
+    def _update(self, linear: str) -> Tensor:
+        """Return this rank's part of what is added to the weight of a linear."""
+        rows, columns = local_box(self._weights[f"{linear}.weight"]).slices()
+        up, down = (self._factors[f"{linear}.lora_{kind}.{ADAPTER}.weight"] for kind in "BA")
+        return self._scale * (up[rows] @ down[:, columns])
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[name]
         linear = name.removesuffix(".weight")
-        down = self._factors.get(f"{linear}.lora_A.{ADAPTER}.weight")
-        if down is None:
+        if f"{linear}.lora_A.{ADAPTER}.weight" not in self._factors:
             return weight
-        up = self._factors[f"{linear}.lora_B.{ADAPTER}.weight"]
-        rows, columns = local_box(weight).slices()
         merged = weight.clone().float()
-        local_part(merged).add_(up[rows] @ down[:, columns], alpha=self._scale)
+        local_part(merged).add_(self._update(linear))
+        if linear in self._norms:
+            magnitudes = self._factors[f"{linear}.lora_magnitude_vector.{ADAPTER}.weight"]
+            factors = magnitudes[local_box(weight).slices()[0]] / self._norms[linear]
+            local_part(merged).mul_(factors.unsqueeze(1))
         return merged
 
     def __iter__(self) -> Iterator[str]:

@@ -53,6 +53,7 @@ _LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**5, "num_key_v
 _LARGEST |= {"hidden_size": 10**6, "intermediate_size": 10**7, "vocab_size": 10**8, "max_position_embeddings": 10**12}
 _LARGEST |= dict.fromkeys(_NUM_EXPERTS, 10**5)
 _SCALAR = "ForSequenceClassification"
+VOCABULARY_MULTIPLE = 64  # of one that grows
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
 
@@ -276,6 +277,16 @@ def without_dropout(config: PretrainedConfig, disable: bool = True) -> Pretraine
     config = copy.deepcopy(config)
     for name in found:
         setattr(config.get_text_config(), name, 0.0)
+    return config
+
+
+def with_vocabulary(config: PretrainedConfig, size: int) -> PretrainedConfig:
+    """Return the configuration of the same model with rows for ids below `size`: if it lacks some, so many that tp up
+    to VOCABULARY_MULTIPLE can divide them."""
+    if size <= config.vocab_size:
+        return config
+    config = copy.deepcopy(config)
+    config.vocab_size = -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return config
 
 

@@ -19,7 +19,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from parallel import ParallelMesh
 from usp.losses.output_heads import Head, LastHidden
 from usp.losses.vocabulary import UNCHANGED, LogitTransform
+from usp.sp.sp_attention import UnifiedSPAttention
 
+from .dropout import numbers_of
 from .expert_parallel import RouterBalance
 from .integrate import run_layers
 from .prune import backbone, model_parts
@@ -62,6 +64,7 @@ class CausalLMStage(nn.Module):
         position_ids: Tensor,
         cu_seqlens: Tensor | None = None,
         real: Tensor | None = None,
+        row_numbers: Tensor | None = None,
         **inputs: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return hidden states, or on the last stage the output of `head`: in training this rank's share of the loss.
@@ -75,11 +78,16 @@ class CausalLMStage(nn.Module):
             head: None to only run the layers.
             position_ids, cu_seqlens: from `shard_batch`.
             real: (B, S) bool, False for padding, which does not count in `balance`; None: there is none.
+            row_numbers: (B,) int64, which rows of the run these are; for dropout, which depends on nothing else.
             inputs: tensors for `head`, such as `shift_labels`.
         """
         if self.balance is not None:
             self.balance.open(chosen, real)
-        hidden = run_layers(self.model, x, first=self.first, position_ids=position_ids, cu_seqlens=cu_seqlens)
+        of_tokens = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
+        if self.training and row_numbers is not None and hasattr(self.model, "token_dropout"):
+            attention = cast(UnifiedSPAttention, self.model.unified_sp)
+            of_tokens["token_numbers"] = numbers_of(row_numbers, position_ids.shape[1], attention)
+        hidden = run_layers(self.model, x, first=self.first, **of_tokens)
         if self.balance is not None:
             chosen = self.balance.close()
         if not self.last or head is None:

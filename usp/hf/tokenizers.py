@@ -298,7 +298,12 @@ def tokenizer_of(tokenizer: str, model: str) -> str:
 
 
 def load_tokenizer(
-    tokenizer: str, bos: str = AUTO, parse_special: bool = False, chat_template: str = "", train_on: str = ASSISTANT
+    tokenizer: str,
+    bos: str = AUTO,
+    parse_special: bool = False,
+    chat_template: str = "",
+    train_on: str = ASSISTANT,
+    add_tokens: str = "",
 ) -> Tokenizer:
     """Return the byte tokenizer, or load one from the local directory `tokenizer`.
 
@@ -306,10 +311,13 @@ def load_tokenizer(
     parse_special: whether special tokens written out in a text become their ids; in chats they always do, because
         templates write them out.
     chat_template: file with a chat template, instead of the tokenizer's own. train_on: see `ChatTemplate`.
+    add_tokens: special tokens that it gets if it lacks them, separated by commas, or a file of them, one a line.
 
-    Raises ValueError if the directory has no tokenizer, if `bos` is "always" and the tokenizer has none, or if
-    `chat_template` does not exist.
+    Raises ValueError if the directory has no tokenizer, if `bos` is "always" and the tokenizer has none, if
+    `chat_template` does not exist, or if the byte tokenizer is to get tokens.
     """
+    if add_tokens and tokenizer == BYTES:
+        raise ValueError(f"add_tokens={add_tokens}: the byte tokenizer gets none, set tokenizer to a directory")
     if tokenizer == BYTES:
         return _with_bos(ByteTokenizer(chats=_chats(ByT5Tokenizer(), chat_template, BYTES, train_on)), bos)
     folder = Path(tokenizer).expanduser()
@@ -319,6 +327,8 @@ def load_tokenizer(
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ValueError(f"tokenizer={tokenizer}: transformers cannot read it: {error}") from error
+    if add_tokens:
+        loaded.add_tokens(_special_tokens(add_tokens), special_tokens=True)
     chats = _chats(loaded, chat_template, tokenizer, train_on)
     if isinstance(loaded, ByT5Tokenizer) and not parse_special:
         return _with_bos(ByteTokenizer(tokenizer, chats=chats), bos)
@@ -334,6 +344,17 @@ def load_tokenizer(
         chats=chats,
     )
     return _with_bos(found, bos)
+
+
+def _special_tokens(add_tokens: str) -> list[str]:
+    file = Path(add_tokens).expanduser()
+    try:
+        found = file.read_text("utf-8").splitlines() if file.is_file() else add_tokens.split(",")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"add_tokens={add_tokens} cannot be read: {error}") from error
+    if not (tokens := [token.strip() for token in found if token.strip()]):
+        raise ValueError(f"add_tokens={add_tokens} names no tokens")
+    return tokens
 
 
 def _chats(loaded: Any, chat_template: str, name: str, train_on: str) -> ChatTemplate | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from parallel.reallocation.boxes import local_box, local_part
+from parallel.reallocation.boxes import Box, local_box, local_part
 
 from .disk import (
     DiskTensor,
@@ -24,6 +25,7 @@ from .disk import (
     persistent_buffers,
     read_headers,
     stored_names,
+    stored_tensors,
 )
 from .models import empty_model, load_generation_config
 from .prune import model_parts
@@ -114,7 +116,8 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
 
     Parameters may be plain tensors or DTensors, of any dtype. A rank reads the parts it holds, without communication.
     Buffers that no file holds are computed, and the model gets the directory's generation configuration, if any.
-    Adapters keep their values.
+    Adapters keep their values. Where the model's vocabulary is larger than the directory's, rows beyond it are the mean
+    of its rows, around which transformers' `resize_token_embeddings` draws them with 3e-5 of their deviation.
 
     head_seed: if given, the directory holds a causal LM, and the model's scalar head is drawn from this seed.
 
@@ -122,11 +125,19 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     missing, unexpected, or of the wrong shape.
     """
     whole, head = empty_model(model.config, causal=head_seed is not None), model_parts(model).head
-    stored = stored_names(whole)
+    stored, in_folder, added = stored_names(whole), whole, dict[str, list[Box]]()
     slices_of = in_whole(whole, read_headers(folder))
-    chosen, copies = choose_tensors(whole, slices_of, folder)
-    for first, copy in copies:
-        _check_equal(slices_of, first, copy)
+    if (rows := AutoConfig.from_pretrained(folder, local_files_only=True).vocab_size) < model.config.vocab_size:
+        config = copy.deepcopy(model.config)
+        config.vocab_size = rows
+        in_folder = empty_model(config, causal=head_seed is not None)
+        before, after = (
+            {n: Box.whole(tuple(x.shape)) for n, x in stored_tensors(m).items()} for m in (in_folder, whole)
+        )
+        added = {name: box.minus(before[name]) for name, box in after.items()}
+    chosen, copies = choose_tensors(in_folder, slices_of, folder)
+    for first, other in copies:
+        _check_equal(slices_of, first, other)
     for name, parameter in chain(base_parameters(model), persistent_buffers(model)):
         if head_seed is not None and name.startswith(f"{head}."):
             continue
@@ -136,6 +147,9 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
             if part is not None:
                 loaded = _read(slices_of, tensor, part.slices(tensor.box))
                 values[part.slices(held)] = loaded.view(part.sizes).to(values.dtype)
+        for part in filter(None, (box.overlap(held) for box in added.get(stored[name], ()))):
+            (tensor,) = chosen[stored[name]]
+            values[part.slices(held)] = _mean_row(slices_of, tensor)[part.slices()[1:]].to(values.dtype)
     if head_seed is None:
         fill_buffers(model)
     else:
@@ -146,6 +160,13 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
 
 def _read(slices_of: Mapping[str, Any], tensor: DiskTensor, slices: tuple[slice, ...]) -> Tensor:
     return slices_of[tensor.name][slices[len(slices) - len(tensor.shape) :]]
+
+
+def _mean_row(slices_of: Mapping[str, Any], tensor: DiskTensor) -> Tensor:
+    rows, total = tensor.shape[0], torch.zeros(tensor.shape[1:], dtype=torch.float64)
+    for start in range(0, rows, _ROWS_AT_A_TIME):
+        total += _read(slices_of, tensor, (slice(start, start + _ROWS_AT_A_TIME),)).double().sum(0)
+    return total / rows
 
 
 def _check_equal(slices_of: Mapping[str, Any], first: DiskTensor, copy: DiskTensor) -> None:

@@ -236,8 +236,9 @@ def _kinds(model: ModelShape, number: int, stages: tuple[int, ...]) -> tuple[tup
     return tuple(Counter(model.alike[index] for stage in stages for index in layers[stage]).items())
 
 
-def adapted(model: ModelShape, rank: int, targets: Collection[str]) -> ModelShape:
-    """Return a model with LoRA adapters of the linears whose names end with one of `targets`."""
+def adapted(model: ModelShape, rank: int, targets: Collection[str], saved: Collection[str] = ()) -> ModelShape:
+    """Return a model with LoRA adapters of the linears whose names end with one of `targets`, whose parameters called
+    `saved` around its layers are trained, too: they are named as parts of adapters."""
 
     def adapters(p: ParameterShape) -> Iterator[ParameterShape]:
         yield p
@@ -249,8 +250,18 @@ def adapted(model: ModelShape, rank: int, targets: Collection[str]) -> ModelShap
     def layer(shape: LayerShape) -> LayerShape:
         return LayerShape(tuple(q for p in shape.parameters for q in adapters(p)), shape.experts)
 
+    def around(parameters: tuple[ParameterShape, ...], module: str) -> tuple[ParameterShape, ...]:
+        return tuple(replace(p, name=f"{p.name}{ADAPTER}") if f"{module}.{p.name}" in saved else p for p in parameters)
+
     different = {index: layer(model.layers[index]) for index in set(model.alike)}
-    return replace(model, layers=tuple(different[index] for index in model.alike))
+    embedding, _, norm, head = model.names
+    return replace(
+        model,
+        embedding=around(model.embedding, embedding),
+        layers=tuple(different[index] for index in model.alike),
+        norm=around(model.norm, norm),
+        head=around(model.head, head),
+    )
 
 
 def shared(key: Callable[..., Hashable]) -> Callable[[F], F]:

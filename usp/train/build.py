@@ -217,8 +217,10 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
             f"({', '.join(found.mixers)}): use tp=1"
         )
     prune_to_stage(model, layers[index], first, last, found.layer_outputs)
-    for parameter in model.parameters():  # not buffers: rotary frequencies stay float32
-        parameter.data = parameter.data.to(recipe.weights_dtype)
+    saved = recipe.lora.saved if recipe.lora else None
+    for name, parameter in model.named_parameters():  # not buffers: rotary frequencies stay float32
+        if not (saved and saved.has(name)):
+            parameter.data = parameter.data.to(recipe.weights_dtype)
     apply_unified_sp(model, mesh, layout=recipe.sp_layout, kernel=recipe.kernel)
     apply_ep(model, mesh, recipe.tp_sequence_parallel)
     apply_tp(model, mesh, recipe.tp_sequence_parallel, trained=recipe.optimizer is not None)

@@ -47,7 +47,8 @@ _NOT_THE_MODEL = {
     *("_name_or_path", "_attn_implementation", "_experts_implementation", "transformers_version"),
     *("dtype", "torch_dtype", "use_cache"),
 }
-_LORA = ("lora_rank", "lora_alpha", "lora_targets")  # what an adapter is
+# What an adapter is; rlhf.py has no modules to save.
+_LORA = {"lora_rank": 0, "lora_alpha": 0, "lora_targets": 0, "lora_dora": False, "lora_modules_to_save": ""}
 _NOT_THE_RUN = {"output", "resume"}
 AUTO = "auto"
 CHECKPOINTS, MODEL, ADAPTER, BEST = "checkpoints", "model", "adapter", "best"  # folders of a run
@@ -152,11 +153,13 @@ def read_state(start: Start, strict: bool, convert: Callable[[Mapping[str, Any]]
 
 def lora_violations(saved: Mapping[str, Any], config: CommonConfig) -> list[str]:
     """Return why the adapters of `config` cannot continue a checkpoint of a run with the configuration `saved`."""
-    lora = {name: getattr(config, name) for name in _LORA}
-    trained = {name: saved.get(name, 0) for name in lora}
+    lora = {name: getattr(config, name, without) for name, without in _LORA.items()}
+    trained = {name: saved.get(name, without) for name, without in _LORA.items()}
     if lora == trained or not (config.lora_rank or trained["lora_rank"]):
         return []
-    changed = ", ".join(f"{flag(name)} = {lora[name]} (checkpoint: {trained[name]})" for name in _LORA)
+    changed = ", ".join(
+        f"{flag(name)} = {lora[name]} (checkpoint: {trained[name]})" for name in _LORA if lora[name] or trained[name]
+    )
     return [f"{changed}: a checkpoint holds only what is trained, so LoRA must be as before; use those values"]
 
 

@@ -207,7 +207,8 @@ def blank_batch(config: TrainConfig, mesh: ParallelMesh, data: Data = ONE_DOCUME
     """Return this rank's part of sequences of token 0."""
     ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
     boundaries = torch.tensor([data.boundaries(config.seq_len)] * config.batch_size, dtype=torch.int32)
-    return shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
+    batch = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
+    return batch | {"row_numbers": torch.arange(config.batch_size)}
 
 
 def label_state(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, memory: LiveMemory) -> None:

@@ -87,6 +87,10 @@ class TrainingLoop(ABC):
     def evaluations(self) -> Evaluations | None:
         """Return the evaluations of which the best is kept."""
 
+    def ends_early(self) -> bool:
+        """Return whether no step is to follow, though some are left; alike on every rank."""
+        return False
+
     def best_first(self) -> Sequence[int]:
         """Return the steps that were evaluated, from the best on; the checkpoint of the best is kept."""
         evaluations = self.evaluations()
@@ -202,6 +206,8 @@ class TrainingLoop(ABC):
     def _train(self, log: RunLog | None) -> None:
         try:
             for number in range(self.done + 1, self._steps + 1):
+                if self.ends_early():
+                    break
                 with self.trace(number):
                     record = self.step(number)
                 if log is not None:
@@ -227,7 +233,8 @@ class TrainingLoop(ABC):
         if self.checkpointer.finished() and (failure := self._settle()):
             self._retry = min(number + min(2 ** (self._failures - 1), every), self._steps)
             self._warn(f"{failure}; the run goes on, and tries again after step {max(self._retry, number)}")
-        due = bool(every) and (number % every == 0 or number == self._steps or number in self.best_first()[:1])
+        last = number == self._steps or self.ends_early()
+        due = bool(every) and (number % every == 0 or last or number in self.best_first()[:1])
         if due or self.stopping or number == self._retry:
             self._save()
         if self.stopping and number < self._steps:

@@ -97,6 +97,7 @@ class Prologue:
         bos: str = "auto",
         parse_special: bool = True,
         train_on: str = "assistant",
+        add_tokens: str = "",
     ) -> None:
         self._config, self.problems = config, problems
         attempt = problems.attempt
@@ -106,7 +107,8 @@ class Prologue:
         name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
         self.tokenizer: Tokenizer | None = None
         if name is not None:
-            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, config.chat_template, train_on))
+            template = config.chat_template
+            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, template, train_on, add_tokens))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:
@@ -153,7 +155,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     if saved is not None and model_config is not None:
         problems += resume_violations(saved, config, model_config.to_dict(), start.finished_too)
     bos = config.bos if config.bos in BOS else "auto"
-    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.train_on)
+    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.train_on, config.add_tokens)
     device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
     if facts is not None:
         kernel_choice = prologue.choose_kernel(facts)

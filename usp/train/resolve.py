@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -12,9 +13,20 @@ from typing import TypeVar
 from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.hf.expert_parallel import aux_loss_coefficient
-from usp.hf.lora import Lora, lora_targets
-from usp.hf.models import FAMILIES, ModelConfig, load_model_config, model_facts, with_context, without_dropout
+from usp.hf.lora import Lora, frozen_ends, lora_targets, modules_to_save
+from usp.hf.mixers import sharded_mixers
+from usp.hf.models import (
+    FAMILIES,
+    ModelConfig,
+    empty_model,
+    load_model_config,
+    model_facts,
+    with_context,
+    with_vocabulary,
+    without_dropout,
+)
 from usp.hf.tensor_parallel import model_shape
+from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelFacts, ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
 from usp.presets import LORA_RATE, PRESETS, settled_rate
@@ -133,10 +145,24 @@ def settled_lora(config: C) -> C:
 
 def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
     """Return the adapters that `config`, after `settled_lora`, trains on a model; None for all of its weights. Raises
-    ValueError for targets that get no adapters."""
+    ValueError for targets that get no adapters, and for what the model does not support beside them."""
     if not config.lora_rank:
         return None
-    return Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
+    lora = Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
+    if not isinstance(config, TrainConfig):
+        return lora
+    if config.lora_dropout and sharded_mixers(empty_model(model)):
+        raise ValueError(
+            f"lora_dropout={config.lora_dropout:g} is not supported for {model.model_type}, whose recurrent layers and "
+            f"convolutions compute their tokens in another order: remove it"
+        )
+    saved = modules_to_save(model, config.lora_modules_to_save, lora.targets)
+    if config.add_tokens and (ends := frozen_ends(model, saved)):
+        raise ValueError(
+            f"add_tokens={config.add_tokens} adds rows that adapters do not train: give lora_modules_to_save="
+            f"{','.join(ends)}"
+        )
+    return replace(lora, dropout=config.lora_dropout, seed=config.seed, dora=config.lora_dora, saved=saved)
 
 
 def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
@@ -151,24 +177,26 @@ def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def trained_model(config: TrainConfig, weights: bool = True) -> ModelConfig:
-    """Return the configuration of the model that `config` trains, with the context it is trained for.
+    """Return the configuration of the model that `config` trains, with the context it is trained for, and with rows for
+    added tokens.
 
-    weights: as in `resolve`.
+    weights: as in `resolve`; without them, no tokens are added.
 
     Raises ValueError for a model that cannot be read, has no such context, or has dropout that is not disabled.
     """
     try:
         model = load_model_config(config.model, weights=weights)
-        return _with_context(config, without_dropout(model, config.disable_dropout))
+        if config.add_tokens and weights:
+            with suppress(ValueError):  # refused with the tokenizer
+                tokenizer = load_tokenizer(tokenizer_of(config.tokenizer, config.model), add_tokens=config.add_tokens)
+                model = with_vocabulary(model, tokenizer.vocab_size)
+        model = without_dropout(model, config.disable_dropout)
+        if config.rope_scaling not in ROPE_SCALINGS:  # one of the violations
+            return model
+        longest = max(stage.seq_len for stage in by_stage(config))
+        return with_context(model, longest, config.rope_scaling, pretrained=config.model not in PRESETS)
     except ValueError as error:
         raise ValueError(with_flags(str(error))) from error
-
-
-def _with_context(config: TrainConfig, model: ModelConfig) -> ModelConfig:
-    if config.rope_scaling not in ROPE_SCALINGS:  # one of the violations
-        return model
-    longest = max(stage.seq_len for stage in by_stage(config))
-    return with_context(model, longest, config.rope_scaling, pretrained=config.model not in PRESETS)
 
 
 def job_of(
@@ -192,7 +220,8 @@ def job_of(
     model, approximate = model or resolved.shape, "; ".join(_approximations(config, model_config))
     job = Job(config, model, dims, balance, data=data, approximate=approximate)
     if lora := lora_of(config, model_config):  # frozen weights need no float32 copy
-        return replace(job, model=adapted(model, lora.rank, lora.targets), weights=job.dtype)
+        saved = [name for name, _ in lora.saved.parameters] if lora.saved else []
+        return replace(job, model=adapted(model, lora.rank, lora.targets, saved), weights=job.dtype)
     return job
 
 

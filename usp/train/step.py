@@ -53,7 +53,8 @@ def train_step(
     """Run one optimizer step of next-token training. Collective.
 
     Args:
-        batch: this rank's part of the global batch, as `shard_batch` and `Batch.to` return it.
+        batch: this rank's part of the global batch, as `shard_batch` and `Batch.to` return it; for dropout, also
+            `row_numbers`, as in `CausalLMStage`.
         before_update: takes this rank's share of the loss (see `Engine.forward_backward`) once the gradients are there,
             and returns the loss over all ranks; where that is not finite, the weights are not updated.
 
@@ -140,6 +141,10 @@ class Evaluations:
         """Return the steps from the best number on; of equal ones the earlier first."""
         sign = 1 if self.name == "losses" else -1
         return sorted(self.values, key=lambda step: (sign * self.values[step], step))
+
+    def since_best(self) -> int:
+        """Return how many evaluations came after the best one."""
+        return sum(step > best for best in self.best_first()[:1] for step in self.values)
 
     def text(self, step: int) -> str:
         """Return the number of a step in words."""

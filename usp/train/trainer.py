@@ -8,6 +8,7 @@ RUN/                          the output of a run
     metrics.jsonl             every step
     tensorboard/              the same numbers
     checkpoints/step-N/       weights, optimizer, data position: --resume continues from the newest
+    samples.jsonl             what the model responds to --sample-prompts
     profile/                  traces of the steps that --profile names
     model/                    the trained weights, for transformers' from_pretrained; with LoRA only for --lora-merge
     adapter/                  the trained adapters, for peft's from_pretrained; best/ and last-good/ are adapters too
@@ -22,12 +23,12 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -39,11 +40,13 @@ from usp.data.cache import special_tokens_line
 from usp.data.chats import CLOSE, OPEN, excerpt
 from usp.data.rows import PackedRows, WholeRows
 from usp.hf.models import hide_progress_bars
+from usp.hf.stage import CausalLMStage
 from usp.model.facts import training_flops
 from usp.predict.traffic import fsdp_sent_bytes
 from usp.run.failures import ConfigurationError, TrainingDiverged
 from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
 from usp.run.metrics import StepProfiler, StepRecord, count, parse_steps, peak_memory
+from usp.run.output import LineFile
 from usp.run.watchdog import Watchdog
 
 from .build import EngineRecipe, build_engine, first_weights, moved_engine, resumed_weights
@@ -67,20 +70,29 @@ from .step import Evaluations, HeldOutLoss, LearningRate, held_out_loss, part_of
 from .summary import predicted_job, predicted_lines
 
 MANY_EPOCHS = 4  # up to here, repeated data is worth about as much as new data (arXiv 2305.16264)
+# Generates what the model responds to the run's prompts after a step, as lines of samples.jsonl; every rank calls it.
+Sample: TypeAlias = Callable[[CausalLMStage, ParallelMesh, int], list[str]]
 
 
 def train(
-    prepared: PreparedRun, launch: Launch, stop: StopRequest | None = None, error_file: str | None = None
+    prepared: PreparedRun,
+    launch: Launch,
+    stop: StopRequest | None = None,
+    error_file: str | None = None,
+    sample: Sample | None = None,
 ) -> None:
     """Train what `prepare` returned, and leave a model; every rank calls it.
 
     stop: asks for a checkpoint and the end after the current step. error_file: where torchrun reads of failures.
+    sample: from `usp.rlhf.sampling.prepare_sampler`.
 
     Raises ConfigurationError for a model that cannot be divided as asked and a folder that cannot be claimed,
     TrainingDiverged when loss or gradient norm are no longer finite, CheckpointFailed, and Stopped.
     """
     hide_progress_bars()
     config, timeout = prepared.config, prepared.config.hang_timeout
+    if config.sample_every and sample is None:
+        raise ConfigurationError(f"--sample-every = {config.sample_every} needs `sample`: use prepare_sampler")
     all_ready(launch)
 
     def again(start: Start) -> PreparedRun:
@@ -93,7 +105,7 @@ def train(
         run_folder(prepared.start.folder, Path(config.model).name) as folder,
     ):
         ready = settled(prepared, folder, lambda damaged: find_start(config, launch, damaged=damaged), again)
-        trainer = Trainer(ready, stop, watchdog)
+        trainer = Trainer(ready, stop, watchdog, sample)
         outlast(timeout)
         trainer.run()
 
@@ -102,7 +114,11 @@ class Trainer(TrainingLoop):
     """A model on a mesh, with its optimizer and data. `prepared` names the folder, and a verified checkpoint."""
 
     def __init__(
-        self, prepared: PreparedRun, stop: StopRequest | None = None, watchdog: Watchdog | None = None
+        self,
+        prepared: PreparedRun,
+        stop: StopRequest | None = None,
+        watchdog: Watchdog | None = None,
+        sample: Sample | None = None,
     ) -> None:
         assert prepared.start.folder is not None
         self.prepared, self.device = prepared, prepared.device
@@ -140,6 +156,7 @@ class Trainer(TrainingLoop):
         self.peak = peak_flops(name) if config.dtype == "bfloat16" else None  # of a device; None: MFU is not known
         self.batches = BatchReader(self.stage.batches, part_of(self.mesh, config))
         self._evaluations = Evaluations(held_out)
+        self._respond, self._samples = sample, LineFile(folder / "samples.jsonl")
         self._predict()
         if prepared.saved is not None:
             self._resume(prepared.saved)
@@ -158,10 +175,10 @@ class Trainer(TrainingLoop):
         self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         rate = self.config.learning_rate * self.schedule.at(number)
-        exchange = partial(self._exchange, batch)
-        loss, norm = train_step(
-            self.engine, self.mesh, batch.to(self.device), self.config, rate, before_update=exchange
-        )
+        exchange, part = partial(self._exchange, batch), self.batches.part
+        rows = torch.tensor(batch.numbers[part.first : part.first + part.rows], device=self.device)
+        inputs = batch.to(self.device) | {"row_numbers": rows}
+        loss, norm = train_step(self.engine, self.mesh, inputs, self.config, rate, before_update=exchange)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
         tokens = len(batch.numbers) * self.config.seq_len
@@ -170,6 +187,7 @@ class Trainer(TrainingLoop):
         seconds = time.perf_counter() - begin
         evaluated = self._evaluate(number)
         held_out = next(iter(evaluated.values()), None)
+        self._write_samples(number)
         stage = self.prepared.stages.index(self.stage)
         kernels = set[str]().union(*(cast(Any, each.model).unified_sp.kernels for each in self.engine.stages))
         peak = None if self.peak is None else self.peak * dist.get_world_size()
@@ -212,6 +230,9 @@ class Trainer(TrainingLoop):
         ).to_extra()
 
     def export(self) -> None:
+        if self.is_writer and self.ends_early():
+            since = self._evaluations.since_best()
+            print(f"early stopping: no lower loss on --eval-data in {since} evaluations, after step {self.done}")
         for name in self._export(self.result, MODEL):
             if self.is_writer:
                 print(f"{name}: {self.folder / name}", flush=True)
@@ -221,6 +242,13 @@ class Trainer(TrainingLoop):
 
     def evaluations(self) -> Evaluations | None:
         return self._evaluations if self.prepared.config.checkpoint_every else None
+
+    def ends_early(self) -> bool:
+        patience, since = self.prepared.config.early_stopping_patience, self._evaluations.since_best()
+        return bool(patience) and since >= patience
+
+    def logs(self) -> Iterable[LineFile]:
+        return [self._samples]
 
     def restore(self, checkpoint: Path) -> None:
         self.engine.restore(self.load(checkpoint))
@@ -233,10 +261,10 @@ class Trainer(TrainingLoop):
         parameters = count(self.prepared.shape.numel)
         yield f"model: {config.model}, {parameters} parameters, {config.dtype} on {config.device}"
         if self.lora is not None:
-            yield (
-                f"LoRA: rank {self.lora.rank}, alpha {self.lora.alpha}, on {', '.join(self.lora.targets)}: "
-                f"{count(self.adapter_parameters)} trained parameters"
-            )
+            lora, adapters = self.lora, f"{count(self.adapter_parameters)} trained parameters"
+            whole = f", and {', '.join(lora.saved.modules)} in full" if lora.saved else ""
+            kind = f"{'DoRA' if lora.dora else 'LoRA'}: rank {lora.rank}, alpha {lora.alpha}"
+            yield f"{kind}, on {', '.join(lora.targets)}: {adapters}{whole}"
         yield self.prepared.kernel_choice
         yield from self._stage_summary()
         yield f"learning rate: {config.learning_rate:g}, {self.schedule}"
@@ -319,6 +347,17 @@ class Trainer(TrainingLoop):
         self.sent = self._attention_sent()  # the next step does not count what the evaluation sent
         return found
 
+    def _write_samples(self, number: int) -> None:
+        every = self.config.sample_every
+        if self._respond is None or (number % every and number != self.config.steps):
+            return
+        self.watchdog.progress(number, "generating samples", long=True)
+        (stage,) = self.engine.stages
+        lines = self._respond(stage, self.mesh, number)
+        if self.is_writer:
+            self._samples.append(number, lines)
+        self.sent = self._attention_sent()
+
     def _attention_sent(self) -> int:
         models: list[Any] = [stage.model for stage in self.engine.stages]
         recurrent = (model.unified_sp_order.channel for model in models if hasattr(model, "unified_sp_order"))
@@ -393,7 +432,7 @@ class Trainer(TrainingLoop):
             merged=merged if config.lora_merge else "",
             lora=self.lora,
             base=config.model,
-            base_config=None if config.rope_scaling == "none" else self.prepared.model_config,
+            base_config=self.prepared.model_config if config.rope_scaling != "none" or config.add_tokens else None,
         )
 
     def _flops(self, batch: Batch) -> float:

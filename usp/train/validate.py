@@ -42,7 +42,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[str]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
     rules = (_sequence, _train_tokens, _micro_batches, _zero_bubble, _planning, common_violations, _evaluation)
-    yield from (rule(config) for rule in (*rules, _recomputation, _engine, _optimizer))
+    yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts))
 
@@ -186,21 +186,51 @@ def _planning(config: TrainConfig) -> Iterator[str]:
 
 
 def _evaluation(config: TrainConfig) -> Iterator[str]:
-    if config.eval_every and not config.eval_data:
-        yield f"--eval-every = {config.eval_every} needs data to evaluate on: give --eval-data, or remove it"
+    patience = config.early_stopping_patience
+    for name, value in (("eval_every", config.eval_every), ("early_stopping_patience", patience)):
+        if value and not config.eval_data:
+            yield f"{flag(name)} = {value} needs data to evaluate on: give --eval-data, or remove it"
+    if patience and not (config.eval_every or config.checkpoint_every):
+        yield f"--early-stopping-patience = {patience} counts evaluations, of which there is one: give --eval-every"
+
+
+def _sampling(config: TrainConfig) -> Iterator[str]:
+    if bool(config.sample_every) != bool(config.sample_prompts):
+        yield "--sample-every and --sample-prompts say when and to what the model responds: give both or neither"
+    for name in ("sample_tokens", "sample_temperature"):
+        if not config.sample_every and getattr(config, name) != getattr(TrainConfig, name):
+            yield f"{flag(name)} = {getattr(config, name)} is an option of --sample-every: give that, or remove it"
+    if not config.sample_every:
+        return
+    given = f"--sample-every = {config.sample_every} generates one token at a time"
+    if config.engine == "deepspeed":
+        yield f"{given}, which --engine deepspeed does not support: use --engine fsdp2"
+    if config.compile:
+        yield f"{given}, for which --compile would compile each layer again and again: remove one"
+    if config.tp_sequence_parallel:
+        yield f"{given}, which --tp-sequence-parallel cannot divide: remove one"
+    if config.pp > 1 and config.pp_schedule != "1f1b":
+        yield f"{given} with one stage on a rank, and --pp-schedule {config.pp_schedule} has two: use 1f1b"
 
 
 def _recomputation(config: TrainConfig) -> Iterator[str]:
     if config.compile and config.ac == "selective":
         yield "--ac selective has no effect with --compile, whose graphs choose what to recompute: use --ac none"
+    for name in ("lora_dropout", "lora_dora"):
+        if config.compile and getattr(config, name):
+            yield f"{flag(name)} is not supported by --compile: remove one"
+    if config.lora_dropout and config.mlp_tile:
+        yield "--lora-dropout needs all tokens of a layer at once, and --mlp-tile gives its MLP a part: remove one"
     if config.tp_sequence_parallel and config.tp == 1:
         yield "--tp-sequence-parallel shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it"
 
 
 def common_violations(config: CommonConfig) -> Iterator[str]:
     """Yield which flags that train.py and rlhf.py share contradict each other."""
-    for name, off in (("lora_alpha", 0), ("lora_targets", ALL_LINEAR), ("lora_merge", False)):
-        if not config.lora_rank and getattr(config, name) != off:
+    options = {"lora_alpha": 0, "lora_targets": ALL_LINEAR, "lora_merge": False}
+    options |= {"lora_dropout": 0.0, "lora_dora": False, "lora_modules_to_save": ""}  # of train.py only
+    for name, off in options.items():
+        if not config.lora_rank and getattr(config, name, off) != off:
             yield f"{flag(name)} is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it"
     if config.ac_offload and config.ac == "none":
         yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"

@@ -11,6 +11,7 @@ from usp.config import TrainConfig
 from usp.hf.models import empty_model, load_model_config, model_facts, scalar_config
 from usp.hf.tensor_parallel import model_shape
 from usp.predict.job import Job
+from usp.predict.traffic import stage_units
 from usp.run.failures import ConfigurationError
 from usp.train.resolve import job_of
 
@@ -24,6 +25,16 @@ def job(world_size: int, **flags: object) -> Job:
 def test_every_parameter_is_counted_once(model: str) -> None:
     whole = empty_model(load_model_config(model))
     assert job(1, model=model).model.numel == sum(parameter.numel() for parameter in whole.parameters())
+
+
+def test_what_is_trained_beside_adapters_has_gradients() -> None:
+    jobs = (
+        job(1, model="qwen3-tiny", lora_rank=4, lora_modules_to_save=saved) for saved in ("", "embed_tokens,lm_head")
+    )
+    frozen, trained = (stage_units(each, 0).root[0] for each in jobs)
+    model = job(1, model="qwen3-tiny").model
+    assert frozen.trained_numel == 0 and frozen.numel == trained.numel
+    assert trained.trained_numel == sum(p.numel for p in (*model.embedding, *model.head)) > 0
 
 
 @pytest.mark.parametrize("tied", [False, True])

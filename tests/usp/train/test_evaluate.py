@@ -234,6 +234,36 @@ def test_it_is_evaluated_at_checkpoints_and_at_the_end(
     assert [record["eval_loss"] for record in records] == [None, 2.0, None, 1.0, 0.5]
 
 
+def test_a_run_ends_early_without_a_lower_loss_and_stays_at_its_end(
+    tmp_path: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    config = replace(SMALL, steps=9, eval_data=str(held_out), eval_every=1, checkpoint_every=3, keep_checkpoints=1)
+    config = replace(config, early_stopping_patience=2, output=str(run))
+    losses = Scripted([3.0, 1.5, 1.5, 2.0])
+    monkeypatch.setattr(usp.train.trainer, "held_out_loss", losses)
+    train(prepare(config, Launch()), Launch())
+    ended = "early stopping: no lower loss on --eval-data in 2 evaluations, after step 4"
+    assert ended in capsys.readouterr().out
+    assert kept(run) == [2, 4] and torch.equal(exported(run / "best"), losses.weights[1])
+    assert torch.equal(exported(run / "model"), losses.weights[3])
+
+    train(prepare(replace(config, resume="auto"), Launch()), Launch())  # of a Scripted without further losses
+    assert ended in capsys.readouterr().out and kept(run) == [2, 4]
+    more = Scripted([1.2, 1.4, 1.3, 1.3])
+    monkeypatch.setattr(usp.train.trainer, "held_out_loss", more)
+    train(prepare(replace(config, resume="auto", early_stopping_patience=3), Launch()), Launch())
+    assert len(more.weights) == 4 and kept(run) == [5, 8]
+
+
+def test_early_stopping_needs_evaluations(held_out: Path) -> None:
+    config = replace(SMALL, early_stopping_patience=2)
+    with pytest.raises(ConfigurationError, match="--early-stopping-patience = 2 needs data to evaluate on"):
+        prepare(config, Launch())
+    with pytest.raises(ConfigurationError, match="counts evaluations, of which there is one: give --eval-every"):
+        prepare(replace(config, eval_data=str(held_out), checkpoint_every=0), Launch())
+
+
 def test_losses_of_other_data_are_forgotten() -> None:
     before = Evaluations("a", {2: 0.5, 4: 0.25})
     same, other = Evaluations("a"), Evaluations("b")

@@ -87,6 +87,7 @@ class Generator:
         slots: maximum number of sequences to decode concurrently.
         transform: from `logit_transform`, for models with one.
         decode: of the tokenizer, for stop strings.
+        gathered: weights that are sharded with FSDP2 have been gathered.
 
     cache_bytes: size of this rank's KV cache in the last call.
 
@@ -103,8 +104,9 @@ class Generator:
         slots: int = 32,
         transform: LogitTransform = UNCHANGED,
         decode: Decode | None = None,
+        gathered: bool = False,
     ) -> None:
-        if violations := _model_violations(model, mesh):
+        if violations := _model_violations(model, mesh, gathered):
             raise ValueError("; ".join(violations))
         self._model, self._mesh, self._first, self._last, self._slots = cast(Any, model), mesh, first, last, slots
         self._transform, self._decode_text = transform, decode
@@ -129,10 +131,12 @@ class Generator:
         self.cache_bytes = 0
 
     @staticmethod
-    def of(stage: CausalLMStage, mesh: ParallelMesh, slots: int, decode: Decode | None = None) -> Generator:
+    def of(
+        stage: CausalLMStage, mesh: ParallelMesh, slots: int, decode: Decode | None = None, **more: Any
+    ) -> Generator:
         """Return a generator with a pipeline stage."""
-        first, last, transform = stage.first, stage.last, stage.transform
-        return Generator(stage.model, mesh, first=first, last=last, slots=slots, transform=transform, decode=decode)
+        place: dict[str, Any] = {"first": stage.first, "last": stage.last, "transform": stage.transform, **more}
+        return Generator(stage.model, mesh, slots=slots, decode=decode, **place)
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[GeneratedResponse]:
@@ -316,14 +320,14 @@ def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
     }
 
 
-def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:
+def _model_violations(model: nn.Module, mesh: ParallelMesh, gathered: bool) -> list[str]:
     violations = []
     if not isinstance(getattr(model, "unified_sp", None), UnifiedSPAttention):
         violations.append("the model's attention is not sharded: call apply_unified_sp(model, mesh) first")
     else:
         masks = filter(None, (getattr(module, "unified_sp_mask", None) for module in model.modules()))
         violations += cache_problems({mask.kind for mask in masks})
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not gathered and any(isinstance(module, FSDPModule) for module in model.modules()):
         violations.append("the weights are sharded with FSDP, which gathers them for every token: leave it out")
     if mesh.dims.ep > 1 and not all(hasattr(module, "ep_group") for module in expert_modules(model)):
         violations.append(f"ep={mesh.dims.ep} divides experts, and these are whole: call apply_ep(model, mesh) first")
