@@ -44,7 +44,9 @@ class ProcessGroups:
         new = [key for key in keys if key not in self._made]
         shared = [list(ranks) for _, ranks in new if len(ranks) > 1]
         options = None
-        if lane == ATTENTION and dist.get_backend() == "nccl":  # kernels of attention fill the GPU before messages start
+        if (
+            lane == ATTENTION and dist.get_backend() == "nccl"
+        ):  # kernels of attention fill the GPU before messages start
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if len(shared) > 1 and dist.group.WORLD.bound_device_id:  # type: ignore[union-attr]
             split = dist.split_group(split_ranks=shared, pg_options=options)

@@ -184,11 +184,14 @@ class _ForwardGuard:
         if _named(module, args, kwargs).get("labels") is not None:
             raise ValueError("labels would be shifted within each rank's shard: pass labels to shard_batch")
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if isinstance(boundaries := kwargs.get("cu_seqlens"), Tensor) and boundaries.device.type != "cpu":
+            # FSDP2 moves the arguments of its root to the GPU, from which every layer would read them.
+            kwargs = {**kwargs, "cu_seqlens": boundaries.cpu()}
         named = _named(module, args, kwargs)
         self.cache = named.get("kv_cache")
         if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
-            return  # its tokens are on all ranks
+            return args, kwargs  # its tokens are on all ranks
         try:
             violations = self._violations(named)
         except ValueError as error:  # invalid cu_seqlens
@@ -202,6 +205,7 @@ class _ForwardGuard:
         if violations:
             raise ValueError("; ".join(violations))
         self.calls_before = self.attention.calls
+        return args, kwargs
 
     def _violations(self, kwargs: dict[str, Any]) -> list[str]:
         violations = []
@@ -242,7 +246,7 @@ class _ForwardGuard:
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
         self.seq_len = seq_len
         local = axes.positions(axes.layout(self.attention.layout, seq_len))
-        expected = (local - document_starts(cu_seqlens, rows, seq_len)[:, local]).to(position_ids.device)
+        expected = (local - document_starts(cu_seqlens, rows, seq_len, local)).to(position_ids.device)
         if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):
             return []
         return [f"position_ids do not match layout={self.attention.layout!r} and cu_seqlens: use shard_batch"]
