@@ -72,12 +72,13 @@ class AttentionSum:
 
         The tensors may be kept and modified in place later.
         """
-        out, lse = out.to(self._dtype), lse.transpose(1, 2).to(self._dtype)
+        lse = lse.transpose(1, 2).to(self._dtype)
         if self._totals is None and rows.covers(self._shape[0]):
             # A view of wider rows would keep their padding in memory.
             self._totals = out.flatten(0, 1).contiguous(), lse.reshape(self._shape[:2])
             return
-        total_out, total_lse = self.result()
+        total_out, total_lse = self._totals = self._sums()
+        out = out.to(self._dtype)
         if rows.index is None:
             _merge(rows.take(total_out), rows.take(total_lse), out, lse)
             return
@@ -87,11 +88,15 @@ class AttentionSum:
         total_out[tokens], total_lse[tokens] = merged_out, merged_lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return out (T, N, V) and lse (T, N) in the accumulation dtype."""
-        if self._totals is None:
-            out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-            self._totals = out, torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
-        return self._totals
+        """Return out (T, N, V), in the kernel's dtype if one launch computed all of it, and lse (T, N)."""
+        return self._sums() if self._totals is None else self._totals
+
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        """Return out and lse in the accumulation dtype."""
+        if self._totals is not None:
+            return self._totals[0].to(self._dtype), self._totals[1]
+        out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return out, torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
 
 
 def _merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
@@ -114,7 +119,7 @@ class GradientSum:
     def add(self, rows: Rows, part: Tensor) -> None:
         """Add a launch's (count, length, heads, H) tensor, which may be kept and modified in place later."""
         if self._total is None and rows.covers(self._shape[0]):
-            self._total = part.to(self._dtype).flatten(0, 1)
+            self._total = part.flatten(0, 1)
         elif rows.index is None:
             rows.take(self.total).add_(part)
         else:
@@ -123,7 +128,12 @@ class GradientSum:
 
     @property
     def total(self) -> Tensor:
-        """Sum so far (T, heads, H); callers may add to it in place."""
+        """Sum so far (T, heads, H) in the accumulation dtype; callers may add to it in place."""
         if self._total is None:
             self._total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self._total = self._total.to(self._dtype)
         return self._total
+
+    def result(self, dtype: torch.dtype) -> Tensor:
+        """Return the sum in `dtype`: without a conversion what a single launch computed in it."""
+        return (self.total if self._total is None else self._total).to(dtype)

@@ -34,30 +34,36 @@ class RingProgram:
     spec: AttentionSpec
     kernel: Kernel
     launches: tuple[tuple[Launch, ...], ...]  # per step
+    kv_index: Tensor | None = None  # the KV head of each query head where standard GQA grouping is wrong (heads.py)
 
     @staticmethod
     def lower(
-        schedule: RingSchedule, spec: AttentionSpec, kernel: Kernel, device: torch.device, dtype: torch.dtype
+        schedule: RingSchedule,
+        spec: AttentionSpec,
+        kernel: Kernel,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_index: tuple[int, ...] | None = None,
     ) -> RingProgram:
         launches = tuple(kernel.lower(step.tasks, device, dtype) for step in schedule.steps)
-        return RingProgram(schedule, spec, kernel, launches)
+        index = None if kv_index is None else torch.tensor(kv_index, device=device)
+        return RingProgram(schedule, spec, kernel, launches, index)
 
 
 class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries over the keys of all ring ranks.
 
-    `apply(q_TNH, k_TKH, v_TKV, sinks_N, program, channel, kv_index, keep)` -> out_TNV. `sinks` are per-head logits
-    added to each row's softmax, without a value (None to disable); `kv_index` is the KV head of each query head where
-    standard GQA grouping is wrong (heads.py).
+    `apply(q_TNH, k_TKH, v_TKV, sinks_N, program, channel, keep)` -> out_TNV. `sinks` are per-head logits added to each
+    row's softmax, without a value (None to disable).
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, kv_index: Tensor | None, keep: Keep):
+    def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, keep: Keep):
         def attention() -> tuple[Tensor, Tensor]:
             total = AttentionSum(q, v.shape[-1])
             for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
                 with record_function(_step_name(program, index, "compute")):
-                    attend(program.kernel, launches, q, *_select_heads(block, kv_index), program.spec, total)
+                    attend(program.kernel, launches, q, *_select_heads(block, program.kv_index), program.spec, total)
             out, lse = total.result()
             if sinks is not None:
                 joined = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -67,14 +73,14 @@ class RingAttention(torch.autograd.Function):
 
         out, lse = keep(("ring attention", q.shape, k.shape, v.shape), attention)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.program, ctx.channel, ctx.kv_index = program, channel, kv_index
+        ctx.program, ctx.channel = program, channel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        program, channel, kv_index = ctx.program, ctx.channel, ctx.kv_index
+        program, channel, kv_index = ctx.program, ctx.channel, ctx.program.kv_index
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
         dq, grads = GradientSum(q), _GradientRing(program.schedule, channel, k, v)
         for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
@@ -94,7 +100,7 @@ class RingAttention(torch.autograd.Function):
         if sinks is not None:
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
-        return dq.total.to(q.dtype), dk.total.to(k.dtype), dv.total.to(v.dtype), dsinks, None, None, None, None
+        return *(x.result(q.dtype) for x in (dq, dk, dv)), dsinks, None, None, None
 
 
 def _step_name(program: RingProgram, index: int, what: str) -> str:

@@ -9,6 +9,7 @@ heads in total, H head dim, V head dim of the values, w heads of one rank, X ele
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -36,14 +37,18 @@ class SeqToHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dq, dk, dv):
         plan, channel = ctx.plan, ctx.channel
-        widths = [(plan.q_width(rank), plan.kv_width(rank), plan.kv_width(rank)) for rank in range(plan.ulysses)]
-        parts = _gather_heads((dq, dk, dv), widths, ctx.batch, channel)
+        ranges = [(heads, kv, kv) for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)]
+        messages = _gather_heads((dq, dk, dv), ranges, ctx.batch, channel)
         replicated = sum(map(plan.kv_width, range(plan.ulysses))) > plan.num_kv_heads
         kv_dtype = accumulate_dtype(dk.dtype) if replicated else dk.dtype
-        tokens = parts[0][0].shape[:2]
+        if isinstance(messages, Tensor):
+            parts = _separated(messages, _shapes((dq, dk, dv), ranges[:1])[0])
+            numbers = (_groups(plan.q_ranges), *[_groups(plan.kv_ranges)] * 2)
+            return *(_summed(*part, kv_dtype) for part in zip(parts, numbers, strict=True)), None, None, None
+        tokens = messages[0][0].shape[:2]
         grad_q = dq.new_empty(*tokens, plan.num_heads, dq.shape[-1])
         grad_k, grad_v = (x.new_zeros(*tokens, plan.num_kv_heads, x.shape[-1], dtype=kv_dtype) for x in (dk, dv))
-        for (part_q, part_k, part_v), heads, kv in zip(parts, plan.q_ranges, plan.kv_ranges, strict=True):
+        for (part_q, part_k, part_v), heads, kv in zip(messages, plan.q_ranges, plan.kv_ranges, strict=True):
             grad_q[:, :, slice(*heads)] = part_q
             grad_k[:, :, slice(*kv)] += part_k
             grad_v[:, :, slice(*kv)] += part_v
@@ -56,10 +61,13 @@ class HeadsToSeq(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel, keep: Keep):
         ctx.plan, ctx.channel = plan, channel
-        widths = [(plan.q_width(rank),) for rank in range(plan.ulysses)]
+        ranges = [(heads,) for heads in plan.q_ranges]
 
         def exchange() -> tuple[Tensor]:
-            return (torch.cat([part for (part,) in _gather_heads((out,), widths, batch, channel)], dim=2),)
+            messages = _gather_heads((out,), ranges, batch, channel)
+            if isinstance(messages, Tensor):
+                return (_summed(messages.unflatten(-1, out.shape[1:]), plan.ulysses, out.dtype),)
+            return (torch.cat([part for (part,) in messages], dim=2),)
 
         (gathered,) = keep(("heads to sequence", out.shape), exchange)
         return gathered
@@ -92,14 +100,17 @@ def _scatter_heads(tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]],
         (T, X): all tokens of this rank's heads, one tensor after the other.
     """
     batch, tokens = tensors[0].shape[:2]
-    shapes = [
-        [(stop - start, x.shape[-1]) for (start, stop), x in zip(of_rank, tensors, strict=True)] for of_rank in ranges
-    ]
+    shapes = _shapes(tensors, ranges)
     features = [sum(map(prod, of_rank)) for of_rank in shapes]
     sent = tensors[0].new_empty(batch * tokens * sum(features))
-    for message, shape, of_rank in zip(_messages(sent, batch, tokens, features), shapes, ranges, strict=True):
-        for part, x, heads in zip(_separated(message, shape), tensors, of_rank, strict=True):
-            part.copy_(x[:, :, slice(*heads)])
+    if all(numbers := [_groups(of_tensor) for of_tensor in zip(*ranges, strict=True)]):
+        parts = _separated(sent.view(len(ranges), batch, tokens, -1), shapes[0])
+        for part, x, number in zip(parts, tensors, numbers, strict=True):  # one copy each
+            part.unflatten(0, (number, -1)).copy_(x.unflatten(2, (number, -1)).movedim(2, 0).unsqueeze(1))
+    else:
+        for message, shape, of_rank in zip(_messages(sent, batch, tokens, features), shapes, ranges, strict=True):
+            for part, x, heads in zip(_separated(message, shape), tensors, of_rank, strict=True):
+                part.copy_(x[:, :, slice(*heads)])
     own = features[channel.rank]
     per_rank = batch * tokens * own
     with record_function("ulysses all-to-all: seq to heads"):
@@ -109,15 +120,16 @@ def _scatter_heads(tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]],
 
 
 def _gather_heads(
-    tensors: Sequence[Tensor], widths: Sequence[Sequence[int]], batch: int, channel: Channel
-) -> list[tuple[Tensor, ...]]:
-    """Invert `_scatter_heads`; `widths` are the numbers of heads of each rank's tensors.
+    tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]], batch: int, channel: Channel
+) -> Tensor | list[tuple[Tensor, ...]]:
+    """Invert `_scatter_heads`.
 
     Returns:
-        For each rank, (B, S, heads, head dim) of each tensor: this rank's tokens of that rank's heads.
+        This rank's tokens of each rank's heads: (ranks, B, S, X) if heads divide evenly over the ranks, else for each
+        rank (B, S, heads, head dim) of each tensor.
     """
     tokens = len(tensors[0]) // (batch * channel.size)
-    shapes = [[(width, x.shape[-1]) for width, x in zip(of_rank, tensors, strict=True)] for of_rank in widths]
+    shapes = _shapes(tensors, ranges)
     features = [sum(map(prod, of_rank)) for of_rank in shapes]
     own = features[channel.rank]
     sent = tensors[0].new_empty(channel.size, batch, tokens, own)
@@ -127,8 +139,33 @@ def _gather_heads(
         received = channel.all_to_all(
             sent.view(-1), [batch * tokens * own] * channel.size, [batch * tokens * x for x in features]
         )
-    messages = _messages(received, batch, tokens, features)
-    return [_separated(message, shape) for message, shape in zip(messages, shapes, strict=True)]
+    if all(map(_groups, zip(*ranges, strict=True))):
+        return received.view(channel.size, batch, tokens, own)
+    return list(map(_separated, _messages(received, batch, tokens, features), shapes))
+
+
+def _shapes(tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]]) -> list[list[Shape]]:
+    """Return each rank's heads and head dim of each tensor (..., head dim)."""
+    return [
+        [(stop - start, x.shape[-1]) for (start, stop), x in zip(of_rank, tensors, strict=True)] for of_rank in ranges
+    ]
+
+
+@lru_cache(maxsize=64)
+def _groups(ranges: tuple[Range, ...]) -> int:
+    """Return how many equal groups of heads there are, if each in turn belongs to equally many ranks; else 0."""
+    groups = list(dict.fromkeys(ranges))
+    width, copies = groups[0][1] - groups[0][0], len(ranges) // len(groups)
+    even = [(number * width, (number + 1) * width) for number in range(len(groups)) for _ in range(copies)]
+    return len(groups) if width and even == list(ranges) else 0
+
+
+def _summed(part: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+    """Return (B, S, all heads, head dim) from (ranks, B, S, heads, head dim), with ranks that share one of the `number`
+    groups of heads summed in `dtype`."""
+    by_group = part.unflatten(0, (number, -1))
+    total = by_group[:, 0] if by_group.shape[1] == 1 else by_group.sum(1, dtype=dtype).to(part.dtype)
+    return total.movedim(0, 2).flatten(2, 3)
 
 
 def _messages(flat: Tensor, batch: int, tokens: int, features: Sequence[int]) -> list[Tensor]:

@@ -134,7 +134,7 @@ def unified_attention(
         # Adding the empty sum of sinks gives every rank a gradient of them and a backward in which to exchange heads.
         out = v if own_sinks is None else v + own_sinks.sum().to(v.dtype)
     else:
-        out = RingAttention.apply(q, k, v, own_sinks, program, ring, _kv_index(plan, q.device), keep)
+        out = RingAttention.apply(q, k, v, own_sinks, program, ring, keep)
     if ulysses.size > 1:
         return HeadsToSeq.apply(out, plan.heads, batch, ulysses, keep)
     return out.unflatten(0, (batch, -1))
@@ -169,8 +169,7 @@ def unified_forward(
     else:
         q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKV))
     context = _Context()
-    sinks, kv_index = _own_sinks(sinks, plan), _kv_index(plan, q.device)
-    out = RingAttention.forward(context, q, k, v, sinks, program, ring, kv_index, keep).contiguous()
+    out = RingAttention.forward(context, q, k, v, _own_sinks(sinks, plan), program, ring, keep).contiguous()
     lse = context.saved_tensors[4].contiguous()
     if ulysses.size > 1:
         return [HeadsToSeq.forward(_Context(), out, plan.heads, batch, ulysses, keep), lse, qkv, out]
@@ -203,7 +202,7 @@ def unified_backward(
         out, lse, *inputs = saved
         q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*inputs), out, dout_BSNV))
     kept = (q, k, v, out, lse, _own_sinks(sinks, plan))
-    context = _Context(saved_tensors=kept, program=program, channel=ring, kv_index=_kv_index(plan, q.device))
+    context = _Context(saved_tensors=kept, program=program, channel=ring)
     *grads, own_dsinks = RingAttention.backward(context, dout)[:4]
     if ulysses.size > 1:
         grads = SeqToHeads.backward(exchange, *grads)[:3]
@@ -230,8 +229,3 @@ def _heads_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _own_sinks(sinks: Tensor | None, plan: UnifiedPlan) -> Tensor | None:
     return None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
-
-
-def _kv_index(plan: UnifiedPlan, device: torch.device) -> Tensor | None:
-    index = plan.heads.kv_index(plan.ulysses_rank)
-    return None if index is None else torch.tensor(index, device=device)

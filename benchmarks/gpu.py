@@ -124,7 +124,7 @@ def time_ring_rank(
     leaves, channel = [x.requires_grad_() for x in (q, k, v)], SilentChannel(layout.ring)
 
     def forward() -> Tensor:
-        return RingAttention.apply(q, k, v, None, program, channel, None, compute_now)
+        return RingAttention.apply(q, k, v, None, program, channel, compute_now)
 
     return time_passes(forward, leaves, dout, clock)
 

@@ -14,7 +14,7 @@ output and input sizes of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,25 +24,30 @@ from torch.profiler import record_function
 
 
 @dataclass(frozen=True)
+class ExpertRows:
+    """Rows sorted by expert: how many each expert has, and where they end, int32 on the rows' device."""
+
+    counts: list[int]
+    ends: Tensor
+
+
+@dataclass(frozen=True)
 class DispatchPlan:
     """Row counts of the all-to-all, for one rank of an expert-parallel group.
 
     Attributes:
         send_splits: number of rows sent to each rank of the group.
         received: for each rank of the group, the number of rows received for each of this rank's experts.
+        rows: that each of this rank's experts gets from all ranks.
     """
 
     send_splits: list[int]
     received: list[list[int]]
+    rows: ExpertRows
 
     @property
     def receive_splits(self) -> list[int]:
         return [sum(rows) for rows in self.received]
-
-    @property
-    def rows_of_expert(self) -> list[int]:
-        """Number of rows that each of this rank's experts gets from all ranks."""
-        return [sum(rows) for rows in zip(*self.received, strict=True)]
 
 
 def plan_dispatch(counts_E: Tensor, group: dist.ProcessGroup) -> DispatchPlan:
@@ -53,8 +58,21 @@ def plan_dispatch(counts_E: Tensor, group: dist.ProcessGroup) -> DispatchPlan:
     if ranks > 1:
         received_E = torch.empty_like(counts_E)
         dist.all_to_all_single(received_E, counts_E, group=group)
-    sent, received = torch.stack((counts_E, received_E)).view(2, ranks, -1).tolist()
-    return DispatchPlan([sum(rows) for rows in sent], received)
+    both = torch.stack((counts_E, received_E)).view(2, ranks, -1)
+    ends = both[1].sum(0).cumsum(0, dtype=torch.int32)
+    sent, received = both.tolist()
+    rows = ExpertRows([sum(rows) for rows in zip(*received, strict=True)], ends)
+    return DispatchPlan([sum(rows) for rows in sent], received, rows)
+
+
+def sorted_by_expert(choices_R: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the order that sorts rows by expert, equal ones in place, and the number of rows of each expert.
+
+    Unlike `torch.bincount`, it does not read values back to the host.
+    """
+    sorted_R, order_R = choices_R.sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=choices_R.device)
+    return order_R, torch.searchsorted(sorted_R, experts).diff()
 
 
 def mix_experts(
@@ -64,7 +82,7 @@ def mix_experts(
     *,
     num_experts: int,
     group: dist.ProcessGroup,
-    experts: Callable[[Tensor, Sequence[int]], Tensor],
+    experts: Callable[[Tensor, ExpertRows], Tensor],
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, (T, H). Collective over the group.
 
@@ -73,15 +91,14 @@ def mix_experts(
 
     Args:
         choices_TK: global expert indices of each token; rank r holds the experts from r * num_experts / ranks on.
-        experts: (rows sorted by local expert, number of rows per expert) -> the same number of rows. It is also called
-            with no rows, and must then still connect its parameters to the result.
+        experts: (rows sorted by local expert, rows of each) -> the same number of rows. It is also called with no rows,
+            and must then still connect its parameters to the result.
     """
-    choices_R = choices_TK.flatten()
-    order_R = choices_R.argsort(stable=True)
+    order_R, counts_E = sorted_by_expert(choices_TK.flatten(), num_experts)
     inverse_R = order_R.argsort()
-    plan = plan_dispatch(torch.bincount(choices_R, minlength=num_experts), group)
+    plan = plan_dispatch(counts_E, group)
     rows_RH = _Gather.apply(tokens_TH, order_R, inverse_R, choices_TK.shape[1])
-    results_GH = experts(dispatch(rows_RH, plan, group), plan.rows_of_expert)
+    results_GH = experts(dispatch(rows_RH, plan, group), plan.rows)
     chosen_RH = _Gather.apply(combine(results_GH, plan, group), inverse_R, order_R, 1)
     return (
         (chosen_RH.view(*choices_TK.shape, tokens_TH.shape[1]) * weights_TK.unsqueeze(-1))
@@ -105,25 +122,21 @@ def combine(rows_GH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Te
     return _all_to_all(rows, plan.receive_splits, plan.send_splits, group, "combine")
 
 
-def grouped_linear(
-    rows_GI: Tensor, weight_EOI: Tensor, rows_of_expert: Sequence[int], bias_EO: Tensor | None = None
-) -> Tensor:
+def grouped_linear(rows_GI: Tensor, weight_EOI: Tensor, rows: ExpertRows, bias_EO: Tensor | None = None) -> Tensor:
     """Multiply rows sorted by expert by their expert's matrix, and add its bias: (G, O).
 
     Uses a grouped matmul if torch supports it, otherwise one matmul per expert. The matrices may be a transposed view.
     The gradient of an expert without rows is zero.
     """
-    rows = list(rows_of_expert)
     if _has_grouped_mm(weight_EOI):
-        ends = torch.tensor(rows, device=rows_GI.device).cumsum(0, dtype=torch.int32)
-        out_GO = torch.nn.functional.grouped_mm(rows_GI, weight_EOI.transpose(1, 2), offs=ends)
+        out_GO = torch.nn.functional.grouped_mm(rows_GI, weight_EOI.transpose(1, 2), offs=rows.ends)
     else:
-        parts = zip(rows_GI.split(rows), weight_EOI.unbind(), strict=True)
+        parts = zip(rows_GI.split(rows.counts), weight_EOI.unbind(), strict=True)
         out_GO = torch.cat([torch.nn.functional.linear(part, matrix) for part, matrix in parts])
     if bias_EO is None:
         return out_GO
     # The backward of an indexed bias would sum in any order.
-    return torch.cat([part + bias for part, bias in zip(out_GO.split(rows), bias_EO.unbind(), strict=True)])
+    return torch.cat([part + bias for part, bias in zip(out_GO.split(rows.counts), bias_EO.unbind(), strict=True)])
 
 
 def _has_grouped_mm(weight_EOI: Tensor) -> bool:

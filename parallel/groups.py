@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 import torch
 import torch.distributed as dist
 
+ATTENTION = "attention"  # the lane of messages that must not queue behind prefetched parameters
 SHOWN_FIELDS, SHOWN_CHARACTERS, SENT_CHARACTERS = 20, 300, 10_000
 
 
@@ -32,14 +33,37 @@ class ProcessGroups:
         Raises:
             ValueError: if ranks are not ascending, or without a default process group.
         """
-        ranks = tuple(ranks)
+        return self.own([ranks], lane)
+
+    def own(self, partition: Iterable[Sequence[int]], lane: str = "") -> dist.ProcessGroup | None:
+        """Return the group of this rank among disjoint lists of ranks, made as by `get` of each.
+
+        NCCL makes all of them in one split of the world's communicator, which takes all ranks for each list otherwise.
+        """
+        keys = [self._key(tuple(ranks), lane) for ranks in partition]
+        new = [key for key in keys if key not in self._made]
+        shared = [list(ranks) for _, ranks in new if len(ranks) > 1]
+        options = None
+        if (
+            lane == ATTENTION and dist.get_backend() == "nccl"
+        ):  # kernels of attention fill the GPU before messages start
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if len(shared) > 1 and dist.group.WORLD.bound_device_id:  # type: ignore[union-attr]
+            split = dist.split_group(split_ranks=shared, pg_options=options)
+            here = dist.get_rank()
+            self._made |= {key: split if here in key[1] else None for key in new if len(key[1]) > 1}
+        for key in new:
+            if key not in self._made:
+                # Only its rank makes a group of one.
+                group = dist.new_group([*key[1]], use_local_synchronization=len(key[1]) == 1, pg_options=options)
+                self._made[key] = group if isinstance(group, dist.ProcessGroup) else None
+        return next((group for key in keys if (group := self._made[key]) is not None), None)
+
+    @staticmethod
+    def _key(ranks: tuple[int, ...], lane: str) -> tuple[str, tuple[int, ...]]:
         if not ranks or list(ranks) != sorted(set(ranks)):
             raise ValueError(f"ranks={ranks} must be non-empty, ascending and without duplicates")
-        key = ("" if len(ranks) == 1 else lane, ranks)
-        if key not in self._made:
-            group = dist.new_group(list(ranks))
-            self._made[key] = group if isinstance(group, dist.ProcessGroup) else None
-        return self._made[key]
+        return "" if len(ranks) == 1 else lane, ranks
 
 
 def format_ranks(ranks: Iterable[int], separator: str = ",") -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .dims import DERIVED_AXES, ParallelDims
-from .groups import ProcessGroups, agree
+from .groups import ATTENTION, ProcessGroups, agree
 
 _PARAMETERS = ("pp", "dp_replicate", "fsdp", "tp")
 _EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")
@@ -120,8 +120,7 @@ def _ends(dims: ParallelDims, ranks: Sequence[int], groups: ProcessGroups) -> di
     if dims.pp == 1:
         return None
     stage = len(ranks) // dims.pp
-    pairs = [groups.get(pair) for pair in zip(ranks[:stage], ranks[-stage:], strict=True)]
-    return next((group for group in pairs if group is not None), None)
+    return groups.own(zip(ranks[:stage], ranks[-stage:], strict=True))
 
 
 def _build_view(
@@ -133,9 +132,9 @@ def _build_view(
     own: list[dist.ProcessGroup] = []
     for number, axis in enumerate(axes):
         # Messages of attention and of recurrent states must not queue behind prefetched parameter all-gathers.
-        lane = "attention" if axis in ("ring", "ulysses", "sp") else ""
-        along = [groups.get(peers, lane) for peers in grid.movedim(number, -1).reshape(-1, sizes[number]).tolist()]
-        own += [group for group in along if group is not None]
+        lane = ATTENTION if axis in ("ring", "ulysses", "sp") else ""
+        group = groups.own(grid.movedim(number, -1).reshape(-1, sizes[number]).tolist(), lane)
+        own += [] if group is None else [group]
     return DeviceMesh.from_group(own, device_type, mesh=grid, mesh_dim_names=axes) if own else None
 
 

@@ -64,7 +64,7 @@ class FlashAttn2Kernel(VarlenKernel):
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.load()._flash_attn_varlen_backward(
             dout, q, k, v, out, lse, dq, dk, dv, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0,
-            deterministic=False, **_options(launch, spec, q),
+            deterministic=torch.are_deterministic_algorithms_enabled(), **_options(launch, spec, q),
         )  # fmt: skip
         return dq, dk, dv
 
@@ -98,7 +98,7 @@ class FlashAttn3Kernel(VarlenKernel):
     def _forward(self, q, k, v, launch, spec):
         out, lse, _, _ = self.load().fwd(
             q, k, v, **_named(launch), **launch.windows, softcap=spec.softcap or 0.0,
-            softmax_scale=spec.score_scale(q.shape[-1]),
+            softmax_scale=spec.score_scale(q.shape[-1]), num_splits=1,  # more take a float32 output of all tokens each
         )  # fmt: skip
         return out, lse
 
@@ -106,7 +106,7 @@ class FlashAttn3Kernel(VarlenKernel):
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.load().bwd(
             dout, q, k, v, out, lse, dq, dk, dv, **_named(launch), **launch.windows, softcap=spec.softcap or 0.0,
-            softmax_scale=spec.score_scale(q.shape[-1]),
+            softmax_scale=spec.score_scale(q.shape[-1]), deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return dq, dk, dv
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.expert import DispatchPlan, grouped_linear, mix_experts, plan_dispatch
+from parallel.expert import ExpertRows, grouped_linear, mix_experts, plan_dispatch, sorted_by_expert
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 
@@ -41,6 +43,9 @@ def mixed(kind: str) -> dict[str, Tensor]:
     group = dist.group.WORLD
     assert group is not None
     plan = plan_dispatch(torch.bincount(choices.flatten(), minlength=EXPERTS), group)
+    assert plan.rows.counts == [sum(rows) for rows in zip(*plan.received, strict=True)]
+    assert plan.rows.ends.tolist() == list(accumulate(plan.rows.counts))
+    assert plan.receive_splits == [sum(rows) for rows in plan.received]
     with SentBytes() as sent:
         out = mix_experts(
             tokens,
@@ -48,7 +53,7 @@ def mixed(kind: str) -> dict[str, Tensor]:
             weights,
             num_experts=EXPERTS,
             group=group,
-            experts=lambda x, rows_of_expert: grouped_linear(x, own, rows_of_expert),
+            experts=lambda x, rows: grouped_linear(x, own, rows),
         )
     splits = enumerate(zip(plan.send_splits, plan.receive_splits, strict=True))
     rows = HIDDEN * 8 * sum(sum(both) for peer, both in splits if peer != rank)  # dispatch and combine
@@ -85,14 +90,16 @@ def test_expert_parallel_results_match_one_rank(ranks: RankPool, world: int, kin
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_linear_matches_one_matmul_per_expert(rows: list[int], size_in: int, transposed: bool) -> None:
     x = torch.randn(sum(rows), size_in, requires_grad=True)
+    of_experts = ExpertRows(rows, torch.tensor(rows).cumsum(0, dtype=torch.int32))
     matrices = torch.randn(3, size_in, 4) if transposed else torch.randn(3, 4, size_in)
     bias = torch.randn(3, 4, requires_grad=True)
     weight = matrices.requires_grad_().transpose(1, 2) if transposed else matrices.requires_grad_()
-    out = grouped_linear(x, weight, rows, bias)
+    out = grouped_linear(x, weight, of_experts, bias)
     wanted = torch.cat([part @ weight[e].T + bias[e] for e, part in enumerate(x.split(rows))])
     upstream = torch.randn_like(wanted)
     torch.testing.assert_close(out, wanted)
-    torch.testing.assert_close(grouped_linear(x, weight, rows), wanted - bias.repeat_interleave(torch.tensor(rows), 0))
+    without = wanted - bias.repeat_interleave(torch.tensor(rows), 0)
+    torch.testing.assert_close(grouped_linear(x, weight, of_experts), without)
     for found, expected in zip(
         torch.autograd.grad(out, (x, matrices, bias), upstream),
         torch.autograd.grad(wanted, (x, matrices, bias), upstream),
@@ -101,7 +108,8 @@ def test_grouped_linear_matches_one_matmul_per_expert(rows: list[int], size_in: 
         torch.testing.assert_close(found, expected)
 
 
-def test_splits_and_expert_row_counts_of_a_plan() -> None:
-    plan = DispatchPlan(send_splits=[3, 7], received=[[5, 0], [7, 8]])
-    assert plan.receive_splits == [5, 15]
-    assert plan.rows_of_expert == [12, 8]
+def test_rows_are_sorted_by_expert_and_counted() -> None:
+    choices = torch.tensor([2, 0, 2, 5, 0, 2])
+    order, counts = sorted_by_expert(choices, 5)  # the last is no expert's
+    assert order.tolist() == [1, 4, 0, 2, 5, 3]
+    assert counts.tolist() == [2, 0, 3, 0, 0]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel import (
     ZERO_STAGES,
@@ -167,3 +168,32 @@ def test_gradients_are_summed_over_ranks_and_micro_batches_and_clipped_by_their_
     for sharded, reference in ranks.run(summed_gradients, 4, dims, zero, micro_batches):
         for found, wanted in zip(sharded, reference, strict=True):
             assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["new_group", "split_group"])
+def test_a_mesh_of_1024_ranks_takes_few_communicators(splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []  # ranks of each group that this rank waits for
+
+    def new_group(ranks: list[int], use_local_synchronization: bool, **_: object) -> object:
+        assert use_local_synchronization == (len(ranks) == 1)
+        member = dist.get_rank() in ranks
+        made.extend([len(ranks)] * (member or not use_local_synchronization))
+        return original(ranks, use_local_synchronization=use_local_synchronization) if member else None
+
+    def split_group(split_ranks: list[list[int]], **_: object) -> object:
+        made.append(len(split_ranks[0]))
+        return original(next(ranks for ranks in split_ranks if dist.get_rank() in ranks))
+
+    original = dist.new_group
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    dist.init_process_group("fake", rank=77, world_size=1024, store=FakeStore())
+    try:
+        if splits:
+            dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # type: ignore[union-attr]
+        mesh = ParallelMesh.create(ParallelDims(dp_shard=16, ring=8, ulysses=8))
+        assert [mesh.rank(axis) for axis in ("dp_shard", "ring", "ulysses")] == [1, 1, 5]
+    finally:
+        dist.destroy_process_group()
+    assert made.count(1) == 1
+    assert len(made) <= (8 if splits else 340), made

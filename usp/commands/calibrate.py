@@ -14,7 +14,7 @@ from tyro.conf import arg
 
 from parallel import load_hardware
 from usp.fields import AtLeast1, value_violations
-from usp.run.launch import Launch, choose_device, process_group, stay_on_loopback
+from usp.run.launch import Launch, choose_device, process_group, set_library_defaults
 from usp.run.output import warn
 
 from .flags import check, output_problem
@@ -46,7 +46,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     check(*value_violations(asked).values(), output_problem("--out", asked.out))
     launch = Launch.from_environment(environ)
-    stay_on_loopback(launch, environ)
+    set_library_defaults(launch, environ)
     device = choose_device(asked.device, launch)
     with process_group(launch, device):
         found = calibrate(Plan.of(device, launch.local_world_size, asked.heads, asked.head_dim), asked.name)

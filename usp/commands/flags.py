@@ -23,7 +23,7 @@ from parallel import node_names
 from usp.fields import config_from_mapping, shared_values, token_count
 from usp.model.facts import ModelFacts
 from usp.run.failures import INTERRUPTED, ConfigurationError, end, ending_of
-from usp.run.launch import Launch, StopRequest, end_with_launcher, leave, meet, stay_on_loopback
+from usp.run.launch import Launch, StopRequest, end_with_launcher, leave, meet, set_library_defaults
 
 if TYPE_CHECKING:
     from usp.predict.job import Data
@@ -211,7 +211,7 @@ class Command:
         launch = Launch.from_environment(environ)
         end_with_launcher(launch)
         launch = meet(launch)
-        stay_on_loopback(launch, environ)
+        set_library_defaults(launch, environ)
         environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # DeepSpeed reads it even without a launcher
         stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")
         try:

@@ -13,7 +13,7 @@ from tyro.conf import arg
 from usp.config import MODEL_HELP
 from usp.fields import AtLeast1, Rule, at_least, one_of, value_violations
 from usp.rlhf.algorithms.registry import ALGORITHMS
-from usp.run.launch import Launch, choose_device, process_group, stay_on_loopback
+from usp.run.launch import Launch, choose_device, process_group, set_library_defaults
 
 from .flags import check, output_problem, parse, token_counts
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.train.checkpoints import from_first_rank
 
     launch = Launch.from_environment(environ)
-    stay_on_loopback(launch, environ)
+    set_library_defaults(launch, environ)
     device = choose_device(asked.device, launch)
     fast = device.type == "cuda"
     dtype = torch.bfloat16 if asked.dtype == "bfloat16" or (asked.dtype == "auto" and fast) else torch.float32

@@ -38,7 +38,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from parallel import ParallelMesh, local_tensor
-from parallel.expert import grouped_linear, mix_experts
+from parallel.expert import ExpertRows, grouped_linear, mix_experts, sorted_by_expert
 from usp.model.facts import ep_violations
 
 from .experts import expert_modules, has_balancing_loss, logits_index, router_modules
@@ -98,17 +98,17 @@ def serve_experts(experts: Sequence[Any]) -> None:
 def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of a layer on (T, H), (T, K), (T, K); registered with `ExpertsInterface`."""
 
-    def linear(name: str, rows_GX: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
+    def linear(name: str, rows_GX: Tensor, rows: ExpertRows) -> Tensor:
         weight = local_tensor(getattr(module, name))
         bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
-        return grouped_linear(rows_GX, weight.transpose(1, 2) if module.is_transposed else weight, rows_of_expert, bias)
+        return grouped_linear(rows_GX, weight.transpose(1, 2) if module.is_transposed else weight, rows, bias)
 
-    def experts(rows_GH: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
+    def experts(rows_GH: Tensor, rows: ExpertRows) -> Tensor:
         if module.has_gate:
-            inner_GI = module._apply_gate(linear("gate_up_proj", rows_GH, rows_of_expert))
+            inner_GI = module._apply_gate(linear("gate_up_proj", rows_GH, rows))
         else:
-            inner_GI = module.act_fn(linear("up_proj", rows_GH, rows_of_expert))
-        return linear("down_proj", inner_GI, rows_of_expert)
+            inner_GI = module.act_fn(linear("up_proj", rows_GH, rows))
+        return linear("down_proj", inner_GI, rows)
 
     def mix(hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         group, number = module.ep_group, module.num_experts
@@ -249,7 +249,7 @@ class RouterBalance:
         else:
             chosen = chosen.where(self._real.unsqueeze(1), self.num_experts)
             sums = _SumOfReal.apply(probabilities, self._real)
-        counts = torch.bincount(chosen.flatten(), minlength=self.num_experts + 1)[:-1].to(torch.float32)
+        counts = sorted_by_expert(chosen.flatten(), self.num_experts)[1].to(torch.float32)
         if self._seen is not None:
             self._seen.append((router, torch.stack((counts, sums))))
 

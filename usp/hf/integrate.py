@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,8 +152,8 @@ class _ForwardGuard:
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
         self.cache: Prefill | DecodeStep | None = None  # of the current forward
         self.local = torch.zeros(1, dtype=torch.int64)  # positions of this rank's tokens in the whole sequence
-        self.starts = torch.zeros(1, 1, dtype=torch.int64)  # of the document of each token of the whole sequence
-        self.places = Places(self.starts, self._last_positions)
+        self.starts = partial(document_starts, None, 1, 1)  # of the documents of the tokens at given positions, or all
+        self.places = Places(self.starts(), self._last_positions)
         self.given: dict[str, Any] = {}  # to the whole model, which may not pass all of it on (Mamba)
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -168,6 +169,9 @@ class _ForwardGuard:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs, self.given = {**self.given, **kwargs}, {}
+        if isinstance(boundaries := kwargs.get("cu_seqlens"), Tensor) and boundaries.device.type != "cpu":
+            # FSDP2 moves the arguments of its root to the GPU, from which every layer would read them.
+            kwargs["cu_seqlens"] = boundaries.cpu()
         named = _named(module, args, kwargs)
         self.cache, self.places.positions = named.get("kv_cache"), named.get("position_ids")
         if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
@@ -229,8 +233,8 @@ class _ForwardGuard:
         axes = self.attention.axes
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
         local = axes.positions(axes.layout(self.attention.layout, seq_len))
-        self.starts, self.local = document_starts(cu_seqlens, rows, seq_len), local
-        expected = (local - self.starts[:, local]).to(position_ids.device)
+        self.starts, self.local = partial(document_starts, cu_seqlens, rows, seq_len), local
+        expected = (local - self.starts(local)).to(position_ids.device)
         if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):
             return []
         return [f"position_ids do not match layout={self.attention.layout!r} and cu_seqlens: use shard_batch"]
@@ -240,8 +244,9 @@ class _ForwardGuard:
         of a prompt, up to the last token, which is decoded later."""
         if self.cache is not None:
             return self.cache.row_lengths.unsqueeze(1) if isinstance(self.cache, Prefill) else self.places.positions
-        lengths = torch.zeros_like(self.starts).scatter_add_(1, self.starts, torch.ones_like(self.starts))
-        return lengths.gather(1, self.starts[:, self.local]) - 1
+        starts = self.starts()
+        lengths = torch.zeros_like(starts).scatter_add_(1, starts, torch.ones_like(starts))
+        return lengths.gather(1, starts[:, self.local]) - 1
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
         cache, self.cache = self.cache, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -179,8 +180,11 @@ def all_ready(launch: Launch) -> None:
         time.sleep(0.02)
 
 
-def stay_on_loopback(launch: Launch, environ: MutableMapping[str, str]) -> None:
-    """Restrict gloo to the loopback interface if all ranks are on this host and `environ` names no other interface."""
+def set_library_defaults(launch: Launch, environ: MutableMapping[str, str]) -> None:
+    """Set what `environ` leaves open: gloo uses the loopback interface if all ranks are on this host; memory of CUDA
+    tensors is not fragmented by shapes that change from step to step."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if launch.world_size == launch.local_world_size:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -192,6 +196,8 @@ def choose_device(device: str, launch: Launch) -> torch.device:
     gpus = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and not gpus):
         return torch.device("cpu")
+    if gpus == 1 and launch.rendezvous and not launch.run_id:  # Slurm, say, shows each process its own GPU
+        return torch.device("cuda", 0)
     if gpus < launch.local_world_size:
         raise ValueError(
             f"device={device}: {launch.local_world_size} processes on this host need a GPU each, but torch sees "
@@ -215,6 +221,8 @@ def process_group(launch: Launch, device: torch.device, hang_timeout: float = 0.
     0 keeps torch's default. After an error the group is not destroyed, which could wait for ranks that are gone.
     """
     torch.set_num_threads(launch.threads)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # gloo connects every pair of ranks
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -216,16 +216,18 @@ def split_rows(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor
     return [{key: chunks[part] for key, chunks in pieces.items()} for part in range(parts)]
 
 
-def document_starts(cu_seqlens: Tensor | None, rows: int, seq_len: int) -> Tensor:
-    """Return (rows, seq_len): where each token's document starts; after the last boundary, that boundary."""
+def document_starts(cu_seqlens: Tensor | None, rows: int, seq_len: int, positions: Tensor | None = None) -> Tensor:
+    """Return where the document of each token starts, after the last boundary that boundary: (rows, tokens) of the
+    tokens at `positions` (tokens,), None for all."""
     spec = AttentionSpec(documents=documents_of(cu_seqlens))
     violation = spec.document_violation(rows, seq_len)
     if violation:
         raise ValueError(violation)
-    starts = torch.zeros(rows, seq_len, dtype=torch.int64)
+    positions = torch.arange(seq_len) if positions is None else positions
+    starts = torch.zeros(rows, len(positions), dtype=torch.int64)
     for row in range(rows):
         boundaries = torch.tensor(spec.row_documents(row, seq_len))
-        starts[row] = boundaries[torch.searchsorted(boundaries, torch.arange(seq_len), right=True) - 1]
+        starts[row] = boundaries[torch.searchsorted(boundaries, positions, right=True) - 1]
     return starts
 
 

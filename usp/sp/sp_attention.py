@@ -200,7 +200,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self._log(logging.INFO, choice)
         for violation in ulysses_violations(heads.num_heads, heads.ulysses):
             self._log(logging.WARNING, violation)
-        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype)
+        kv_index = heads.kv_index(self.axes.ulysses_rank)
+        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index)
 
     def _log(self, level: int, line: str) -> None:
         if line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from usp.commands.train import main
 from usp.config import UNPREDICTED, TrainConfig
 from usp.evaluation.needle import NeedleConfig
 from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, ending_of
-from usp.run.launch import Launch, choose_device
+from usp.run.launch import Launch, choose_device, set_library_defaults
 
 
 def test_no_flags_are_the_defaults() -> None:
@@ -160,6 +160,23 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         choose_device("auto", Launch(0, 4, 0, 4))
     assert choose_device("cpu", Launch(0, 4, 0, 4)).type == "cpu"
     assert choose_device("cuda", Launch(3, 4, 1, 2)).index == 1
+
+
+def test_a_process_that_sees_only_its_own_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    launched = Launch(3, 4, 3, 4, rendezvous=True)
+    assert choose_device("auto", launched).index == 0
+    with pytest.raises(ValueError, match="torch sees 1"):  # torchrun shows all GPUs to every process
+        choose_device("auto", replace(launched, run_id="none"))
+
+
+def test_libraries_have_defaults_that_the_environment_overrides() -> None:
+    environ: dict[str, str] = {}
+    set_library_defaults(Launch(0, 4, 0, 2), environ)
+    assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "GLOO_SOCKET_IFNAME": "eth0"}
+    set_library_defaults(Launch(0, 4, 0, 4), before := dict(environ))
+    assert before == environ
 
 
 @pytest.mark.parametrize(

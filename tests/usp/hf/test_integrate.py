@@ -218,3 +218,29 @@ def test_unsupported_forward_arguments_raise(ranks: RankPool) -> None:
         "unpatched": "only 0 of 2 attention layers used unified sequence parallelism",
     }
     assert {name: wanted[name] in message for name, message in found.items()} == dict.fromkeys(wanted, True), found
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU, and whose values are read only by a copy to the CPU."""
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def tolist(self) -> list[Any]:
+        raise AssertionError("read from the GPU")
+
+
+def logits_of_moved_boundaries() -> bool:
+    mesh = ParallelMesh.create(ParallelDims())
+    model = apply_unified_sp(tiny_model("llama"), mesh)
+    batch = shard_batch(packed_batch(0), mesh)
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens")}
+    wanted = model(**inputs, use_cache=False).logits
+    moved = {**inputs, "cu_seqlens": inputs["cu_seqlens"].as_subclass(OnGpu)}
+    return torch.equal(model(**moved, use_cache=False).logits, wanted)
+
+
+def test_layers_do_not_read_boundaries_that_fsdp_moved_to_the_gpu(ranks: RankPool) -> None:
+    assert ranks.run(logits_of_moved_boundaries, 1) == [True]

@@ -64,11 +64,12 @@ class DeepSpeedEngine:
         self.deepspeed = load_deepspeed(mesh.device_type)
         self.optimizer = optimizer.over(self.parameters.values())
         host = {"device": "cpu", "pin_memory": mesh.device_type == "cuda"} if offload else None
+        shapes = [p.shape for p in self.parameters.values()]
         with _own_errors_only():
             self.engine, *_ = self.deepspeed.initialize(
                 model=self.stage,
                 optimizer=self.optimizer,
-                config=deepspeed_config(zero, param_dtype, [p.shape for p in self.parameters.values()], host),
+                config=deepspeed_config(zero, param_dtype, shapes, host, overlap=mesh.device_type == "cuda"),
                 dist_init_required=False if self.deepspeed.comm.is_initialized() else None,
             )
         if zero == 3:  # the loss reads the head's weight without calling the head
@@ -178,10 +179,15 @@ class DeepSpeedEngine:
 
 
 def deepspeed_config(
-    zero: int, param_dtype: torch.dtype, shapes: Sequence[torch.Size], offload: Mapping[str, Any] | None
+    zero: int,
+    param_dtype: torch.dtype,
+    shapes: Sequence[torch.Size],
+    offload: Mapping[str, Any] | None,
+    overlap: bool = False,
 ) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for a model whose parameters have `shapes`; `offload` of the optimizer. Batch
-    sizes are only DeepSpeed's bookkeeping: the engine says which micro-batch is the last."""
+    """Return DeepSpeed's configuration for a model whose parameters have `shapes`; `offload` of the optimizer,
+    `overlap` of communication with computation, on GPUs. Batch sizes are only DeepSpeed's bookkeeping: the engine says
+    which micro-batch is the last."""
     vectors = [shape.numel() for shape in shapes if len(shape) < 2]
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -191,7 +197,7 @@ def deepspeed_config(
         "communication_data_type": "fp32",
         "zero_optimization": {
             "stage": zero,
-            "overlap_comm": False,
+            "overlap_comm": overlap,
             "reduce_bucket_size": min(LARGEST_BUCKET, sum(shape.numel() for shape in shapes)),
             # ZeRO-3 replicates parameters smaller than this: all vectors and no matrix larger than them.
             "stage3_param_persistence_threshold": max(vectors, default=0) + 1,
