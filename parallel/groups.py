@@ -40,30 +40,21 @@ class ProcessGroups:
 
         NCCL makes all of them in one split of the world's communicator, which takes all ranks for each list otherwise.
         """
-        keys = [self._key(tuple(ranks), lane) for ranks in partition]
-        new = [key for key in keys if key not in self._made]
-        shared = [list(ranks) for _, ranks in new if len(ranks) > 1]
+        keys = [("" if len(ranks) == 1 else lane, tuple(ranks)) for ranks in partition]
+        if wrong := next((ranks for _, ranks in keys if not ranks or [*ranks] != sorted({*ranks})), None):
+            raise ValueError(f"ranks={wrong} must be non-empty, ascending and without duplicates")
         options = None
-        if (
-            lane == ATTENTION and dist.get_backend() == "nccl"
-        ):  # kernels of attention fill the GPU before messages start
+        if lane == ATTENTION and dist.get_backend() == "nccl":  # attention's kernels would fill the GPU first
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        shared = [key for key in keys if key not in self._made and len(key[1]) > 1]
         if len(shared) > 1 and dist.group.WORLD.bound_device_id:  # type: ignore[union-attr]
-            split = dist.split_group(split_ranks=shared, pg_options=options)
-            here = dist.get_rank()
-            self._made |= {key: split if here in key[1] else None for key in new if len(key[1]) > 1}
-        for key in new:
-            if key not in self._made:
-                # Only its rank makes a group of one.
+            split, here = dist.split_group(split_ranks=[[*r] for _, r in shared], pg_options=options), dist.get_rank()
+            self._made |= {key: split if here in key[1] else None for key in shared}
+        for key in keys:
+            if key not in self._made:  # only its rank makes a group of one
                 group = dist.new_group([*key[1]], use_local_synchronization=len(key[1]) == 1, pg_options=options)
                 self._made[key] = group if isinstance(group, dist.ProcessGroup) else None
         return next((group for key in keys if (group := self._made[key]) is not None), None)
-
-    @staticmethod
-    def _key(ranks: tuple[int, ...], lane: str) -> tuple[str, tuple[int, ...]]:
-        if not ranks or list(ranks) != sorted(set(ranks)):
-            raise ValueError(f"ranks={ranks} must be non-empty, ascending and without duplicates")
-        return "" if len(ranks) == 1 else lane, ranks
 
 
 def format_ranks(ranks: Iterable[int], separator: str = ",") -> str:
