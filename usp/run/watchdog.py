@@ -116,19 +116,19 @@ class Watchdog:
     def progress(self, step: int, phase: str, long: bool = False) -> None:
         """Report that this rank has reached `phase` of `step`; the next call must follow within the timeout."""
         self._now = (step, phase, long)
-        self._idle = 0.0
 
     def _watch(self) -> None:
         store = reachable_store(self._launch)
         alarm = f"hang/{self._launch.attempt}/alarm"
-        before = time.monotonic()
+        before, idle, last = time.monotonic(), 0.0, self._now
         while not self._done.wait(min(TICK_SECONDS, self._seconds / 4)):
-            now = time.monotonic()
-            self._idle += min(now - before, 2 * TICK_SECONDS)  # a longer gap: the process was stopped
-            before = now
-            step, phase, long = self._now
+            now, reached = time.monotonic(), self._now
+            # A longer gap: the process was stopped.
+            idle = idle + min(now - before, 2 * TICK_SECONDS) if reached is last else 0.0
+            before, last = now, reached
+            step, phase, long = reached
             try:
-                late = self._idle > self._seconds * (LONG_PHASE if long else 1)
+                late = idle > self._seconds * (LONG_PHASE if long else 1)
                 if late or (store is not None and store.check([alarm])):
                     watcher = threading.get_ident()
                     frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != watcher}
