@@ -184,10 +184,11 @@ def cluster(hosts: int, rate: str) -> Iterator[Cluster]:
         for name in made:
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        bridge = f"usp-{os.getpid()}-br"
+        _run("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", bridge, "up")
         for port, (name, address) in enumerate(zip(names, addresses, strict=True)):
-            _connect(switch, f"port{port}", name, address, rate)
+            _connect(switch, bridge, f"usp-{os.getpid()}-{port}", name, address, rate)
         yield Cluster(tuple(names), tuple(addresses))
     finally:
         with _interrupts_ignored():
@@ -195,11 +196,11 @@ def cluster(hosts: int, rate: str) -> Iterator[Cluster]:
                 _remove(name)
 
 
-def _connect(switch: str, port: str, host: str, address: str, rate: str) -> None:
+def _connect(switch: str, bridge: str, port: str, host: str, address: str, rate: str) -> None:
     """Connect a bridge's port to a host's device. The link disappears with either namespace."""
     peer = ("peer", "name", port, "netns", switch)
     _run("ip", "link", "add", DEVICE, "netns", host, "type", "veth", *peer)
-    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+    _run("ip", "-n", switch, "link", "set", port, "master", bridge, "up")
     _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", DEVICE)
     _run("ip", "-n", host, "link", "set", DEVICE, "up")
     _shape(switch, port, rate)

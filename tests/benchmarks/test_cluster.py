@@ -24,13 +24,13 @@ def needs_hosts() -> None:
 
 
 def names() -> set[str]:
-    """Return this process's namespaces, and the devices outside of any namespace that could be a cluster's."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    devices = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-    outside = {line.split()[1] for line in devices.splitlines()}
-    return {line.split()[0] for line in listed.splitlines() if line.startswith(f"usp-{os.getpid()}-")} | {
-        device for device in outside if device.startswith(("bridge", "port"))
-    }
+    """Return the namespaces of this process, and its devices outside of any namespace."""
+    listed = [line.split()[0] for line in _ip("netns", "list")] + [line.split()[1] for line in _ip("-o", "link")]
+    return {name for name in listed if name.startswith(f"usp-{os.getpid()}-")}
+
+
+def _ip(*arguments: str) -> list[str]:
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def sum_seconds_and_bytes() -> tuple[float, dict[int, tuple[float, int]]]:
