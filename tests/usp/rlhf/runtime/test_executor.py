@@ -27,8 +27,7 @@ from usp.rlhf.runtime.timeline import Event
 from usp.rlhf.runtime.trace import totals
 from usp.rlhf.samples import Samples, derived_seed
 
-STEPS, PROMPTS = 3, 5
-SLOW = 2.0  # seconds
+STEPS, PROMPTS = 2, 5
 COLLECTED = ("tokens", "advantages", "returns", "old_logprobs", "finished")
 FACTS = Facts(world_size=8, ranks_per_host=4, heads=4, layers=2)
 
@@ -176,33 +175,52 @@ def test_calls_on_disjoint_ranks_run_at_the_same_time(ranks: RankPool, tmp_path:
 
 
 class Slow(ToyModel):
-    """A model that takes a while to generate."""
+    """A model that generates until all the files of `marks` exist."""
+
+    def __init__(
+        self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh, marks: list[Path], **kind: bool
+    ) -> None:
+        super().__init__(call, layout, mesh, **kind)
+        self._marks = marks
 
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        time.sleep(SLOW)
+        deadline = time.monotonic() + 600
+        while not all(mark.exists() for mark in self._marks):
+            assert time.monotonic() < deadline, "the critic's ranks do not begin its reallocation"
+            time.sleep(0.01)
         return super().generate(prompts, work, seed)
 
 
-def run_stale() -> tuple[list[dict[str, float]], tuple[Event, ...]]:
-    """Return the metrics of two steps, the second with stale weights, and this rank's events of the first."""
+def run_stale(folder: Path) -> tuple[list[dict[str, float]], tuple[Event, ...]]:
+    """Return the metrics of two steps, the second with stale weights, and this rank's events of the first.
+
+    Samples are generated until every rank that trains the critic has begun to send its weights.
+    """
     graph = ppo()
     plan = separation(graph, replace(FACTS, world_size=4))
-    made = executor(graph, plan, ProcessGroups(), build_role=partial(Slow, stale=True))
+    marks = [folder / f"critic-{rank}" for rank in plan["critic_train"].ranks]
+    made = executor(graph, plan, ProcessGroups(), build_role=partial(Slow, marks=marks, stale=True))
     copies = made._context.copies
+    reallocate = copies.reallocate
+
+    def mark(copy: WeightCopy, *rest: Any) -> None:
+        (folder / f"{copy.role}-{dist.get_rank()}").touch()
+        reallocate(copy, *rest)
 
     def forget(copy: WeightCopy, sources: tuple[WeightCopy, ...], event: Event) -> None:
         if dist.get_rank() in copy.layout.ranks:
             copies.model(copy).allocate()
 
+    copies.reallocate = mark  # type: ignore[method-assign]
     first = made.run_step(prompts(PROMPTS, 1), number=1, seed=1)
     copies.reallocate = forget  # type: ignore[method-assign]
     return [first.metrics, made.run_step(prompts(PROMPTS, 2), number=2, seed=2).metrics], first.events
 
 
-def test_stale_weights_are_noticed_and_waiting_for_slow_ranks_is_not_moving(ranks: RankPool) -> None:
+def test_stale_weights_are_noticed_and_waiting_for_slow_ranks_is_not_moving(ranks: RankPool, tmp_path: Path) -> None:
     alone = Alone()
     wanted = [alone.step(ppo(), prompts(PROMPTS, n), derived_seed(n, "actor_generate"))[0] for n in (1, 2)]
-    found = ranks.run(run_stale, 4)
+    found = ranks.run(run_stale, 4, tmp_path)
     first, second = found[0][0]
     assert {key: first[key] for key in wanted[0]} == pytest.approx(wanted[0], abs=1e-5)
     assert abs(second["actor/loss"] - wanted[1]["actor/loss"]) > 1e-2
@@ -210,9 +228,12 @@ def test_stale_weights_are_noticed_and_waiting_for_slow_ranks_is_not_moving(rank
     events = [event for _, of_rank in found for event in of_rank]
     # The training ranks join the reallocation of the critic at once, those that generate only afterwards.
     moved = next(row for row in totals(events) if row.kind == "reallocate" and row.name.startswith("critic"))
-    assert moved.waiting > 0.8 * SLOW and moved.seconds < 0.2 * SLOW and moved.share < 0.2
-    lasted = [event.end - event.start for event in events if event.kind == "reallocate" and event.name == moved.name]
-    assert max(lasted) > 0.8 * SLOW
+    generated = {event.rank: event.end for event in events if event.kind == "generate"}
+    joined = [event for event in events if event.kind == "reallocate" and event.name == moved.name]
+    begin, end = min(event.start for event in joined), max(event.end for event in joined)
+    arrival = min(event.start for event in joined if event.rank in generated)
+    assert begin < min(generated.values()) <= arrival
+    assert moved.waiting >= arrival - begin and 0 < moved.seconds <= end - arrival + 1e-9
 
 
 def scores(samples: Samples, reduce: Reduce) -> Samples:
