@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.harness.ranks import RankPool
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive", action="store_true", help="all plans and mixtures of degrees, not a choice of them"
+    )
+    parser.addoption(
+        "--random-order", type=int, metavar="SEED", help="shuffle the files, and the tests inside of each, by this seed"
     )
 
 
@@ -59,6 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="torch sees no CUDA GPU"))
+    seed = config.getoption("--random-order")
+    if seed is not None:
+        draw = random.Random(seed)
+        files = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (files[item.path], draw.random()))
+        return
     # The longest files first: those that start programs, then those that start ranks.
     starting = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: (item.path.parent.name != "e2e", item.path not in starting))

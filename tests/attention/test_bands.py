@@ -65,7 +65,7 @@ def problems(draw: st.DrawFn) -> tuple[SequenceLayout, AttentionSpec, int]:
     return layout, draw(specs(layout.seq_len, batch)), batch
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_once(problem) -> None:
     layout, spec, batch = problem

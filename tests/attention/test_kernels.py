@@ -177,7 +177,7 @@ bands = st.tuples(st.integers(0, 900), st.integers(1, 700), st.integers(0, 900),
 limits = st.none() | st.integers(-900, 900)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(bands, limits, limits), max_size=3), st.sampled_from((None, LEAF)))
 def test_dense_launches_cover_the_pairs_of_the_tasks(rectangles: list, leaf: int | None) -> None:
     """Check bands of any shape, split into the rectangles, triangles and masks of the dense kernels."""

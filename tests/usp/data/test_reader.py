@@ -55,7 +55,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 5))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_an_order_has_every_number_once_and_can_be_reversed(count: int, seed: int) -> None:
     order, places = Permutation(count, (seed, 7)), np.arange(count)
     assert sorted(order.at(places).tolist()) == places.tolist()

@@ -134,7 +134,7 @@ def plans(draw: st.DrawFn) -> list[SpanPlan]:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_one_rank_sends_another_receives(ranked: list[SpanPlan]) -> None:
     layout, rows = ranked[0].layout, ranked[0].rows
     positions = [layout.positions(*divmod(rank, layout.ulysses)).tolist() for rank in range(len(ranked))]
