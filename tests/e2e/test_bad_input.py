@@ -129,6 +129,7 @@ def test_only_one_rank_speaks_and_the_run_ends(tmp_path: Path) -> None:
     assert "usp/commands/" not in ended.err  # no traceback of ours
 
 
+@pytest.mark.exhaustive  # one process: tests/usp/commands/test_commands.py; who speaks: the test above
 def test_a_misspelt_flag_is_named_once_and_the_run_ends(tmp_path: Path) -> None:
     with Run(["--sp-ulises", "2"], tmp_path, ranks=2) as run:
         ended = run.end()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.processes import ROOT, Ended, Run, run_here
 from tests.harness.ranks import RankPool
+from usp.commands.train import main
 
 MESH = ["--sp-ulysses", "2", "--sp-ring", "2", "--seq-len", "512"]
 FOREVER = ["--sp-ulysses", "2", "--seq-len", "256", "--steps", "100000", "--log-every", "1", "--output", "run"]
@@ -24,10 +25,12 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """Return the directory and the result of a run on 4 ranks."""
-    folder = tmp_path_factory.mktemp("finished")
-    with Run([*MESH, "--steps", "15", "--output", "run"], folder, ranks=4) as run:
+def finished(ranks: RankPool, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """Return the directory and the result of a run on 4 ranks: with --exhaustive of torchrun, else of the pool."""
+    folder, args = tmp_path_factory.mktemp("finished"), [*MESH, "--steps", "15", "--output", "run"]
+    if not exhaustive:
+        return folder / "run", ranks.run(run_here, 4, "train", args, folder)[0]
+    with Run(args, folder, ranks=4) as run:
         return folder / "run", run.end()
 
 
@@ -125,11 +128,12 @@ def test_a_crash_shows_one_traceback_with_its_rank(tmp_path: Path, ranks: set[st
     assert "lost its connection" not in ours
 
 
-def test_a_diverged_run_names_the_last_good_step(tmp_path: Path) -> None:
+def test_a_diverged_run_names_the_last_good_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     args = [*FOREVER, "--sp-ulysses", "1", "--learning-rate", "1e30", "--warmup-steps", "0"]
-    with Run(args, tmp_path) as run:
-        ended = run.end()
-    assert ended.exit_code != 0
-    (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert main(["--device", "cpu", *args], {}) != 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "step 2 has loss = " in line and "The last good step is 1, and its weights are in run/last-good" in line
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "last-good")

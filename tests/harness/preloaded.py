@@ -1,6 +1,15 @@
-"""Imported once for all ranks of tests: transformers compiles its patterns of every model's checkpoints at their first
-use, which takes a rank longer than most steps."""
+"""Imported once for all ranks of tests, for what takes a rank longer than most steps: transformers' patterns of every
+model's checkpoints, compiled at their first use, and the verification of models on a tiny copy."""
 
+import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from tests.usp.tiny import CONFIGS
+from usp.hf.models import empty_model, load_model_config
+from usp.hf.probe import structure
+
 get_checkpoint_conversion_mapping("llama")
+torch.set_num_threads(1)  # ranks are forked from this process, which threads would not survive
+for config in (load_model_config("tiny"), *(CONFIGS[name]() for name in ("llama", "llama-4kv", "qwen3", "mixtral"))):
+    model = empty_model(config)
+    structure(type(model), model.config)

@@ -116,7 +116,7 @@ def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structur
     """Find the structure of the models of class `kind` with `config`, once for equal configurations; all layers run, so
     the masks are theirs. Raises ValueError if a tiny copy cannot be built or run, so that nothing is known."""
     config = copy.copy(config)
-    config.use_cache = False  # as `apply_unified_sp` sets it
+    config.use_cache, config.name_or_path = False, ""  # as `apply_unified_sp` sets it; wherever it is read from
     content = config.to_json_string(use_diff=False)
     if (kind, content) in _KNOWN:
         return _KNOWN[kind, content]
