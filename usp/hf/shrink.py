@@ -49,11 +49,8 @@ _AT_MOST = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
 }
 _KV_HEADS = (
-    "num_key_value_heads",
-    "num_global_key_value_heads",
-    "swa_num_key_value_heads",
-    "kv_n_heads",
-    "num_query_groups",
+    *("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads"),
+    *("num_query_groups", "kv_n_heads"),
 )
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
