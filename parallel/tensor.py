@@ -174,11 +174,14 @@ def _violations(
         if found <= {*_COLWISE} or found <= {*_ROWWISE}:
             listed = " and ".join(sorted(found))
             violations.append(f"{region}: has only {listed} linears, but needs both colwise and rowwise ones")
+    omitted: dict[str, str] = {}  # once for all layers
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
         inside = any(f"{owner}.".startswith(f"{region}.") and not _is_whole(regions[region]) for region in regions)
         if inside and owner not in styles and not name.startswith(untouched):
-            violations.append(f"{name} {tuple(parameter.shape)} is inside a sharded module: the plan must name {owner}")
+            text = f"{name} {tuple(parameter.shape)} is inside a sharded module: the plan must name {owner}"
+            omitted.setdefault(re.sub(r"\.\d+\.", ".*.", name), text)
+    violations += omitted.values()
     return violations
 
 

@@ -29,9 +29,10 @@ another configuration may.
 The next column says whether train.py trains it: a model with an embedding, layers, a norm and a head, whose experts, if
 it has any, go through transformers' `ExpertsInterface`. It names the degrees that divide the model besides data and
 sequence parallelism; tp of a mixture of experts needs `--tp-sequence-parallel`. `--disable-dropout` is named where the
-configuration has dropout, which would depend on the layout. Buffers that checkpoints hold, such as the biases by which
-routers choose experts, are saved with the weights and not trained. The last column says whether it generates responses,
-token for token as transformers does, on sharded ranks. rlhf.py takes models that do both; `usp cost` knows {known}.
+configuration has dropout, which would depend on the layout, and which `apply_unified_sp` refuses too. Buffers that
+checkpoints hold, such as the biases by which routers choose experts, are saved with the weights and not trained. The
+last column says whether it generates responses, token for token as transformers does, on sharded ranks. rlhf.py takes
+models that do both; `usp cost` knows {known}.
 
 The text model of a model of several parts is trained as one of its own. `model.get_decoder().save_pretrained(folder)`
 writes it if its head is tied to its embedding, as in Gemma 3; with a head of its own:

@@ -50,7 +50,7 @@ WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the laye
 SEVERAL_PARTS = "its text model is one of several parts: save that by itself and use it (see docs/models.md)"
 # More than any model has.
 _LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**5, "num_key_value_heads": 10**5, "head_dim": 10**5}
-_LARGEST |= {"hidden_size": 10**6, "intermediate_size": 10**7, "vocab_size": 10**8, "max_position_embeddings": 10**12}
+_LARGEST |= {"hidden_size": 10**6, "intermediate_size": 10**7, "vocab_size": 10**8}
 _LARGEST |= dict.fromkeys(_NUM_EXPERTS, 10**5)
 _SCALAR = "ForSequenceClassification"
 VOCABULARY_MULTIPLE = 64  # of one that grows

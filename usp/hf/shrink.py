@@ -50,8 +50,10 @@ _AT_MOST = {
     **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
 }
-_KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_query_groups")
-_KV_HEADS += ("kv_n_heads",)
+_KV_HEADS = (
+    *("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads"),
+    *("num_query_groups", "kv_n_heads"),
+)
 _LOW = 5
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 # Numbers that are compared with no length: sizes, except that of positions, and by a part of their names.

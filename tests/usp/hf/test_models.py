@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BertConfig,
     DeepseekV3Config,
     Gemma3Config,
@@ -163,6 +164,16 @@ def test_the_language_model_of_a_multimodal_one_loads(tmp_path: Path) -> None:
     theirs = whole.model.language_model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in text.model.state_dict().items())
     assert torch.equal(text.lm_head.weight, whole.lm_head.weight)
+
+
+def test_a_text_model_with_its_own_head_is_written_as_documented(tmp_path: Path) -> None:
+    model = AutoModelForImageTextToText.from_config(shrink(AutoConfig.for_model("qwen3_5"), layers=4))
+    document = Path(__file__).parents[3] / "docs" / "models.md"
+    code = document.read_text().split("```python")[1].split("```")[0]
+    exec(code, {"AutoModelForCausalLM": AutoModelForCausalLM, "model": model, "folder": tmp_path})
+    text = drawn_model(load_model_config(str(tmp_path)))
+    load_weights(text, tmp_path)
+    assert torch.equal(text.lm_head.weight, model.lm_head.weight)
 
 
 def test_unreadable_generation_configs_raise(tmp_path: Path) -> None:

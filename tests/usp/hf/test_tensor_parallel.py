@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
+from parallel.tensor import tensor_parallel_violations
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import (
@@ -32,7 +33,7 @@ from tests.usp.train.test_parity import largest_difference
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.prune import prune_to_stage
-from usp.hf.tensor_parallel import apply_tp, plan_violations
+from usp.hf.tensor_parallel import apply_tp, plan_violations, tp_plan
 from usp.losses import causal_lm_loss, global_token_count
 
 
@@ -226,3 +227,10 @@ def test_unsupported_plans_are_rejected() -> None:
     assert "'packed_colwise' of layers.*.self_attn.kv_a is not supported" in plan_violations(config)[0]
     config.base_model_tp_plan = None
     assert "model_type='llama': transformers ships none; use tp=1" in plan_violations(config)[0]
+
+
+def test_what_a_plan_omits_is_said_once_for_all_layers() -> None:
+    model = tiny_model("qwen3")
+    plan = {name: style for name, style in tp_plan(model).items() if not name.endswith("q_norm")}
+    (said,) = tensor_parallel_violations(model, 2, plan)
+    assert "model.layers.0.self_attn.q_norm.weight" in said and "the plan must name" in said
