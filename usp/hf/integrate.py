@@ -75,9 +75,9 @@ def apply_unified_sp(
                 hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
     guard = _ForwardGuard(attention, calls)
-    follow_positions(base, guard.places)
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
+    follow_positions(base, guard.places)
     base.register_forward_hook(guard.after)
     # Without any, convolutions are in parts that text does not reach, such as an audio tower: see the probe.
     if sharded_mixers(model):
@@ -279,6 +279,7 @@ def _attention_forward(
     s_aux: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     kv_cache: Prefill | DecodeStep | None = None,
+    query_positions: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
@@ -295,7 +296,7 @@ def _attention_forward(
         violations.append(f"kv_cache supports only causal masks, not {mask.kind} attention")
     if violations:
         raise ValueError("; ".join(violations))
-    query = scaled_query(module, query)
+    query = scaled_query(module, query, query_positions)
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))

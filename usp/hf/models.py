@@ -67,8 +67,8 @@ def load_model_config(
         already have the requested head.
     weights: whether a directory must have weights as well, not only config.json.
 
-    Raises ValueError if `model` is neither, has an unsupported model type, weight format or head, or, for a causal LM,
-    an unreadable generation configuration.
+    Raises ValueError if `model` is neither, is quantized, has an unsupported model type, weight format or head, or, for
+    a causal LM, an unreadable generation configuration.
     """
     if model in PRESETS:
         config = AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)
@@ -82,6 +82,12 @@ def load_model_config(
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={model} has no config.json: use a directory written by transformers' save_pretrained")
     config = _read(model, folder)
+    if quantized := getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"model={model} is quantized (quantization_config: {quantized.get('quant_method')}), and its weights would "
+            f"be read without their scales: load it with transformers, call its dequantize(), and use what its "
+            f"save_pretrained writes"
+        )
     if weights and not any(folder.glob("*.safetensors")):
         raise ValueError(f"model={model} has no .safetensors weights; other formats can execute code and are not read")
     try:

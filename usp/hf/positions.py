@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,29 +28,40 @@ class Places:
 
 
 def follow_positions(base: nn.Module, places: Places) -> None:
-    """Let a backbone's layers read `places`, which each forward sets, in place of what they count, in place."""
+    """Let a backbone's layers read `places`, which each forward sets, in place of what they count, in place.
+
+    Attention functions get the keyword argument `query_positions` where `scaled_query` needs it.
+    """
+    counting = False
     for name, module in base.named_modules():
         kinds = getattr(module, "rope_type", None)  # of a rotary embedding
         if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
             module.forward = partial(_turned_by_length, module, module.forward, places)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-            module.attn_temperature_tuning = False  # type: ignore[assignment]
-            module.unified_sp_places = places  # type: ignore[assignment]
+            module.attn_temperature_tuning, module.scale_by_position = False, True  # type: ignore[assignment]
+            counting = True
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
             module.register_forward_pre_hook(lambda table, args: (args[0] + table.padding_idx + 1,))
+    if counting:
+        base.register_forward_pre_hook(partial(_with_query_positions, places), with_kwargs=True)
 
 
-def scaled_query(module: nn.Module, query: Tensor) -> Tensor:
-    """Return the queries (B, N, S, H) of an attention module with the scale that it left to positions, if any.
+def _with_query_positions(places: Places, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """Pass positions as an argument, which recomputation in a backward repeats."""
+    return args, {**kwargs, "query_positions": places.positions}
 
-    Scalable-softmax of Llama 4's layers without rotary positions (arXiv 2501.19399).
+
+def scaled_query(module: nn.Module, query: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the queries (B, N, S, H) of an attention module with the scale that it no longer applies itself, if any.
+
+    Scalable softmax (arXiv 2501.19399), in steps of `floor_scale` positions, in Llama 4's layers without rotary ones.
     """
-    places: Any = getattr(module, "unified_sp_places", None)
-    if places is None:
+    if not getattr(module, "scale_by_position", False):
         return query
-    scale: Any = module.attn_scale
-    steps = torch.floor((places.positions.float() + 1) / module.floor_scale)
-    return (query * (torch.log1p(steps) * scale + 1)[:, None, :, None]).to(query.dtype)
+    assert positions is not None
+    floor, factor = cast(float, module.floor_scale), cast(float, module.attn_scale)
+    scale = torch.log1p(torch.floor((positions.float() + 1) / floor)) * factor + 1
+    return (query * scale[:, None, :, None]).to(query.dtype)
 
 
 def _turned_by_length(

@@ -86,8 +86,8 @@ class Structure:
     handed: attention modules, by name, and the layers that do not pass on to them what `hand_on` does.
     calls: how often a forward calls attention modules, by name.
     mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
-    untried: numbers of the configuration without which a tiny copy with less does not run, such as the size of a table
-        of positions: whether anything begins at them is unknown.
+    untried: numbers of the configuration that a tiny copy cannot have below the probe's length, such as sizes: whether
+        anything begins at them is unknown.
     """
 
     masks: dict[str, LayerMask]
@@ -143,21 +143,21 @@ def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
 
     def found(names: Sequence[str]) -> Structure:
         torch.manual_seed(0)
-        model = kind._from_config(lowered(tiny, names), attn_implementation=PROBE, experts_implementation="eager")
-        return _structure_of(model.eval())
+        implementations = {"attn_implementation": PROBE, "experts_implementation": "eager"}
+        return _structure_of(kind._from_config(lowered(tiny, names), **implementations).eval())
 
-    def runs(name: str) -> bool:
-        try:
-            return bool(found([name]))
-        except Exception:  # of any kind: it is transformers' code that runs
-            return False
-
-    names = large_numbers(tiny, LENGTH)
+    names, failing, untried = large_numbers(tiny, LENGTH), list[str](), list[str]()
     try:
         return found(names)
-    except Exception:  # of any kind, as above
-        tried = list(filter(runs, names))
-    return replace(found(tried), untried=tuple(name for name in names if name not in tried))
+    except Exception:  # of any kind: it is transformers' code that runs
+        for name in names:
+            try:
+                found([name])
+            except Exception as error:  # of any kind, as above
+                failing.append(name)
+                if not isinstance(error, IndexError):  # of a table of positions, which no sequence can go beyond
+                    untried.append(name)
+    return replace(found([name for name in names if name not in failing]), untried=tuple(untried))
 
 
 def _ids() -> Tensor:
@@ -241,7 +241,7 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         replayed, remembered = iter(calls), iter(whole_run)
 
         def replay(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any) -> Any:
-            call, own = next(replayed), (scaled_query(module, q), k, v)
+            call, own = next(replayed), (scaled_query(module, q, options.get("query_positions")), k, v)
             same.append(all(_equal(x, whole[:, :, shard]) for x, whole in zip(own, call.inputs, strict=True)))
             return call.output[:, shard].contiguous(), None
 
@@ -409,7 +409,8 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 
 
 def verdict(model_type: str) -> tuple[str, str]:
-    """Return "exact" and the masks and recurrent layers of a type as `release_config`, or "refused" and why."""
+    """Return "exact" and the masks, recurrent layers and untried numbers of a type as `release_config`, or "refused"
+    and why."""
     try:
         config = tiny_config(model_type)
         with torch.device("meta"):
@@ -420,7 +421,8 @@ def verdict(model_type: str) -> tuple[str, str]:
         return "refused", f"No tiny copy: {type(cause).__name__}: {_cell(str(cause))}"
     if known.problems:
         return "refused", _cell("; ".join(known.problems))
-    return "exact", ", ".join(dict.fromkeys((*(mask.kind for mask in known.masks.values()), *known.mixers)))
+    kinds = ", ".join(dict.fromkeys((*(mask.kind for mask in known.masks.values()), *known.mixers)))
+    return "exact", kinds + (f"; not tried at a length: {', '.join(known.untried)}" if known.untried else "")
 
 
 def _cell(text: str) -> str:

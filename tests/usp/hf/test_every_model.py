@@ -38,10 +38,12 @@ from usp.losses import causal_lm_loss, global_token_count
 from usp.sp.sequence import SpAxes
 
 TYPES = verdict.causal_lm_types()
-# State spaces, full, sliding and chunked masks, sinks, softcap, learned positions, experts, parallel blocks.
+# State spaces, full, sliding and chunked masks, sinks, softcap, learned positions from 0 and from 1, experts, parallel
+# blocks, scales that grow.
 CHOSEN = ["bamba", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "cohere2", "olmo2", "glm4_moe", "phi3"]
 # Documents that layers do not pass on, no positions and no arguments for the base model, two calls in a layer.
 CHOSEN += ["stablelm", "mamba", "diffllama"]
+CHOSEN += ["roberta"]
 LENGTH, CUTS = 32, [0, 11, 19, 32]
 CALLS = [("zigzag", CUTS), ("striped", [0, LENGTH])]
 
@@ -53,6 +55,10 @@ def tiny_config(model_type: str) -> PretrainedConfig:
         for name, value in list(vars(part).items()):
             if ("dropout" in name or name.endswith("pdrop") or "jitter" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)
+        if "floor_scale" in vars(part):  # of Llama 4: where its queries begin to be scaled
+            part.floor_scale = 4
+    if model_type == "zamba2":
+        config.layer_types, config.hybrid_layer_ids = ["linear_attention", "hybrid"] * 2, [1, 3]
     return config
 
 
@@ -115,8 +121,7 @@ def plain(model: PreTrainedModel, ids: Tensor, cuts: list[int]) -> tuple[Tensor,
     """Each document alone through the unchanged model: all logits, and the mean loss, whose gradients are set."""
     parts, targets, total = [], 0, torch.zeros(())
     for begin, end in pairwise(cuts):
-        positions = torch.arange(end - begin).expand(len(ids), -1)
-        logits = model(input_ids=ids[:, begin:end], position_ids=positions, use_cache=False).logits
+        logits = model(input_ids=ids[:, begin:end], use_cache=False).logits
         labels = ids[:, begin + 1 : end].flatten()
         total = total + torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
         targets += len(labels)

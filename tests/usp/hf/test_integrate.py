@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
-from tests.usp.tiny import SIZES, packed_batch, tiny_model
+from tests.usp.tiny import SEQ_LEN, SIZES, packed_batch, tiny_model
 from usp import apply_unified_sp, shard_batch
 from usp.sp.sequence import SpAxes
 
@@ -63,18 +64,20 @@ ROPES = {
 }
 
 
-def turned_by_the_whole_length(rope: dict[str, Any], layout: str) -> float:
-    """Return the error of the logits of a model whose frequencies depend on the length of the sequence."""
+def turned_by_length(rope: dict[str, Any], layout: str, cuts: list[int]) -> float:
+    """Return the error of the logits of a model whose frequencies depend on the length of a document."""
     torch.manual_seed(0)
     limit = {"max_position_embeddings": 16}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | limit, rope_parameters=rope))
     ids = packed_batch(0)["input_ids"]
     with torch.no_grad():
-        expected = model(input_ids=ids).logits
+        # By copies, because rotary embeddings remember the longest document.
+        alone = [copy.deepcopy(model)(input_ids=ids[:, begin:end]).logits for begin, end in pairwise(cuts)]
         mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
-        local = shard_batch({"input_ids": ids}, mesh, layout)
-        own = apply_unified_sp(model, mesh, layout)(**local).logits
-    return (own - unshard_slice(expected, mesh, layout)).norm().item() / own.norm().item()
+        local = shard_batch({"input_ids": ids, "cu_seqlens": torch.tensor(cuts)}, mesh, layout)
+        apply_unified_sp(model, mesh, layout)
+        own = [model(**local).logits for _ in range(2)][1]
+    return (own - unshard_slice(torch.cat(alone, dim=1), mesh, layout)).norm().item() / own.norm().item()
 
 
 def unshard_slice(whole: torch.Tensor, mesh: ParallelMesh, layout: str) -> torch.Tensor:
@@ -83,9 +86,10 @@ def unshard_slice(whole: torch.Tensor, mesh: ParallelMesh, layout: str) -> torch
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rotary_frequencies_follow_the_length_of_the_whole_sequence(ranks: RankPool, kind: str) -> None:
-    for layout in ("contiguous", "zigzag"):
-        assert max(ranks.run(turned_by_the_whole_length, 4, ROPES[kind], layout)) <= 1e-6
+def test_rotary_frequencies_follow_the_length_of_each_document(ranks: RankPool, kind: str) -> None:
+    # Within the original length of 16, exactly that long, and two that are longer.
+    for layout, cuts in (("contiguous", [0, SEQ_LEN]), ("zigzag", [0, 7, 37, 53, SEQ_LEN]), ("striped", [0, 40, 64])):
+        assert max(ranks.run(turned_by_length, 4, ROPES[kind], layout, cuts)) <= 1e-6
 
 
 def models_of_one_config() -> tuple[bool, str]:

@@ -176,6 +176,15 @@ def test_a_text_model_with_its_own_head_is_written_as_documented(tmp_path: Path)
     assert torch.equal(text.lm_head.weight, model.lm_head.weight)
 
 
+def test_quantized_checkpoints_raise(tmp_path: Path) -> None:
+    config = load_model_config("tiny")
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"is quantized \(quantization_config: fp8\).* call its dequantize\(\)"):
+        load_model_config(str(tmp_path))
+
+
 def test_unreadable_generation_configs_raise(tmp_path: Path) -> None:
     load_model_config("tiny").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()

@@ -101,5 +101,11 @@ def test_tokens_that_are_counted_are_found_whatever_the_number_in_the_code(monke
 
 
 def test_numbers_that_cannot_be_lowered_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found("gpt2").untried == ("n_positions",)
-    assert found("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, of_audio=AT).untried == ()
+    assert found("gpt2").untried == ()  # no sequence is longer than its table of positions
+
+    def at_least(self: Any, x: Tensor) -> Tensor:
+        assert self.config.planted >= AT
+        return x
+
+    plant(monkeypatch, LlamaAttention, "hidden_states", at_least)
+    assert found("llama", planted=AT, other=AT).untried == ("planted",)
