@@ -32,7 +32,7 @@ RUN = replace(RUN, tokenizer="bytes", sample_every=2, sample_tokens=TOKENS, hang
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 u2": (4, {"sp_ulysses": 2, "batch_size": 2, "ac": "full"}),
     "pp2 tp2, zero 1": (4, {"pp": 2, "tp": 2, "zero": 1, "micro_batches": 2}),
-    "one, adapters": (1, {"lora_rank": 4, "lora_dropout": 0.2, "lora_merge": True, "zero": 0}),
+    "one, adapters": (1, {"lora_rank": 4, "lora_dropout": 0.2, "lora_merge": True, "zero": 0, "learning_rate": 0.3}),
 }
 
 
