@@ -28,6 +28,7 @@ from usp.rlhf.algorithms.critic_free import DAPO
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.graph import DataflowGraph, TrainStep
 from usp.rlhf.plan.named_plans import policy_as_reference
+from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput
 from usp.rlhf.samples import Samples
@@ -50,6 +51,13 @@ LORA = Lora(rank=4, alpha=12, targets=("q_proj", "v_proj", "down_proj"))
 SHOWN = ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs")
 
 
+def executor_of(
+    graph: DataflowGraph, plan: ExecutionPlan, trained: dict[str, RoleModel], staleness: int, lora: Lora | None = None
+) -> Executor:
+    options: dict[str, Any] = {"ranks_per_host": 4, "collect": shown_of(graph), "staleness": staleness}
+    return Executor(graph, plan, ProcessGroups(), builder(trained, lora=lora), torch.device("cpu"), **options)
+
+
 def begun(name: str, plan_name: str, staleness: int) -> tuple[Executor, DataflowGraph, dict[str, RoleModel]]:
     """Return an executor, its graph and the models that it trains. With adapters, the reference is the policy."""
     graph, trained = build_graph(*AHEAD[name]), dict[str, RoleModel]()
@@ -60,9 +68,8 @@ def begun(name: str, plan_name: str, staleness: int) -> tuple[Executor, Dataflow
         }
         graph, plan = policy_as_reference(graph, replace(plan, calls=calls))
         assert "ref" not in graph.roles
-    build = builder(trained, lora=LORA if name == "lora" else None)
-    options: dict[str, Any] = {"ranks_per_host": 4, "collect": shown_of(graph), "staleness": staleness}
-    return Executor(graph, plan, ProcessGroups(), build, torch.device("cpu"), **options), graph, trained
+    lora = LORA if name == "lora" else None
+    return executor_of(graph, plan, trained, staleness, lora), graph, trained
 
 
 def shown_of(graph: DataflowGraph) -> tuple[str, ...]:
