@@ -25,6 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--random-order", type=int, metavar="SEED", help="shuffle the files, and the tests inside of each, by this seed"
     )
+    parser.addoption(
+        "--adversarial", action="store_true", help="messages between ranks behave as on GPUs at their worst"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +37,7 @@ def exhaustive(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Warm gloo ranks: `ranks.run(fn, world_size, *args)`; every file has its own.
 
     Ranks grow: a process group leaves memory and threads behind, and after hundreds a step takes three times as long.
@@ -44,7 +47,8 @@ def ranks() -> Iterator[RankPool]:
     models = (f"transformers.models.{family}.modeling_{family}" for family in families)
     often = ("usp.train.trainer", "usp.rlhf.trainer", "parallel.pipeline", "peft", "tests.usp.hf.test_every_model")
     compiler = ("torch._inductor.compile_fx", "deepspeed.runtime.engine")  # DeepSpeed imports it at its first step
-    with RankPool(preload=("tests.harness.preloaded", *often, *models, *compiler)) as pool:
+    preload = ("tests.harness.preloaded", *often, *models, *compiler)
+    with RankPool(preload, adversarial=request.config.getoption("--adversarial")) as pool:
         yield pool
 
 

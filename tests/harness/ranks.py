@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from .adversary import Adversary
+
 _GRACE_SECONDS = 10.0  # time for the peers of a failed rank to report their own failures
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
@@ -54,6 +56,7 @@ class _Job:
     timeout: float
     sys_path: tuple[str, ...]
     call: bytes
+    adversarial: bool
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,11 @@ class RankPool:
 
     Args:
         preload: modules that the fork server imports once for all workers.
+        adversarial: messages behave as on GPUs at their worst, and are checked (`tests.harness.adversary`).
     """
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self, preload: Sequence[str] = (), adversarial: bool = False) -> None:
+        self._adversarial = adversarial
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__, "torch.distributed.tensor", *preload])
         self._workers: list[_Worker] = []
@@ -121,7 +126,7 @@ class RankPool:
         store = str(Path(self._folder.name) / f"store-{self._started}")
         try:
             for rank, worker in enumerate(workers):
-                worker.connection.send(_Job(rank, world_size, store, timeout, tuple(sys.path), call))
+                worker.connection.send(_Job(rank, world_size, store, timeout, tuple(sys.path), call, self._adversarial))
             replies = _collect(workers, timeout)
             if not all(rank in replies and replies[rank].ok for rank in range(world_size)):
                 raise _failure(fn, workers, replies, timeout)
@@ -191,7 +196,12 @@ def _run_job(job: _Job) -> _Reply:
         limit = timedelta(seconds=job.timeout + 60)
         store = dist.FileStore(job.store, job.world_size)
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
-        return _Reply(True, pickle.dumps(fn(*args)), time.monotonic())
+        if not job.adversarial:
+            return _Reply(True, pickle.dumps(fn(*args)), time.monotonic())
+        with Adversary() as adversary:
+            result = fn(*args)
+        adversary.check()
+        return _Reply(True, pickle.dumps(result), time.monotonic())
     except BaseException:  # including SystemExit and KeyboardInterrupt
         return _Reply(False, traceback.format_exc(), time.monotonic())
 
