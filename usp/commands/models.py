@@ -22,6 +22,7 @@ Every type of causal language model in transformers {version}: accepted by `appl
 any ring x ulysses mesh, or refused with the reason. A model is accepted for what its layers do, not for its name: a
 tiny copy of it runs once on all tokens and once on some of them (`usp/hf/probe.py`). "No tiny copy" means
 that transformers' defaults for the type give no decoder that runs on text alone; a checkpoint's configuration may.
+"Not tried at a length" are numbers that the tiny copy cannot have below its few tokens.
 
 The next column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
 experts, if it has any, go through transformers' `ExpertsInterface`. It names the degrees that divide the model besides
