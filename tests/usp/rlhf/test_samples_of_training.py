@@ -70,7 +70,7 @@ def test_responses_are_those_of_the_model_that_is_trained(
         wanted = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=tokenizer.eos, pad_token_id=0)
         assert line["response"] == tokenizer.decode(wanted[0, ids.shape[1] :].tolist())
     before, after = ([line["response"] for line in part] for part in (lines[:3], lines[3:]))
-    assert before != after and len(set(after)) == len(PROMPTS)
+    assert before != after and len({*before, *after}) > len(PROMPTS)  # of both steps, and of several prompts
 
 
 @pytest.mark.parametrize(
