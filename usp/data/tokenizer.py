@@ -120,19 +120,27 @@ class TextTokenizer:
         """Return the ids that each part of a text has in it, as long as no more than CONTEXT characters around a cut
         decide on the tokens there. A token across a cut belongs to the part that it begins in."""
         placed = self.backend is not None or self.tokenizer.is_fast  # tokens say which characters they are of
-        alone = iter(self.encode_all([text for before, text, after in parts if not (placed and (before or after))]))
-        return [self._encode_part(*part) if placed and (part[0] or part[2]) else next(alone) for part in parts]
+        ids = self.encode_all(["".join(part) if placed else part[1] for part in parts])
+        return [self._inside(*each) if placed else each[0] for each in zip(ids, parts, strict=True)]
 
-    def _encode_part(self, before: str, text: str, after: str) -> Ids:
-        ids, places = self._tokens(before + text + after)
-        last = len(text[-CONTEXT:])
-        begin = _cut(self._tokens(before + text[:CONTEXT])[1], len(before)) if before else 0
-        end = len(before + text)
-        end += _cut(self._tokens(text[-CONTEXT:] + after)[1], last) - last if after else 0
-        first, stop = places[:, 0], places[:, 1]
-        if any(((first < cut) & (stop > cut)).any() for cut in (begin, end)):  # the tokens differ from those at the cut
-            return self.encode((before + text + after)[begin:end])
-        return ids[(first >= begin) & (first < end)]
+    def _inside(self, ids: Ids, part: Part) -> Ids:
+        """Return those of the ids of a part and what is around it that are of the part."""
+        (before, text, after), first, last = part, 0, len(ids)
+        begin, end, same = 0, len(before + text), True
+        if before:
+            head, places = self._tokens(before + text[:CONTEXT])
+            begin = _cut(places, len(before))
+            first = int((places[:, 0] < begin).sum())
+            same = np.array_equal(ids[:first], head[:first])
+        if after:
+            tail, places = self._tokens(text[-CONTEXT:] + after)
+            cut = _cut(places, len(text[-CONTEXT:]))
+            end += cut - len(text[-CONTEXT:])
+            following = int((places[:, 0] >= cut).sum())
+            last -= following
+            same &= np.array_equal(ids[last:], tail[len(tail) - following :])
+        # Otherwise more than CONTEXT characters decide: the text is cut in the same place on both sides.
+        return ids[first:last] if same else self.encode("".join(part)[begin:end])
 
     def _tokens(self, text: str) -> tuple[Ids, Ids]:
         """Return the ids of a text, and of each the characters that it is of, (ids, 2)."""
