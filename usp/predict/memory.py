@@ -213,10 +213,7 @@ def _idle(job: Job, stage: int, later: bool) -> int:
     return units.numel * (0 if config.zero == 3 else size) + units.trained_numel * sums
 
 
-Peak = tuple[str, int, int, int, int]  # fields of a Moment: its name, gradients, whole, activations, transient
-
-
-def _backward(job: Job, stage: int, later: bool) -> Iterator[Peak]:
+def _backward(job: Job, stage: int, later: bool) -> Iterator[Moment]:
     """Yield the peaks of a stage's backward, without optimizer states and other micro-batches' activations; `later`:
     another micro-batch's backward has run before."""
     units, here, size, zero = stage_units(job, stage), stage_bytes(job, stage), job.dtype.itemsize, job.config.zero
@@ -231,21 +228,21 @@ def _backward(job: Job, stage: int, later: bool) -> Iterator[Peak]:
     every = units.numel - root.numel
     whole = sums + reducing + size * (root.numel + (prefetched if zero == 3 else every))
     if stage == job.last_stage:
-        yield "loss", 0, whole, here.at_last + here.outside + here.head, here.logits
+        yield Moment("loss", 0, 0, 0, whole, here.at_last + here.outside + here.head, here.logits)
     layers = len(units.layers)
     if reduces and layers > 1:  # the layer before the last, where offloading leaves two layers' activations again
         freed = 0 if job.config.ac_offload and layers > 2 else here.at_first
         whole += max(0, layer.reduced * FLOAT32 - freed - reducing)
     whole += size * (here.of_head + (layer.numel if zero == 3 else 0))
-    yield "last layer", 0, whole, here.at_last + here.outside, here.backward
+    yield Moment("last layer", 0, 0, 0, whole, here.at_last + here.outside, here.backward)
     whole = sums + size * (root.numel + here.of_head + (layer.numel if reduces or zero == 3 else every))
     gradients = (units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
     whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
-    yield "first layer", gradients, whole, here.at_first + here.outside, here.backward
+    yield Moment("first layer", 0, 0, gradients, whole, here.at_first + here.outside, here.backward)
     if reduces:
         gradients += layer.trained_shard * FLOAT32
         copies = root.trained_numel * (FLOAT32 if accumulates else size) + root.reduced * FLOAT32
-        yield "root reduced", gradients, copies, 0, 0
+        yield Moment("root reduced", gradients=gradients, whole=copies)
 
 
 @dataclass(frozen=True)
@@ -279,11 +276,11 @@ def _states(job: Job, rank: int) -> tuple[int, int, int]:
 def peak_moment(job: Job, rank: int) -> Moment:
     """Return the highest of a step's peaks on the device."""
     parameters, gradients, optimizer = _states(job, rank)
-    name, *sizes = max(_peaks(job, rank, gradients), key=lambda peak: sum(peak[1:]))
-    return Moment(name, *((0, 0) if job.config.optim_offload else (parameters, optimizer)), *sizes)
+    peak = max(_moments(job, rank, gradients), key=lambda moment: moment.total)
+    return peak if job.config.optim_offload else peak._replace(parameters=parameters, optimizer=optimizer)
 
 
-def _peaks(job: Job, rank: int, shards: int) -> Iterator[Peak]:
+def _moments(job: Job, rank: int, shards: int) -> Iterator[Moment]:
     """Yield the peaks of the step, without parameters and optimizer states. shards: bytes of all gradient shards."""
     config, stages, most = job.config, {stage: stage_bytes(job, stage) for stage in job.stages(rank)}, shards
     # Hidden states that torch's pipeline keeps for all micro-batches: of both neighbours, if there are two.
@@ -297,21 +294,21 @@ def _peaks(job: Job, rank: int, shards: int) -> Iterator[Peak]:
     for (stage, half, later), flights in _backwards(Schedule.of(job, rank)).items():
         others = _most(flights, bytes_of) - bytes_of[stage]
         idle = sum(_idle(job, other, later) for other in stages if other != stage)
-        peaks = _backward(job, stage, later)
+        moments = _backward(job, stage, later)
         if half:
             hidden = job.outer_tokens * job.model.hidden_size
             work = bytes_of[~stage] + FLOAT32 * max(stages[stage].of_head, 5 * hidden)
-            peaks = iter([("split backward", 0, _idle(job, stage, True), bytes_of[stage], work)])
-        for name, gradients, whole, saved, work in peaks:
+            moments = iter([Moment("split backward", 0, 0, 0, _idle(job, stage, True), bytes_of[stage], work)])
+        for name, _, _, gradients, whole, saved, work in moments:
             gradients = min(most, shards if later and config.zero >= 2 else gradients)
-            yield name, gradients, whole + idle, saved + others, work + buffers
+            yield Moment(name, 0, 0, gradients, whole + idle, saved + others, work + buffers)
     if not config.optim_offload:
         muon = 0
         if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
             layers = [job.model.layers[kind] for kind, _ in job.kinds(*stages)]
             matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
             muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
-        yield "optimizer", shards, 0, 0, buffers + muon
+        yield Moment("optimizer", gradients=shards, transient=buffers + muon)
 
 
 def largest_footprint(job: Job) -> tuple[Footprint, int]:
