@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attention import comm, ring
 from parallel import ParallelDims, ParallelMesh
-from tests.usp.train.test_parity import Break, train_sharded
 from tests.usp.tiny import train_alone
+from tests.usp.train.test_parity import Break, train_sharded
 from usp import UnifiedSPAttention
 
 from .adversary import Operation, order_problems
@@ -168,7 +168,7 @@ def attended(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_messages_are_found(ranks: RankPool, fault: str) -> None:
-    with pytest.raises(RankError, match="had not arrived|never waits|changed before its wait|deadlock|differ"):
+    with pytest.raises(RankError, match=r"had not arrived|never waits|changed before its wait|deadlock|differ"):
         ranks.run(attended, 4, fault)
 
 
