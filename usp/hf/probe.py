@@ -271,6 +271,8 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         try:
             run_part([*SHARD], FAR)
         except IndexError:  # it counts to choose from the tokens that it has
+            same.clear()
+            mixing.clear()
             run_part([*SHARD], 0)
         run_part([*FEW], 0)
     except Exception as error:  # of any kind: it is transformers' code that runs
