@@ -60,10 +60,10 @@ def order_problems(logs: Sequence[Sequence[Operation]]) -> Iterator[str]:
     """Yield what is wrong with the operations of all ranks, by rank."""
     for rank, log in enumerate(logs):
         yield from (f"rank {rank} never waits for {op}" for op in log if op.waited is None)
-    nodes: dict[int, tuple[object, ...]] = {}  # by the id of an operation: what it is on all its ranks
-    matched: defaultdict[tuple[object, ...], list[tuple[int, Operation]]] = defaultdict(list)
+    nodes: dict[int, tuple[Any, ...]] = {}  # by the id of an operation: what it is on all its ranks
+    matched: defaultdict[tuple[Any, ...], list[tuple[int, Operation]]] = defaultdict(list)
     for rank, log in enumerate(logs):
-        numbers: defaultdict[tuple[object, ...], int] = defaultdict(int)
+        numbers: defaultdict[tuple[Any, ...], int] = defaultdict(int)
         for op in log:
             ends = {"send": (rank, op.peer), "receive": (op.peer, rank)}.get(op.kind, ())
             key = (op.group, *ends)
@@ -80,9 +80,9 @@ def order_problems(logs: Sequence[Sequence[Operation]]) -> Iterator[str]:
     yield from _cycles(logs, nodes)
 
 
-def _cycles(logs: Sequence[Sequence[Operation]], nodes: dict[int, tuple[object, ...]]) -> Iterator[str]:
-    after = TopologicalSorter[tuple[object, ...]]()
-    shown: dict[tuple[object, ...], str] = {}
+def _cycles(logs: Sequence[Sequence[Operation]], nodes: dict[int, tuple[Any, ...]]) -> Iterator[str]:
+    after = TopologicalSorter[tuple[Any, ...]]()
+    shown: dict[tuple[Any, ...], str] = {}
     for rank, log in enumerate(logs):
         batches: defaultdict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
         last = max((max(op.issued, op.waited or 0) for op in log), default=0)

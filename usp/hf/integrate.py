@@ -173,7 +173,7 @@ class _ForwardGuard:
             # FSDP2 moves the arguments of its root to the GPU, from which every layer would read them.
             kwargs["cu_seqlens"] = boundaries.cpu()
         named = _named(module, args, kwargs)
-        self.cache, self.places.positions = named.get("kv_cache"), named.get("position_ids")
+        self.cache, self.places.positions = named.get("kv_cache"), named.get("position_ids", self.places.positions)
         if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
             return args, kwargs  # its tokens are on all ranks
         try:

@@ -38,7 +38,7 @@ def follow_positions(base: nn.Module, places: Places) -> None:
         if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
             module.forward = partial(_turned_by_length, module, module.forward, places)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-            module.attn_temperature_tuning, module.scale_by_position = False, True  # type: ignore[assignment]
+            module.attn_temperature_tuning, module.scale_by_position = False, True
             counting = True
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
             module.register_forward_pre_hook(lambda table, args: (args[0] + table.padding_idx + 1,))
