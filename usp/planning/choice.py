@@ -106,7 +106,6 @@ def _proved(choice: Choice) -> Choice:
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
-
     like = _by_choice(lambda config: replace(job, config=config, dims=_dims(*_degrees(config))))
 
     def memory(config: TrainConfig) -> Memory:
