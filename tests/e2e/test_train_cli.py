@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -133,7 +134,10 @@ def test_a_diverged_run_names_the_last_good_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     args = [*FOREVER, "--sp-ulysses", "1", "--learning-rate", "1e30", "--warmup-steps", "0"]
-    assert main(["--device", "cpu", *args], {}) != 0
+    try:
+        assert main(["--device", "cpu", *args], {}) != 0
+    finally:
+        dist.destroy_process_group()  # which a run that fails leaves to the end of its process
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "step 2 has loss = " in line and "The last good step is 1, and its weights are in run/last-good" in line
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "last-good")
