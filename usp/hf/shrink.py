@@ -54,7 +54,7 @@ _KV_HEADS = (
     *("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads"),
     *("num_query_groups", "kv_n_heads"),
 )
-_LOW = 5
+_LOW = 8  # none of WINDOWS
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 # Numbers that are compared with no length: sizes, except that of positions, and by a part of their names.
 _NO_LENGTHS = {*_SIZES, *_AT_MOST, *_KV_HEADS, *LAYERS, "qk_head_dim"} - set(_POSITIONS)

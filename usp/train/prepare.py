@@ -165,11 +165,8 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
     held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))
-    if (
-        config.bad_rows == DROP
-        and data
-        and not any(isinstance(f, DataFiles) for f in (*data.values(), *held_out.values()))
-    ):
+    files = any(isinstance(found, DataFiles) for found in (*(data or {}).values(), *held_out.values()))
+    if config.bad_rows == DROP and data and not files:
         problems.append("--bad-rows drop is for files of documents, and --data has none: remove it")
     attempt(lambda: parse_steps(config.profile, config.steps))
     problems.check()
@@ -196,10 +193,8 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     config = replace(config, tokenizer=tokenizer.name)
     if not config.curriculum:
         config = replace(config, dp_shard=dims.dp_shard)
-    of_stages = [
-        replace(stage, batch_size=0, global_batch_size=stages[number].sequences)
-        for number, stage in enumerate(config.curriculum)
-    ]
+    pairs = zip(config.curriculum, stages, strict=False)
+    of_stages = [replace(stage, batch_size=0, global_batch_size=found.sequences) for stage, found in pairs]
     prepared = PreparedRun(
         config=replace(config, curriculum=tuple(of_stages), **here),
         reusable=config,

@@ -36,7 +36,7 @@ class Traffic(TorchDispatchMode):
 
 
 def merged_bytes(dtype: torch.dtype, backward: bool) -> float:
-    """Return the bytes per element of adding a second launch's results to those of the first."""
+    """Return the bytes per element of adding a launch's results to those of two others, which are sums already."""
     part, rows, lse = torch.randn(1, TOKENS, 2, DIM, dtype=dtype), Rows.of(0, TOKENS), torch.zeros(1, 2, TOKENS)
     gradients, outputs = GradientSum(part[0]), AttentionSum(part[0], DIM)
 
@@ -46,6 +46,7 @@ def merged_bytes(dtype: torch.dtype, backward: bool) -> float:
         else:
             outputs.merge(rows, found, lse.clone())
 
+    add(part.clone())
     add(part.clone())
     with Traffic(part.numel()) as counted:
         add(part)
