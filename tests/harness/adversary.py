@@ -112,6 +112,7 @@ class Adversary(TorchDispatchMode):
         super().__init__()
         self.log: list[Operation] = []
         self.now, self._posting = 0, False
+        self._works: list[_Late] = []  # gloo drops a message that nobody holds, and its peer would wait forever
         self._post = dist.batch_isend_irecv
         self._patch = patch.object(dist, "batch_isend_irecv", self.post)
 
@@ -160,9 +161,11 @@ class Adversary(TorchDispatchMode):
         self._tick()
         self._posting = True
         try:
-            return [late(work) for late, work in zip(works, self._post(real), strict=True)]
+            posted = [late(work) for late, work in zip(works, self._post(real), strict=True)]
         finally:
             self._posting = False
+        self._works += posted
+        return posted
 
     def _add(self, kind: str, name: str, group: Any, peer: int, elements: int) -> Operation:
         members = tuple(dist.get_process_group_ranks(group))

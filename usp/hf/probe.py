@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from .mixers import sharded_mixers
 from .positions import Places, follow_positions, scaled_query
 from .prune import backbone, hand_on, model_parts, prune_to_stage, stage_inputs
 from .shrink import VOCAB, WINDOWS, large_numbers, lowered, shrink
+
+logger = logging.getLogger(__name__)
 
 PROBE = "usp_probe"
 LENGTH = 16
@@ -149,11 +152,13 @@ def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
     names, failing, untried = large_numbers(tiny, LENGTH), list[str](), list[str]()
     try:
         return found(names)
-    except Exception:  # of any kind: it is transformers' code that runs
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        logger.debug("%s does not run with %s lowered: %r", kind.__name__, ", ".join(names), error)
         for name in names:
             try:
                 found([name])
             except Exception as error:  # of any kind, as above
+                logger.debug("%s does not run with %s lowered: %r", kind.__name__, name, error)
                 failing.append(name)
                 if not isinstance(error, IndexError):  # of a table of positions, which no sequence can go beyond
                     untried.append(name)

@@ -132,11 +132,11 @@ class Generator:
 
     @staticmethod
     def of(
-        stage: CausalLMStage, mesh: ParallelMesh, slots: int, decode: Decode | None = None, **more: Any
+        stage: CausalLMStage, mesh: ParallelMesh, slots: int, decode: Decode | None = None, gathered: bool = False
     ) -> Generator:
         """Return a generator with a pipeline stage."""
-        place: dict[str, Any] = {"first": stage.first, "last": stage.last, "transform": stage.transform, **more}
-        return Generator(stage.model, mesh, slots=slots, decode=decode, **place)
+        place: dict[str, Any] = {"first": stage.first, "last": stage.last, "transform": stage.transform}
+        return Generator(stage.model, mesh, slots=slots, decode=decode, gathered=gathered, **place)
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[GeneratedResponse]:
