@@ -181,9 +181,8 @@ def in_whole(whole: PreTrainedModel, found: Mapping[str, Any]) -> Mapping[str, A
     """Return what files hold by the names in the `whole` model, also of files that its base model wrote by itself, such
     as the language model of a multimodal one."""
     prefix = f"{backbone_name(whole)}."
-    return (
-        found if any(name.startswith(prefix) for name in found) else {f"{prefix}{name}": found[name] for name in found}
-    )
+    complete = any(name.startswith(prefix) for name in found)
+    return found if complete else {f"{prefix}{name}": value for name, value in found.items()}
 
 
 def choose_tensors(

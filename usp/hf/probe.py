@@ -47,7 +47,6 @@ from .prune import backbone, hand_on, model_parts, prune_to_stage, stage_inputs
 from .shrink import VOCAB, WINDOWS, large_numbers, lowered, shrink
 
 logger = logging.getLogger(__name__)
-
 PROBE = "usp_probe"
 LENGTH = 16
 # Of a number of tokens that nothing else has: neither from the beginning nor to the end, with gaps.
@@ -152,13 +151,13 @@ def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
     names, failing, untried = large_numbers(tiny, LENGTH), list[str](), list[str]()
     try:
         return found(names)
-    except Exception as error:  # of any kind: it is transformers' code that runs
-        logger.debug("%s does not run with %s lowered: %r", kind.__name__, ", ".join(names), error)
+    except Exception:  # of any kind: it is transformers' code that runs
+        logger.debug("%s does not run with %s lowered", kind.__name__, names, exc_info=True)
         for name in names:
             try:
                 found([name])
             except Exception as error:  # of any kind, as above
-                logger.debug("%s does not run with %s lowered: %r", kind.__name__, name, error)
+                logger.debug("%s does not run with %s lowered", kind.__name__, name, exc_info=True)
                 failing.append(name)
                 if not isinstance(error, IndexError):  # of a table of positions, which no sequence can go beyond
                     untried.append(name)
