@@ -143,7 +143,7 @@ def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_ra
     for row in range(batch):
         boundaries, prefixes = spec.row_documents(row, layout.seq_len), spec.row_prefixes(row)
         offset = row * layout.ring_len
-        for span in layout.ring_spans(ring_rank):
+        for span in layout.ring_spans(ring_rank, row):
             end = span.start + (span.length - 1) * span.step
             for document in range(max(0, bisect_right(boundaries, span.start) - 1), bisect_right(boundaries, end)):
                 lower, upper = boundaries[document], boundaries[min(document + 1, len(boundaries) - 1)]

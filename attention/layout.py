@@ -4,6 +4,7 @@
       contiguous                         0 1 2 3               4 5 6 7
       zigzag   (balances causal)         0 1 6 7               2 3 4 5
       striped  (balances causal)         0 2 4 6               1 3 5 7
+      balanced (of documents 0-4, 5-7)   0 3 4 5               1 2 6 7     as equal in causal pairs as documents allow
 
 A ring rank owns a few ascending spans of tokens. Its ulysses ranks hold consecutive equal parts of them, so that the
 all-to-all rebuilds the ring rank's sequence by concatenation.
@@ -16,7 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+from .balance import balanced_ranges
+from .spec import AttentionSpec, Documents
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,21 @@ class SequenceLayout:
     """Division of `seq_len` global tokens over a ring x ulysses grid of ranks.
 
     Zigzag (USP paper, Algorithm 2) splits the sequence into 2 * ring chunks and assigns chunks r and 2 * ring - 1 - r
-    to ring rank r; striped assigns it every ring-th token, starting at r.
+    to ring rank r; striped assigns it every ring-th token, starting at r; balanced plans each row by its documents (see
+    `balance.py`).
+
+    documents: of the balanced layout, as in `AttentionSpec`; None for one document per row.
 
     Raises:
-        ValueError: for an unknown kind, a degree below 1, or a length that is not divisible, with the nearest lengths
-            that are.
+        ValueError: for an unknown kind, a degree below 1, documents that do not fit or that the kind does not depend
+            on, or a length that is not divisible, with the nearest lengths that are.
     """
 
     kind: str
     seq_len: int
     ring: int = 1
     ulysses: int = 1
+    documents: tuple[Documents, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUTS:
@@ -65,6 +73,12 @@ class SequenceLayout:
                 f"seq_len={self.seq_len} cannot be divided by layout={self.kind!r} over ring={self.ring} x "
                 f"ulysses={self.ulysses}: it must be a multiple of {multiple}; use {nearest}, or pad"
             )
+        if self.documents is not None:
+            if self.kind != "balanced":
+                raise ValueError(f"layout={self.kind!r} does not depend on documents: leave them out")
+            spec = AttentionSpec(documents=self.documents)
+            if violation := spec.document_violation(len(self.documents), self.seq_len):
+                raise ValueError(violation)
 
     @staticmethod
     def multiple_of(kind: str, ring: int, ulysses: int) -> int:
@@ -82,9 +96,18 @@ class SequenceLayout:
         """Tokens per rank."""
         return self.ring_len // self.ulysses
 
-    def ring_spans(self, ring_rank: int) -> tuple[Span, ...]:
-        """Return the positions of a ring rank, ascending, in the order that the Ulysses all-to-all produces."""
+    @property
+    def rows(self) -> int:
+        """Number of rows that are divided differently; 1 if all are alike."""
+        return len(self.documents or (0,))
+
+    def ring_spans(self, ring_rank: int, row: int = 0) -> tuple[Span, ...]:
+        """Return the positions of a ring rank in a row, ascending, as the Ulysses all-to-all orders them."""
         n = self.ring_len
+        if self.kind == "balanced":
+            documents = (self.documents or ((0, self.seq_len),))[row if self.rows > 1 else 0]
+            ranges = balanced_ranges(documents, self.seq_len, self.ring)[ring_rank]
+            return tuple(Span(begin, end - begin) for begin, end in ranges)
         if self.kind == "striped":
             return (Span(ring_rank, n, self.ring),)
         if self.kind == "contiguous" or self.ring == 1:
@@ -94,8 +117,9 @@ class SequenceLayout:
             return (Span(ring_rank * half, n),)
         return (Span(ring_rank * half, half), Span(mirrored * half, half))
 
-    def positions(self, ring_rank: int, ulysses_rank: int = 0) -> torch.Tensor:
-        """Return the global positions of one rank's tokens in local order, int64 of shape (local_len,)."""
-        parts = [torch.arange(s.start, s.start + s.length * s.step, s.step) for s in self.ring_spans(ring_rank)]
+    def positions(self, ring_rank: int, ulysses_rank: int = 0, row: int = 0) -> torch.Tensor:
+        """Return the global positions of one rank's tokens of a row in local order, int64 of shape (local_len,)."""
+        spans = self.ring_spans(ring_rank, row)
+        parts = [torch.arange(s.start, s.start + s.length * s.step, s.step) for s in spans]
         start = ulysses_rank * self.local_len
         return torch.cat(parts)[start : start + self.local_len]

@@ -6,6 +6,7 @@ The bytes sent are compared with the prediction.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -144,9 +145,10 @@ def grid_errors(
 
 
 def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Tensor]) -> tuple[float, int, int]:
-    q, k, v, dout = (shard_sequence(x, mesh, case.layout) for x in inputs[:4])
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, *inputs[4:])]
     arguments = {**case.mask_arguments(), "softcap": case.softcap}
+    shard = partial(shard_sequence, mesh=mesh, layout=case.layout, cu_seqlens=arguments.get("cu_seqlens"))
+    q, k, v, dout = map(shard, inputs[:4])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, *inputs[4:])]
     module = UnifiedSPAttention(mesh, case.layout)
     with torch.no_grad():
         module(*leaves[:3], **arguments)  # builds the plan and compares it across ranks, which sends bytes too
@@ -160,7 +162,7 @@ def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Ten
 
     found = [out.detach(), *(x.grad for x in leaves)]
     assert all(x.dtype == case.dtype for x in found)
-    parts = [shard_sequence(x, mesh, case.layout) for x in results[:4]]
+    parts = map(shard, results[:4])
     squares = torch.stack([(x.double() - y).square().sum() for x, y in zip(found, parts, strict=False)])
     dist.all_reduce(squares, group=mesh.group("sp"))
     errors = [float(square.sqrt() / whole.norm()) for square, whole in zip(squares, results, strict=False)]

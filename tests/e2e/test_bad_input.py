@@ -35,7 +35,10 @@ BAD = [
         ["--sp-ulysses", "8", "--model", "few-heads", "--tokenizer", "bytes"],
         ["4 query heads", "--sp-ulysses 4 --sp-ring 2"],
     ),
-    (["--sp-layout", "zigzagg"], ["--sp-layout = 'zigzagg'", "contiguous, zigzag, striped", "did you mean 'zigzag'?"]),
+    (
+        ["--sp-layout", "zigzagg"],
+        ["--sp-layout = 'zigzagg'", "contiguous, zigzag, striped, balanced", "did you mean 'zigzag'?"],
+    ),
     (["--attention-kernel", "sdp"], ["--attention-kernel = 'sdp'", "did you mean 'sdpa'?"]),
     (["--model", "llama3-8"], ["--model llama3-8", "did you mean 'llama3-8b'?"]),
     (["--data", "missing.txt"], ["data=missing.txt does not exist"]),

@@ -4,7 +4,7 @@ rank's part of them.
 A rank reads its rows, and in them the tokens of its spans, ahead of the step. What depends on neighboring tokens,
 positions and shifted labels, follows from the boundaries of documents, which are part of the row's index. A rank reads
 its own tokens, and at the end of a span the next one, which is the last target. Striped spans alternate with those of
-other ranks, so that a rank reads what lies between its tokens as well.
+other ranks, so that a rank reads what lies between its tokens as well. Balanced spans follow from the boundaries, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -182,27 +182,33 @@ class BatchStream:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank reads of every global batch: `rows` rows from `first` on, and the spans of each row."""
+    """What a rank of the ring x ulysses grid reads of every global batch: its tokens of `rows` rows from `first` on.
 
+    layout: of each row; of a balanced one, which depends on the row's documents, only the kind and the sizes.
+    """
+
+    layout: SequenceLayout
+    ring_rank: int
+    ulysses_rank: int
     first: int
     rows: int
-    spans: tuple[Span, ...]
 
     @staticmethod
-    def of(layout: SequenceLayout, ring_rank: int, ulysses_rank: int, first: int, rows: int) -> Part:
-        """Return the part of a rank of the ring x ulysses grid; its tokens are those of `layout.positions`."""
-        spans = []
-        begin = ulysses_rank * layout.local_len  # in the ring rank's order
-        for span in layout.ring_spans(ring_rank):
+    def whole(rows: int, seq_len: int) -> Part:
+        return Part(SequenceLayout("contiguous", seq_len), 0, 0, 0, rows)
+
+    def spans(self, boundaries: Ids) -> list[Span]:
+        """Return the spans of a row with documents that end at `boundaries`: the tokens of `layout.positions`."""
+        layout, spans = self.layout, []
+        if layout.kind == "balanced":
+            layout = replace(layout, documents=(tuple(boundaries.tolist()),))
+        begin = self.ulysses_rank * layout.local_len  # in the ring rank's order
+        for span in layout.ring_spans(self.ring_rank):
             low, high = max(begin, 0), min(begin + layout.local_len, span.length)
             if low < high:
                 spans.append(Span(span.start + low * span.step, high - low, span.step))
             begin -= span.length
-        return Part(first, rows, tuple(spans))
-
-    @staticmethod
-    def whole(rows: int, seq_len: int) -> Part:
-        return Part(0, rows, (Span(0, seq_len),))
+        return spans
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
     for number in numbers[part.first : part.first + part.rows]:
         rows.append(packed.row(number))
         limit = packed.seq_len if targets is None else targets - number * packed.seq_len
-        spans = [_read(rows[-1], span, limit) for span in part.spans]
+        spans = [_read(rows[-1], span, limit) for span in part.spans(rows[-1].boundaries)]
         columns.append([np.concatenate(values) for values in zip(*spans, strict=True)])
     ids, positions, labels = (torch.from_numpy(np.stack(column)) for column in zip(*columns, strict=True))
     width = max(len(row.boundaries) for row in rows)

@@ -76,7 +76,8 @@ class NeedleConfig:
     sp_ring: int = 1
     """Ring degree: sequence parallelism by passing keys and values around a ring. May span hosts."""
     sp_layout: Annotated[str, one_of(LAYOUTS)] = "zigzag"
-    """Assignment of sequence positions to ranks. zigzag and striped balance the causal mask."""
+    """Assignment of sequence positions to ranks. zigzag and striped balance the causal mask of one document, balanced
+    that of packed ones."""
     tp: int = 1
     """Tensor-parallel degree. All ranks that the degrees leave over divide the prompts."""
     pp: int = 1

@@ -92,8 +92,8 @@ def _telling(forward: Callable[..., Any], tokens: CurrentTokens) -> Callable[...
     return run
 
 
-def numbers_of(row_numbers: Tensor, local_len: int, attention: UnifiedSPAttention) -> Tensor:
+def numbers_of(row_numbers: Tensor, local_len: int, attention: UnifiedSPAttention, cu_seqlens: Tensor | None) -> Tensor:
     """Return the numbers of this rank's tokens, int64 (B, local_len), from those of their rows (B,)."""
     axes, seq_len = attention.axes, local_len * attention.ranks
-    local = axes.positions(axes.layout(attention.layout, seq_len)).to(row_numbers.device)
+    local = axes.positions(axes.layout(attention.layout, seq_len, cu_seqlens)).to(row_numbers.device)
     return row_numbers.unsqueeze(1) * seq_len + local

@@ -232,7 +232,7 @@ class _ForwardGuard:
     def _position_violations(self, shape: Sequence[int], position_ids: Tensor, cu_seqlens: Tensor | None) -> list[str]:
         axes = self.attention.axes
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
-        local = axes.positions(axes.layout(self.attention.layout, seq_len))
+        local = axes.positions(axes.layout(self.attention.layout, seq_len, cu_seqlens))
         self.starts, self.local = partial(document_starts, cu_seqlens, rows, seq_len), local
         expected = (local - self.starts(local)).to(position_ids.device)
         if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):
@@ -246,7 +246,7 @@ class _ForwardGuard:
             return self.cache.row_lengths.unsqueeze(1) if isinstance(self.cache, Prefill) else self.places.positions
         starts = self.starts()
         lengths = torch.zeros_like(starts).scatter_add_(1, starts, torch.ones_like(starts))
-        return lengths.gather(1, starts[:, self.local]) - 1
+        return lengths.gather(1, starts.gather(1, self.local.expand(len(starts), -1))) - 1
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
         cache, self.cache = self.cache, None

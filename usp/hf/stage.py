@@ -86,7 +86,7 @@ class CausalLMStage(nn.Module):
         of_tokens = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
         if self.training and row_numbers is not None and hasattr(self.model, "token_dropout"):
             attention = cast(UnifiedSPAttention, self.model.unified_sp)
-            of_tokens["token_numbers"] = numbers_of(row_numbers, position_ids.shape[1], attention)
+            of_tokens["token_numbers"] = numbers_of(row_numbers, position_ids.shape[1], attention, cu_seqlens)
         hidden = run_layers(self.model, x, first=self.first, **of_tokens)
         if self.balance is not None:
             chosen = self.balance.close()

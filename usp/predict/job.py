@@ -104,7 +104,8 @@ class Job:
     @cached_property
     def layout(self) -> SequenceLayout:
         """The layout of a sequence on ring x ulysses."""
-        return SequenceLayout(self.config.sp_layout, self.config.seq_len, self.dims.ring, self.dims.ulysses)
+        documents = (self.boundaries,) if self.config.sp_layout == "balanced" and self.data.documents else None
+        return SequenceLayout(self.config.sp_layout, self.config.seq_len, self.dims.ring, self.dims.ulysses, documents)
 
     @property
     def rows(self) -> int:

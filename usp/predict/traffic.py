@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import compress, pairwise
 from typing import NamedTuple
 
-from attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan, ring_schedule
+from attention import AttentionSpec, HeadPlan, UnifiedPlan, ring_schedule
 from usp.model.facts import NO_ATTENTION, ParameterShape
 
 from .job import ADAPTER, PASSES, Job, Pass, shared
@@ -292,8 +292,7 @@ def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
     """Return the execution plan of a layer's attention for one sequence; `job.rows` of them take as many times more."""
     facts, tp, spec = job.model.facts, job.dims.tp, attention_spec(job, window)
     heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
-    layout = SequenceLayout(job.config.sp_layout, job.config.seq_len, job.dims.ring, 1)
-    ring = _ring(layout, spec, 1, job.place("ring", rank))
+    ring = _ring(replace(job.layout, ulysses=1), spec, 1, job.place("ring", rank))
     return UnifiedPlan(job.layout, spec, heads, 1, job.place("ulysses", rank), ring)
 
 

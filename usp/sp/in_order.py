@@ -35,7 +35,7 @@ from parallel import ParallelMesh
 
 from .scan import Recurrence, ScanProgram, scan
 from .sequence import GridChannel, SpAxes, StepKeeper, documents_of
-from .spans import HaloPlan, Segment, SpanPlan
+from .spans import UNORDERED, HaloPlan, Segment, SpanPlan
 
 
 @dataclass(frozen=True)
@@ -92,38 +92,41 @@ def _fetch(x: Tensor, program: HaloProgram, channel: Channel) -> tuple[Tensor, .
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """One rank's part of moving tokens from layout `source` to layout `destination` over the same grid. rank: this rank
-    in the grid, ring_rank * ulysses + ulysses_rank."""
+    """One rank's part of moving the tokens of rows from layout `source` to layout `destination` over the same grid.
+    rank: this rank in the grid, ring_rank * ulysses + ulysses_rank."""
 
     source: SequenceLayout
     destination: SequenceLayout
     rank: int
+    rows: int = 1
 
     @cached_property
     def inverse(self) -> ReshardPlan:
-        return ReshardPlan(self.destination, self.source, self.rank)
+        return ReshardPlan(self.destination, self.source, self.rank, self.rows)
 
     @cached_property
     def sends(self) -> tuple[Tensor, ...]:
         """The indices of this rank's tokens for each rank, in order of position."""
-        return _shared(self.source, self.destination, self.rank)
+        return _shared(self.source, self.destination, self.rank, self.rows)
 
     @cached_property
     def receives(self) -> tuple[Tensor, ...]:
         """Where the tokens of each rank go among this rank's, in order of position."""
-        return _shared(self.destination, self.source, self.rank)
+        return _shared(self.destination, self.source, self.rank, self.rows)
 
 
-def _positions(layout: SequenceLayout, rank: int) -> Tensor:
-    return layout.positions(*divmod(rank, layout.ulysses))
+def _positions(layout: SequenceLayout, rank: int, rows: int) -> Tensor:
+    """Return the positions of a rank's tokens of all rows, counted over the rows."""
+    of_row = [layout.positions(*divmod(rank, layout.ulysses), row) for row in range(layout.rows)]
+    return torch.cat([of_row[row % layout.rows] + row * layout.seq_len for row in range(rows)])
 
 
-def _shared(own: SequenceLayout, others: SequenceLayout, rank: int) -> tuple[Tensor, ...]:
+def _shared(own: SequenceLayout, others: SequenceLayout, rank: int, rows: int) -> tuple[Tensor, ...]:
     """Return, for each rank, which of `rank`'s tokens under `own` it holds under `others`, in order of position."""
-    holder = torch.empty(own.seq_len, dtype=torch.int64)
+    holder = torch.empty(rows * own.seq_len, dtype=torch.int64)
     for peer in range(own.ring * own.ulysses):
-        holder[_positions(others, peer)] = peer
-    positions = _positions(own, rank)
+        holder[_positions(others, peer, rows)] = peer
+    positions = _positions(own, rank, rows)
     order = positions.argsort()
     owners = holder[positions[order]]
     return tuple(order[owners == peer] for peer in range(own.ring * own.ulysses))
@@ -146,9 +149,10 @@ class Reshard(torch.autograd.Function):
 
 def _move(x: Tensor, plan: ReshardPlan, channel: Channel) -> Tensor:
     rows, _, width = x.shape
-    out = x.new_empty(rows, plan.destination.local_len, width)
-    parts = [x[:, index.to(x.device)] for index in plan.sends]
-    received = [x.new_empty(rows, len(index), width) for index in plan.receives]
+    tokens = x.flatten(0, 1)
+    out = x.new_empty(rows * plan.destination.local_len, width)
+    parts = [tokens.index_select(0, index.to(x.device)) for index in plan.sends]
+    received = [x.new_empty(len(index), width) for index in plan.receives]
     received[plan.rank] = parts[plan.rank]
     sends, receives = (
         [(peer, part) for peer, part in enumerate(side) if peer != plan.rank and part.numel()]
@@ -157,8 +161,8 @@ def _move(x: Tensor, plan: ReshardPlan, channel: Channel) -> Tensor:
     with record_function("reshard"):
         channel.post(sends, receives).wait()
     for index, part in zip(plan.receives, received, strict=True):
-        out[:, index.to(x.device)] = part
-    return out
+        out[index.to(x.device)] = part
+    return out.unflatten(0, (rows, -1))
 
 
 @dataclass(frozen=True)
@@ -213,15 +217,14 @@ class SequenceOrder(StepKeeper):
         documents = documents_of(cu_seqlens)
         if violation := AttentionSpec(documents=documents).document_violation(rows, seq_len):
             raise ValueError(violation)
-        kind = "contiguous" if self.layout == "striped" else self.layout
+        kind = "contiguous" if self.layout in UNORDERED else self.layout
         return SpanPlan(self.axes.layout(kind, seq_len), documents, rows, self.channel.rank)
 
-    def _moves(self, seq_len: int) -> ReshardPlan | None:
+    def _moves(self, rows: int, layout: SequenceLayout) -> ReshardPlan | None:
         """Return how tokens reach the layout in which they are in order; None if they are."""
-        if self.layout != "striped" or self.axes.ring == 1:
+        if layout.kind not in UNORDERED or self.axes.ring == 1:
             return None
-        striped, contiguous = (self.axes.layout(kind, seq_len) for kind in ("striped", "contiguous"))
-        return ReshardPlan(striped, contiguous, self.channel.rank)
+        return ReshardPlan(layout, self.axes.layout("contiguous", layout.seq_len), self.channel.rank, rows)
 
     def run(self, x: Tensor, cu_seqlens: Tensor | None, layer: Callable[[Tensor, OrderedCall], Tensor]) -> Tensor:
         """Run a layer of (rows, tokens, width) on this rank's tokens, in an order that it can work in. Collective.
@@ -233,7 +236,7 @@ class SequenceOrder(StepKeeper):
         """
         seq_len = x.shape[1] * self.axes.ranks
         call = OrderedCall(self.plan(x.shape[0], seq_len, cu_seqlens), self)
-        moves = self.moves(seq_len)
+        moves = self.moves(x.shape[0], self.axes.layout(self.layout, seq_len, cu_seqlens))
         if moves is None:
             return layer(x, call)
         out = layer(Reshard.apply(x, moves, self.channel, self.keep), call)
@@ -263,7 +266,8 @@ class PrefillCall(OrderedCall):
     _names: Iterator[int] = field(default_factory=count)
 
     def convolve(self, x: Tensor, taps: int, convolution: Callable[[Tensor], Tensor]) -> Tensor:
-        own = _positions(self.plan.layout, self.plan.rank).to(x.device)
+        layout = self.plan.layout
+        own = layout.positions(*divmod(self.plan.rank, layout.ulysses)).to(x.device)
         last_RK = self.prefill.row_lengths.unsqueeze(1) + torch.arange(1 - taps, 0, device=x.device)
         found_RK, index_RK = (own == last_RK.unsqueeze(2)).byte().max(-1)
         inputs_RCK = x.gather(2, index_RK.unsqueeze(1).expand(-1, x.shape[1], -1))

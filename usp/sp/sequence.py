@@ -70,13 +70,15 @@ class SpAxes:
         """Number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
-    def layout(self, kind: str, seq_len: int) -> SequenceLayout:
-        """Return the layout of `seq_len` global tokens over these axes; raises ValueError if they do not divide."""
-        return SequenceLayout(kind, seq_len, self.ring, self.ulysses)
+    def layout(self, kind: str, seq_len: int, cu_seqlens: Tensor | None = None) -> SequenceLayout:
+        """Return the layout of rows of `seq_len` global tokens over these axes. Raises ValueError if they do not divide
+        it, or if the layout depends on `cu_seqlens` and they are invalid."""
+        documents = documents_of(cu_seqlens) if kind == "balanced" else None
+        return SequenceLayout(kind, seq_len, self.ring, self.ulysses, documents)
 
     def positions(self, layout: SequenceLayout) -> torch.Tensor:
-        """Return the global positions of this rank's tokens, int64 (local_len,)."""
-        return layout.positions(self.ring_rank, self.ulysses_rank)
+        """Return the global positions of this rank's tokens, int64 (`layout.rows`, local_len)."""
+        return torch.stack([layout.positions(self.ring_rank, self.ulysses_rank, row) for row in range(layout.rows)])
 
     def agree(self, value: object, what: str) -> None:
         """Raise RanksDisagree on every rank of the grid if `repr(value)` differs between ranks. Collective."""
@@ -131,27 +133,61 @@ class StepKeeper:
             self.keep = outside
 
 
-def shard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", dim: int = 1) -> Tensor:
+def shard_sequence(
+    x: Tensor,
+    mesh: ParallelMesh | DeviceMesh,
+    layout: str = "zigzag",
+    dim: int = 1,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """Return this rank's shard of a global tensor that every sequence-parallel rank holds; no communication.
 
-    `x.shape[dim]` is the global length; the shard has length / (ring * ulysses). Differentiable. Raises ValueError for
-    an unknown layout, or a length that it cannot divide.
+    `x.shape[dim]` is the global length; the shard has length / (ring * ulysses). The balanced layout depends on
+    `cu_seqlens`, as in `shard_batch`; with documents of its own for every row, rows are the first dimension.
+    Differentiable. Raises ValueError for an unknown layout, a length that it cannot divide, or a balanced layout
+    without `cu_seqlens`.
     """
     axes = SpAxes.of(mesh)
-    positions = axes.positions(axes.layout(layout, x.shape[dim]))
-    return x.index_select(dim, positions.to(x.device))
+    _check_documents(layout, cu_seqlens)
+    return select_tokens(x, axes.positions(axes.layout(layout, x.shape[dim], cu_seqlens)), dim)
 
 
-def unshard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", dim: int = 1) -> Tensor:
+def _check_documents(layout: str, cu_seqlens: Tensor | None) -> None:
+    if layout == "balanced" and cu_seqlens is None:
+        raise ValueError(
+            "layout='balanced' depends on the documents: pass the cu_seqlens that shard_batch gets; one document per "
+            "row is torch.tensor([0, length])"
+        )
+
+
+def select_tokens(x: Tensor, positions: Tensor, dim: int = 1) -> Tensor:
+    """Select the tokens at `positions`, (1, tokens) for all rows or (rows, tokens), along `dim`; rows are the first
+    dimension. Raises ValueError if there are other numbers of rows."""
+    if len(positions) == 1:
+        return x.index_select(dim, positions[0].to(x.device))
+    if len(positions) != len(x) or not dim:
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} must have {len(positions)} rows, as cu_seqlens has")
+    return torch.stack([row.index_select(dim - 1, own.to(x.device)) for row, own in zip(x, positions, strict=True)])
+
+
+def unshard_sequence(
+    x: Tensor,
+    mesh: ParallelMesh | DeviceMesh,
+    layout: str = "zigzag",
+    dim: int = 1,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """Gather all ranks' shards in global order: the inverse of `shard_sequence`. Collective. The gradient is that of
     the sum of all ranks' losses: the ranks' gradients are summed, and each gets its shard."""
     axes = SpAxes.of(mesh)
+    _check_documents(layout, cu_seqlens)
     if axes.ranks == 1:
         return x
-    ordered = axes.layout(layout, x.shape[dim] * axes.ranks)
-    order = torch.cat([ordered.positions(r, u) for r in range(axes.ring) for u in range(axes.ulysses)])
-    gathered = _Gather.apply(x.movedim(dim, 0), axes)
-    return gathered.index_select(0, order.argsort().to(x.device)).movedim(0, dim)
+    ordered = axes.layout(layout, x.shape[dim] * axes.ranks, cu_seqlens)
+    grid = [(r, u) for r in range(axes.ring) for u in range(axes.ulysses)]
+    order = [torch.cat([ordered.positions(*rank, row) for rank in grid]).argsort() for row in range(ordered.rows)]
+    gathered = _Gather.apply(x.movedim(dim, 0), axes).movedim(0, dim)
+    return select_tokens(gathered, torch.stack(order), dim)
 
 
 class _Gather(torch.autograd.Function):
@@ -200,11 +236,12 @@ def shard_batch(
     ids, cu_seqlens = batch["input_ids"], batch.get("cu_seqlens")
     rows, seq_len = ids.shape
     axes = SpAxes.of(mesh)
-    local = axes.positions(axes.layout(layout, seq_len)).to(ids.device)
     starts = document_starts(cu_seqlens, rows, seq_len)
-    sharded = {"input_ids": ids[:, local], "position_ids": local - starts.to(ids.device)[:, local]}
+    local = axes.positions(axes.layout(layout, seq_len, cu_seqlens))
+    positions = (local - select_tokens(starts, local)).to(ids.device)
+    sharded = {"input_ids": select_tokens(ids, local), "position_ids": positions}
     if "labels" in batch:
-        sharded["shift_labels"] = _shifted(batch["labels"], starts, cu_seqlens)[:, local]
+        sharded["shift_labels"] = select_tokens(_shifted(batch["labels"], starts, cu_seqlens), local)
     if cu_seqlens is not None:
         sharded["cu_seqlens"] = cu_seqlens.cpu()
     return sharded
@@ -218,16 +255,16 @@ def split_rows(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor
 
 def document_starts(cu_seqlens: Tensor | None, rows: int, seq_len: int, positions: Tensor | None = None) -> Tensor:
     """Return where the document of each token starts, after the last boundary that boundary: (rows, tokens) of the
-    tokens at `positions` (tokens,), None for all."""
+    tokens at `positions`, (1, tokens) for all rows or (rows, tokens); None for all."""
     spec = AttentionSpec(documents=documents_of(cu_seqlens))
     violation = spec.document_violation(rows, seq_len)
     if violation:
         raise ValueError(violation)
-    positions = torch.arange(seq_len) if positions is None else positions
-    starts = torch.zeros(rows, len(positions), dtype=torch.int64)
-    for row in range(rows):
+    positions = torch.arange(seq_len).unsqueeze(0) if positions is None else positions
+    starts = torch.zeros(rows, positions.shape[1], dtype=torch.int64)
+    for row, own in enumerate(positions.expand(rows, -1).contiguous()):
         boundaries = torch.tensor(spec.row_documents(row, seq_len))
-        starts[row] = boundaries[torch.searchsorted(boundaries, positions, right=True) - 1]
+        starts[row] = boundaries[torch.searchsorted(boundaries, own, right=True) - 1]
     return starts
 
 

@@ -32,6 +32,7 @@ from attention import (
     HeadPlan,
     KeepResults,
     RingProgram,
+    SequenceLayout,
     UnifiedPlan,
     WireBytes,
     accumulate_dtype,
@@ -57,7 +58,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
-        layout: contiguous, zigzag or striped; must match `shard_sequence` and `shard_batch`.
+        layout: one of `attention.LAYOUTS`; must match `shard_sequence` and `shard_batch`. balanced divides packed
+            documents so that ranks have equal work under a causal mask.
         kernel: auto, or one of `attention.KERNEL_NAMES`.
 
     Raises ValueError for an unknown layout or kernel.
@@ -152,7 +154,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         documents, prefixes = documents_of(cu_seqlens), rows_of(prefix, "prefix", "documents")
         spec = AttentionSpec(causal, _window(window), documents=documents, prefixes=prefixes)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
-        return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype, v_head_dim)
+        layout = self.axes.layout(self.layout, seq_len, cu_seqlens)
+        return self._plan(spec, heads, batch, layout).wire_bytes(head_dim, dtype, v_head_dim)
 
     @property
     def ranks(self) -> int:
@@ -167,18 +170,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> dict[str, Any]:
-        """Check a call and count it; return its plan, its program, and the channels. options: those of `_spec`."""
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *options: Any
+    ) -> dict[str, Any]:
+        """Check a call and count it; return its plan, its program, and the channels. options: others of `_spec`."""
         _check_tensors(q, k, v, sinks)
         heads, seq_len = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses), q.shape[1] * self.ranks
-        spec = _spec(seq_len, *options)
+        spec, layout = _spec(seq_len, cu_seqlens, *options), self.axes.layout(self.layout, seq_len, cu_seqlens)
         self.calls += 1
-        call = (spec, heads, q.shape[0], seq_len, q.shape[3], v.shape[3], q.dtype, q.device)
+        call = (spec, heads, q.shape[0], layout, q.shape[3], v.shape[3], q.dtype, q.device)
         plan, program = self.keep(("plan", *call), lambda: self._prepare(*call))
         return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
 
-    def _plan(self, spec: AttentionSpec, heads: HeadPlan, batch: int, seq_len: int) -> UnifiedPlan:
-        layout = self.axes.layout(self.layout, seq_len)
+    def _plan(self, spec: AttentionSpec, heads: HeadPlan, batch: int, layout: SequenceLayout) -> UnifiedPlan:
         return UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank)
 
     def _prepare_uncached(
@@ -186,13 +190,13 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         spec: AttentionSpec,
         heads: HeadPlan,
         batch: int,
-        seq_len: int,
+        layout: SequenceLayout,
         head_dim: int,
         v_head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[UnifiedPlan, RingProgram]:
-        plan = self._plan(spec, heads, batch, seq_len)
+        plan = self._plan(spec, heads, batch, layout)
         kernel, choice = choose_kernel(self.kernel, spec, device, dtype, head_dim, v_head_dim, plan.layout)
         self.kernels.add(kernel.name)
         call = (plan.layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name)
@@ -288,7 +292,8 @@ def attend_backward(
     batch, tokens, num_heads, v_head_dim = dout.shape
     seq_len, heads = tokens * layer.ranks, HeadPlan(num_heads, kv_heads, layer.axes.ulysses)
     spec = _spec(seq_len, cu_seqlens, prefix, causal, scale, window, softcap, chunk)
-    plan, program = layer._prepare(spec, heads, batch, seq_len, head_dim, v_head_dim, dout.dtype, dout.device)
+    layout = layer.axes.layout(layer.layout, seq_len, cu_seqlens)
+    plan, program = layer._prepare(spec, heads, batch, layout, head_dim, v_head_dim, dout.dtype, dout.device)
     channels = {"ulysses": layer._ulysses, "ring": layer._ring}
     return unified_backward(dout, saved, head_dim, plan=plan, program=program, **channels, sinks=sinks)
 

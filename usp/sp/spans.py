@@ -8,7 +8,8 @@ span before it. Zigzag over ring = 2:
     rank          0    ->   1    ->   1    ->   0          (spans 1 and 2 are adjacent on rank 1: one span)
 
 Documents end anywhere. They cut a rank's part of a span into segments, and nothing crosses their boundaries. The
-striped layout has spans of one token, so its layers run on the contiguous layout instead (`in_order.Reshard`).
+striped layout has spans of one token, and the balanced one other spans in every row, so their layers run on the
+contiguous layout instead (`in_order.Reshard`).
 
 Everything here is a pure function of the layout and the documents; every rank derives the same messages from it.
 """
@@ -23,6 +24,8 @@ from functools import cached_property
 import torch
 
 from attention import SequenceLayout
+
+UNORDERED = ("striped", "balanced")  # layouts whose ranks hold no spans of consecutive tokens that all rows share
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,10 @@ class Segment:
 
 
 def held_spans(layout: SequenceLayout) -> tuple[HeldSpan, ...]:
-    """Return the maximal spans of all ranks in sequence order. Raises ValueError for the striped layout, whose spans
-    are single tokens."""
-    if layout.kind == "striped" and layout.ring > 1:
-        raise ValueError("layout='striped' has no spans of consecutive tokens: reshard to contiguous first")
+    """Return the maximal spans of all ranks in sequence order. Raises ValueError for the striped and the balanced
+    layout."""
+    if layout.kind in UNORDERED and layout.ring > 1:
+        raise ValueError(f"layout={layout.kind!r} has no spans that all rows share: reshard to contiguous first")
     spans = []
     for ring_rank in range(layout.ring):
         offset = 0  # in the ring rank's order

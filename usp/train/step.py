@@ -29,9 +29,8 @@ def part_of(mesh: ParallelMesh, config: TrainConfig) -> Part:
     """Return which rows of every global batch this rank trains on, and which tokens of them."""
     axes = SpAxes.of(mesh)
     layout = axes.layout(config.sp_layout, config.seq_len)
-    return Part.of(
-        layout, axes.ring_rank, axes.ulysses_rank, first=mesh.rank("batch") * config.batch_size, rows=config.batch_size
-    )
+    first = mesh.rank("batch") * config.batch_size
+    return Part(layout, axes.ring_rank, axes.ulysses_rank, first, config.batch_size)
 
 
 def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.device) -> list[float]:

@@ -109,7 +109,7 @@ def error_of(model_type: str, mesh: ParallelMesh, layout: str, cuts: list[int]) 
     own_loss, axes = share.detach().clone(), SpAxes.of(mesh)
     dist.all_reduce(own_loss)
     gradients = summed_gradients(model)
-    positions = axes.positions(axes.layout(layout, LENGTH))
+    (positions,) = axes.positions(axes.layout(layout, LENGTH))
     return (
         relative(own_logits, logits[:, positions]),
         relative(own_loss, loss),

@@ -118,7 +118,7 @@ def plan_of(name: str, graph: DataflowGraph) -> ExecutionPlan:
         TO_WHOLE_EXPERTS: (("generate",), ParallelDims(ulysses=2), ParallelDims(ulysses=2, ring=2), 3),
         DIVIDED_EXPERTS: (("generate",), ParallelDims(tp=2, ep=4), ParallelDims(ulysses=2, ep=2), 3),
     }[name]
-    plan = flattening(graph, facts(dims=trained, zero=zero))
+    plan = flattening(graph, facts(dims=trained, zero=zero, sp_layout="balanced" if trained.sp > 2 else "zigzag"))
     ranks = dist.get_world_size()
     everything = CallLayout(tuple(range(ranks)), dims.resolve(ranks))
     return replace(plan, calls={**plan.calls, **{c.name: everything for c in graph.calls if c.kind in of_calls}})
@@ -223,7 +223,7 @@ def run(
 
 def roll_labels_of_each_part(whole: dict[str, Tensor], mesh: ParallelMesh, layout: str) -> dict[str, Tensor]:
     batch = shard_batch(whole, mesh, layout)
-    unshifted = shard_sequence(whole["labels"], mesh, layout)
+    unshifted = shard_sequence(whole["labels"], mesh, layout, cu_seqlens=whole["cu_seqlens"])
     return {**batch, "shift_labels": unshifted.roll(-1, dims=1)}
 
 

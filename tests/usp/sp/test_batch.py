@@ -19,7 +19,9 @@ BOUNDARIES = torch.tensor([[0, 5, 6, 24, 24], [0, 8, 16, 20, 20]], dtype=torch.i
 def gathered(layout: str, dims: ParallelDims, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     mesh = ParallelMesh.create(dims)
     local = shard_batch(batch, mesh, layout)
-    return {key: local[key] if key == "cu_seqlens" else unshard_sequence(local[key], mesh, layout) for key in local}
+    documents = local.pop("cu_seqlens", None)
+    whole = {key: unshard_sequence(value, mesh, layout, cu_seqlens=documents) for key, value in local.items()}
+    return whole if documents is None else {**whole, "cu_seqlens": documents}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -78,6 +78,7 @@ def largest_error(
     weight = torch.randn(width, 1, TAPS, generator=generator, dtype=torch.float64)
     cuts = [(*row, seq_len) for row in documents] if documents else [(0, seq_len)] * 2
     cu_seqlens = torch.tensor(documents) if documents else None
+    divided = {"cu_seqlens": torch.tensor([0, seq_len]) if cu_seqlens is None else cu_seqlens}
     for kind in LAYOUTS:
         for mixing in (False, True):
             want_x, want_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -88,12 +89,12 @@ def largest_error(
             want = torch.cat(rows)
             (want * shares).sum().backward()
             got_x, got_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-            own = shard_sequence(got_x, used, kind)
+            own = shard_sequence(got_x, used, kind, **divided)
             out = SequenceOrder(used, kind).run(own, cu_seqlens, partial(layer, got_w, mixing))
-            (out * shard_sequence(shares, used, kind)).sum().backward()
+            (out * shard_sequence(shares, used, kind, **divided)).sum().backward()
             for grad in (got_x.grad, got_w.grad):
                 torch.distributed.all_reduce(grad)
-            found = (unshard_sequence(out.detach(), used, kind), got_x.grad, got_w.grad)
+            found = (unshard_sequence(out.detach(), used, kind, **divided), got_x.grad, got_w.grad)
             for one, other in zip(found, (want, want_x.grad, want_w.grad), strict=True):
                 errors.append(float((one - other).detach().norm() / other.detach().norm()))
     return max(errors)
@@ -164,17 +165,22 @@ def test_zigzag_passes_a_state_over_each_boundary_between_ranks() -> None:
 
 
 def test_spans_need_consecutive_tokens() -> None:
-    with pytest.raises(ValueError, match="reshard to contiguous first"):
-        held_spans(SequenceLayout("striped", 8, ring=2))
+    for kind in ("striped", "balanced"):
+        with pytest.raises(ValueError, match="reshard to contiguous first"):
+            held_spans(SequenceLayout(kind, 8, ring=2))
 
 
-def test_resharding_moves_each_token_once() -> None:
-    layouts = [SequenceLayout(kind, 24, ring=3, ulysses=2) for kind in ("striped", "contiguous")]
-    ranked = [ReshardPlan(*layouts, rank) for rank in range(6)]
+@pytest.mark.parametrize(("kind", "documents"), [("striped", None), ("balanced", ((0, 20, 24, 24), (0, 3, 8, 21)))])
+def test_resharding_moves_each_token_once(kind: str, documents: tuple[tuple[int, ...], ...] | None) -> None:
+    layouts = [SequenceLayout(kind, 24, 3, 2, documents), SequenceLayout("contiguous", 24, ring=3, ulysses=2)]
+    held = [
+        [torch.cat([each.positions(*divmod(rank, 2), row) + row * 24 for row in range(2)]) for rank in range(6)]
+        for each in layouts
+    ]
+    ranked = [ReshardPlan(*layouts, rank, rows=2) for rank in range(6)]
     for rank, plan in enumerate(ranked):
-        own, others = (layout.positions(*divmod(rank, 2)) for layout in layouts)
-        placed = torch.full((4,), -1)
+        placed = torch.full((8,), -1)
         for peer, sender in enumerate(ranked):
-            placed[plan.receives[peer]] = layouts[0].positions(*divmod(peer, 2))[sender.sends[rank]]
-        assert placed.tolist() == others.tolist()
-        assert sorted(torch.cat(plan.sends).tolist()) == list(range(len(own)))
+            placed[plan.receives[peer]] = held[0][peer][sender.sends[rank]]
+        assert placed.tolist() == held[1][rank].tolist()
+        assert sorted(torch.cat(plan.sends).tolist()) == list(range(8))

@@ -19,7 +19,7 @@ from usp.losses import causal_lm_loss, global_token_count
 GRIDS = [
     (ParallelDims(ulysses=4, ring=2), "zigzag"),
     (ParallelDims(ulysses=2, ring=4), "striped"),
-    (ParallelDims(ring=8), "zigzag"),
+    (ParallelDims(ring=8), "balanced"),
     (ParallelDims(ulysses=2, ring=2, dp_shard=2), "contiguous"),
     (ParallelDims(dp_shard=4, ulysses=2), "zigzag"),
     (ParallelDims(dp_replicate=2, ulysses=2, ring=2, sp_order="ulysses-outer"), "zigzag"),
@@ -51,7 +51,7 @@ def train_sharded(
         local = shard_batch(whole, mesh, layout)
         targets = local.pop("shift_labels")
         if broken.labels:
-            targets = shard_sequence(whole["labels"], mesh, layout).roll(-1, dims=1)
+            targets = shard_sequence(whole["labels"], mesh, layout, cu_seqlens=local["cu_seqlens"]).roll(-1, dims=1)
         tokens: Tensor | int = global_token_count(targets, mesh)
         if broken.scale:
             tokens = (targets != -100).sum().clamp(min=1) * mesh.size("loss")

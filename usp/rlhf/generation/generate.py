@@ -222,7 +222,7 @@ class Generator:
         for row, prompt in enumerate(group.prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         axes = self._attention.axes
-        local = axes.positions(axes.layout(self._attention.layout, group.padded))
+        (local,) = axes.positions(axes.layout(self._attention.layout, group.padded))
         lengths = torch.tensor([len(group.prompts[row]) for row in group.rows])
         for slot, cached in zip(group.slots, (local < lengths.unsqueeze(1)).sum(1).tolist(), strict=True):
             rollout = active[slot]

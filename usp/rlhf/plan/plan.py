@@ -33,7 +33,7 @@ class CallLayout:
         micro_batch_tokens: maximum tokens per micro-batch and data-parallel rank, unless one sample is longer; -1:
             `TOKENS_PER_RANK` for each of its sp ranks; 0: the fewest micro-batches that fill the pipeline.
         tp_sequence_parallel: shard activations over tp outside of the matrix multiplications.
-        sp_layout: how sequences are divided over sp: contiguous, zigzag or striped.
+        sp_layout: how sequences are divided over sp: one of `attention.LAYOUTS`.
         ac, ac_offload: activation checkpointing of a train step; see `apply_activation_checkpointing`.
         mlp_tile: tokens per tile of an MLP; 0: no tiles. Calls that share weights have the same.
         loss_chunk: tokens whose logits exist at a time, of train and inference calls; 0: the run's --loss-chunk.

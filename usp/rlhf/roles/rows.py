@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -121,22 +122,21 @@ def micro_batches(
     batches = []
     for row in plan.rows:
         tokens = [samples["tokens"][index] for index in row]
-        lengths = torch.tensor([0, *map(len, tokens)] if row else [0, 0], dtype=torch.int32)
         whole = {
             "input_ids": joined(tokens, 0, torch.int64),
             "labels": joined(tokens, IGNORED_LABEL, torch.int64),
-            "cu_seqlens": lengths.cumsum(0, dtype=torch.int32).unsqueeze(0),
+            "cu_seqlens": _boundaries(samples, row).unsqueeze(0),
         }
         batch = shard_batch(whole, mesh, layout.sp_layout)
         numbers = joined([torch.full((len(ids),), n) for n, ids in enumerate(tokens)], len(tokens), torch.int64)
         others = {key: joined([samples[key][index] for index in row], 0, torch.float32) for key in keys}
         for key, value in {SEQUENCE: numbers, **others}.items():
-            batch[key] = shard_sequence(value, mesh, layout.sp_layout)
+            batch[key] = shard_sequence(value, mesh, layout.sp_layout, cu_seqlens=whole["cu_seqlens"])
         batch["real"] = batch[SEQUENCE] < len(tokens)
         if counts:
             counted = joined([samples[counts][index] != 0 for index in row], 0, torch.bool)
-            labels, kept = batch["shift_labels"], shard_sequence(counted, mesh, layout.sp_layout)
-            batch["shift_labels"] = labels.where(kept, IGNORED_LABEL)
+            kept = shard_sequence(counted, mesh, layout.sp_layout, cu_seqlens=whole["cu_seqlens"])
+            batch["shift_labels"] = batch["shift_labels"].where(kept, IGNORED_LABEL)
         batches.append(batch)
     return batches
 
@@ -148,13 +148,22 @@ def unpack(
 
     Collective over the sp axis, all of whose ranks get all values.
     """
-    whole = unshard_sequence(torch.cat(list(parts)), mesh, layout.sp_layout).cpu()
+    boundaries = [_boundaries(samples, row) for row in plan.rows]
+    longest = max(map(len, boundaries))
+    padded = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in boundaries])
+    whole = unshard_sequence(torch.cat(list(parts)), mesh, layout.sp_layout, cu_seqlens=padded).cpu()
     values: dict[int, Tensor] = {}
     for row, content in zip(plan.rows, whole, strict=True):
         lengths = [len(samples["tokens"][index]) for index in row]
         cut = content.split([*lengths, plan.row_len - sum(lengths)])
         values.update(zip(row, (part.clone() for part in cut), strict=False))
     return [values[index] for index in range(len(samples))]
+
+
+def _boundaries(samples: Samples, row: Sequence[int]) -> Tensor:
+    """Return the cu_seqlens of a row of samples; a row without samples has one empty document."""
+    lengths = [len(samples["tokens"][index]) for index in row] or [0]
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def sequences_of(inputs: Mapping[str, Tensor], group: dist.ProcessGroup) -> Sequences:

@@ -160,11 +160,14 @@ def errors(family: str, ring: int, ulysses: int, layouts: tuple[str, ...]) -> di
         for layout in layouts:
             model = sharded(hybrid(family), mesh, layout)
             documents = {"cu_seqlens": torch.tensor(cu_seqlens)} if packed else {}
-            own_ids, own_positions, own_weight = (shard_sequence(x, mesh, layout) for x in (ids, positions, weight))
+            divided = {"cu_seqlens": torch.tensor(cu_seqlens)}
+            own_ids, own_positions, own_weight = (
+                shard_sequence(x, mesh, layout, **divided) for x in (ids, positions, weight)
+            )
             out = model.base_model(own_ids, position_ids=own_positions, use_cache=False, **documents).last_hidden_state
             (out * own_weight).sum().backward()
             real = want.detach() != 0
-            got = unshard_sequence(out.detach(), mesh, layout) * real
+            got = unshard_sequence(out.detach(), mesh, layout, **divided) * real
             key = f"{layout} {'packed' if packed else 'plain'}"
             found[f"{key} output"] = relative(got, want.detach())
             for (name, parameter), reference in zip(model.named_parameters(), alone.parameters(), strict=True):

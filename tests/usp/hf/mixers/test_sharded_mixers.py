@@ -17,7 +17,7 @@ from tests.usp.sp.planned_bytes import halo_bytes, state_bytes
 from usp import shard_sequence
 from usp.hf.mixers import apply_mixers, sharded_mixers
 from usp.sp.in_order import SequenceOrder
-from usp.sp.spans import HaloPlan
+from usp.sp.spans import UNORDERED, HaloPlan
 
 TOLERANCE = 1e-5
 # One family of each kind, on as many layouts as fit into CI; the grid with --exhaustive.
@@ -57,18 +57,19 @@ def sent_and_planned(family: str, seq_len: int, layout: str) -> list[tuple[int, 
     name = next(iter(sharded_mixers(model)))
     mixer = model.get_submodule(name)
     convolution = next(child for child in mixer.modules() if isinstance(child, nn.Conv1d))
-    x = shard_sequence(torch.randn(2, seq_len, SIZES["hidden_size"]), mesh, layout).requires_grad_()
     cu_seqlens = torch.tensor([[0, 9, seq_len, seq_len], [0, 3, seq_len - 2, seq_len]])
+    x = shard_sequence(torch.randn(2, seq_len, SIZES["hidden_size"]), mesh, layout, cu_seqlens=cu_seqlens)
+    x.requires_grad_()
     plan = order.plan(2, seq_len, cu_seqlens)
     itemsize = torch.float32.itemsize
     parts = [halo_bytes(HaloPlan(plan, convolution.kernel_size[0]), convolution.in_channels * itemsize)]
     parts += [state_bytes(plan, STATES[family] * itemsize)] if family in STATES else []
-    if moves := order.moves(seq_len):
+    if moves := order.moves(2, order.axes.layout(layout, seq_len, cu_seqlens)):
         sent, received = (
             sum(len(index) for peer, index in enumerate(indices) if peer != moves.rank)
             for indices in (moves.sends, moves.receives)
         )
-        both = (sent + received) * 2 * SIZES["hidden_size"] * itemsize  # to the layer and back
+        both = (sent + received) * SIZES["hidden_size"] * itemsize  # to the layer and back
         parts += [(both, both)]
     with SentBytes() as forward:
         out = mixer(x, cu_seqlens=cu_seqlens)
@@ -88,7 +89,7 @@ def test_bytes_on_the_wire_equal_the_plan(ranks: RankPool, family: str, layout: 
     for found in by_length:
         assert all(sent == planned for rank in found for sent, planned in rank)
         assert sum(sent for rank in found for sent, _ in rank) > 0
-    assert (by_length[0] == by_length[1]) == (layout != "striped")
+    assert (by_length[0] == by_length[1]) == (layout not in UNORDERED)
 
 
 def copied_and_checkpointed() -> list[float]:

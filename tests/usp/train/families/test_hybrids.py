@@ -46,10 +46,10 @@ DENSE: dict[str, dict[str, Any]] = {
 MIXTURES: dict[str, dict[str, Any]] = {
     "dp2 u2, full": {"sp_ulysses": 2, "batch_size": 2, "ac": "full"},
     "pp2 r2, saved": {"pp": 2, "sp_ring": 2, "batch_size": 4, "micro_batches": 2, "ac": "attention-saved", "zero": 1},
-    "u2 r2 striped, offloaded": {
+    "u2 r2 balanced, offloaded": {
         "sp_ulysses": 2,
         "sp_ring": 2,
-        "sp_layout": "striped",
+        "sp_layout": "balanced",
         "batch_size": 4,
         "micro_batches": 2,
         "ac": "attention-saved",
@@ -233,7 +233,7 @@ RUN = TrainConfig(
 )
 RUNS: list[dict[str, Any]] = [
     {"sp_ulysses": 2, "sp_ring": 2, "batch_size": 4, "ac": "full"},
-    {"pp": 2, "sp_ring": 2, "sp_layout": "striped", "batch_size": 4, "micro_batches": 2, "zero": 1},
+    {"pp": 2, "sp_ring": 2, "sp_layout": "balanced", "batch_size": 4, "micro_batches": 2, "zero": 1},
 ]
 
 

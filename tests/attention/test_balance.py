@@ -1,0 +1,91 @@
+"""The balanced layout: equal tokens, equal work, and few bytes, for documents of any lengths."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention import AttentionSpec, SequenceLayout, ring_schedule
+from attention.balance import balanced_ranges
+
+
+def causal_pairs(boundaries: tuple[int, ...], ranges: tuple[tuple[int, int], ...]) -> int:
+    return sum(
+        sum(position - start + 1 for position in range(max(begin, start), min(end, stop)))
+        for begin, end in ranges
+        for start, stop in pairwise(boundaries)
+    )
+
+
+def long_tail(seq_len: int, seed: int, median: int = 1000, sigma: float = 1.5) -> tuple[int, ...]:
+    """Boundaries of documents with log-normal lengths, most of them short and a few that are long."""
+    draw, boundaries = random.Random(seed), [0]
+    while boundaries[-1] < seq_len:
+        length = max(16, int(draw.lognormvariate(0, sigma) * median))
+        boundaries.append(min(boundaries[-1] + length, seq_len))
+    return tuple(boundaries)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=12))
+def test_every_rank_has_as_many_tokens_and_every_token_a_rank(ring: int, tokens: int, lengths: list[int]) -> None:
+    seq_len, boundaries = ring * tokens, [0]
+    for length in lengths:
+        boundaries.append(min(boundaries[-1] + length, seq_len))
+    divided = balanced_ranges(tuple(boundaries), seq_len, ring)
+    held = [[position for begin, end in ranges for position in range(begin, end)] for ranges in divided]
+    assert all(len(positions) == tokens and positions == sorted(positions) for positions in held)
+    assert sorted(position for positions in held for position in positions) == list(range(seq_len))
+
+
+@pytest.mark.parametrize(("ring", "seed"), [(ring, seed) for ring in (2, 4, 8) for seed in range(4)])
+def test_work_differs_by_at_most_5_percent(ring: int, seed: int) -> None:
+    boundaries = long_tail(16_384, seed)
+    divided = balanced_ranges(boundaries, 16_384, ring)
+    pairs = [causal_pairs(boundaries, ranges) for ranges in divided]
+    assert max(pairs) <= 1.05 * sum(pairs) / ring
+
+
+def test_one_document_is_divided_as_by_zigzag() -> None:
+    for ring in (1, 2, 4, 8):
+        balanced, zigzag = (SequenceLayout(kind, 512, ring) for kind in ("balanced", "zigzag"))
+        assert sorted(map(balanced.ring_spans, range(ring)), key=str) == sorted(
+            map(zigzag.ring_spans, range(ring)), key=str
+        )
+
+
+def test_documents_that_fit_on_a_rank_stay_whole_and_send_nothing() -> None:
+    boundaries = tuple(range(0, 65, 8))
+    layout = SequenceLayout("balanced", 64, 4, documents=(boundaries,))
+    spec = AttentionSpec(documents=(boundaries,))
+    assert [ring_schedule(layout, spec, 1, rank).tokens_sent for rank in range(4)] == [0] * 4
+
+
+def test_short_documents_cross_no_rank_while_a_long_one_is_spread() -> None:
+    boundaries = (0, 128, *range(136, 257, 8))
+    layout = SequenceLayout("balanced", 256, 4, documents=(boundaries,))
+    holders = {
+        start: {
+            rank for rank in range(4) for s in layout.ring_spans(rank) if s.start < stop and s.start + s.length > start
+        }
+        for start, stop in pairwise(boundaries)
+    }
+    assert holders[0] == {0, 1, 2, 3} and sum(len(ranks) > 1 for ranks in holders.values()) <= 4
+
+
+def test_padding_counts_as_tokens_without_work() -> None:
+    boundaries = (0, 64)
+    divided = balanced_ranges(boundaries, 128, 4)
+    pairs = [causal_pairs(boundaries, ranges) for ranges in divided]
+    assert max(pairs) <= 1.05 * sum(pairs) / 4
+
+
+def test_documents_are_refused_where_they_have_no_effect_or_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="layout='zigzag' does not depend on documents"):
+        SequenceLayout("zigzag", 16, 2, documents=((0, 16),))
+    with pytest.raises(ValueError, match="cu_seqlens ends at 20, past the 16 tokens"):
+        SequenceLayout("balanced", 16, 2, documents=((0, 20),))
