@@ -146,7 +146,12 @@ def grid_errors(
 
 def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Tensor]) -> tuple[float, int, int]:
     arguments = {**case.mask_arguments(), "softcap": case.softcap}
-    shard = partial(shard_sequence, mesh=mesh, layout=case.layout, cu_seqlens=arguments.get("cu_seqlens"))
+    shard = partial(
+        shard_sequence,
+        mesh=mesh,
+        layout=case.layout,
+        cu_seqlens=arguments.get("cu_seqlens", torch.tensor([0, case.seq_len])),
+    )
     q, k, v, dout = map(shard, inputs[:4])
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *inputs[4:])]
     module = UnifiedSPAttention(mesh, case.layout)
