@@ -32,7 +32,7 @@ from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import parse_steps, wandb_problem
 from usp.sp.kernel_choice import PACKED, choose_kernel
 
-from .checkpoints import Start, TrainingState, find_start, read_state, resume_violations
+from .checkpoints import Start, TrainingState, ended_stages, find_start, read_state, resume_violations
 from .resolve import ResolvedStage, resolve
 from .step import HeldOut
 
@@ -153,7 +153,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.train_on, config.add_tokens)
     device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
     ids = tokenizer.vocab_size if config.add_tokens and tokenizer else 0
-    resolved = resolve(config, launch.world_size, ended=saved.ended(config.curriculum) if saved else (), ids=ids)
+    resolved = resolve(config, launch.world_size, ended=ended_stages(config, launch, start, saved), ids=ids)
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
     problems += resolved.problems
     if saved is not None and model_config is not None:

@@ -227,6 +227,16 @@ def test_what_the_assistant_writes_is_trained_on(tmp_path: Path, chat: Tokenizer
         opened(tmp_path, rows[0], tokenizer=chat, longest=24, whole=True)
 
 
+def test_an_answer_that_ends_with_the_eos_gets_no_second_one(tmp_path: Path, chat: Tokenizer) -> None:
+    """As in TRL, where the tokenizer takes special tokens that are written out."""
+    rows = [{"prompt": "2+2?", "answer": "4"}, {"prompt": "2+2?", "answer": "4</s>"}]
+    for whole in (False, True):
+        found = opened(tmp_path, *rows, tokenizer=chat, whole=whole)
+        for number in range(2):
+            (sequence,) = sequences_of(found[number], chat, pairs=False)
+            assert chat.show(sequence[0]) == "<s>2+2?4</s>" and chat.show(sequence[0][sequence[1]]) == "4</s>"
+
+
 def test_rows_of_other_names_are_prompts_with_answers(tmp_path: Path, chat: Tokenizer) -> None:
     """The same sequences as in train.py, by the chat template where there is one."""
     asked, four = [{"role": "user", "content": "2+2?"}], {"role": "assistant", "content": "4"}
