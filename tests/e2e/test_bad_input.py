@@ -46,7 +46,13 @@ BAD = [
     (["--data", "blank.jsonl"], ["the data holds no text"]),
     (["--data", "field.jsonl"], ["no key data_field='text'", "it has 'body'", "set data_field"]),
     (["--data", "half.jsonl.gz"], ["half.jsonl.gz is damaged"]),
-    (["--data", "chats.jsonl"], ["chats.jsonl, line 1: messages need a chat template", "set chat_template to a file"]),
+    (
+        ["--data", "chats.jsonl"],
+        [
+            "chats.jsonl, line 1: messages need a chat template",
+            "give --chat-template FILE, or for plain text under another key --data-field",
+        ],
+    ),
     (["--data", "damaged.tokens"], ["tokens.bin is damaged", "bytes 0 to 10 do not have their checksum"]),
     (["--data", "unfinished.tokens"], ["unfinished.tokens is not finished", "run the same `python -m usp tokenize`"]),
     (["--data", "damaged.tokens", "--bos", "always"], ["tokenizer=bytes has no BOS"]),

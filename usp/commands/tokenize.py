@@ -16,7 +16,7 @@ from tyro.conf import arg
 from usp.config import BAD_ROWS, BOS
 from usp.data.cache import special_tokens_line
 from usp.data.chats import excerpt
-from usp.data.documents import keys_lines
+from usp.data.documents import keys_of
 from usp.data.sources import find_files
 from usp.data.store import TokenStore, is_store
 from usp.fields import AtLeast0, one_of, value_violations
@@ -54,6 +54,8 @@ class TokenizeConfig:
     chats they always are."""
     chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
     """Chat template (Jinja) for messages, instead of the tokenizer's own."""
+    add_tokens: Annotated[str, arg(metavar="TOKEN,TOKEN,...|FILE", help_behavior_hint="(optional)")] = ""
+    """Special tokens that the tokenizer gets if it lacks them, as --add-tokens of train.py; a file has one a line."""
     show: AtLeast0 = 0
     """Documents to print at the end, the first ones, with what is trained on in color."""
     processes: AtLeast0 = 0
@@ -71,9 +73,9 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         raise ValueError(f"--data = {asked.data} is a token store already: give the documents")
     files = find_files(asked.data, asked.data_field)
     tokenizer = load_tokenizer(
-        asked.tokenizer, asked.bos, asked.parse_special_tokens, asked.chat_template, asked.train_on
+        asked.tokenizer, asked.bos, asked.parse_special_tokens, asked.chat_template, asked.train_on, asked.add_tokens
     )
-    keys = keys_lines(files.files, asked.data_field, asked.bad_rows)
+    keys = keys_of(files.files, asked.data_field, asked.bad_rows)
     lines = [f"{len(files.files)} files below {files.root}", files.left_out_line(), *keys]
     print("\n".join(filter(None, lines)), flush=True)
     begin = time.perf_counter()

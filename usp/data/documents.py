@@ -85,13 +85,16 @@ def holds_chats(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -
     return any(kind.chat for kind in kinds(files, field, bad_rows))
 
 
-def keys_lines(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -> list[str]:
+def keys_of(files: Iterable[DataFile], field: str, bad_rows: str = REFUSE) -> list[str]:
     """Say which keys of records are read, and which are not, by the first row of each of the first files."""
-    found = Counter(
-        ((*kind.keys, *kind.more), kind.unread) for kind in kinds(islice(files, SHOWN_FILES), field, bad_rows)
-    )
+    first = kinds(islice(files, SHOWN_FILES), field, bad_rows)
+    return keys_lines(Counter(((*kind.keys, *kind.more), kind.unread) for kind in first), "files")
+
+
+def keys_lines(found: Counter[tuple[tuple[str, ...], ...]], what: str) -> list[str]:
+    """Say which keys are read and which are not, most frequent first. found: numbers of `what` by both."""
     return [
-        f"keys of {number} files: {', '.join(keys)} read{'; not read: ' * bool(unread)}{', '.join(unread)}"
+        f"keys of {number} {what}: {', '.join(keys)} read{'; not read: ' * bool(unread)}{', '.join(unread)}"
         for (keys, unread), number in found.most_common(SHOWN_KINDS)
     ]
 

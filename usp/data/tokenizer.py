@@ -181,7 +181,8 @@ def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids,
     A prompt and its completion are one text, as in TRL; targets are those of its tokens from the first one that the
     prompt has not by itself."""
     if isinstance(content, Chat) and (tokenizer.chats is not None or content.plain is None):
-        return chat_encoder(tokenizer, content.where).encode(content)
+        text = ", or for plain text under another key --data-field KEY, such as text"
+        return chat_encoder(tokenizer, content.where, text).encode(content)
     pair = content.plain if isinstance(content, Chat) else content
     assert pair is not None
     alone, whole = tokenizer.encode_all([pair.prompt, pair.prompt + pair.completion])
@@ -194,18 +195,20 @@ def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids,
     return ids, targets
 
 
-def chat_encoder(tokenizer: Tokenizer, where: str) -> Any:
-    """Return `tokenizer.chats`. Raises ValueError, naming `where`, if the tokenizer has no chat template."""
+def chat_encoder(tokenizer: Tokenizer, where: str, otherwise: str = "") -> Any:
+    """Return `tokenizer.chats`. Raises ValueError, naming `where` and what else can be done, `otherwise`, if the
+    tokenizer has no chat template."""
     if tokenizer.chats is None:
         raise ValueError(
             f"{where}: messages need a chat template, which tokenizer={tokenizer.name} does not have: use a tokenizer "
-            f"with one, or set chat_template to a file that holds one"
+            f"with one, or give --chat-template FILE{otherwise}"
         )
     return tokenizer.chats
 
 
 def as_document(tokenizer: Tokenizer, ids: Ids, *, begin: bool = True, end: bool = True) -> Ids:
-    """Return `ids` between the ids that begin and end a document, where the tokenizer has them."""
+    """Return `ids` between the ids that begin and end a document, where the tokenizer has them; a text that ends with
+    the latter, written out, gets no second one."""
     before = [tokenizer.bos] if begin and tokenizer.bos is not None else []
-    after = [tokenizer.eos] if end and tokenizer.eos is not None else []
+    after = [tokenizer.eos] if end and tokenizer.eos is not None and ids[-1:] != tokenizer.eos else []
     return np.concatenate((np.asarray(before, np.int64), ids, np.asarray(after, np.int64)))

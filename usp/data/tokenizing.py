@@ -49,7 +49,7 @@ from .store import (
 from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
-CHAT_FORMAT = 2  # of how chats and completions are read and encoded
+CHAT_FORMAT = 3  # of how chats and completions are read and encoded
 SAVE_SECONDS = 2.0  # between two records of the place
 
 _here = threading.local()  # tokenizer and dtype of the thread or process that encodes

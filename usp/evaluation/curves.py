@@ -17,9 +17,11 @@ MOST = 6  # curves of one run
 @dataclass(frozen=True)
 class Curve:
     """One evaluation: the mean loss, and {last: loss} of each range of positions (`HeldOutLoss.by_position`). seq_len:
-    of its rows, which changes with the stages of a curriculum; None if the run did not record it."""
+    of its rows, which changes with the stages of a curriculum; None if the run did not record it. held_out: name of the
+    set, of several."""
 
     run: str
+    held_out: str
     step: int
     seq_len: int | None
     loss: float
@@ -27,8 +29,8 @@ class Curve:
 
 
 def read_curves(run: Path) -> list[Curve]:
-    """Return the evaluations that a run recorded, in order. Raises ValueError if `run` has no metrics file or no
-    evaluation."""
+    """Return the evaluations that a run recorded, in order, on each of its held-out sets. Raises ValueError if `run`
+    has no metrics file or no evaluation."""
     file = run / METRICS_FILE
     if not file.is_file():
         raise ValueError(f"{run} has no {METRICS_FILE}: give the output folder of a run of train.py")
@@ -38,35 +40,45 @@ def read_curves(run: Path) -> list[Curve]:
             record = json.loads(line)
         except ValueError:  # the last line of a run that is writing it
             break
-        lasts = {name: name.partition("/")[2] for name in record if name.startswith(f"{BY_POSITION}/")}
-        losses = {int(last): record[name] for name, last in lasts.items() if last.isdigit()}  # of the first set
-        if losses:
-            name, seq_len = run.resolve().name, record.get("seq_len")
-            curves.append(Curve(name, record["step"], seq_len, record["eval_loss"], losses))
+        sets: dict[str, dict[int, float]] = {}
+        for key in (key for key in record if key.startswith(f"{BY_POSITION}/")):
+            held_out, _, last = key.removeprefix(f"{BY_POSITION}/").rpartition("/")
+            sets.setdefault(held_out, {})[int(last)] = record[key]
+        if len(sets) > 1:
+            del sets[""]  # of the first set, once more
+        for held_out, losses in sets.items():
+            loss = record[f"eval_loss/{held_out}" if held_out else "eval_loss"]
+            curves.append(Curve(run.resolve().name, held_out, record["step"], record.get("seq_len"), loss, losses))
     if not curves:
         raise ValueError(f"{file} records no evaluation: train with --eval-data")
     return curves
 
 
 def chosen_curves(runs: Sequence[Path]) -> list[Curve]:
-    """Return the last evaluation of each of several runs, or of one run at most `MOST`: first, last and between."""
-    if len(runs) > 1:
-        return [read_curves(run)[-1] for run in runs]
-    curves = read_curves(runs[0])
-    shown = min(MOST, len(curves))
-    return [curves[round(index * (len(curves) - 1) / max(1, shown - 1))] for index in range(shown)]
+    """Return the last evaluation of each of several runs, or of one run at most `MOST`: first, last and between; each
+    on all of its held-out sets."""
+    chosen = []
+    for curves in map(read_curves, runs):
+        steps = sorted({curve.step for curve in curves})
+        shown = min(MOST, len(steps))
+        places = [round(index * (len(steps) - 1) / max(1, shown - 1)) for index in range(shown)]
+        last = {steps[place] for place in places} if len(runs) == 1 else steps[-1:]
+        chosen += [curve for curve in curves if curve.step in last]
+    return chosen
 
 
 def position_table(curves: Sequence[Curve]) -> Grid:
     """Return a table with a line for each evaluation and a column for each range of positions."""
     lasts = sorted({last for curve in curves for last in curve.by_position})
-    lengths = _several_lengths(curves)
+    lengths, sets = _several_lengths(curves), any(curve.held_out for curve in curves)
     rows = []
     for curve in curves:
         cells = (f"{curve.by_position[last]:.4f}" if last in curve.by_position else "" for last in lasts)
         length = (short(curve.seq_len) if curve.seq_len else "",) if lengths else ()
-        rows.append((curve.run, str(curve.step), *length, f"{curve.loss:.4f}", *cells))
-    columns = ("run", "step", *(("seq len",) if lengths else ()), "all", *(f"to {short(last)}" for last in lasts))
+        name = (curve.held_out,) if sets else ()
+        rows.append((curve.run, *name, str(curve.step), *length, f"{curve.loss:.4f}", *cells))
+    first = ("run", *(("held out",) if sets else ()), "step", *(("seq len",) if lengths else ()), "all")
+    columns = (*first, *(f"to {short(last)}" for last in lasts))
     return Grid("Held-out loss by position in the document", columns, tuple(rows))
 
 
@@ -85,7 +97,7 @@ def plot_positions(curves: Sequence[Curve]) -> Any:
     colours = colormaps["viridis"]
     several = len({curve.run for curve in curves}) > 1
     for number, curve in enumerate(curves):
-        label = f"{curve.run}, step {curve.step}" if several else f"step {curve.step}"
+        label = ", ".join([*([curve.run] if several else []), *filter(None, [curve.held_out]), f"step {curve.step}"])
         if curve.seq_len and _several_lengths(curves):
             label += f", rows of {short(curve.seq_len)}"
         colour = colours(0.85 * number / max(1, len(curves) - 1))

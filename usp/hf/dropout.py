@@ -38,7 +38,9 @@ class TokenDropout(nn.Module):
     def __init__(self, p: float, seed: int, name: str, tokens: CurrentTokens, shard: int = 0) -> None:
         super().__init__()
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-        self.p, self.key, self.tokens, self.shard = p, int.from_bytes(digest, "big"), tokens, shard
+        words = [int.from_bytes(half, "big") for half in (digest[:4], digest[4:])]
+        # A tensor, because torch.compile would make another graph for each number.
+        self.p, self.key, self.tokens, self.shard = p, torch.tensor(words, device="cpu"), tokens, shard
 
     def forward(self, x: Tensor) -> Tensor:
         """Raises RuntimeError if the layer was not told the numbers of exactly these tokens."""
@@ -51,12 +53,12 @@ class TokenDropout(nn.Module):
         return x.masked_fill(dropped.view(x.shape), 0.0) * (1 / (1 - self.p))
 
 
-def dropout_mask(p: float, key: int, numbers: Tensor, first: int, features: int) -> Tensor:
+def dropout_mask(p: float, key: Tensor, numbers: Tensor, first: int, features: int) -> Tensor:
     """Return which elements are dropped, bool (tokens, features).
 
-    key: 64 bits. numbers: int64 (tokens,). first: number of the first feature.
+    key: two words of 32 bits, int64, on the CPU. numbers: int64 (tokens,). first: number of the first feature.
     """
-    high, low = divmod(key, _WORD)
+    high, low = key
     own = torch.arange(first, first + features, device=numbers.device)
     own = _mixed(_signed((own ^ high) % _WORD))
     tokens = _mixed(_mixed(_signed((numbers ^ low) % _WORD)) + _signed((numbers >> 32) % _WORD))
@@ -78,8 +80,9 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def tell_tokens(layers: Iterable[nn.Module], tokens: CurrentTokens) -> None:
-    """Make layers take `token_numbers` and tell `tokens`, in place; again where they are recomputed. Call it before
-    activation checkpointing."""
+    """Make layers take `token_numbers` and tell `tokens`, in place; again where they are recomputed. Call it after
+    compilation, whose graphs would take what they are told for part of the layer, and before activation checkpointing.
+    """
     for layer in layers:
         layer.forward = _telling(layer.forward, tokens)
 

@@ -28,7 +28,7 @@ from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .mixers import apply_mixers, sharded_mixers
-from .positions import Places, follow_positions, scaled_query
+from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
 from .prune import HANDED, OtherStagesLayer, backbone, hand_on, model_parts, stage_inputs
 
@@ -98,11 +98,11 @@ def run_layers(model: PreTrainedModel, x: Tensor, *, first: bool, **inputs: Any)
 
 
 def rotary_switch(config: PretrainedConfig) -> int | None:
-    """Return the length from which on all of a sequence's tokens rotate differently (longrope); None if none."""
+    """Return the length from which on all of a sequence's tokens rotate or scale differently; None if none."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     by_layer = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-    lengths = [part["original_max_position_embeddings"] for part in by_layer if part.get("rope_type") == "longrope"]
-    return min(lengths, default=None)
+    switching = [part for part in by_layer if part.get("rope_type") == "longrope" or SCALE in part]
+    return min((part["original_max_position_embeddings"] for part in switching), default=None)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

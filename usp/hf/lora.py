@@ -24,10 +24,9 @@ from usp.config import ALL_LINEAR
 
 from .disk import DiskTensor, base_parameters, is_adapter, kept_names, persistent_buffers
 from .dora import Dora, Magnitude, row_norms
-from .dropout import CurrentTokens, TokenDropout, tell_tokens
+from .dropout import CurrentTokens, TokenDropout
 from .experts import expert_modules
 from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
-from .integrate import decoder_layers
 from .models import empty_model, model_facts
 from .prune import backbone_name, model_parts
 from .shrink import shrink
@@ -156,8 +155,8 @@ def apply_lora(
 
     Call it after `apply_tp` and before FSDP; parameters may be on the meta device. Of a linear sharded over tp by
     columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round. With dropout,
-    training needs the `row_numbers` of each batch. Raises ValueError for a stage without any of the target linears, and
-    for one that tp does not divide.
+    training needs `tell_tokens` with `model.token_dropout`, and the `row_numbers` of each batch. Raises ValueError for
+    a stage without any of the target linears, and for one that tp does not divide.
     """
     from peft import inject_adapter_in_model  # takes seconds to import
 
@@ -178,7 +177,6 @@ def apply_lora(
             parameter.requires_grad_(bool(lora.saved and lora.saved.has(name)))
     tokens = CurrentTokens()
     if lora.dropout:
-        tell_tokens(decoder_layers(model), tokens)
         model.token_dropout = tokens  # type: ignore[assignment]
     for name in linears:
         adapted = cast(Any, model.get_submodule(name))

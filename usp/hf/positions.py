@@ -1,6 +1,6 @@
 """What transformers' layers count or measure by themselves, made to follow positions instead of a rank's tokens:
 
-    dynamic and longrope rotary embeddings   turn by the length of each token's document
+    dynamic and longrope rotary embeddings   turn by the length of each token's document, and scale (Phi-3.5-MoE)
     Llama 4's scales of queries              grow with the position
     RoBERTa's learned positions              begin behind that of padding
 
@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+SCALE = "short_mscale"  # of rotary embeddings up to their original length; from there on there is another one
 
 
 @dataclass
@@ -35,7 +37,8 @@ def follow_positions(base: nn.Module, places: Places) -> None:
     counting = False
     for name, module in base.named_modules():
         kinds = getattr(module, "rope_type", None)  # of a rotary embedding
-        if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+        scaled = kinds and SCALE in (getattr(getattr(module, "config", None), "rope_parameters", None) or {})
+        if scaled or {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
             module.forward = partial(_turned_by_length, module, module.forward, places)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             module.attn_temperature_tuning, module.scale_by_position = False, True
@@ -71,7 +74,7 @@ def _turned_by_length(
     each document by itself. `forward` runs once for all documents that turn alike."""
     kind = rotary.rope_type[kwargs["layer_type"]] if "layer_type" in kwargs else rotary.rope_type
     last = places.last().to(position_ids.device)
-    if kind == "longrope":
+    if kind != "dynamic":
         rope = rotary.config.rope_parameters
         limit = rope.get(kwargs.get("layer_type"), rope)["original_max_position_embeddings"]
         longest = last.clamp(limit - 1, limit)

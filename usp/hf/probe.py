@@ -23,7 +23,9 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,27 +143,31 @@ def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structur
 
 def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
     """Find the structure of a model of a tiny configuration with its numbers lowered, except those without which it
-    does not run."""
+    does not run. If it does not run with all of them lowered, and has problems with none, these are what is found."""
 
-    def found(names: Sequence[str]) -> Structure:
+    @cache
+    def found(*names: str) -> Structure:
         torch.manual_seed(0)
         implementations = {"attn_implementation": PROBE, "experts_implementation": "eager"}
         return _structure_of(kind._from_config(lowered(tiny, names), **implementations).eval())
 
     names, failing, untried = large_numbers(tiny, LENGTH), list[str](), list[str]()
     try:
-        return found(names)
+        return found(*names)
     except Exception:  # of any kind: it is transformers' code that runs
         logger.debug("%s does not run with %s lowered", kind.__name__, names, exc_info=True)
+        with suppress(Exception):
+            if (plain := found()).problems:
+                return plain
         for name in names:
             try:
-                found([name])
+                found(name)
             except Exception as error:  # of any kind, as above
                 logger.debug("%s does not run with %s lowered", kind.__name__, name, exc_info=True)
                 failing.append(name)
                 if not isinstance(error, IndexError):  # of a table of positions, which no sequence can go beyond
                     untried.append(name)
-    return replace(found([name for name in names if name not in failing]), untried=tuple(untried))
+    return replace(found(*(name for name in names if name not in failing)), untried=tuple(untried))
 
 
 def _ids() -> Tensor:

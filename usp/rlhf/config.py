@@ -13,7 +13,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from usp.config import UNPREDICTED, CommonConfig, Norm
+from usp.config import BAD_ROWS, UNPREDICTED, CommonConfig, Norm
 from usp.data.sources import STDLIB
 from usp.fields import (
     RATE,
@@ -38,7 +38,7 @@ from .algorithms.registry import ALGORITHMS
 DEFAULT_SFT_STEPS = 100
 SEARCH = "search"  # --plan
 # As `usp.config.UNPREDICTED`; prompts and answers have lengths, which the data and the tokenizer determine.
-RLHF_UNPREDICTED = (UNPREDICTED - {"data", "tokenizer", "chat_template", "plan"}) | {
+RLHF_UNPREDICTED = (UNPREDICTED - {"data", "bad_rows", "tokenizer", "chat_template", "plan"}) | {
     *("search_budget", "replan", "wrong_answers", "reward_retries", "reward_failure", "temperature", "top_k", "top_p"),
     *("stop_ids", "stop", "eval_prompts", "eval_samples", "eval_temperature", "eval_pass_score", "keep_best"),
     *("critic_learning_rate", "sft_learning_rate"),
@@ -154,7 +154,10 @@ class _Training:
     """The fields that the supervised steps share, besides those of train.py."""
 
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
-    """JSONL file of prompts with answers, or of preference pairs. stdlib: built-in task over Python's own sources."""
+    """JSONL file of prompts with answers, or of preference pairs; also compressed, or JSON lines in a file without a
+    suffix. stdlib: built-in task over Python's own sources."""
+    bad_rows: Annotated[str, one_of(BAD_ROWS)] = "refuse"
+    """Lines of --data and --eval-data that are no prompts. refuse: an error. drop: left out, and counted."""
     long_prompts: Annotated[str, one_of(("refuse", "drop"))] = "refuse"
     """Lines of --data that do not fit the model's context. refuse: an error. drop: left out, and counted."""
     prompt_tokens: AtLeast1 = 1024
@@ -247,8 +250,9 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     if config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
         needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
         yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
-    if config.data == STDLIB and config.long_prompts != RlhfConfig.long_prompts:
-        yield f"--long-prompts = {config.long_prompts} requires a --data file: built-in prompts fit, remove it"
+    for name in ("long_prompts", "bad_rows") if config.data == STDLIB else ():
+        if getattr(config, name) != getattr(RlhfConfig, name) and (name == "long_prompts" or not config.eval_data):
+            yield f"{flag(name)} = drop requires a --data file: built-in prompts are good, remove it"
     yield from _search_violations(config)
     yield from _evaluation_violations(config, samples)
     yield from _replan_violations(config, samples)

@@ -1,6 +1,6 @@
 """Prompts with answers, read from a file or built from source code.
 
-    JSONL file     {"prompt": ..., "answer": ...}                    prompts; sft trains on the answers
+    JSON lines     {"prompt": ..., "answer": ...}                    prompts; sft trains on the answers
                    {"prompt": ..., "chosen": ..., "rejected": ...}   reward_model, dpo
     stdlib         find the mark hidden in a piece of the Python standard library's source code
 
@@ -17,6 +17,7 @@ are for evaluations.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -44,7 +45,8 @@ from usp.data.chats import (
     question_of,
     text_of,
 )
-from usp.data.sources import STDLIB, DataFile, find_files
+from usp.data.documents import DROP, REFUSE, keys_lines
+from usp.data.sources import STDLIB, DataFile, find_files, open_text
 from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked
 from usp.run.failures import nearest
 
@@ -75,10 +77,10 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class FileExamples:
-    """The examples of a file. dropped: lines that are too long."""
+    """The examples of a file. notes: lines that say which keys are read, and what was left out."""
 
     examples: Sequence[Example]
-    dropped: int = 0
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -102,7 +104,7 @@ class HiddenMark:
     seed: int
     wrong_answers: float = 0.0
     size: int = 2**31
-    dropped: ClassVar[int] = 0
+    notes: ClassVar[tuple[str, ...]] = ()
 
     def __len__(self) -> int:
         return self.size
@@ -150,16 +152,17 @@ def open_examples(
     wrong_answers: float = 0.0,
     whole: bool = False,
     drop_long: bool = False,
+    bad_rows: str = REFUSE,
     optional: Sequence[str] = (),
 ) -> Examples:
-    """Open `data`: stdlib, or a JSONL file whose lines have text or messages under each of `keys`.
+    """Open `data`: stdlib, or a file of JSON lines that have text or messages under each of `keys`.
 
     Args:
         prompt_tokens: length of the longest built-in prompt.
         longest: maximum tokens in a prompt, so that the response fits the model's context.
         wrong_answers: fraction of built-in examples with a wrong answer.
         whole: prompt and answer are trained on together, so together they must fit in `longest`.
-        drop_long: leave out lines that do not fit in `longest`.
+        drop_long: leave out lines that do not fit in `longest`. bad_rows: with "drop", leave out invalid ones.
         optional: those of `keys` that a line may lack, and then has empty text under.
 
     Raises ValueError naming every invalid line, and prompts that are too long.
@@ -171,46 +174,84 @@ def open_examples(
             )
         return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
-    if not file.is_file() or file.suffix != ".jsonl":
-        raise ValueError(f"data={data} must be stdlib, or a .jsonl file of prompts with the keys {', '.join(keys)}")
-    examples, problems, dropped = [], [], 0
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip():
+    if not file.is_file() or DataFile.of(file).format != "lines":
+        names = ", ".join(keys)
+        raise ValueError(f"data={data} must be stdlib, or a .jsonl file, or JSON lines without a suffix, with {names}")
+    examples, problems, long, bad = [], list[str](), list[str](), list[str]()
+    read = Counter[tuple[tuple[str, ...], ...]]()
+    with open_text(file, newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             where = f"line {number}"
             try:
-                examples.append(_parse(line, where, keys, tokenizer, longest, whole, optional))
+                row = _row(line, where, keys)
+                examples.append(_parse(row, where, keys, tokenizer, longest, whole, optional))
+                read[row.names()] += 1
             except _TooLong as error:
-                dropped += drop_long
-                problems += [] if drop_long else [f"{where}: {error}"]
+                (long if drop_long else problems).append(f"{where}: {error}")
             except ValueError as error:
-                problems.append(f"{where}: {str(error).removeprefix(f'{where}: ')}")
+                listed = bad if bad_rows == DROP else problems
+                listed.append(f"{where}: {str(error).removeprefix(f'{where}: ')}")
     if problems:
         more = f"; and {len(problems) - 5} more lines" if len(problems) > 5 else ""
         raise ValueError(f"data={data}: {'; '.join(problems[:5])}{more}")
     if not examples:
-        lines = f"no prompt of at most {longest} tokens, as long_prompts=drop asks for" if dropped else "no lines"
-        raise ValueError(f"data={data} holds {lines}")
-    return FileExamples(examples, dropped)
+        none = f"no prompt of at most {longest} tokens, as long_prompts=drop asks for" if long else "no lines"
+        raise ValueError(f"data={data} holds {f'no good line: {bad[0]}' if bad else none}")
+    left_out = {"are too long for the context and left out": long, "were left out by --bad-rows drop": bad}
+    notes = [f"{len(each)} lines {why}; the first: {each[0]}" for why, each in left_out.items() if each]
+    return FileExamples(examples, (*keys_lines(read, "lines"), *notes))
 
 
 class _TooLong(ValueError):
     """A line whose tokens exceed the model's context."""
 
 
-def _parse(
-    line: str, where: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool, optional: Sequence[str]
-) -> Example:
+class _Row(dict[str, Any]):
+    """A row that knows which of its keys have been read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._keys, self._read = tuple(values), set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the keys that have been read, and the others."""
+        read = tuple(key for key in self._keys if key in self._read)
+        return read, tuple(key for key in self._keys if key not in read)
+
+
+def _row(line: str, where: str, keys: Sequence[str]) -> _Row:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with the keys {', '.join(keys)}, got {type(row).__name__}")
-    row = _with_names(row, "answer" in keys, tokenizer, where)
+    return _Row(row)
+
+
+def _parse(
+    row: _Row,
+    where: str,
+    keys: Sequence[str],
+    tokenizer: Tokenizer,
+    longest: int,
+    whole: bool,
+    optional: Sequence[str],
+) -> Example:
+    _add_names(row, "answer" in keys, tokenizer, where)
     first = MESSAGES if MESSAGES in row and PROMPT not in row else PROMPT
     split = _answered(row[first], where) if "answer" in keys and "answer" not in row and first == MESSAGES else {}
-    row |= split
-    row = dict.fromkeys(optional, "") | row
+    row.update(dict.fromkeys(set(optional) - row.keys(), "") | split)
     for key in (first, *keys[1:]):
         if key not in row:
             raise ValueError(f"{where}: no text under {key!r}{nearest(key, row)}")
@@ -239,18 +280,18 @@ def _parse(
     return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences))
 
 
-def _with_names(row: dict[str, Any], answered: bool, tokenizer: Tokenizer, where: str) -> dict[str, Any]:
-    """Return a row with what is under the other names that `usp.data.chats` knows under prompt, messages and answer.
-    answered: whether an answer is needed. A question is a message if the tokenizer has a chat template."""
-    row = ({MESSAGES: row[CONVERSATIONS]} if CONVERSATIONS in row else {}) | row
-    asked = next((key for key in QUESTIONS if isinstance(row.get(key), str) and MESSAGES not in row), "")
+def _add_names(row: _Row, answered: bool, tokenizer: Tokenizer, where: str) -> None:
+    """Put what is under the other names that `usp.data.chats` knows under prompt, messages and answer, too. answered:
+    whether an answer is needed. A question is a message if the tokenizer has a chat template."""
+    if CONVERSATIONS in row and MESSAGES not in row:
+        row[MESSAGES] = row[CONVERSATIONS]
+    asked = next((key for key in QUESTIONS if MESSAGES not in row and isinstance(row.get(key), str)), "")
     known = [key for key in (ANSWERS if asked else ANSWERS[:2]) if key in row]
-    if answered and known:
-        row = {"answer": row[known[0]]} | row
+    if answered and known and "answer" not in row:
+        row["answer"] = row[known[0]]
     if asked and (asked != PROMPT or (answered and known and (PROMPT, known[0]) not in AS_TEXT)):
         question = question_of(row, asked, where)
         row[PROMPT] = f"{question}\n" if tokenizer.chats is None else [{"role": USER, "content": question}]
-    return row
 
 
 def _answered(value: Any, where: str) -> dict[str, Any]:
@@ -335,5 +376,5 @@ def hold_out(examples: Examples, number: int, seed: int) -> tuple[Examples, list
     if isinstance(examples, HiddenMark):  # training reads it from the beginning
         return replace(examples, size=size - number), [examples[index] for index in range(size - number, size)]
     chosen = set(np.random.default_rng((seed, size)).choice(size, number, replace=False).tolist())
-    rest = FileExamples([examples[index] for index in range(size) if index not in chosen], examples.dropped)
+    rest = FileExamples([examples[index] for index in range(size) if index not in chosen], examples.notes)
     return rest, [examples[index] for index in sorted(chosen)]

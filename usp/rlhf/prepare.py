@@ -58,7 +58,7 @@ class PreparedRlhf:
         sft_steps: supervised steps before the first step.
         drawn: prompts (or pairs) that a step reads, which may be more than it trains on.
         start: the run's directory and the checkpoint to continue from; saved: that checkpoint's state besides tensors.
-        held_out: prompts to evaluate on.
+        held_out: prompts to evaluate on. data_notes: lines on what of the files is read.
     """
 
     config: RlhfConfig
@@ -69,6 +69,7 @@ class PreparedRlhf:
     tokenizer: Tokenizer
     examples: Examples
     held_out: Sequence[Example]
+    data_notes: tuple[str, ...]
     graph: DataflowGraph
     roles: dict[str, RoleSpec]
     kernel_choice: str
@@ -119,7 +120,8 @@ def prepare(
     if algorithm.data == "prompts" and (reasons := attempt(lambda: generation_problems(specs["actor"].config))):
         actor, kind = specs["actor"].source, specs["actor"].config.model_type
         problems.append(f"--model = {actor} has model_type={kind!r}, which cannot generate: {reasons}")
-    examples, held_out = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer)) or (None, ())
+    opened = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer))
+    examples, held_out, notes = opened or (None, (), ())
     if saved := attempt(lambda: read_state(start, strict, RlhfState.from_extra)):
         after_sft = bool(sft_steps) or (start.folder is not None and config.model == str(start.folder / SFT / MODEL))
         problems += resume_violations(saved, config, finished_too=start.finished_too, other_model=after_sft)
@@ -143,6 +145,7 @@ def prepare(
         tokenizer=tokenizer,
         examples=examples,
         held_out=held_out,
+        data_notes=notes,
         graph=graph,
         roles={role: specs[role] for role in graph.roles if role in specs},
         kernel_choice=kernel,
@@ -210,22 +213,24 @@ def find_rlhf_start(config: RlhfConfig, sft_steps: int, launch: Launch, damaged:
 
 def _open_data(
     config: RlhfConfig, algorithm: Algorithm, sft_steps: int, specs: dict[str, RoleSpec], tokenizer: Tokenizer
-) -> tuple[Examples, Sequence[Example]]:
-    """Return the examples to train on, and those to evaluate on."""
+) -> tuple[Examples, Sequence[Example], tuple[str, ...]]:
+    """Return the examples to train on, those to evaluate on, and lines on what of the files is read."""
     examples = _open_examples(config, algorithm, sft_steps, specs, tokenizer)
+    notes = tuple(f"data: {note}" for note in examples.notes)
     if config.eval_data:
         try:
             opened = _open_examples(replace(config, data=config.eval_data), algorithm, 0, specs, tokenizer)
         except ValueError as error:
             raise ValueError(str(error).replace("--data", "--eval-data", 1)) from error
-        return examples, [opened[index] for index in range(len(opened))][: config.eval_prompts or None]
+        held_out = [opened[index] for index in range(len(opened))][: config.eval_prompts or None]
+        return examples, held_out, (*notes, *(f"--eval-data: {note}" for note in opened.notes))
     if config.eval_prompts >= len(examples):
         raise ValueError(
             f"--eval-prompts = {config.eval_prompts} leaves nothing to train on of the {len(examples)} examples of "
             f"--data: use fewer"
         )
     examples, held_out = hold_out(examples, config.eval_prompts, config.seed)
-    return examples, held_out if config.eval_every else ()
+    return examples, held_out if config.eval_every else (), notes
 
 
 def _open_examples(
@@ -251,6 +256,7 @@ def _open_examples(
             wrong_answers=config.wrong_answers,
             whole=not sampled,
             drop_long=config.long_prompts == "drop",
+            bad_rows=config.bad_rows,
             optional=("answer",) if unread else (),
         )
     except ValueError as error:

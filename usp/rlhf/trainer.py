@@ -388,9 +388,7 @@ class RlhfTrainer(TrainingLoop):
         yield f"learning rate: {', '.join(rates)}, {self.schedule}"
         if "actor" in roles and (lora := roles["actor"].lora) is not None:
             yield f"LoRA: rank {lora.rank}, alpha {lora.alpha}, on {', '.join(lora.targets)}"
-        if dropped := self.prepared.examples.dropped:
-            kept = len(self.prepared.examples)
-            yield f"data: {kept} of {kept + dropped} lines; {dropped} are too long for the context and dropped"
+        yield from self.prepared.data_notes
         if self.evaluator is not None:
             yield f"evaluation: {len(self.prepared.held_out)} prompts every {self.config.eval_every} steps"
         if dist.get_world_size() > 1:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
 from usp.config import CommonConfig, TrainConfig
 from usp.fields import shared_values
+from usp.hf.dropout import CurrentTokens, tell_tokens
 from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
 from usp.hf.experts import expert_modules
 from usp.hf.integrate import apply_unified_sp, decoder_layers
@@ -231,6 +232,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
         apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile, recipe.compile)
     if recipe.compile:
         compile_layers(decoder_layers(model), recipe.compile, _eager_modules(model, recipe))
+    if recipe.lora is not None and recipe.lora.dropout:
+        tell_tokens(decoder_layers(model), cast(CurrentTokens, model.token_dropout))
     attention = cast(UnifiedSPAttention, model.unified_sp)
     order = cast("SequenceOrder | None", getattr(model, "unified_sp_order", None))
     apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload, order)

@@ -151,6 +151,18 @@ def read_state(start: Start, strict: bool, convert: Callable[[Mapping[str, Any]]
         return None
 
 
+def ended_stages(config: TrainConfig, launch: Launch, start: Start, saved: TrainingState | None) -> tuple[int, ...]:
+    """Return `TrainingState.ended` of `saved`, or where that is damaged of the newest state before it that is not: the
+    run will continue from there."""
+    damaged: list[Path] = []
+    with suppress(ValueError):  # all are
+        while saved is None and start.checkpoint is not None and not start.named:
+            damaged.append(start.checkpoint)
+            start = find_start(config, launch, damaged=damaged)
+            saved = read_state(start, False, TrainingState.from_extra)
+    return saved.ended(config.curriculum) if saved else ()
+
+
 def lora_violations(saved: Mapping[str, Any], config: CommonConfig) -> list[str]:
     """Return why the adapters of `config` cannot continue a checkpoint of a run with the configuration `saved`."""
     lora = {name: getattr(config, name, without) for name, without in _LORA.items()}

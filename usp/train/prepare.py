@@ -18,7 +18,7 @@ from attention import KERNEL_NAMES
 from usp.config import BOS, DEVICES, DTYPES, CommonConfig, TrainConfig, by_stage
 from usp.data.batches import BatchStream, MixedRows, parse_mixture, parse_named, taken
 from usp.data.cache import check_ids, find_data, open_data
-from usp.data.documents import DROP, keys_lines
+from usp.data.documents import DROP, keys_of
 from usp.data.rows import PackedRows, StageRows, WholeRows
 from usp.data.sources import DataFiles, without
 from usp.data.store import TokenStore
@@ -32,7 +32,7 @@ from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import parse_steps, wandb_problem
 from usp.sp.kernel_choice import PACKED, choose_kernel
 
-from .checkpoints import Start, TrainingState, find_start, read_state, resume_violations
+from .checkpoints import Start, TrainingState, ended_stages, find_start, read_state, resume_violations
 from .resolve import ResolvedStage, resolve
 from .step import HeldOut
 
@@ -149,14 +149,15 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     attempt = problems.attempt
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(lambda: read_state(start, strict, TrainingState.from_extra))
-    resolved = resolve(config, launch.world_size, ended=saved.ended(config.curriculum) if saved else ())
+    bos = config.bos if config.bos in BOS else "auto"
+    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.train_on, config.add_tokens)
+    device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
+    ids = tokenizer.vocab_size if config.add_tokens and tokenizer else 0
+    resolved = resolve(config, launch.world_size, ended=ended_stages(config, launch, start, saved), ids=ids)
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
     problems += resolved.problems
     if saved is not None and model_config is not None:
         problems += resume_violations(saved, config, model_config.to_dict(), start.finished_too)
-    bos = config.bos if config.bos in BOS else "auto"
-    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.train_on, config.add_tokens)
-    device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
     if facts is not None:
         kernel_choice = prologue.choose_kernel(facts)
         prologue.check_vocabulary(f"--model {facts.name}", facts.vocab_size)
@@ -181,7 +182,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         check_ids(store, facts.vocab_size)
         if not isinstance(found, DataFiles):
             return store, ""
-        keys = keys_lines(found.files, config.data_field, config.bad_rows)
+        keys = keys_of(found.files, config.data_field, config.bad_rows)
         return store, "\n".join(filter(None, [found.left_out_line(), *keys]))
 
     sources = attempt(lambda: {path: opened(found) for path, found in data.items()}) or {}

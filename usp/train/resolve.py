@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -26,7 +25,6 @@ from usp.hf.models import (
     without_dropout,
 )
 from usp.hf.tensor_parallel import model_shape
-from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelFacts, ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
 from usp.presets import LORA_RATE, PRESETS, settled_rate
@@ -102,6 +100,7 @@ def resolve(
     model_config: ModelConfig | None = None,
     weights: bool = True,
     ended: Sequence[int] = (),
+    ids: int = 0,
 ) -> Resolved:
     """Resolve `config` on `world_size` ranks.
 
@@ -109,6 +108,7 @@ def resolve(
     weights: whether a model directory must have weights as well as config.json.
     ended: the sequences of a step of each stage of the curriculum that has run, on other ranks perhaps: of these stages
         only what they read counts, and their degrees are not resolved.
+    ids: see `trained_model`.
     """
     config, problems, facts = settle_batch(config, world_size), [], None
     rates = {"preset": LORA_RATE, "pretrained": LORA_RATE} if config.lora_rank else {}
@@ -116,7 +116,7 @@ def resolve(
     config = settled_lora(config)
     if model_config is None:
         try:
-            model_config = trained_model(config, weights)
+            model_config = trained_model(config, weights, ids)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     if model_config is not None:
@@ -176,21 +176,16 @@ def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
         yield with_flags(str(error))
 
 
-def trained_model(config: TrainConfig, weights: bool = True) -> ModelConfig:
-    """Return the configuration of the model that `config` trains, with the context it is trained for, and with rows for
-    added tokens.
+def trained_model(config: TrainConfig, weights: bool = True, ids: int = 0) -> ModelConfig:
+    """Return the configuration of the model that `config` trains, with the context it is trained for.
 
-    weights: as in `resolve`; without them, no tokens are added.
+    weights: as in `resolve`. ids: of its tokenizer with the tokens that are added; it gets rows for them.
 
     Raises ValueError for a model that cannot be read, has no such context, or has dropout that is not disabled.
     """
     try:
         model = load_model_config(config.model, weights=weights)
-        if config.add_tokens and weights:
-            with suppress(ValueError):  # refused with the tokenizer
-                tokenizer = load_tokenizer(tokenizer_of(config.tokenizer, config.model), add_tokens=config.add_tokens)
-                model = with_vocabulary(model, tokenizer.vocab_size)
-        model = without_dropout(model, config.disable_dropout)
+        model = without_dropout(with_vocabulary(model, ids), config.disable_dropout)
         if config.rope_scaling not in ROPE_SCALINGS:  # one of the violations
             return model
         longest = max(stage.seq_len for stage in by_stage(config))

@@ -216,9 +216,6 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
 def _recomputation(config: TrainConfig) -> Iterator[str]:
     if config.compile and config.ac == "selective":
         yield "--ac selective has no effect with --compile, whose graphs choose what to recompute: use --ac none"
-    for name in ("lora_dropout", "lora_dora"):
-        if config.compile and getattr(config, name):
-            yield f"{flag(name)} is not supported by --compile: remove one"
     if config.lora_dropout and config.mlp_tile:
         yield "--lora-dropout needs all tokens of a layer at once, and --mlp-tile gives its MLP a part: remove one"
     if config.tp_sequence_parallel and config.tp == 1:

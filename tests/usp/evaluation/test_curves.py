@@ -51,6 +51,25 @@ def test_rows_of_several_lengths_are_told_apart(run: Path, capsys: pytest.Captur
     assert labels[2:4] == ["step 10, rows of 1K", "step 16, rows of 2K"]
 
 
+def test_all_held_out_sets_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()[:-1]]
+    for record in records:
+        if record["eval_loss"] is not None:
+            for name, more in (("web", 0.0), ("books/old", 0.25)):
+                record |= {f"eval_loss/{name}": record["eval_loss"] + more}
+                record |= {f"eval_loss_by_position/{name}/16": record["eval_loss"] + more}
+    (run / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+    curves = chosen_curves([run])
+    assert [(curve.step, curve.held_out) for curve in curves[-2:]] == [(24, "web"), (24, "books/old")]
+    assert len(curves) == 12 and curves[-1].by_position == {16: 2.25} and curves[-1].loss == 2.25
+    assert len(chosen_curves([run, run])) == 4
+    assert main(["loss-by-position", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "held out" in shown and "books/old" in shown and "2.2500" in shown
+    labels = [str(line.get_label()) for line in plot_positions(curves).axes[0].lines]
+    assert labels[-1] == "books/old, step 24"
+
+
 def test_of_several_runs_the_last_evaluations_are_shown(run: Path, tmp_path: Path) -> None:
     assert [curve.step for curve in chosen_curves([run, run])] == [24, 24]
     assert main(["loss-by-position", str(run), str(run), "--out", str(tmp_path / "both.png")]) == 0

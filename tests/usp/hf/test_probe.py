@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
+from usp.hf import probe
+from usp.hf.integrate import rotary_switch
 from usp.hf.probe import Structure, structure, tiny_config
+from usp.hf.shrink import shrink
 
 AT = 4096  # the probe's few tokens never reach it
 Change = Callable[[Tensor, int], Tensor]
@@ -109,3 +112,26 @@ def test_numbers_that_cannot_be_lowered_are_said(monkeypatch: pytest.MonkeyPatch
 
     plant(monkeypatch, LlamaAttention, "hidden_states", at_least)
     assert found("llama", planted=AT, other=AT).untried == ("planted",)
+
+
+def test_of_a_refused_type_copies_are_not_built_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blenderbot does not run with its numbers lowered, and is refused with none of them lowered."""
+    built, build = list[Any](), vars(probe)["_structure_of"]
+
+    def counted(*args: Any) -> Structure:
+        built.append(args)
+        return build(*args)
+
+    monkeypatch.setattr(probe, "_KNOWN", {})
+    monkeypatch.setattr(probe, "_structure_of", counted)
+    assert probe.verdict("blenderbot-small")[0] == "refused" and len(built) == 2
+
+
+def test_a_scale_that_switches_at_a_length_follows_documents() -> None:
+    """Phi-3.5-MoE's rotary embeddings scale by the longest position, whatever their type."""
+    rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+    config = shrink(AutoConfig.for_model("phimoe", rope_parameters=rope | {"short_mscale": 1.1, "long_mscale": 1.2}), 2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert structure(type(model), model.config).problems == ()
+    assert rotary_switch(config) == 4096

@@ -185,7 +185,6 @@ def test_a_dry_run_has_the_optimizer_states_of_all_that_is_trained() -> None:
     [
         ({"lora_rank": 0}, "--lora-dropout is an option of LoRA adapters"),
         ({"lora_dropout": 1.0}, "--lora-dropout = 1.0 must be at least 0 and below 1"),
-        ({"compile": True}, "--lora-dropout is not supported by --compile"),
         ({"mlp_tile": 8}, "--lora-dropout needs all tokens of a layer at once, and --mlp-tile"),
         (
             {"lora_modules_to_save": "embedding"},

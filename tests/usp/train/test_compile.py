@@ -57,6 +57,7 @@ def train(folder: str, backend: str, flags: Mapping[str, Any]) -> dict[str, Any]
         first = mesh.rank("batch") * share
         rows = {key: value[first : first + share] for key, value in batch_of(step).items()}
         local = shard_batch(rows, mesh, config.sp_layout)
+        local["row_numbers"] = torch.arange(step * ROWS, (step + 1) * ROWS)[first : first + share]
         history.append(train_step(engine, mesh, local, config, 3e-3, before_update=whole_loss(mesh)))
         graphs.append(counters["stats"]["unique_graphs"])
     for _ in range(2):  # another graph, without gradients
@@ -93,6 +94,13 @@ def test_a_layer_is_one_graph(ranks: RankPool, tmp_path: Path) -> None:
     assert (full_and_windowed["graphs"][0], full_and_windowed["breaks"]) == (2, [])
 
 
+def test_adapters_with_dropout_and_magnitudes_are_in_the_graph(ranks: RankPool, tmp_path: Path) -> None:
+    adapters = {"lora_rank": 2, "lora_targets": "gate_proj,down_proj", "lora_dropout": 0.3, "lora_dora": True}
+    flags = {"sp_ulysses": 1, "sp_ring": 1, "tp": 2, **adapters}
+    found = compare(ranks, tmp_path / "llama", "llama", "aot_eager", flags, world_size=2)
+    assert found["breaks"] == []
+
+
 MIXTURES: dict[str, tuple[str, str, Mapping[str, Any], int, int]] = {
     # model type, backend, flags, graphs, graph breaks
     "llama": ("llama", "inductor", {}, 1, 0),
@@ -106,6 +114,7 @@ MIXTURES: dict[str, tuple[str, str, Mapping[str, Any], int, int]] = {
     "pp": ("llama", "aot_eager", {"sp_ulysses": 1, "pp": 2, "micro_batches": 2}, 1, 0),
     "zero 1": ("llama", "aot_eager", {"sp_ulysses": 1, "dp_shard": 2, "zero": 1, "micro_batches": 2}, 1, 0),
     "zero 2": ("llama", "aot_eager", {"sp_ring": 1, "dp_replicate": 2, "zero": 2}, 1, 0),
+    "dropout": ("llama", "inductor", {"lora_rank": 2, "lora_dropout": 0.3, "lora_dora": True}, 2, 0),
     "lora": ("llama", "inductor", {"lora_rank": 2, "lora_targets": "gate_proj", "ac": "attention-saved"}, 2, 0),
 }
 

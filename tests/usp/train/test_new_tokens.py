@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -17,6 +18,7 @@ from tests.usp.data.chat_templates import FAMILIES, write_tokenizer
 from tests.usp.tiny import drawn_model
 from tests.usp.train.test_lora import load, run, steps_of
 from tests.usp.train.test_trainer import launch_of_pool
+from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
@@ -111,6 +113,24 @@ def test_adapters_of_new_tokens_come_with_the_rows(ranks: RankPool, base: Path, 
     )
     torch.testing.assert_close(load(tmp_path / "run" / "model")(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
     assert AutoConfig.from_pretrained(tmp_path / "run" / "adapter").vocab_size == ROWS
+
+
+def test_the_tokenizer_is_read_once_and_a_store_with_the_tokens_is_trained_on(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, loaded = config_of(base, tmp_path), AutoTokenizer.from_pretrained
+    read = list[Path]()
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda folder, **rest: read.append(folder) or loaded(folder, **rest)
+    )
+    (source,) = prepare(config, Launch()).begins_in.batches.packed.sources
+    assert read == [base / "model"]
+    flags = ["tokenize", "--data", config.data, "--tokenizer", config.model, "--output", str(tmp_path / "store")]
+    assert main([*flags, "--add-tokens", TOKENS, "--parse-special-tokens"]) == 0
+    (stored,) = prepare(replace(config, data=str(tmp_path / "store")), Launch()).begins_in.batches.packed.sources
+    assert np.array_equal(stored.store.read(0, 99), source.store.read(0, 99))
+    rows = AutoConfig.from_pretrained(base / "model").vocab_size
+    assert {rows, rows + 1} <= set(stored.store.read(0, 99).tolist())
 
 
 def test_tokens_come_from_a_file_and_those_that_are_there_stay(base: Path, tmp_path: Path) -> None:

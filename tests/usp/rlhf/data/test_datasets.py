@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -108,11 +109,54 @@ def test_lines_that_are_too_long_can_be_dropped(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 2: a prompt of 61 tokens, .* long_prompts=drop.*; line 4: "):
         opened(tmp_path, *rows)
     found = opened(tmp_path, *rows, drop_long=True)
-    assert [len(found[n].prompt) for n in range(len(found))] == [3, 60] and found.dropped == 2
+    assert [len(found[n].prompt) for n in range(len(found))] == [3, 60]
+    assert found.notes[1].startswith("2 lines are too long for the context and left out; the first: line 2: a prompt")
     with pytest.raises(ValueError, match="holds no prompt of at most 2 tokens"):
         opened(tmp_path, *rows, longest=2, drop_long=True)
     with pytest.raises(ValueError, match=r"rows\.jsonl: line 5: a prompt of 0 tokens"):
         opened(tmp_path, *rows, {"prompt": "", "answer": "a"}, drop_long=True)
+
+
+def test_the_keys_that_are_read_are_named(tmp_path: Path, chat: Tokenizer) -> None:
+    rows: list[dict] = [
+        {"prompt": "p", "answer": "a", "id": 1},
+        {"question": "p", "answer": "a", "text": ""},
+        {"instruction": "p", "input": "", "output": "a"},
+        {"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "a"}], "tools": "[]"},
+    ]
+    found = opened(tmp_path, *rows, *rows[:1], tokenizer=chat)
+    assert found.notes == (
+        "keys of 2 lines: prompt, answer read; not read: id",
+        "keys of 1 lines: question, answer read; not read: text",
+        "keys of 1 lines: instruction, input, output read",
+        "keys of 1 lines: conversations, tools read",
+    )
+    assert opened(tmp_path, rows[0], keys=("prompt",)).notes == ("keys of 1 lines: prompt read; not read: answer, id",)
+
+
+def test_bad_lines_can_be_dropped(tmp_path: Path) -> None:
+    good, long = {"prompt": "p", "answer": "a"}, {"prompt": "p" * 99, "answer": "a"}
+    bad: list[dict] = [{"prompt": 3, "answer": "a"}, {"answer": "a"}]
+    found = opened(tmp_path, *bad, good, bad_rows="drop")
+    assert len(found) == 1 and found.notes[1].startswith(
+        "2 lines were left out by --bad-rows drop; the first: line 1: "
+    )
+    with pytest.raises(ValueError, match="holds no good line: line 1: a int under 'prompt'"):
+        opened(tmp_path, *bad, bad_rows="drop")
+    with pytest.raises(ValueError, match=r"rows\.jsonl: line 4: a prompt of 99 tokens[^;]*$"):
+        opened(tmp_path, *bad, good, long, bad_rows="drop")
+
+
+@pytest.mark.parametrize("name", ["part-00000", "rows.ndjson", "rows.jsonl.gz", "rows.txt"])
+def test_json_lines_are_recognized_as_in_training(tmp_path: Path, name: str) -> None:
+    line = json.dumps({"prompt": "p", "answer": "a"}).encode()
+    (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+    options: dict[str, Any] = {"prompt_tokens": 1, "longest": 9, "seed": 0}
+    if name.endswith("txt"):
+        with pytest.raises(ValueError, match=r"must be stdlib, or a \.jsonl file, or JSON lines without a suffix"):
+            open_examples(str(tmp_path / name), KEYS, ByteTokenizer(), **options)
+    else:
+        assert open_examples(str(tmp_path / name), KEYS, ByteTokenizer(), **options)[0].answer == "a"
 
 
 TEMPLATE = (
@@ -181,6 +225,16 @@ def test_what_the_assistant_writes_is_trained_on(tmp_path: Path, chat: Tokenizer
     assert trained(pair, keys=("prompt", "chosen", "rejected")) == [expected]
     with pytest.raises(ValueError, match=r"line 1: a prompt of 23 tokens and 2 under 'answer' exceed"):
         opened(tmp_path, rows[0], tokenizer=chat, longest=24, whole=True)
+
+
+def test_an_answer_that_ends_with_the_eos_gets_no_second_one(tmp_path: Path, chat: Tokenizer) -> None:
+    """As in TRL, where the tokenizer takes special tokens that are written out."""
+    rows = [{"prompt": "2+2?", "answer": "4"}, {"prompt": "2+2?", "answer": "4</s>"}]
+    for whole in (False, True):
+        found = opened(tmp_path, *rows, tokenizer=chat, whole=whole)
+        for number in range(2):
+            (sequence,) = sequences_of(found[number], chat, pairs=False)
+            assert chat.show(sequence[0]) == "<s>2+2?4</s>" and chat.show(sequence[0][sequence[1]]) == "4</s>"
 
 
 def test_rows_of_other_names_are_prompts_with_answers(tmp_path: Path, chat: Tokenizer) -> None:

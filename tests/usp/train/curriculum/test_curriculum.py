@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +83,11 @@ def test_stages_are_those_of_one_process_and_resume_anywhere(
     stages = (replace(SHARDED[0], sp_ulysses=2, ac="full"), LONG)  # the first has ended: its degrees do not matter
     smaller = replace(resumed[1], curriculum=stages, output=str(tmp_path / "smaller"))
     ranks.run(each, 1, [alone, on_one, smaller])
+    # The newest checkpoint is damaged: the one before it is used, in which the first stage has ended, too.
+    damaged = replace(smaller, output=str(tmp_path / "sharded-too"), resume="auto")
+    shutil.copytree(tmp_path / "sharded", tmp_path / "sharded-too")
+    (tmp_path / "sharded-too" / CHECKPOINTS / "step-00000004" / "checkpoint.json").write_text("{")
+    ranks.run(each, 1, [damaged])
     whole, wanted = metrics_of(tmp_path / "sharded"), metrics_of(tmp_path / "alone")
     assert whole[:, :4].tolist() == [[n, 1, 128, 1024] for n in (1, 2)] + [[n, 2, 256, 1024] for n in (3, 4)]
     assert (whole / wanted - 1).abs().max() <= 1e-5
@@ -89,6 +95,8 @@ def test_stages_are_those_of_one_process_and_resume_anywhere(
         assert torch.equal(metrics_of(tmp_path / f"from-{step}"), whole[step:])
     assert (metrics_of(tmp_path / "on-one") / wanted[1:] - 1).abs().max() <= 1e-5
     assert (metrics_of(tmp_path / "smaller") / wanted[2:] - 1).abs().max() <= 1e-5
+    assert (metrics_of(tmp_path / "sharded-too") / wanted - 1).abs().max() <= 1e-5
+    assert list((tmp_path / "sharded-too" / CHECKPOINTS).glob("*.damaged*"))
     written = yaml.safe_load((tmp_path / "sharded/config.yaml").read_text())
     again = config_from_mapping(written, TrainConfig)
     assert again.curriculum == SHARDED and by_stage(again) == by_stage(replace(again, curriculum=SHARDED))
