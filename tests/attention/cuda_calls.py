@@ -283,6 +283,8 @@ class DispatchedOps(TorchFunctionMode):
             return aten.index_put_(x, [index], value)
         if func in (torch.Tensor.copy_, torch.Tensor.contiguous):
             return getattr(aten, func.__name__)(*args)
+        if func is torch.Tensor.__invert__:
+            return aten.bitwise_not(*args)
         if func is not torch.Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
         x, index = args
