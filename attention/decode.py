@@ -22,9 +22,11 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from .accumulate import accumulate_dtype
+
+aten = torch.ops.aten
 
 _FREE = torch.iinfo(torch.int64).max  # position of an empty entry: after every query, so never visible
 
@@ -133,7 +135,7 @@ class DecodeStep:
         self.cache, self.group, self.attended = cache, group, 0
         self._positions, self._length, self._places, self._own = positions, length, places, own
         self._entries: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
         at_B1 = places.unsqueeze(1)
         cached = positions if own is None else positions.where(own, cache.positions.gather(1, at_B1).squeeze(1))
         cache.positions.scatter_(1, at_B1, cached.unsqueeze(1))
@@ -161,7 +163,7 @@ class DecodeStep:
             sinks: (N,) logits that join each softmax without a value, the same on every rank.
 
         Returns:
-            (B, 1, N, V) in q's dtype, bitwise identical on every rank; zero for an empty slot.
+            (B, 1, N, V) in q's dtype, bitwise identical on every rank; without meaning, but finite, for an empty slot.
         """
         self.attended += 1
         slots, _, heads, head_dim = q_B1NH.shape
@@ -171,11 +173,10 @@ class DecodeStep:
         k_BKLH, v_BKLV = keys[:, :, : self._length], values[:, :, : self._length]
         # The queries of one KV head form one matrix, so no key is repeated.
         q_BKGH = q_B1NH.reshape(slots, k_B1KH.shape[2], -1, head_dim)
-        mask = self._mask(window, chunk, q_B1NH.dtype)
-        if self.group is None and softcap is None and sinks is None:
-            out = scaled_dot_product_attention(q_BKGH, k_BKLH, v_BKLV, attn_mask=mask, scale=scale)
-        else:
-            parts = _gather(*partial_attention(q_BKGH, k_BKLH, v_BKLV, mask, scale, softcap), self.group)
+        mask, blind = self._mask(window, chunk, q_B1NH.dtype)
+        out, lse = partial_attention(q_BKGH, k_BKLH, v_BKLV, mask, scale, softcap)
+        if self.group is not None or sinks is not None:
+            parts = _gather(out, lse.masked_fill(blind, float("-inf")), self.group)
             out = merge_parts(*parts, None if sinks is None else sinks.reshape(q_BKGH.shape[1:3]))
         return out.reshape(slots, 1, heads, -1).to(q_B1NH.dtype)
 
@@ -196,8 +197,8 @@ class DecodeStep:
             self._entries[kv_heads] = entries, own
         return self._entries[kv_heads]
 
-    def _mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> Tensor:
-        """Return (B, 1, 1, L), 0 for visible keys and -inf for others, cached for all layers with this mask."""
+    def _mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return `score_mask` of the entries that the tokens see, cached for all layers with this mask."""
         if (window, chunk) not in self._masks:
             at, query = self.cache.positions[:, : self._length], self._positions.unsqueeze(1)
             seen = at <= query
@@ -205,9 +206,18 @@ class DecodeStep:
                 seen &= at > query - window
             if chunk is not None:
                 seen &= at >= query - query % chunk
-            mask = torch.where(seen, 0.0, float("-inf")).to(dtype)
-            self._masks[window, chunk] = mask.view(len(at), 1, 1, -1)
+            self._masks[window, chunk] = score_mask(seen, dtype)
         return self._masks[window, chunk]
+
+
+def score_mask(seen_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what is added to scores, (B, 1, 1, L), 0 for visible keys and -inf for others, and (B, 1, 1), True where
+    no key is visible. There all of them are: fused kernels differ in what they return for a row without a key."""
+    blind_B1 = ~seen_BL.any(1, keepdim=True)
+    mask = torch.where(seen_BL | blind_B1, 0.0, float("-inf")).to(dtype)
+    # The CUDA kernel needs rows that start at multiples of 16 bytes.
+    aligned = pad(mask, (0, -mask.shape[1] % 16))[:, : mask.shape[1]]
+    return aligned.unsqueeze(1).unsqueeze(1), blind_B1.unsqueeze(1)
 
 
 def partial_attention(
@@ -218,35 +228,49 @@ def partial_attention(
     scale: float | None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, K, G, V) and lse (B, K, G) over these keys, in fp32 or fp64; 0 and -inf if none is visible."""
-    q, k, v = (x.to(accumulate_dtype(x.dtype)) for x in (q_BKGH, k_BKLH, v_BKLV))
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+    """Return out (B, K, G, V) and lse (B, K, G), in fp32 or fp64, over these keys; every row must see one.
+
+    Fused kernels read the cache in its own dtype. Without one for the call, scores exist in fp32.
+    """
+    scale = q_BKGH.shape[-1] ** -0.5 if scale is None else scale
+    if softcap is None and q_BKGH.device.type == "cuda" and q_BKGH.dtype != torch.float64:
+        bias = mask_B11L.expand(*q_BKGH.shape[:3], -1)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q_BKGH, k_BKLH, v_BKLV, bias, True, scale=scale)
+        return out, lse[:, :, : q_BKGH.shape[2]]
+    if softcap is None and q_BKGH.device.type == "cpu" and q_BKGH.shape[-1] == v_BKLV.shape[-1]:
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BKGH, k_BKLH, v_BKLV, attn_mask=mask_B11L, scale=scale
+        )
+    scores = _product(q_BKGH, k_BKLH.mT) * scale
     if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.tanh(scores / softcap) * softcap
     scores = scores + mask_B11L
     lse = scores.logsumexp(-1)
-    return (scores - _finite(lse).unsqueeze(-1)).exp_() @ v, lse
+    return _product((scores - lse.unsqueeze(-1)).exp_().to(v_BKLV.dtype), v_BKLV), lse
+
+
+def _product(a_BKGX: Tensor, b_BKXY: Tensor) -> Tensor:
+    """Return a @ b in fp32 or fp64; on a GPU without a copy of `b` in it."""
+    dtype = accumulate_dtype(a_BKGX.dtype)
+    if a_BKGX.dtype == dtype or a_BKGX.device.type != "cuda":
+        return a_BKGX.to(dtype) @ b_BKXY.to(dtype)
+    return torch.bmm(a_BKGX.flatten(0, 1), b_BKXY.flatten(0, 1), out_dtype=dtype).unflatten(0, a_BKGX.shape[:2])
 
 
 def merge_parts(out_PBKGV: Tensor, lse_PBKG: Tensor, sinks_KG: Tensor | None = None) -> Tensor:
     """Merge the results over P parts of the keys into (B, K, G, V); zero if no key is visible."""
-    total = lse_PBKG.logsumexp(0)
     if sinks_KG is not None:
-        total = torch.logaddexp(total, sinks_KG.to(total.dtype))
-    weights = (lse_PBKG - _finite(total)).exp()
+        lse_PBKG = torch.cat((lse_PBKG, sinks_KG.to(lse_PBKG.dtype).expand(1, *lse_PBKG.shape[1:])))
+    weights = lse_PBKG.softmax(0).nan_to_num_(nan=0.0)[: len(out_PBKGV)]  # nan where all are -inf
     return (weights.unsqueeze(-1) * out_PBKGV).sum(0)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """Replace -inf by the lowest finite number: -inf minus that is -inf, whose exp is 0, and not nan."""
-    return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
 def _gather(out_BKGV: Tensor, lse_BKG: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """All-gather out and lse in one message, in rank order."""
     if group is None:
         return out_BKGV.unsqueeze(0), lse_BKG.unsqueeze(0)
-    mine = torch.cat((out_BKGV, lse_BKG.unsqueeze(-1)), -1)
-    every = mine.new_empty(dist.get_world_size(group), *mine.shape)
-    dist.all_gather(list(every.unbind()), mine, group=group)
-    return every[..., :-1], every[..., -1]
+    mine = torch.cat((out_BKGV, lse_BKG.unsqueeze(-1).view(out_BKGV.dtype)), -1)  # fp32 as two half-precision numbers
+    every = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
+    dist.all_gather_single(every, mine, group=group)
+    every = every.unflatten(0, (group.size(), -1))
+    return every[..., : out_BKGV.shape[-1]], every[..., out_BKGV.shape[-1] :].contiguous().view(lse_BKG.dtype)[..., 0]

@@ -104,11 +104,14 @@ class AttentionSpec:
         return self.prefixes[row if len(self.prefixes) > 1 else 0]
 
     @property
+    def one_sided(self) -> bool:
+        """Whether each token sees all others of its document, or all before it."""
+        return self.window[0] == -1 and (self.causal or self.window[1] == -1) and not any(map(any, self.prefixes or ()))
+
+    @property
     def one_rectangle(self) -> bool:
         """Whether each row is one document, and all of it is visible, or all of its past."""
-        sides = self.window[0] == -1 and (self.causal or self.window[1] == -1)
-        single = all(sum(a < b for a, b in pairwise(row)) <= 1 for row in self.documents or ())
-        return sides and single and not any(map(any, self.prefixes or ()))
+        return self.one_sided and all(sum(a < b for a, b in pairwise(row)) <= 1 for row in self.documents or ())
 
     def difference_range(self, in_prefix: bool = False) -> tuple[int | None, int | None]:
         """Return the (lowest, highest) visible `query position - key position`, None for no limit.

@@ -65,21 +65,27 @@ class Kernel(ABC):
 
     Attributes:
         rated_as: the name under which tables of rates have this kernel, if it is not its own.
+        install: how to install its package; empty for one that comes with torch.
         packed: documents and windows take one or a few launches. Others cut them into many, some with masks, so that
             their rate for one causal or full rectangle says nothing about such calls.
-        equal_head_dims: the kernel requires V = H. `attend` and `attend_backward` then pad the smaller one with zeros,
-            which adds nothing to any score, output or gradient, so the result is exact; all products cost as much as
-            with the larger one. Otherwise forward and backward are called with V different from H.
     """
 
     name: str
     rated_as = ""
+    install = ""
     packed = False
-    equal_head_dims = False
 
     def missing(self) -> str | None:
         """Return why the software of this back end cannot be used in this process, or None if it can."""
         return None
+
+    def pads(self, head_dim: int, v_head_dim: int, backward: bool) -> bool:
+        """Return whether a pass requires V = H of these two that differ.
+
+        `attend` and `attend_backward` then pad the smaller one with zeros, which adds nothing to any score, output or
+        gradient, so the result is exact; all products cost as much as with the larger one.
+        """
+        return False
 
     @abstractmethod
     def refuses(
@@ -122,7 +128,7 @@ def attend(
 ) -> None:  # fmt: skip
     """Add a block's attention to `total`."""
     v_head_dim = v_TKV.shape[-1]
-    spec, width = _kernel_call(kernel, spec, q_TNH, v_TKV)
+    spec, width = _kernel_call(kernel, spec, q_TNH, v_TKV, backward=False)
     q_TNH, k_TKH, v_TKV = (_widened(x, width) for x in (q_TNH, k_TKH, v_TKV))
     with _without_autocast(q_TNH.device):
         for launch in launches:
@@ -131,10 +137,12 @@ def attend(
             total.merge(launch.queries, out[..., :v_head_dim], lse)
 
 
-def _kernel_call(kernel: Kernel, spec: AttentionSpec, q: Tensor, v: Tensor) -> tuple[AttentionSpec, int]:
+def _kernel_call(
+    kernel: Kernel, spec: AttentionSpec, q: Tensor, v: Tensor, *, backward: bool
+) -> tuple[AttentionSpec, int]:
     """Return the specification for the kernel, and the head dim to which all its inputs are padded; 0 for none."""
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
-    if head_dim == v_head_dim or not kernel.equal_head_dims:
+    if head_dim == v_head_dim or not kernel.pads(head_dim, v_head_dim, backward):
         return spec, 0
     # The default scale would follow the padded head dim.
     return replace(spec, scale=spec.score_scale(head_dim)), max(head_dim, v_head_dim)
@@ -157,7 +165,7 @@ def attend_backward(
 ) -> None:  # fmt: skip
     """Add a block's gradients to the sums of dq (T, N, H), dk (T, K, H) and dv (T, K, V)."""
     head_dims = [x.shape[-1] for x in (q_TNH, k_TKH, v_TKV)]
-    spec, width = _kernel_call(kernel, spec, q_TNH, v_TKV)
+    spec, width = _kernel_call(kernel, spec, q_TNH, v_TKV, backward=True)
     dout, q, k, v, out = (_widened(x, width) for x in (dout_TNV, q_TNH, k_TKH, v_TKV, out_TNV))
     with _without_autocast(k.device):
         for launch in launches:

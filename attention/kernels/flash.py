@@ -16,6 +16,7 @@ import torch
 
 from attention.spec import AttentionSpec
 
+from .base import Device
 from .varlen import VarlenKernel, VarlenLaunch
 
 
@@ -38,6 +39,7 @@ class FlashAttn2Kernel(VarlenKernel):
     """The package flash-attn 2.x, faster than torch's copy."""
 
     name = "flash-attn-2"
+    install = "pip install flash-attn --no-build-isolation"
     softcaps = True
 
     def missing(self) -> str | None:
@@ -83,8 +85,13 @@ class FlashAttn3Kernel(VarlenKernel):
     """The ops of flash-attn 3, which its module `flash_attn_interface` registers."""
 
     name = "flash-attn-3"
+    install = "pip install ./hopper in a checkout of flash-attention"
     majors = (9,)
     softcaps = True
+
+    def pads(self, head_dim: int, v_head_dim: int, backward: bool) -> bool:
+        # What mha_fwd of hopper/flash_api_stable.cpp allows; earlier releases have no backward for it.
+        return backward or not (128 < head_dim <= 192 and 96 < v_head_dim <= 128)
 
     def missing(self) -> str | None:
         return None if has_module("flash_attn_interface") else "flash-attn 3 (flash_attn_interface) is not installed"
@@ -124,8 +131,25 @@ class FlashAttn4Kernel(VarlenKernel):
     """The package flash-attn-4, with the arguments that torch's own adapter passes (torch.nn.attention._fa4)."""
 
     name = "flash-attn-4"
+    install = "pip install --pre flash-attn-4"
     majors = (9, 10)
-    widest = 128  # of both passes on both architectures
+    softcaps = True
+
+    def pads(self, head_dim: int, v_head_dim: int, backward: bool) -> bool:
+        return max(head_dim, v_head_dim) > 128 and (head_dim, v_head_dim) != (192, 128)
+
+    def refuses(
+        self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    ) -> str | None:
+        reason = super().refuses(spec, device, dtype, head_dim, v_head_dim)
+        if reason or (device.capability or (9, 0)) < (10, 0):
+            return reason
+        dims = head_dim, v_head_dim
+        if max(dims) > 128 and dims not in ((192, 128), (256, 256)):
+            return f"head dims {dims} must be at most 128, (192, 128) or (256, 256) on compute capability 10.x"
+        if max(dims) == 256 and not (spec.one_sided and spec.softcap is None):
+            return "head dim 256 has no backward with a window, a prefix or a softcap on compute capability 10.x"
+        return None
 
     def missing(self) -> str | None:
         return None if release("flash-attn-4") else "the package flash-attn-4 is not installed"
@@ -137,14 +161,15 @@ class FlashAttn4Kernel(VarlenKernel):
 
     def _forward(self, q, k, v, launch, spec):
         out, lse, *_ = self.load()._flash_attn_fwd(
-            q, k, v, **_named(launch), **_limits(launch), softmax_scale=spec.score_scale(q.shape[-1]), return_lse=True
+            q, k, v, **_named(launch), **_limits(launch), softmax_scale=spec.score_scale(q.shape[-1]),
+            softcap=spec.softcap, return_lse=True,
         )  # fmt: skip
         return out, lse
 
     def _backward(self, dout, q, k, v, out, lse, launch, spec):
         dq, dk, dv, *_ = self.load()._flash_attn_bwd(
-            q, k, v, out, dout, lse, cu_seqlens_q=launch.cu_q, cu_seqlens_k=launch.cu_k, **_limits(launch),
-            softmax_scale=spec.score_scale(q.shape[-1]),
+            q, k, v, out, dout, lse, **_named(launch), **_limits(launch), softmax_scale=spec.score_scale(q.shape[-1]),
+            softcap=spec.softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return dq, dk, dv
 

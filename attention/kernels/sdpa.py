@@ -77,8 +77,10 @@ class CpuFlashKernel(_DenseKernel):
 
     name = "sdpa"
     device_type = "cpu"
-    equal_head_dims = True
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+    def pads(self, head_dim: int, v_head_dim: int, backward: bool) -> bool:
+        return True
 
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
         # The op's causal mode skips only whole blocks of 512 keys, so small triangles cost twice their visible pairs.

@@ -89,6 +89,22 @@ def select_kernel(
     raise ValueError(f"kernel={name!r} cannot compute this call ({'; '.join(_listed(refusals))}){hint}")
 
 
+def faster_if_installed(
+    kernel: Kernel, name: str, call: tuple[AttentionSpec, torch.device | Device, torch.dtype, int, int], cost: Cost
+) -> str:
+    """Return what of `name` would be faster than `kernel` if its package were installed, how much, and how to install
+    it; empty if nothing would."""
+    device = call[1] if isinstance(call[1], Device) else Device.of(call[1])
+    mine, spec = cost(kernel), call[0]
+    for better in _by_cost(name, spec, cost):
+        theirs = cost(better)
+        if not better.install or mine is None or theirs is None or not (better.packed or spec.one_rectangle):
+            continue
+        if mine > theirs and better.missing() and better.refuses(spec, device, *call[2:]) is None:
+            return f"{better.name} would be {mine / theirs:.1f} times as fast: {better.install}"
+    return ""
+
+
 def _by_cost(name: str, spec: AttentionSpec, cost: Cost | None) -> list[Kernel]:
     kernels = [candidate() for candidate in (AUTO if name == "auto" else KERNELS[name])]
     costs = {kernel.name: cost(kernel) if cost else None for kernel in kernels}
@@ -105,13 +121,18 @@ def _listed(refusals: Mapping[str, list[str]]) -> list[str]:
 
 
 def _line(kernel: Kernel, head_dim: int, v_head_dim: int, remarks: list[str]) -> str:
-    padding = _padding(head_dim, v_head_dim) if kernel.equal_head_dims else ""
-    return f"attention kernel: {kernel.name}{padding}" + "".join(f"; {each}" for each in remarks)
+    return f"attention kernel: {kernel.name}{_padding(kernel, head_dim, v_head_dim)}" + "".join(
+        f"; {each}" for each in remarks
+    )
 
 
-def _padding(head_dim: int, v_head_dim: int) -> str:
-    """Describe the zeros that make both head dims equal, and their cost in FLOPs; empty if they are equal."""
-    if head_dim == v_head_dim:
+def _padding(kernel: Kernel, head_dim: int, v_head_dim: int) -> str:
+    """Describe the zeros that make both head dims equal, and their cost in FLOPs; empty if there are none."""
+    passes = [backward for backward in (False, True) if kernel.pads(head_dim, v_head_dim, backward)]
+    if head_dim == v_head_dim or not passes:
         return ""
     padded, width = ("v" if v_head_dim < head_dim else "q and k"), max(head_dim, v_head_dim)
-    return f", {padded} padded to head dim {width}: {2 * width / (head_dim + v_head_dim):.2g} times the forward's FLOPs"
+    products = (3, 2) if passes[0] else (1, 1)  # with H and with V, of the backward or the forward
+    factor = sum(products) * width / (products[0] * head_dim + products[1] * v_head_dim)
+    slower = "backward" if passes[0] else "forward"
+    return f", {padded} padded to head dim {width}: {factor:.2g} times the {slower}'s FLOPs"

@@ -80,10 +80,12 @@ class VarlenKernel(Kernel):
     """
 
     packed = True
-    equal_head_dims = True
     majors: tuple[int, ...] = ()
     widest = 256
     softcaps = False
+
+    def pads(self, head_dim: int, v_head_dim: int, backward: bool) -> bool:
+        return True
 
     def refuses(
         self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int

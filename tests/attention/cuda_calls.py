@@ -2,7 +2,7 @@
 every argument against what the real ones require, which also run on fake CUDA tensors.
 
 Signatures: torch's own schemas for aten; flash-attn 2.8 (`flash_attn_interface.py`); flash-attn 3's `TORCH_LIBRARY` in
-hopper/flash_api.cpp; flash-attn-4 as torch 2.13's adapter calls it (torch/nn/attention/_fa4.py).
+hopper/flash_api_stable.cpp; flash-attn-4 4.0.0b36 (cute/interface.py). signatures.py compares them with the sources.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ FLASH_3_FORWARD = (
     "Tensor? k_descale = None, Tensor? v_descale = None, float? softmax_scale = None, bool is_causal = False, "
     "int window_size_left = -1, int window_size_right = -1, int attention_chunk = 0, float softcap = 0.0, "
     "bool is_rotary_interleaved = False, Tensor? scheduler_metadata = None, int num_splits = 0, "
-    "bool? pack_gqa = None, int sm_margin = 0) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool? pack_gqa = None, int sm_margin = 0) -> (Tensor(out!), Tensor, Tensor, Tensor)"
 )
 FLASH_3_BACKWARD = (
     "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq = None, "
     "Tensor(dk!)? dk = None, Tensor(dv!)? dv = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, "
     "Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, "
     "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1, "
-    "float softcap = 0.0, bool deterministic = False, int sm_margin = 0) -> (Tensor, Tensor, Tensor)"
+    "float softcap = 0.0, bool deterministic = False, int sm_margin = 0) -> "
+    "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 # Checks
@@ -63,15 +64,17 @@ def check_same_device(*tensors: Tensor | None) -> None:
 def check_packed(
     q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor, Tensor], longest: tuple[int | None, int | None], widest: int,
     scale: float | None, left: int | None, right: int | None,
-    results: tuple[Tensor, Tensor, Tensor] | None = None,
+    results: tuple[Tensor, Tensor, Tensor] | None = None, unequal: bool = False,
 ) -> None:  # fmt: skip
-    """q, k, v (total, heads, head dim); results: dout and out like q, lse (heads, total)."""
+    """q, k, v (total, heads, head dim); results: dout and out like q, lse (heads, total). unequal: v may be narrower or
+    wider."""
     check_same_device(q, k, v, *cu, *(results or ()))
     dtypes = HALF if isinstance(q, FakeTensor) else (*HALF, torch.float32)
     for x in (q, k, v, *(results or ())[:2]):
         assert x.dim() == 3 and x.dtype == q.dtype
         check_tensor(x, dtypes)
-    assert k.shape == v.shape and q.shape[2] == k.shape[2] <= widest and q.shape[2] % 8 == 0
+    assert k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2] and (unequal or k.shape[2] == v.shape[2])
+    assert max(k.shape[2], v.shape[2]) <= widest and k.shape[2] % 8 == v.shape[2] % 8 == 0
     assert q.shape[1] % k.shape[1] == 0
     for boundaries in cu:
         assert boundaries.dtype == torch.int32 and boundaries.is_contiguous() and boundaries.dim() == 1
@@ -82,7 +85,7 @@ def check_packed(
     assert all(side is None or (type(side) is int and side >= -1) for side in (left, right))
     if results is not None:
         dout, out, lse = results
-        assert dout.shape == out.shape == q.shape and lse.shape == (q.shape[1], len(q))
+        assert dout.shape == out.shape == (*q.shape[:2], v.shape[2]) and lse.shape == (q.shape[1], len(q))
         assert lse.dtype == torch.float32 and lse.is_contiguous()
 
 
@@ -148,7 +151,7 @@ def packed_forward(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (total, heads, head dim) and lse (heads, total)."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     for here, there in sequences(cu_q, cu_k) if not isinstance(q, FakeTensor) else ():
         added = added_of(pairs_seen(here.stop - here.start, there.stop - there.start, left, right))
         part, sums, *_ = attention(*(x.transpose(0, 1) for x in (q[here], k[there], v[there])), scale, added, softcap)
@@ -283,6 +286,8 @@ class DispatchedOps(TorchFunctionMode):
             return aten.index_put_(x, [index], value)
         if func in (torch.Tensor.copy_, torch.Tensor.contiguous):
             return getattr(aten, func.__name__)(*args)
+        if func is torch.Tensor.__invert__:
+            return aten.bitwise_not(*args)
         if func is not torch.Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
         x, index = args
@@ -354,9 +359,9 @@ def flash_4() -> ModuleType:
         window_size_right=None, learnable_sink=None, num_splits=1, pack_gqa=None, return_lse=False, out=None, lse=None,
     ):  # fmt: skip
         cu, sides = (cu_seqlens_q, cu_seqlens_k), (window_size_left, window_size_right)
-        check_packed(q, k, v, cu, (max_seqlen_q, max_seqlen_k), 128, softmax_scale, *sides)
+        check_packed(q, k, v, cu, (max_seqlen_q, max_seqlen_k), 256, softmax_scale, *sides, unequal=True)
         assert return_lse and causal == (sides == (None, 0)) and -1 not in sides
-        return packed_forward(q, k, v, *cu, softmax_scale, *sides)
+        return packed_forward(q, k, v, *cu, softmax_scale, *sides, softcap or 0.0)
 
     def _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
@@ -364,9 +369,10 @@ def flash_4() -> ModuleType:
         max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
     ):  # fmt: skip
         cu, sides = (cu_seqlens_q, cu_seqlens_k), (window_size_left, window_size_right)
-        check_packed(q, k, v, cu, (max_seqlen_q, max_seqlen_k), 128, softmax_scale, *sides, (dout, out, lse))
-        assert causal == (sides == (None, 0)) and -1 not in sides
-        return packed_backward(dout, q, k, v, out, lse, *cu, softmax_scale, *sides)
+        longest, results = (max_seqlen_q, max_seqlen_k), (dout, out, lse)
+        check_packed(q, k, v, cu, longest, 256, softmax_scale, *sides, results, unequal=True)
+        assert causal == (sides == (None, 0)) and -1 not in sides and not deterministic
+        return packed_backward(dout, q, k, v, out, lse, *cu, softmax_scale, *sides, softcap)
 
     module.__dict__.update(locals())
     return module
@@ -378,7 +384,9 @@ def flash_3(library: Library) -> None:
     def fwd(q, k, v, *rest, **named):
         a = by_name(torch.ops.flash_attn_3.fwd.default, (q, k, v, *rest), named)
         cu, sides = (a["cu_seqlens_q"], a["cu_seqlens_k"]), (a["window_size_left"], a["window_size_right"])
-        check_packed(q, k, v, cu, (a["max_seqlen_q"], a["max_seqlen_k"]), 256, a["softmax_scale"], *sides)
+        unequal = 128 < q.shape[2] <= 192 and 96 < v.shape[2] <= 128
+        longest = a["max_seqlen_q"], a["max_seqlen_k"]
+        check_packed(q, k, v, cu, longest, 256, a["softmax_scale"], *sides, unequal=unequal)
         out, lse = packed_forward(q, k, v, *cu, a["softmax_scale"], *sides, a["softcap"])
         return out, lse, q.new_empty(0), q.new_empty(0)
 
@@ -391,7 +399,7 @@ def flash_3(library: Library) -> None:
         for total, grad in zip((a["dq"], a["dk"], a["dv"]), grads, strict=True):
             assert total is not None
             aten.copy_(total, grad)
-        return tuple(a["q"].new_empty(0) for _ in range(3))
+        return (a["dq"], a["dk"], a["dv"], *(a["q"].new_empty(0) for _ in range(5)))
 
     library.define(FLASH_3_FORWARD)
     library.define(FLASH_3_BACKWARD)

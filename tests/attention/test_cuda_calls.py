@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,9 +42,19 @@ def test_calls_mean_what_the_back_end_needs(kernel: type[Kernel], name: str) -> 
     assert worst(errors(kernel(), name, torch.float32, CPU, AttentionSpec(scale=0.2), v_head_dim=16)) <= 1e-5
 
 
-@pytest.mark.parametrize("kernel", [FlashAttn3Kernel, FlashAttn2Kernel], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [FlashAttn4Kernel, FlashAttn3Kernel, FlashAttn2Kernel], ids=lambda kernel: kernel.name
+)
 def test_softcaps_reach_the_packages_that_have_them(kernel: type[Kernel]) -> None:
     assert worst(errors(kernel(), "ragged documents", torch.float32, CPU, AttentionSpec(softcap=2.0))) <= 1e-5
+
+
+@pytest.mark.parametrize(("kernel", "copies"), [(FlashAttn4Kernel, 0), (FlashAttn3Kernel, 1), (FlashAttn2Kernel, 2)])
+def test_latent_attention_is_padded_only_where_a_pass_needs_it(kernel: type[Kernel], copies: int) -> None:
+    """Head dims 192 and 128: FlashAttention 2 needs v, and in the backward also out and dout, as wide as q."""
+    with patch("attention.kernels.base.pad", wraps=torch.nn.functional.pad) as padded:
+        assert worst(errors(kernel(), "ragged documents", torch.float32, CPU, AttentionSpec(), 128, 192)) <= 1e-5
+    assert padded.call_count == {0: 0, 1: 3, 2: 4}[copies]
 
 
 def on_cuda(x: Any) -> Any:

@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import DecodeStep, KVCache, Prefill, SequenceLayout
-from attention.decode import merge_parts, partial_attention
+from attention.decode import merge_parts, partial_attention, score_mask
 from tests.harness.ranks import RankPool
 
+from .cuda_calls import CheckCalls, DispatchedOps
 from .dense import dense_attention, relative_l2
 
 CPU = torch.device("cpu")
@@ -169,10 +172,39 @@ def test_merging_parts_of_the_keys_gives_attention_over_all_of_them() -> None:
     seen = torch.rand(4, 1, 1, keys, generator=torch.Generator().manual_seed(3)) < 0.4
     seen[..., 3:6] = False  # the second part is empty
     seen[2] = False  # and so is the third row in all parts
-    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))
-    cuts = (slice(0, 3), slice(3, 6), slice(6, keys))
-    parts = [partial_attention(q, k[:, :, cut], v[:, :, cut], mask[..., cut], 0.5) for cut in cuts]
-    assert bool(parts[1][1].isneginf().all()) and not parts[1][0].any()
+    cuts, parts = (slice(0, 3), slice(3, 6), slice(6, keys)), []
+    for cut in cuts:
+        mask, blind = score_mask(seen[:, 0, 0, cut], torch.float64)
+        out, lse = partial_attention(q, k[:, :, cut], v[:, :, cut], mask, 0.5)
+        parts.append((out, lse.masked_fill(blind, float("-inf"))))
+    assert bool(parts[1][1].isneginf().all()) and all(bool(x.isfinite().all()) for x, _ in parts)
     merged = merge_parts(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))
     wanted = torch.where(seen, q @ k.mT * 0.5, float("-inf")).softmax(-1).nan_to_num() @ v
     assert relative_l2(merged, wanted) <= 1e-14 and not merged[2].any()
+
+
+class Allocated(TorchDispatchMode):
+    """The largest number of elements that an op of the block returns in new memory."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for x in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(x, Tensor) and not func.is_view:
+                self.largest = max(self.largest, x.numel())
+        return results
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_on_a_gpu_no_step_copies_the_cache(softcap: float | None) -> None:
+    """Fake CUDA tensors: head dims 192 and 128, 4 queries to a KV head, 1,000 of 1,024 entries."""
+    with FakeTensorMode(), DispatchedOps(), Allocated() as allocated, CheckCalls() as calls:
+        options = {"dtype": torch.bfloat16, "device": "cuda"}
+        q, k, v = (torch.empty(2, 8, *shape, **options) for shape in ((4, 192), (1024, 192), (1024, 128)))
+        allocated.largest = 0
+        mask, _ = score_mask(torch.empty(2, 1000, dtype=torch.bool, device="cuda"), torch.bfloat16)
+        out, lse = partial_attention(q, k[:, :, :1000], v[:, :, :1000], mask, None, softcap)
+    assert (out.shape, lse.shape, lse.dtype) == ((2, 8, 4, 128), (2, 8, 4), torch.float32)
+    assert allocated.largest == 2 * 8 * 4 * (128 if softcap is None else 1000)
+    assert calls.called == ([] if softcap else ["_scaled_dot_product_efficient_attention"])

@@ -66,10 +66,16 @@ def seen_by(tokens: int, tasks: tuple[Task, ...]) -> Tensor:
 
 
 def errors(
-    kernel: Kernel, name: str, dtype: torch.dtype, device: torch.device, spec: AttentionSpec, v_head_dim: int = HEAD_DIM
+    kernel: Kernel,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    spec: AttentionSpec,
+    v_head_dim: int = HEAD_DIM,
+    head_dim: int = HEAD_DIM,
 ) -> list[float]:
     """Return the relative L2 errors of out, dq, dk, dv."""
-    (q, k, v, dout), wanted = exact(name, dtype, spec, v_head_dim)
+    (q, k, v, dout), wanted = exact(name, dtype, spec, v_head_dim, head_dim)
     _, tasks = block(name)
     q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
     launches, total = kernel.lower(tasks, device, dtype), AttentionSum(q, v_head_dim)
@@ -86,12 +92,12 @@ def errors(
 
 @cache
 def exact(
-    name: str, dtype: torch.dtype, spec: AttentionSpec, v_head_dim: int
+    name: str, dtype: torch.dtype, spec: AttentionSpec, v_head_dim: int, head_dim: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return q, k, v, dout, and out, dq, dk, dv of dense fp64 attention; computed once for all kernels."""
     tokens, tasks = block(name)
     generator = torch.Generator().manual_seed(0)
-    sizes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, v_head_dim), (HEADS, v_head_dim))
+    sizes = ((HEADS, head_dim), (KV_HEADS, head_dim), (KV_HEADS, v_head_dim), (HEADS, v_head_dim))
     inputs = tuple(torch.randn(tokens, *size, generator=generator).to(dtype) for size in sizes)
     q, k, v, dout = (x.double().unsqueeze(0) for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -236,6 +242,14 @@ def test_selection_reports_padding_and_refuses_a_head_dim_of_v() -> None:
     spec = AttentionSpec()
     line = select_kernel("sdpa", spec, CPU, torch.float32, 192, 128)[1]
     assert line == "attention kernel: sdpa, v padded to head dim 192: 1.2 times the forward's FLOPs"
+    for kernel, remark in (
+        (FlashAttn2Kernel, ", v padded to head dim 192: 1.2 times the forward's FLOPs"),
+        (FlashAttn3Kernel, ", v padded to head dim 192: 1.2 times the backward's FLOPs"),
+        (FlashAttn4Kernel, ""),
+    ):
+        with patch.object(kernel, "missing", lambda _: None):
+            line = select_kernel(f"flash{kernel.name[-1]}", spec, HOPPER, torch.bfloat16, 192, 128)[1]
+        assert line == f"attention kernel: {kernel.name}{remark}"
     assert "sdpa, q and k padded to head dim 128" in select_kernel("sdpa", spec, CPU, torch.float32, 64, 128)[1]
     assert select_kernel("reference", spec, CPU, torch.float32, 192, 128)[1] == "attention kernel: reference"
     assert select_kernel("sdpa", spec, CPU, torch.float32, 64, 64)[1] == "attention kernel: sdpa"
@@ -267,17 +281,16 @@ def test_auto_takes_the_fastest_that_can_do_the_call(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(kernel, "missing", lambda _: None)
     assert chosen() == chosen(spec=packed) == chosen("flash") == "attention kernel: flash-attn-4"
     assert chosen("flash2") == "attention kernel: flash-attn-2"
-    wide = chosen(head_dim=192)
-    assert (
-        wide
-        == "attention kernel: flash-attn-3; flash-attn-4 refused: head_dim=192 must be a multiple of 8, at most 128"
+    assert chosen(head_dim=256) == "attention kernel: flash-attn-4"
+    assert chosen(device=Device("cuda", (10, 0)), head_dim=192) == (
+        "attention kernel: flash-attn-2; flash-attn-4 refused: head dims (192, 192) must be at most 128, (192, 128) or "
+        "(256, 256) on compute capability 10.x; flash-attn-3 refused: needs a GPU of compute capability 9.x, this has "
+        "10.0; cudnn refused: head_dim=192 must be a multiple of 8, at most 128"
     )
     assert chosen(device=Device("cuda", (8, 0))).startswith(
         "attention kernel: cudnn; flash-attn-4 refused: needs a GPU of"
     )
-    assert chosen(spec=AttentionSpec(softcap=5.0)).startswith(
-        "attention kernel: flash-attn-3; flash-attn-4 refused: soft"
-    )
+    assert chosen(spec=AttentionSpec(softcap=5.0)) == "attention kernel: flash-attn-4"
 
 
 def test_torchs_own_flash_attention_is_not_taken_for_what_another_package_made_of_it() -> None:

@@ -130,9 +130,9 @@ def _divided(mix: Callable[..., Tensor], groups: Sequence[dist.ProcessGroup], *t
     mixed = mix(*(x[own] for x in tokens))
     mixed = torch.cat((mixed, mixed.new_zeros(size - len(mixed), mixed.shape[1])))
     for group in reversed(groups):
-        gathered = [torch.empty_like(mixed) for _ in range(group.size())]
-        dist.all_gather(gathered, mixed, group=group)
-        mixed = torch.cat(gathered)
+        gathered = mixed.new_empty(group.size() * len(mixed), mixed.shape[1])
+        dist.all_gather_single(gathered, mixed, group=group)
+        mixed = gathered
     return mixed[:total]
 
 

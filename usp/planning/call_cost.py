@@ -40,18 +40,18 @@ def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
     """
     facts, tp, sp = job.model.facts, job.dims.tp, job.dims.sp
     hidden = slots * job.model.hidden_size * job.dtype.itemsize
-    partial = slots * facts.num_heads // tp * (facts.value_dim + 1) * FLOAT32  # outputs and log-sum-exps
+    partial = slots * facts.num_heads // tp * (facts.value_dim * job.dtype.itemsize + FLOAT32)  # outputs, log-sum-exps
     (stage,), parts = job.stages(rank), []
     if stage == 0:
         parts.append(all_reduce("tp", hidden, tp, functional=True))
     for index, number in job.kinds(stage):
         experts = job.model.layers[index].experts
-        layer = [Sent("sp", "allgather_", partial * (sp - 1))]
+        layer = [Sent("sp", "_allgather_base_", partial * (sp - 1))]
         layer.append(all_reduce("tp", hidden, tp, functional=True).times(1 if experts else 2))
         if experts and job.dims.ep > 1:  # each token is sent by one rank
             tokens = -(-slots // (tp * sp))
             gathered = tokens * tp * job.model.hidden_size * job.dtype.itemsize
-            layer += [*expert_traffic(job, tokens, gathers=True), Sent("sp", "allgather_", gathered * (sp - 1))]
+            layer += [*expert_traffic(job, tokens, gathers=True), Sent("sp", "_allgather_base_", gathered * (sp - 1))]
         parts += [sent.times(number) for sent in layer]
     if stage + 1 < len(job.stage_layers):
         parts.append(Sent("pp", "send", hidden))
@@ -63,7 +63,7 @@ def sampling_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
     parts = [Sent(axis, "broadcast_", 2 * slots * FLOAT64) for axis in ("tp", "sp", "pp")]
     if job.place("pp", rank) == job.dims.pp - 1 and job.place("sp", rank) == 0:
         logits = slots * job.model.facts.vocab_size // job.dims.tp * job.dtype.itemsize
-        parts.append(Sent("tp", "allgather_", logits * (job.dims.tp - 1)))
+        parts.append(Sent("tp", "_allgather_base_", logits * (job.dims.tp - 1)))
     return merged(sent for sent in parts if job.degree(sent.axis) > 1)
 
 

@@ -459,7 +459,7 @@ def expert_traffic(job: Job, tokens: int, gathers: bool) -> Iterator[Sent]:
     yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
     yield Sent("ep", "alltoall_base_", rows * (ep - 1) // ep * job.model.hidden_size * itemsize).times(2)
     if gathers:
-        yield Sent("tp", "allgather_", tokens * job.model.hidden_size * itemsize * (job.dims.tp - 1))
+        yield Sent("tp", "_allgather_base_", tokens * job.model.hidden_size * itemsize * (job.dims.tp - 1))
 
 
 def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:

@@ -8,6 +8,7 @@ from functools import cache, partial
 import torch
 
 from attention import AttentionSpec, Device, Kernel, SequenceLayout, select_kernel
+from attention.kernels.select import faster_if_installed
 from parallel import Hardware, load_hardware, node_of
 
 PACKED = AttentionSpec(documents=((0, 1, 2),))  # several documents in a row, as most batches have
@@ -22,8 +23,9 @@ def choose_kernel(
     head_dim: int,
     v_head_dim: int,
     layout: SequenceLayout | None = None,
-) -> tuple[Kernel, str]:
-    """Return the kernel of calls on this device, and the line that names it and those refused before it.
+) -> tuple[Kernel, str, str]:
+    """Return the kernel of calls on this device, the line that names it and those refused before it, and a warning if
+    a package that is not installed would be faster, else an empty one.
 
     `auto` and `flash` take the fastest that can, by the rates of this kind of GPU (`parallel/cluster/nodes`); devices
     without a node have a fixed order. layout: of the sequence, None for a long one on a single rank.
@@ -33,9 +35,12 @@ def choose_kernel(
     call = spec, device, dtype, head_dim, v_head_dim
     here = node_on(torch.cuda.get_device_name(device)) if device.type == "cuda" and torch.cuda.is_available() else None
     if here is None:
-        return select_kernel(name, *call)
-    kernel, line = select_kernel(name, *call, cost=partial(_relative_seconds, here, spec, layout))
-    return kernel, f"{line}; by the rates of {here.name}"
+        return *select_kernel(name, *call), ""
+    cost = partial(_relative_seconds, here, spec, layout)
+    kernel, line = select_kernel(name, *call, cost=cost)
+    faster = faster_if_installed(kernel, name, call, cost)
+    warning = f"attention runs on {kernel.name}; on {here.device}, {faster}" if faster else ""
+    return kernel, f"{line}; by the rates of {here.name}", warning
 
 
 def kernel_on(

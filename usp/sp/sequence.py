@@ -198,9 +198,9 @@ class _Gather(torch.autograd.Function):
         ctx.axes = axes
         for group in (axes.ulysses_group, axes.ring_group):
             if group is not None:
-                parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-                dist.all_gather(parts, x.contiguous(), group=group)
-                x = torch.cat(parts)
+                every = x.new_empty(group.size() * len(x), *x.shape[1:])
+                dist.all_gather_single(every, x.contiguous(), group=group)
+                x = every
         return x
 
     @staticmethod
@@ -208,9 +208,9 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         for group in (ctx.axes.ring_group, ctx.axes.ulysses_group):
             if group is not None:
-                parts = [part.contiguous() for part in grad.chunk(group.size())]
-                grad = torch.empty_like(parts[0])
-                dist.reduce_scatter(grad, parts, group=group)
+                total = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])
+                dist.reduce_scatter_single(total, grad.contiguous(), group=group)
+                grad = total
         return grad, None
 
 

@@ -197,18 +197,18 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         device: torch.device,
     ) -> tuple[UnifiedPlan, RingProgram]:
         plan = self._plan(spec, heads, batch, layout)
-        kernel, choice = choose_kernel(self.kernel, spec, device, dtype, head_dim, v_head_dim, plan.layout)
+        kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, v_head_dim, plan.layout)
         self.kernels.add(kernel.name)
         call = (plan.layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name)
         self.axes.agree(call, "the attention call")
         self._log(logging.INFO, choice)
-        for violation in ulysses_violations(heads.num_heads, heads.ulysses):
-            self._log(logging.WARNING, violation)
+        for warning in (slow, *ulysses_violations(heads.num_heads, heads.ulysses)):
+            self._log(logging.WARNING, warning)
         kv_index = heads.kv_index(self.axes.ulysses_rank)
         return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index)
 
     def _log(self, level: int, line: str) -> None:
-        if line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):
+        if line and line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):
             self._logged.add(line)
             logger.log(level, line)
 

@@ -112,12 +112,14 @@ class Prologue:
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:
-        """Return the line that names the kernel for packed documents on this device, and those refused before it."""
+        """Return the lines that name the kernel for packed documents on this device, those refused before it, and a
+        package that would be faster."""
         name, device = self._config.attention_kernel, self._computes_on
         if device is None or name not in KERNEL_NAMES:  # refused elsewhere
             return ""
         sizes = facts.head_dim, facts.value_dim
-        return self.problems.attempt(lambda: choose_kernel(name, PACKED, device, self.dtype, *sizes)[1]) or ""
+        choice = self.problems.attempt(lambda: choose_kernel(name, PACKED, device, self.dtype, *sizes)[1:]) or ()
+        return "\n".join(filter(None, choice))
 
     def check_vocabulary(self, model: str, size: int) -> None:
         """Check that the vocabulary of `model` has every id of the tokenizer."""

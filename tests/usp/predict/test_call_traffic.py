@@ -123,7 +123,7 @@ def inference_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
     if len(job.stage_layers) - 1 in job.stages(rank):
         values = job.config.micro_batches * job.tokens * FLOAT32
         for axis in ("ulysses", "ring"):  # one after the other
-            parts.append(Sent(axis, "allgather_", values * (job.degree(axis) - 1)))
+            parts.append(Sent(axis, "_allgather_base_", values * (job.degree(axis) - 1)))
             values *= job.degree(axis)
     return merged(sent for sent in parts if job.degree(sent.axis) > 1)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+from pathlib import Path
+
 import pytest
 import torch
 
 from attention import AttentionSpec, SequenceLayout
+from attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
 from parallel import load_hardware
 from usp.sp.kernel_choice import PACKED, choose_kernel, kernel_on
 
@@ -31,7 +35,7 @@ def test_training_takes_what_a_plan_assumes(
     for spec, wanted in ((AttentionSpec(), one_document), (PACKED, packed)):
         for ring in (1, 4):
             call = "auto", spec, torch.bfloat16, 128, 128, SequenceLayout("zigzag", 8192, ring=ring)
-            kernel, line = choose_kernel(*call[:2], torch.device("cuda"), *call[2:])
+            kernel, line, _ = choose_kernel(*call[:2], torch.device("cuda"), *call[2:])
             assert kernel.name == wanted == kernel_on(hardware, *call).name
             assert line.startswith(f"attention kernel: {wanted}; flash-attn-")  # why not a package
             assert line.endswith(f"is not installed; by the rates of {hardware.name}")
@@ -39,5 +43,51 @@ def test_training_takes_what_a_plan_assumes(
 
 def test_a_gpu_without_a_node_has_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "NVIDIA GeForce RTX 4090", (8, 9))
-    kernel, line = choose_kernel("auto", AttentionSpec(), torch.device("cuda"), torch.bfloat16, 128, 128)
-    assert kernel.name == "aten-flash" and "rates" not in line
+    kernel, line, warning = choose_kernel("auto", AttentionSpec(), torch.device("cuda"), torch.bfloat16, 128, 128)
+    assert kernel.name == "aten-flash" and "rates" not in line and not warning
+
+
+def test_a_faster_package_that_is_not_installed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, NAMES["b200"], (10, 0))
+    call = torch.device("cuda"), torch.bfloat16, 192, 128
+    *_, warning = choose_kernel("auto", PACKED, *call)
+    assert warning == (
+        "attention runs on aten-flash; on NVIDIA B200, flash-attn-4 would be 3.6 times as fast: "
+        "pip install --pre flash-attn-4"
+    )
+    assert choose_kernel("sdpa", PACKED, *call)[2] == ""  # what was asked for
+    monkeypatch.setattr(FlashAttn4Kernel, "missing", lambda _: None)
+    assert choose_kernel("auto", PACKED, *call)[2] == ""
+
+
+PACKAGES = {"2": FlashAttn2Kernel, "3": FlashAttn3Kernel, "4": FlashAttn4Kernel}
+MASKS = {
+    "causal": AttentionSpec(),
+    "packed": PACKED,
+    "window": AttentionSpec(window=(4095, 0)),
+    "prefix": AttentionSpec(prefixes=((4,),)),
+    "softcap": AttentionSpec(softcap=30.0),
+}
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+GOLDEN = Path(__file__).with_name("kernel_choice.txt")
+
+
+def table(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the choice on every node: a line for each set of flash-attn packages and mask, a column for each pair of
+    head dims."""
+    lines = [f"{'node':5} {'flash':6} {'mask':8} " + " ".join(f"{f'{h}, {v}':12}" for h, v in HEAD_DIMS)]
+    for node, installed, (name, spec) in product(
+        ("a100", "h100", "h200", "b200"), ("", "2", "3", "4", "234"), MASKS.items()
+    ):
+        for number, kernel in PACKAGES.items():
+            reason = None if number in installed else "not installed"
+            monkeypatch.setattr(kernel, "missing", lambda _, reason=reason: reason)
+        layout, hardware = SequenceLayout("zigzag", 65536), load_hardware(node)
+        names = [kernel_on(hardware, "auto", spec, torch.bfloat16, *dims, layout).name for dims in HEAD_DIMS]
+        lines.append(f"{node:5} {installed or 'none':6} {name:8} " + " ".join(f"{each:12}" for each in names))
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def test_the_choice_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write `table` to kernel_choice.txt after a change that means to change it."""
+    assert table(monkeypatch) == GOLDEN.read_text()

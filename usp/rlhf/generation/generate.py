@@ -282,9 +282,9 @@ class Generator:
         logits = nn.functional.linear(hidden_BH, weight, bias)
         tp = self._groups.get("tp")
         if tp is not None:
-            parts = [torch.empty_like(logits) for _ in range(tp.size())]
-            dist.all_gather(parts, logits, group=tp)
-            logits = torch.cat(parts, 1)
+            every = logits.new_empty(tp.size() * len(logits), logits.shape[1])
+            dist.all_gather_single(every, logits, group=tp)
+            logits = every.unflatten(0, (tp.size(), -1)).movedim(0, 1).flatten(1)
         logits = logits.to(softmax_dtype(hidden_BH))
         self._transform.apply_(logits)
         return logits
