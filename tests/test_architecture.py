@@ -22,21 +22,21 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 2975,
+    "attention": 3275,
     "parallel": 3725,
     "usp/commands": 1425,
     "usp/data": 2475,
-    "usp/evaluation": 625,
-    "usp/hf": 4450,
+    "usp/evaluation": 650,
+    "usp/hf": 4475,
     "usp/losses": 525,
-    "usp/model": 625,
-    "usp/planning": 4275,
-    "usp/predict": 3225,
-    "usp/rlhf": 8815,
+    "usp/model": 650,
+    "usp/planning": 4075,
+    "usp/predict": 3200,
+    "usp/rlhf": 8825,
     "usp/run": 1225,
-    "usp/sp": 1650,
+    "usp/sp": 1700,
     "usp/train": 3750,
-    "usp": 33800,
+    "usp": 33625,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

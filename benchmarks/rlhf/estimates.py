@@ -35,7 +35,7 @@ from usp.planning.call_cost import CallOptions
 from usp.planning.estimates import Estimates, layout_key
 from usp.planning.measurements import Measurements, Sizes
 from usp.planning.measuring import Asked, measure_calls, measure_step
-from usp.planning.report import layout_text
+from usp.planning.rlhf_question import layout_text
 from usp.planning.simulator import Simulator
 from usp.planning.workload import Workload
 from usp.predict.rounds import Rounds

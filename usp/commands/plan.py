@@ -44,10 +44,9 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"compile"}
     asked = parse(argv, PlanConfig, prog, leading_config=True, without=without)
 
-    from usp.planning.choice import choose, suppose
-    from usp.planning.report import render_plan
+    from usp.planning.choice import choose, render_plan, suppose
 
-    gc.freeze()  # collections of what a search discards need not look at all that was imported
+    gc.disable()  # a search makes no cycles worth looking for
     out = Path(asked.out).expanduser()
     check(output_problem("--out", out if asked.out else None, ".yaml", ".yml"))
     with Console(stderr=True).status("planning") as status:

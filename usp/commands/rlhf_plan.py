@@ -98,8 +98,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         *value_violations(asked).values(),
     )
 
-    from usp.planning.report import render_choice
-    from usp.planning.rlhf_question import answer, suppose, what_ifs
+    from usp.planning.rlhf_question import answer, render_choice, suppose, what_ifs
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
 

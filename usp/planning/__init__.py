@@ -2,5 +2,5 @@
 only earlier ones:
 
 question, methods, workload, search, call_cost, estimates, measurements, simulator, step_report, choice,
-comparison, rlhf_search, measuring, comparison_page, rlhf_question, report, run_plan.
+comparison, rlhf_search, measuring, comparison_page, rlhf_question, run_plan.
 """

@@ -10,21 +10,22 @@ The data-parallel rank with most tokens sets the pace. Nothing is measured: rate
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 
 from attention import SequenceLayout
-from parallel import Hardware, bubble_fraction
+from parallel import Hardware
 from usp.config import TrainConfig
 from usp.model.facts import NO_ATTENTION, ModelShape
 from usp.predict.compute import LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
 from usp.predict.job import Job, Output
 from usp.predict.memory import footprint, forward_memory
-from usp.predict.seconds import pass_seconds, rank_launches, sent_seconds
-from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, expert_traffic, gather_counts, merged, pass_traffic
+from usp.predict.seconds import different_ranks, rank_launches, rank_seconds, sent_seconds, step_seconds
+from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, expert_traffic, merged
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.rows import pack_lengths
@@ -32,12 +33,12 @@ from usp.rlhf.samples import balance
 
 from .workload import READ_MULTIPLE, ROW_MULTIPLE, Batching, Sample, Workload, batching
 
+_OPTIONS = ("zero", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")  # of a configuration
+
 
 def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
-    """Return what `rank` sends in the forward of one decode step of `slots` sequences.
-
-    Every rank of ring x ulysses computes all tokens of its data-parallel group, and attends to its part of the cache.
-    """
+    """Return what `rank` sends in the forward of one decode step of `slots` sequences, all of whose tokens every rank
+    of ring x ulysses computes, each with its part of the cache."""
     facts, tp, sp = job.model.facts, job.dims.tp, job.dims.sp
     hidden = slots * job.model.hidden_size * job.dtype.itemsize
     partial = slots * facts.num_heads // tp * (facts.value_dim * job.dtype.itemsize + FLOAT32)  # outputs, log-sum-exps
@@ -84,9 +85,7 @@ class CallCost:
     """What a call takes on the rank that needs most."""
 
     seconds: Mapping[str, float] = field(hash=False)  # by part
-    weight_bytes: int  # of the copy of the weights
     work_bytes: int  # besides weights and optimizer states at the peak, KV cache included
-    state_bytes: int = 0  # of a trained copy's optimizer states
     cache_bytes: int = 0  # of the KV cache
 
     @property
@@ -117,34 +116,17 @@ def call_cost(
 def weight_elements(layout: CallLayout, model: ModelShape, options: CallOptions) -> int:
     """Return the parameter elements of the rank that holds most in a layout."""
     tokens = _row_multiple(layout) * layout.dims.tp  # the shortest row: only weights matter
-    job = _job(replace(layout, ac="none", ac_offload=False), model, options, "values", tokens, 1)
+    job = _job(replace(layout, ac="none", ac_offload=False), model, options, output="values", seq_len=tokens)
     return max(held_elements(job, rank) for rank in job.ranks("pp", 0))
 
 
 def _job(
-    layout: CallLayout,
-    model: ModelShape,
-    options: CallOptions,
-    output: Output,
-    tokens: int,
-    rows: int,
-    micro_batches: int = 1,
-    trained: bool = False,
+    layout: CallLayout, model: ModelShape, options: CallOptions, output: Output, trained: bool = False, **sizes: int
 ) -> Job:
-    config = TrainConfig(
-        seq_len=tokens,
-        batch_size=rows,
-        micro_batches=micro_batches,
-        zero=layout.zero,
-        sp_layout=layout.sp_layout,
-        tp_sequence_parallel=layout.tp_sequence_parallel,
-        ac=layout.ac,
-        ac_offload=layout.ac_offload,
-        mlp_tile=layout.mlp_tile,
-        loss_chunk=layout.loss_chunk or options.loss_chunk,
-        dtype=dtype_name(options.dtype),
-        attention_kernel=options.kernel,
-    )
+    """Return the forwards of a call, or its step if it is `trained`; `sizes` are fields of a configuration."""
+    values: dict[str, Any] = {name: getattr(layout, name) for name in _OPTIONS}
+    values |= {"loss_chunk": layout.loss_chunk or options.loss_chunk, "attention_kernel": options.kernel}
+    config = TrainConfig(**values | sizes, dtype=dtype_name(options.dtype))
     weights = torch.float32 if trained else options.dtype
     return Job(config, model, layout.dims, trained=trained, output=output, weights=weights, placed=layout.ranks)
 
@@ -155,19 +137,6 @@ def _row_multiple(layout: CallLayout) -> int:
 
 def _prefill_multiple(layout: CallLayout) -> int:
     return _row_multiple(layout) * -(-ROW_MULTIPLE // _row_multiple(layout))
-
-
-def _different_stages(job: Job, hardware: Hardware) -> list[tuple[int, int]]:
-    """Return (the first, how many) of the pipeline stages that are alike: in layers, ends, links and gathers."""
-    size, stages = job.world_size // job.dims.pp, dict[object, list[int]]()
-    for stage in range(job.dims.pp):
-        ranks = job.global_ranks[stage * size : (stage + 1) * size]
-        links = [tuple(rank // n - ranks[0] // n for rank in ranks) for n in (t.devices for t in hardware.tiers) if n]
-        # Gathers of ZeRO-3 depend on the micro-batches in flight.
-        gathers = gather_counts(job, stage * size, stage) if job.trained and job.config.zero == 3 else ()
-        kind = (*job.kinds(stage), stage == 0, stage == job.dims.pp - 1, *links, gathers)
-        stages.setdefault(kind, []).append(stage)
-    return [(alike[0], len(alike)) for alike in stages.values()]
 
 
 @dataclass(frozen=True)
@@ -233,28 +202,31 @@ class _Calls:
     options: CallOptions
 
     def inference(self, work: Inference) -> CallCost:
-        output: Output = "logprobs" if work.head == "logprobs" else "values"
         rows = packed_rows(self.workload.sequences, self.layout)
-        job = self._job(output, rows.tokens, rows.number, rows.number)
-        memory = max((forward_memory(job, rank) for rank in self._stage_ranks(job)), key=lambda moment: moment.total)
-        return CallCost(self._passes(job, rows.visible), memory.parameters, memory.total - memory.parameters)
+        job = self._of_rows("logprobs" if work.head == "logprobs" else "values", rows)
+        step, ranks = step_seconds(job, self.hardware, collective=self._collective), different_ranks(job, self.hardware)
+        memory = max((forward_memory(job, rank) for rank in ranks), key=lambda moment: moment.total)
+        seconds = {"forward": step.total - step.bubble, "bubble": step.bubble}
+        return CallCost(seconds, memory.total - memory.parameters)
 
     def train_step(self, work: TrainStep) -> CallCost:
         seconds, peaks = defaultdict[str, float](float), []
         for rows, number in mini_batch_rows(work, self.layout, self.workload).items():
-            job = self._job(work.objective.head, rows.tokens, rows.number, rows.number, trained=True)
-            for part, value in self._passes(job, rows.visible).items():
+            job = self._of_rows(work.objective.head, rows, trained=True)
+            step = step_seconds(job, self.hardware, collective=self._collective)
+            parts = {"passes": step.total - step.bubble - step.optimizer, "bubble": step.bubble}
+            for part, value in {**parts, "update": step.optimizer}.items():
                 seconds[part] += number * work.epochs * value
-            peaks += [footprint(job, rank) for rank in self._stage_ranks(job)]
+            # Of the stages that are alike, the first has most micro-batches in flight.
+            peaks += [footprint(job, rank) for rank in different_ranks(job, self.hardware)]
         memory = max(peaks, key=lambda each: each.peak.total)
-        stays = memory.parameters + memory.optimizer
-        return CallCost(seconds, memory.parameters, memory.peak.total - stays, state_bytes=memory.optimizer)
+        return CallCost(seconds, memory.peak.total - memory.parameters - memory.optimizer)
 
     def generate(self) -> CallCost:
         runs = batchings(self.layout, self.workload, self.options)
         shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
         prefills = {shape: self._prefill(*shape) for shape in shapes}
-        job = self._job("cache", _prefill_multiple(self.layout), 1)
+        job = self._job("cache", seq_len=_prefill_multiple(self.layout))
         step = cache(partial(self._decode_step, job))
 
         def seconds(run: Batching) -> tuple[float, float]:
@@ -269,49 +241,20 @@ class _Calls:
         prefill, decode = max(map(seconds, runs), key=sum)
         place_bytes = max(_bytes_per_place(job, stage) for stage in range(job.dims.pp))
         cache_bytes = max(run.slots * run.places for run in runs) * place_bytes
-        moments = [forward_memory(self._job("cache", tokens, rows), 0) for rows, tokens in shapes]
-        return CallCost(
-            {"prefill": prefill, "decode": decode},
-            weight_bytes=weight_elements(self.layout, self.model, self.options) * self.options.dtype.itemsize,
-            work_bytes=cache_bytes + max((moment.total - moment.parameters for moment in moments), default=0),
-            cache_bytes=cache_bytes,
-        )
+        moments = [forward_memory(self._job("cache", seq_len=tokens, batch_size=rows), 0) for rows, tokens in shapes]
+        work = max((moment.total - moment.parameters for moment in moments), default=0)
+        return CallCost({"prefill": prefill, "decode": decode}, cache_bytes + work, cache_bytes)
 
-    def _job(self, output: Output, tokens: int, rows: int, micro_batches: int = 1, trained: bool = False) -> Job:
-        return _job(self.layout, self.model, self.options, output, tokens, rows, micro_batches, trained)
+    @property
+    def _collective(self) -> float:
+        return self.options.collective_launches
 
-    def _stage_ranks(self, job: Job) -> list[int]:
-        """Return a rank of each kind of pipeline stage: of stages alike, the first has most micro-batches in flight."""
-        return [job.ranks("pp", 0)[place] for place, _ in _different_stages(job, self.hardware)]
+    def _job(self, output: Output, trained: bool = False, **sizes: int) -> Job:
+        return _job(self.layout, self.model, self.options, output, trained, **sizes)
 
-    def _passes(self, job: Job, visible: float) -> dict[str, float]:
-        """Return the seconds of a job's passes on the slowest stage, what the host takes longer than those to launch
-        their operators, and what other stages are waited for."""
-
-        def of(rank: int) -> dict[str, float]:
-            passes = pass_seconds(job, self.hardware, rank)
-            took = {str(kind): each.total - (1 - visible) * each.compute.attention for kind, each in passes.items()}
-            busy = sum(value for kind, value in took.items() if kind != "update")
-            took["launch"] = self._launch_wait(job, rank, busy)
-            return {kind: value for kind, value in took.items() if value}
-
-        stages = (of(job.slowest_ranks[place]) for place, _ in _different_stages(job, self.hardware))
-        slowest = max(stages, key=lambda took: sum(took.values()))
-        busy = sum(slowest.values()) - slowest.get("update", 0.0)
-        fraction = bubble_fraction("1f1b", job.dims.pp, job.config.micro_batches)
-        return {**slowest, "bubble": busy * fraction / (1 - fraction)} if fraction else slowest
-
-    def _launch_wait(self, job: Job, rank: int, busy: float) -> float:
-        """Return how much longer than `busy` seconds the host needs to launch what all passes run."""
-        if not self.hardware.launch_seconds:
-            return 0.0
-        sent = (each for passed in pass_traffic(job, rank).values() for each in passed)
-        return max(0.0, self._launches(job, rank, sent) * self.hardware.launch_seconds - busy)
-
-    def _launches(self, job: Job, rank: int, sent: Iterable[Sent]) -> float:
-        """Return the operators and collectives of a rank, in operators."""
-        collectives = sum(each.calls for each in sent if each.axis != "pp")
-        return rank_launches(job, self.hardware, rank) + self.options.collective_launches * collectives
+    def _of_rows(self, output: Output, rows: Rows, trained: bool = False) -> Job:
+        job = self._job(output, trained, seq_len=rows.tokens, batch_size=rows.number, micro_batches=rows.number)
+        return replace(job, visible=rows.visible)
 
     def _micro_batches(self) -> int:
         """Return the micro-batches of generation; with one for each stage, the slowest stage sets the pace."""
@@ -319,11 +262,10 @@ class _Calls:
 
     def _prefill(self, rows: int, tokens: int) -> float:
         """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
-        job, stages = self._job("cache", tokens, -(-rows // self._micro_batches())), []
-        for place, number in _different_stages(job, self.hardware):
-            rank = job.slowest_ranks[place]
-            busy = pass_seconds(job, self.hardware, rank)["forward"].total
-            stages += [busy + self._launch_wait(job, rank, busy)] * number
+        job, stages = self._job("cache", seq_len=tokens, batch_size=-(-rows // self._micro_batches())), []
+        for rank, number in different_ranks(job, self.hardware).items():
+            busy, _ = rank_seconds(job, self.hardware, rank, collective=self._collective)
+            stages += [busy.total] * number
         return sum(stages) + (self._micro_batches() - 1) * max(stages)
 
     def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
@@ -333,11 +275,12 @@ class _Calls:
         passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
         micro_batches = self._micro_batches()
         rows, read, fixed, launched = -(-slots // micro_batches), [], [], []
-        for place, number in _different_stages(job, self.hardware):
-            rank = job.ranks("pp", 0)[place]
+        for slowest, number in different_ranks(job, self.hardware).items():
+            rank = job.ranks("pp", 0)[job.place("pp", slowest)]
+            sent = decode_traffic(job, rank, rows)
             read += [float(_bytes_per_place(job, *job.stages(rank)))] * number
             fixed += [_stage_seconds(job, self.hardware, rank, rows)] * number
-            launched += [self._launches(job, rank, decode_traffic(job, rank, rows))] * number
+            launched += [rank_launches(job, self.hardware, rank, sent, self._collective)] * number
 
         def step(stages: list[float]) -> float:
             return sum(stages) if micro_batches == 1 else micro_batches * max(stages)

@@ -1,13 +1,15 @@
-"""The choice of the fastest configuration for a run, and the reasons: what bounds it, why other layouts are slower, and
-which published tips it contradicts."""
+"""The fastest configuration for a run, what bounds it, why others are slower, and which published tips it breaks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
+
+from rich.console import Group
 
 from parallel import Hardware, ParallelDims
 from usp.config import TrainConfig
@@ -19,18 +21,19 @@ from usp.predict.memory import host_bytes, peak_moment
 from usp.predict.seconds import exposure, least_seconds, step_seconds
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
-from usp.run.metrics import seconds
-from usp.run.tables import GIB
+from usp.run.metrics import seconds, size
+from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 from usp.train.validate import parallel_dims
 
-from .question import CHOSEN, enough_devices, from_rank_0, suppositions
-from .search import Candidate, Predictor, Question, Search, SearchResult, layouts
+from .question import CHOSEN, LAYOUT, enough_devices, from_rank_0, suppositions, what_if_line
+from .search import Candidate, Predictor, Question, Search, SearchResult, changed, layouts
 from .step_report import StepReport, parts, step_report
 
 T = TypeVar("T")
 _chosen = attrgetter(*CHOSEN)
 _degrees = attrgetter("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep", "sp_order")
+_layout = attrgetter(*LAYOUT)
 _dims = lru_cache(maxsize=4096)(ParallelDims)
 
 
@@ -106,30 +109,39 @@ def _proved(choice: Choice) -> Choice:
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
-    like = _by_choice(lambda config: replace(job, config=config, dims=_dims(*_degrees(config))))
+
+    def of_layout(config: TrainConfig) -> Job:
+        made = replace(job, config=config, dims=_dims(*_degrees(config)))
+        for name in ("micro_batch", "slowest_ranks", "last_stage"):
+            getattr(made, name)  # kept by all options of the layout
+        return made
+
+    layout = _kept_by(_layout, of_layout)
+    like = _kept_by(_chosen, lambda config: changed(layout(config), config=config))
 
     def memory(config: TrainConfig) -> Memory:
         # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
-        ranks = like(config).ranks("pp", 0)
-        device = max(peak_moment(like(config), rank).total for rank in {ranks[0], ranks[-1]})
+        made = like(config)
+        ranks = made.ranks("pp", 0)
+        device = max(peak_moment(made, rank).total for rank in {ranks[0], ranks[-1]})
         offloads = config.ac_offload or config.optim_offload
-        return Memory(device, host_bytes(like(config), hardware.host_devices) if offloads else 0)
+        return Memory(device, host_bytes(made, hardware.host_devices) if offloads else 0)
 
     return Predictor(
-        _by_choice(lambda config: step_seconds(like(config), hardware)),
-        _by_choice(lambda config: least_seconds(like(config), hardware)),
-        _by_choice(memory),
+        _kept_by(_chosen, lambda config: step_seconds(like(config), hardware)),
+        _kept_by(_chosen, lambda config: least_seconds(like(config), hardware)),
+        _kept_by(_chosen, memory),
     )
 
 
-def _by_choice(function: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
-    """Cache a function of configurations by what the planner chooses, which is hashed faster than all their fields."""
+def _kept_by(key: Callable[[TrainConfig], object], function: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
+    """Cache a function of configurations by a `key`, which is hashed faster than all their fields."""
     results: dict[object, T] = {}
 
     def cached(config: TrainConfig) -> T:
-        if (key := _chosen(config)) not in results:
-            results[key] = function(config)
-        return results[key]
+        if (known := key(config)) not in results:
+            results[known] = function(config)
+        return results[known]
 
     return cached
 
@@ -202,10 +214,8 @@ def contradicted(choice: Choice) -> Iterator[str]:
 
 def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
     """Return the configuration that --plan auto chooses, and print it on rank 0; without --plan auto return `config`.
-
     Without a store every rank plans, and all choose the same. Raise ConfigurationError on all ranks as `choose`, and
-    for unknown hardware, or hardware without a peak for --dtype.
-    """
+    for unknown hardware, or hardware without a peak for --dtype."""
     if config.plan != "auto":
         return config
     options = from_rank_0(launch, "plan", lambda: _plan(config, launch))
@@ -249,6 +259,47 @@ def bound(candidate: Candidate, memory_bytes: float) -> str:
     return words
 
 
+def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]) -> Group:
+    """Return the report for rich to print; `supposed` is what `suppose` returns."""
+    result, memory, first = choice.result, choice.question.usable, choice.best
+    host = f" and {memory.host / GIB:.0f} GiB of a host" if math.isfinite(memory.host) else ""
+    lines = [
+        f"{result.layouts} layouts, {result.tried} checked against {memory.device / GIB:.0f} GiB of a device{host}",
+        f"1 is bound by {bound(first, memory.device)}",
+    ]
+    if proof := choice.proof:
+        sent = max(sum(sent.nbytes for sent in run.sent) for run in proof.runs)
+        lines.append(
+            f"1 by a dry run, because {choice.job.approximate}: {size(proof.memory.peak.total)} at the peak, "
+            f"{size(sent)} sent by a rank, {seconds(proof.time.total)} per step"
+        )
+    slower = enumerate(result.best[1:], start=2)
+    lines += [f"{number} is slower by: {why_slower(candidate, first)}" for number, candidate in slower]
+    lines += [f"warning: {words}" for words in contradicted(choice)]
+    for words, best in supposed:
+        plan = f"{candidate_text(best)}, {seconds(best.time.total)} per step" if best else None
+        lines.append(what_if_line(words, plan, same=best is not None and best.config == first.config))
+    return Group(_configurations(result).table(), *lines)
+
+
+def _configurations(result: SearchResult) -> Grid:
+    rows = (
+        (
+            str(number),
+            degrees(candidate.config),
+            memory_options(candidate.config),
+            seconds(candidate.time.total),
+            f"{candidate.time.mfu:.2f}",
+            f"{candidate.memory.device / GIB:.1f}",
+            f"{candidate.memory.host / GIB:.1f}",
+        )
+        for number, candidate in enumerate(result.best, start=1)
+    )
+    kernels = ", ".join(sorted({kernel for candidate in result.best for kernel in candidate.time.kernels}))
+    title = f"Fastest configurations, one for each set of axes; MFU with attention by {kernels}"
+    return Grid(title, ("", "degrees", "memory options", "step", "MFU", "GiB", "host GiB"), tuple(rows))
+
+
 def degrees(config: TrainConfig) -> str:
     """Return the degrees above 1, outermost first."""
     names = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")
@@ -278,8 +329,7 @@ def candidate_text(candidate: Candidate) -> str:
 
 
 def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[tuple[str, Callable[[TrainConfig], bool]]]:
-    """Yield the tips of the USP paper (arXiv 2405.07719, section 4) that a configuration contradicts, each with whether
-    another one follows it."""
+    """Yield the tips of arXiv 2405.07719, section 4, that a configuration breaks, each with whether another follows."""
     sp = config.sp_ring * config.sp_ulysses
     left = facts.num_heads // config.tp
     if config.sp_ring > 1 and config.sp_ulysses == 1 and left > 1:

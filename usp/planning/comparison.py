@@ -51,11 +51,8 @@ class Setting(Devices):
 
 @dataclass(frozen=True)
 class Compared:
-    """A feasible method and its predicted step.
-
-    The remedy of one that does not fit is the flags that save memory at the least cost, and the step with them; None if
-    none of them suffices, and before it is judged.
-    """
+    """A feasible method and its predicted step. The remedy of one that does not fit is the flags that save memory at
+    the least cost, and the step with them; None if none of them suffices, and before it is judged."""
 
     method: str
     step: StepReport
@@ -108,23 +105,19 @@ class Compared:
 def compare(methods: Iterable[Method], setting: Setting) -> tuple[list[Compared], dict[str, str]]:
     """Return the feasible methods, and why the others are not, by name."""
     feasible, problems = [], {}
-    sizes = setting.world_size, setting.sequences, setting.rows
     for method in methods:
         try:
-            config = method.config(setting.base, setting.shape.facts, *sizes)
-            feasible.append(_compared(method.name, setting.job(config), setting))
+            sizes = setting.world_size, setting.sequences, setting.rows
+            job = setting.job(method.config(setting.base, setting.shape.facts, *sizes))
+            ranks = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
+            sent = {rank: step_traffic(job, rank) for rank in ranks}
+            sender = max(sent, key=lambda rank: sum(each.nbytes for each in sent[rank]))
+            step, (_, rank) = StepReport(job, setting.hardware), largest_footprint(job)
+            block, paper = block_traffic(job, sender), paper_cost(method.name, job, setting.sequences)
+            feasible.append(Compared(method.name, step, rank, sender, sent[sender], *block, paper))
         except ValueError as error:
             problems[method.name] = str(error)
     return feasible, problems
-
-
-def _compared(method: str, job: Job, setting: Setting) -> Compared:
-    ranks = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
-    sent = {rank: step_traffic(job, rank) for rank in ranks}
-    sender = max(sent, key=lambda rank: sum(each.nbytes for each in sent[rank]))
-    step, (_, rank) = StepReport(job, setting.hardware), largest_footprint(job)
-    paper = paper_cost(method, job, setting.sequences)
-    return Compared(method, step, rank, sender, sent[sender], *block_traffic(job, sender), paper)
 
 
 def judge(compared: Iterable[Compared], setting: Setting) -> list[Compared]:

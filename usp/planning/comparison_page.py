@@ -1,13 +1,11 @@
-"""A comparison of methods for people: plots by number of devices and sequence length, one self-contained HTML page
-whose template is `page.html`, and the computed tables of docs/cost.md, which `python -m usp.planning.comparison_page`
-writes."""
+"""A comparison of methods for people: plots by number of devices and sequence length, and one self-contained HTML page
+whose template is `page.html`."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -15,19 +13,14 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from parallel import load_hardware
-from usp.config import TrainConfig
-from usp.hf.models import load_model_config
 from usp.run.metrics import seconds, short, size
 from usp.run.tables import AND, GIB, Grid
 
 from .choice import degrees, memory_options
-from .comparison import Compared, Setting, compare, comparison_tables
-from .methods import DEFAULT, TABLE_2, Method, expert_row, grouped_rows, markdown, pipeline_row
+from .comparison import Compared, Setting, compare
+from .methods import Method
 from .step_report import memory_parts, parts
 
-WIDTH, HEIGHT = 420, 260
-LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 12, 10, HEIGHT - 40  # of the area inside the axes
 SHOWN = 5  # methods that are selected at first
 # The classes of the page's bars, in their order: words of the names of a step's parts, then of the memory's.
 KINDS = (
@@ -35,8 +28,6 @@ KINDS = (
     *("parameters", "gradients", "gathered", "optimizer", "activations", "temporary"),
 )
 Bar = list[tuple[str, float, str, str]]  # (name, value, text, class) of each part
-DOCUMENT = Path(__file__).parents[2] / "docs" / "cost.md"
-COMPUTED = re.compile(r"(?<=<!-- computed -->\n).*?(?=<!-- end -->\n)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -51,8 +42,7 @@ class Panel:
 
 
 def sweep(methods: Sequence[Method], setting: Setting) -> list[Panel]:
-    """Return what is sent and the memory by devices (powers of two up to the setting's), then by sequence length (1/8
-    to 8 times the setting's)."""
+    """Return what is sent and the memory by devices (powers of two up to the setting's), then by length (1/8 to 8x)."""
     numbers = [2**power for power in range(1, setting.world_size.bit_length())]
     lengths = [max(1, setting.base.seq_len // 8) * 2**power for power in range(7)]
     by_number = {number: replace(setting, world_size=number) for number in numbers}
@@ -104,34 +94,12 @@ def _values(panel: Panel) -> list[float]:
     return [value for line in panel.lines.values() for value in line.values() if value > 0]
 
 
-def _scale(low: float, high: float, begin: float, end: float) -> Callable[[float], float]:
-    """Return where a value lies between `begin` and `end`, whose logarithms to base 2 are `low` and `high`."""
-    return lambda value: round(begin + (math.log2(value) - low) / (high - low) * (end - begin), 1)
-
-
-def chart(panel: Panel) -> dict[str, Any]:
-    """Return a panel in units of a `WIDTH` x `HEIGHT` drawing, for the template."""
+def _powers(panel: Panel) -> tuple[float, float, int, int]:
+    """Return the powers of two at the ends of a chart's axes: the first and last place, and around all values."""
     values = [*_values(panel), *([panel.limit] if panel.limit else [])] or [1.0]
     low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
-    high = max(high, low + 1)
-    first, last = math.log2(min(panel.places)), math.log2(max(panel.places))
-    x, y = _scale(first, max(last, first + 1), LEFT, RIGHT), _scale(low, high, BOTTOM, TOP)
-    lines = {name: [(at, value) for at, value in line.items() if value > 0] for name, line in panel.lines.items()}
-    return {
-        "title": panel.title,
-        "below": panel.below,
-        "ticks_x": [(x(place), short(place)) for place in panel.places],
-        "ticks_y": [(y(2.0**power), f"{2.0**power:g}") for power in range(low, high + 1, -(-(high - low) // 8))],
-        "lines": [
-            (
-                name,
-                [(x(at), y(value)) for at, value in line],
-                ", ".join(f"{short(at)}: {value:.3g}" for at, value in line),
-            )
-            for name, line in lines.items()
-        ],
-        "limit": (y(panel.limit), f"{panel.limit:.0f} usable") if panel.limit else None,
-    }
+    first, last = math.log2(panel.places[0]), math.log2(panel.places[-1])
+    return first, max(last, first + 1), low, max(high, low + 1)
 
 
 def page(
@@ -146,7 +114,7 @@ def page(
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"size": size, "seconds": seconds}
+    environment.filters |= {"size": size, "seconds": seconds, "short": short, "log2": math.log2}
     methods = [_method(each) for each in judged]
     return environment.get_template("page.html").render(
         title=title,
@@ -163,8 +131,7 @@ def page(
         largest=max((each.step.memory.peak.total for each in judged), default=1),
         limit=judged[0].step.limits.device if judged else 0,
         tables=[(grid, [[cell.split(AND) for cell in row] for row in grid.rows]) for grid in tables],
-        drawing={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "bottom": BOTTOM},
-        charts=map(chart, panels),
+        charts=[(panel, *_powers(panel)) for panel in panels],
         number={each.method: index for index, each in enumerate(judged)},
     )
 
@@ -224,21 +191,3 @@ def _legend(bars: Iterable[Bar]) -> list[tuple[str, str]]:
         names[kind].add(name)
     legend = ((kind, names[kind]) for kind in KINDS if kind in names)
     return [(kind, " ".join(of) if len(of) == 1 else f"{kind} communication") for kind, of in legend]
-
-
-def document() -> str:
-    """Return the text of docs/cost.md with its four computed parts replaced; raise ValueError if it has not four."""
-    example = TrainConfig(model="llama3-8b", seq_len=2**17, dtype="bfloat16")
-    setting = Setting(
-        hardware=load_hardware("h100"), world_size=16, base=example, model_config=load_model_config(example.model)
-    )
-    compared, problems = compare(map(Method.parse, DEFAULT), setting)
-    tables = "\n".join(table.markdown() for table in comparison_tables(compared, problems))
-    extra = markdown((expert_row(experts_per_token=2), pipeline_row()))
-    computed = (markdown(TABLE_2), extra, markdown(grouped_rows(group=4)), tables, "")
-    prose = COMPUTED.split(DOCUMENT.read_text())
-    return "".join(text + table for text, table in zip(prose, computed, strict=True))
-
-
-if __name__ == "__main__":
-    DOCUMENT.write_text(document())

@@ -47,9 +47,7 @@ Factors = Mapping[str, Mapping[str, CallSeconds]]  # measured over predicted sec
 @lru_cache(1 << 16)
 def layout_key(layout: CallLayout) -> str:
     """Return the degrees and options of a layout; equal for layouts that run alike on different ranks of one host.
-
-    Replicas without ZeRO are data-parallel ranks like all others, and micro-batches are counted by the estimates.
-    """
+    Replicas without ZeRO are data-parallel ranks like all others, and micro-batches are counted by the estimates."""
     dims, default = layout.dims, CallLayout((0,), layout.dims)
     sharded = layout.zero > 0 and dims.dp_shard * dims.sp > 1
     degrees = {"dp": dims.batch, **({"replicas": dims.dp_replicate} if sharded else {})}
@@ -136,11 +134,8 @@ class Estimates:
         return elements * 2 * FLOAT32 / self.hardware.host_link_bytes_per_second
 
     def _fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
-        """Return the time to fill a copy from another one: what hosts and ranks lack, by the rates of their links.
-
-        Which part of the model a rank holds does not count, only how much. `parallel.realloc_seconds` has the time of
-        the real messages.
-        """
+        """Return the time to fill a copy from another one: how much hosts and ranks lack, by the rates of their links.
+        `parallel.realloc_seconds` has the time of the real messages."""
         if source.layout.of_weights == copy.layout.of_weights:
             return 0.0
         total = self.models[copy.role].numel * self.options.dtype.itemsize

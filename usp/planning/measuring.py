@@ -60,7 +60,6 @@ def measure_calls(
     keep: Callable[[Measurements], None] = lambda measured: None,
 ) -> Measurements:
     """Measure every call once for each model and layout. Collective over the world, all of whose ranks ask the same.
-
     There is at least one call, and all are of one dtype. What is `known` is in the result without being measured again.
     `keep` gets what is measured so far after each call. Raise ValueError for a model whose layers are of several kinds,
     or that does not support a layout.
@@ -233,10 +232,8 @@ class _Idle:
 
 
 def measure_step(graph: DataflowGraph, workload: Workload, groups: ProcessGroups, device: torch.device) -> float:
-    """Return the median seconds of a step without models, all of whose calls are on all ranks. Collective.
-
-    It has the functions between the calls, what the ranks tell each other, and the metrics of the step.
-    """
+    """Return the median seconds of a step without models, all of whose calls are on all ranks: of the functions between
+    the calls, what the ranks tell each other, and the metrics. Collective."""
     ranks = tuple(range(dist.get_world_size()))
     dims = ParallelDims(dp_replicate=len(ranks), dp_shard=1)
     plan = ExecutionPlan("without models", {call.name: CallLayout(ranks, dims) for call in graph.calls})

@@ -28,7 +28,6 @@ from usp.config import TrainConfig
 from usp.model.facts import ModelFacts
 from usp.predict.job import Job
 from usp.run.failures import nearest
-from usp.run.tables import Grid
 
 PARTS = {
     "ulysses": "sp_ulysses",
@@ -158,7 +157,7 @@ class Row:
 
     def parameter_cost(self) -> Fraction:
         """Return the cost in O(d^2) by the paper's factors."""
-        return BLOCK * _cost(self.parameters, 1)
+        return BLOCK * collective_cost(self.parameters, 1)
 
     def printed_parameter_cost(self) -> Fraction:
         """Return the cost in O(d^2) as the table prints it: half of what its factors give."""
@@ -168,10 +167,11 @@ class Row:
         """Return the cost in O(bs L d)."""
         if self.bound:
             return max(unified_cost(ulysses, ranks // ulysses) for ulysses in divisors(ranks))
-        return _cost(self.activations, ranks)
+        return collective_cost(self.activations, ranks)
 
 
-def _cost(collectives: Iterable[Collective], ranks: int) -> Fraction:
+def collective_cost(collectives: Iterable[Collective], ranks: int) -> Fraction:
+    """Return the sum of the costs over a number of ranks."""
     return sum((part.cost(ranks) for part in collectives), Fraction(0))
 
 
@@ -189,20 +189,20 @@ def ring_collectives(group: int = 1) -> tuple[Collective, ...]:
 
 def unified_cost(ulysses: int, ring: int, group: int = 1) -> Fraction:
     """Return the cost in O(bs L d) of ulysses x ring, whose ring passes the keys and values of one Ulysses rank."""
-    exchange = _cost(ulysses_collectives(group), ulysses * ring) if ulysses > 1 else Fraction(0)
-    return exchange + (_cost(ring_collectives(group), 1) / ulysses if ring > 1 else Fraction(0))
+    exchange = collective_cost(ulysses_collectives(group), ulysses * ring) if ulysses > 1 else Fraction(0)
+    return exchange + (collective_cost(ring_collectives(group), 1) / ulysses if ring > 1 else Fraction(0))
 
 
-_REDUCE = (Collective("allreduce"),)
+REDUCE = (Collective("allreduce"),)
 _SHARDED = (Collective("allgather"), Collective("reducescatter"))
 _SHARDED_3 = (Collective("allgather", 2), Collective("reducescatter"))
 _UNIFIED = (*ring_collectives(), *ulysses_collectives())
-_WHOLE, _ALL = ("P+G", "6P", "A/N"), ("(P+G)/N", "6P/N", "A/N")
+WHOLE, _ALL = ("P+G", "6P", "A/N"), ("(P+G)/N", "6P/N", "A/N")
 
 TABLE_2 = (
-    Row("SP-Ulysses", _REDUCE, ulysses_collectives(), "hc/L", _WHOLE),
-    Row("SP-Ring", _REDUCE, ring_collectives(), "L/L", _WHOLE),
-    Row("DP", _REDUCE, (), "bs/bs", _WHOLE),
+    Row("SP-Ulysses", REDUCE, ulysses_collectives(), "hc/L", WHOLE),
+    Row("SP-Ring", REDUCE, ring_collectives(), "L/L", WHOLE),
+    Row("DP", REDUCE, (), "bs/bs", WHOLE),
     Row("ZeRO1", _SHARDED, (), "hc/L", ("P+G", "6P/N", "A/N")),
     Row("SP-Unified+ZeRO1", _SHARDED, _UNIFIED, "hc/L", ("P+G", "6P/N", "A/N"), bound=True),
     Row("SP-Unified+ZeRO2", _SHARDED, _UNIFIED, "hc/L", ("P+G/N", "6P/N", "A/N"), bound=True),
@@ -230,44 +230,6 @@ def pipeline_row() -> Row:
     """Return a row for pipeline parallelism, which the table lacks: the cost of a block at a stage boundary, which
     sends hidden states and receives gradients. At most N of M micro-batches are in flight, each with l / N layers."""
     return Row("PP", (), (Collective("P2P", 2),), "l/l", ("(P+G)/N", "6P/N", "A/M"))
-
-
-def grouped_rows(group: int) -> tuple[Row, ...]:
-    """Return SP-Ulysses and SP-Ring with `group` query heads per KV head (the paper's remark on GQA, section 4.1)."""
-    return (
-        Row(f"SP-Ulysses, GQA {group}", _REDUCE, ulysses_collectives(group), "hc/L", _WHOLE),
-        Row(f"SP-Ring, GQA {group}", _REDUCE, ring_collectives(group), "L/L", _WHOLE),
-    )
-
-
-def expression(row: Row) -> str:
-    """Return the activation cost in O(bs L d) in the table's notation."""
-    if row.bound:
-        return f"≤{max(row.activation_cost(ranks) for ranks in (4, 8, 16))}"
-    whole, shared = (_cost((part for part in row.activations if part.shared is on), 1) for on in (False, True))
-    divided = f"{shared.numerator}/N" if shared.denominator == 1 else f"{shared.numerator}/({shared.denominator}N)"
-    return " + ".join([*([str(whole)] if whole else []), *([divided] if shared else [])]) or "0"
-
-
-def markdown(rows: tuple[Row, ...]) -> str:
-    """Return the table with both parameter costs, the printed one first."""
-    heads = (
-        *("method", "parameters", "cost printed", "by its factors", "activations", "cost", "split"),
-        *("P, G", "OS", "Act"),
-    )
-    cells = tuple(
-        (
-            row.method,
-            " + ".join(map(str, row.parameters)) or "0",
-            *(f"{cost} O(d²)" if cost else "0" for cost in (row.printed_parameter_cost(), row.parameter_cost())),
-            " + ".join(map(str, row.activations)) or "0",
-            f"{expression(row)} O(bs L d)" if row.activations else "0",
-            row.split,
-            *row.states,
-        )
-        for row in rows
-    )
-    return Grid("", heads, cells).markdown()
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from usp.run.launch import Launch
 
 Q = TypeVar("Q", bound="Devices")
 
-CHOSEN = (  # what a plan of a training step sets
+LAYOUT = (  # what a plan of a training step sets, without options to save memory
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
-    *("zero", "batch_size", "micro_batches", "ac", "ac_offload", "mlp_tile", "optim_offload"),
+    *("batch_size", "micro_batches"),
 )
+CHOSEN = (*LAYOUT, "zero", "ac", "ac_offload", "mlp_tile", "optim_offload")
 MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are too few
 
 
@@ -71,10 +72,8 @@ def what_if_line(words: str, plan: str | None, *, same: bool) -> str:
 
 
 def from_rank_0(launch: Launch, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `find` returns on rank 0, as plain values, on every rank. Collective through torchrun's store.
-
-    Raise ConfigurationError on every rank, with the message of the ValueError that `find` raises.
-    """
+    """Return what `find` returns on rank 0, as plain values, on every rank, collectively through torchrun's store;
+    raise ConfigurationError on every rank, with the message of the ValueError that `find` raises."""
 
     def answer() -> dict[str, Any]:
         try:

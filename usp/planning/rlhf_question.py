@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from rich.console import Group, RenderableType
+
+from parallel import format_ranks
 from usp.fields import parse_options
 from usp.hf.models import ModelConfig, ModelHead, formula_violation, load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
@@ -21,12 +24,13 @@ from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
 from usp.rlhf.plan.named_plans import Facts
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
 from usp.run.failures import ConfigurationError
-from usp.run.tables import GIB
+from usp.run.metrics import seconds
+from usp.run.tables import GIB, Grid
 
 from .call_cost import CallOptions
 from .estimates import Estimates, layout_key
 from .measurements import Measurements
-from .question import Devices, enough_devices, suppositions
+from .question import Devices, enough_devices, suppositions, what_if_line
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
 from .simulator import Simulation, Simulator
 from .workload import Workload
@@ -138,9 +142,7 @@ class RlhfChoice:
 
 def answer(question: Question, *, seed: int = 0, budget: float = 60.0, report: Progress) -> RlhfChoice:
     """Search the fastest plan in `budget` seconds, predictions included; in too few only the named plans are compared.
-
-    Raise as `Question.problem`, and NothingFits with the plan that needs least memory.
-    """
+    Raise as `Question.problem`, and NothingFits with the plan that needs least memory."""
     begin = time.monotonic()
     try:
         problem = question.problem()
@@ -219,10 +221,8 @@ def suppose(
     budget: float = 10.0,
 ) -> Iterator[tuple[str, ExecutionPlan | None, float]]:
     """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
-
     Plans whose gain is below 1% are the chosen one. Each supposition makes the problem, or raises NothingFits; after
-    `budget` seconds only the first one is looked at.
-    """
+    `budget` seconds only the first one is looked at."""
     end = time.monotonic() + budget
     for number, (words, make) in enumerate(suppositions):
         if number and time.monotonic() >= end:
@@ -243,9 +243,7 @@ def described_graph(
     algorithm: str, options: str, *, group_size: int, max_new_tokens: int, staleness: int, function: bool
 ) -> DataflowGraph:
     """Return the graph of an algorithm by the flags of rlhf.py; a `function` or a reward model scores the responses.
-
-    Raise ConfigurationError for an algorithm that does not generate, and ValueError for wrong options.
-    """
+    Raise ConfigurationError for an algorithm that does not generate, and ValueError for wrong options."""
     if algorithm not in ALGORITHMS or ALGORITHMS[algorithm].data != "prompts":
         raise ConfigurationError(f"--algorithm = {algorithm} must be one that generates: see --help")
     kind = ALGORITHMS[algorithm].options
@@ -276,3 +274,66 @@ def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, Mo
             shapes[key] = model_shape(model_facts(source, config), config)
         by_role[role] = shapes[key]
     return by_role
+
+
+def render_choice(
+    choice: RlhfChoice, supposed: Sequence[tuple[str, ExecutionPlan | None, float]] = ()
+) -> RenderableType:
+    """Return the report of a choice for rich to print; `supposed` is what `suppose` yields."""
+    found, plan = choice.found, choice.plan
+    lines = [
+        f"{choice.problem.plans:.1g} plans, {found.simulated} simulated in {found.seconds:.1f} s",
+        f"offloaded between calls: {', '.join(sorted(plan.offload)) or 'nothing'}",
+    ]
+    for words, other, loss in supposed:
+        same = other is not None and (other.calls, other.offload) == (plan.calls, plan.offload)
+        lines.append(what_if_line(words, _verdict(plan, other, loss) if other else None, same=same))
+    return Group(_calls(choice).table(), _plans(choice).table(), *lines)
+
+
+def _calls(choice: RlhfChoice) -> Grid:
+    took = {event.name: event.seconds for event in choice.simulation.events}
+    rows = []
+    for call in choice.problem.simulator.graph.order:
+        layout, slower = choice.plan[call.name], ""
+        if call.name in choice.next_best:
+            longer, other = choice.next_best[call.name]
+            slower = f"{layout_text(other)}: +{longer / choice.simulation.seconds - 1:.1%}"
+        rows.append((call.name, format_ranks(layout.ranks), degrees_text(layout), seconds(took[call.name]), slower))
+    headings = ("call", "ranks", "layout", "time", "next best, and how much longer a step takes then")
+    return Grid(f"Plan: {seconds(choice.simulation.seconds)} a step", headings, tuple(rows))
+
+
+def _plans(choice: RlhfChoice) -> Grid:
+    memory, best = choice.problem.memory_bytes, choice.simulation.seconds
+    rows = [("search", seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
+    for named in choice.named:
+        if named.plan is None:
+            rows.append((named.name, "", "", "", named.why))
+            continue
+        over = "" if named.peak_bytes <= memory else f"does not fit into {memory / GIB:.0f} GiB"
+        peak = f"{named.peak_bytes / GIB:.1f}"
+        rows.append((named.name, seconds(named.seconds), f"{named.seconds / best:.2f}", peak, over))
+    return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
+
+
+def _verdict(plan: ExecutionPlan, other: ExecutionPlan, loss: float) -> str:
+    changed = [f"{name} {layout_text(layout)}" for name, layout in other.calls.items() if layout != plan[name]]
+    changed += [f"offload {', '.join(sorted(other.offload)) or 'nothing'}"] if other.offload != plan.offload else []
+    cost = "this plan would not fit, but" if loss == float("inf") else f"this plan would be {loss:.0%} slower than"
+    return f"{cost} {'; '.join(changed)}"
+
+
+def layout_text(layout: CallLayout) -> str:
+    """Return the ranks and the degrees of a layout in a few words."""
+    return f"ranks {format_ranks(layout.ranks)} {degrees_text(layout)}"
+
+
+def degrees_text(layout: CallLayout) -> str:
+    """Return the degrees and the memory options of a layout in a few words."""
+    dims = layout.dims
+    parts = {"pp": dims.pp, "dp": dims.batch, "ring": dims.ring, "ulysses": dims.ulysses, "tp": dims.tp}
+    words = [f"{axis}={degree}" for axis, degree in parts.items() if degree > 1]
+    words += [f"ZeRO {layout.zero}"] if layout.zero else []
+    words += [layout.ac + (" offloaded" if layout.ac_offload else "")] if layout.ac != "none" else []
+    return " ".join(words) or "one rank"

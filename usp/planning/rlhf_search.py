@@ -95,11 +95,7 @@ def degrees(ranks: int, space: OptionSpace) -> Iterator[ParallelDims]:
 
 
 def options(call: ModelCall, space: OptionSpace) -> Iterator[CallLayout]:
-    """Yield every layout of a call.
-
-    A function (`compute`) has only data-parallel ranks. Generation has ZeRO stage 0 and its weights complete on each
-    data-parallel rank.
-    """
+    """Yield every layout of a call: a function (`compute`) has only data-parallel ranks, generation ZeRO stage 0."""
     trains = call.kind == "train_step"
     recompute = space.recompute if trains else (("none", False),)
     for ranks in rank_sets(space):
@@ -148,8 +144,7 @@ class Problem:
     offload: tuple[str, ...] = ()  # names that may be offloaded: see `ExecutionPlan.offload`
 
     def that_fit(self) -> Problem:
-        """Return the problem without layouts whose call alone takes more memory than there is; raise NothingFits naming
-        the calls that no layout fits."""
+        """Return the problem without layouts that alone need too much; raise NothingFits naming calls without any."""
         if missing := [name for name, layouts in self.options.items() if not layouts]:
             raise NothingFits(
                 f"{', '.join(missing)}: no layout, as the model and the samples of a step allow none on these ranks"
@@ -189,8 +184,7 @@ class Problem:
         return sum(len(training.intersection(plan[call.name].ranks)) for call in rollouts)
 
     def alternatives(self, plan: ExecutionPlan, call: str) -> Iterator[tuple[float, ExecutionPlan]]:
-        """Yield the plans in which one call has another layout, ordered by their busiest rank's seconds of calls: a
-        step takes at least as long."""
+        """Yield the plans with another layout of one call, ordered by a bound: the busiest rank's seconds of calls."""
         busy, seconds = np.zeros(self.simulator.world_size), self.simulator.estimates.call_seconds
         for other, layout in plan.calls.items():
             if other != call:
@@ -228,11 +222,8 @@ def search(
     progress: Progress = lambda seconds, simulated, best: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Found:
-    """Search for the fastest plan that fits, until `budget` seconds are up or no change of a call helps.
-
-    It starts from every call's fastest layout and from `starts`, which may be outside of the options, and reports each
-    new best to `progress`.
-    """
+    """Search for the fastest plan that fits, until `budget` seconds are up or no change of a call helps, from every
+    call's fastest layout and from `starts`, be they outside of the options; report each new best to `progress`."""
     seconds = problem.simulator.estimates.call_seconds
     fastest = {name: min(layouts, key=partial(seconds, name)) for name, layouts in problem.options.items()}
     plans = [ExecutionPlan("search", {name: plan[name] for name in fastest}, plan.offload) for plan in starts]
@@ -327,8 +318,7 @@ class Baseline:
 
 
 def baselines(problem: Problem, space: OptionSpace, facts: Facts) -> tuple[Baseline, ...]:
-    """Return every named plan with its fastest degrees, ZeRO stages and activation checkpointing; where none fit into
-    memory, with those that need least."""
+    """Return every named plan with its fastest degrees and memory options; where none fit, those that need least."""
     return tuple(_at_its_best(name, problem, space, facts) for name in NAMED_PLANS)
 
 

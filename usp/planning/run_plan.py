@@ -36,8 +36,7 @@ from usp.run.launch import Launch
 from .call_cost import CallOptions
 from .estimates import CallSeconds, Estimates, Factors, factor_of, layout_key
 from .question import from_rank_0
-from .report import render_choice
-from .rlhf_question import Question, answer, model_shapes
+from .rlhf_question import Question, answer, model_shapes, render_choice
 from .rlhf_search import Problem, baselines, search
 from .workload import Workload
 
@@ -48,19 +47,15 @@ _STATES = 3  # the float32 tensors of a trained parameter: its values and two mo
 
 
 class SearchedPlan:
-    """The planner of a run: the plan that was searched, or that of the run that is resumed.
-
-    It is searched once: what the run prepares again, as after its supervised steps, gets the same plan.
-    """
+    """The planner of a run, which searches once, or takes the plan of the run that is resumed: what the run prepares
+    again, as after its supervised steps, gets the same plan."""
 
     def __init__(self) -> None:
         self._plan: ExecutionPlan | None = None
 
     def __call__(self, run: PreparedRlhf) -> ExecutionPlan:
-        """Return the same plan on every rank. Collective through torchrun's store.
-
-        Raise ValueError on every rank for unknown hardware, models without formulas, and if no plan fits.
-        """
+        """Return the same plan on every rank, collectively through torchrun's store; raise ValueError on every rank for
+        unknown hardware, models without formulas, and if no plan fits."""
         if self._plan is None:
             if run.launch.world_size > 1 and run.launch.agent_store is None:
                 raise ValueError(

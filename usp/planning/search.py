@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count, product
+from typing import TypeVar
 
 from parallel import PP_SCHEDULES, bubble_fraction, divisors, micro_batch_violation
 from usp.config import AC_MODES, TrainConfig
@@ -37,6 +38,7 @@ MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 FAMILIES = 6  # in a report
 MOST_TIGHT = 20  # layouts that are searched for the least memory
+D = TypeVar("D")
 ACTIVATION_AXES = ("ring", "ulysses", "tp", "ep")
 PARAMETER_AXES = ("fsdp", "efsdp", "dp_replicate")
 
@@ -75,10 +77,11 @@ class SearchResult:
     tried: int  # of these, how many were checked against the memory
 
 
-def changed(config: TrainConfig, **values: object) -> TrainConfig:
-    """Return a configuration with other values, as `dataclasses.replace`, which takes fifty times as long."""
-    other = object.__new__(type(config))
-    vars(other).update(vars(config), **values)
+def changed(source: D, /, **values: object) -> D:
+    """Return a dataclass with other values, as `dataclasses.replace`, which takes fifty times as long; what it caches
+    must not depend on these values."""
+    other = object.__new__(type(source))
+    vars(other).update(vars(source), **values)
     return other
 
 
@@ -143,8 +146,7 @@ def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:
 
 
 def recomputations(config: TrainConfig, facts: ModelFacts, modes: Sequence[str] = AC_MODES) -> Iterator[TrainConfig]:
-    """Yield a layout with every way to save activations of some `modes`, the one that saves most last, and the sharding
-    that saves most memory."""
+    """Yield a layout, in the smallest shards, with every way to save activations of some `modes`, the most last."""
     local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
     most = shardings(config, 1)[-1]
     for ac in modes:
@@ -206,8 +208,7 @@ class Search:
     def run(
         self, keep: int = FAMILIES, report: Callable[[int, int], None] = lambda tried, layouts: None
     ) -> SearchResult:
-        """Search the fastest configurations of `keep` families; now and then tell `report` how many layouts were tried,
-        and how many there are."""
+        """Search the fastest configurations of `keep` families; tell `report` how many layouts were tried, and all."""
         order = count()  # among equally fast ones, the first
         queue: list[tuple[float, int, str, TrainConfig, Candidate | None]] = []
         best: dict[tuple[str, ...], Candidate] = {}
@@ -273,8 +274,7 @@ class Search:
         return self.predictor.memory(smallest).device <= self.question.usable.device
 
     def _next_options(self, config: TrainConfig, state: str) -> Iterator[TrainConfig]:
-        """Yield the options of a layout that recompute nothing, or after the first option of a mode those of the next
-        mode, which recomputes more."""
+        """Yield the options of a layout that recompute nothing, or after the first of a mode those of the next mode."""
         if not (config.ac_offload or config.mlp_tile):
             number = AC_MODES.index(config.ac) + (state == "option")
             yield from recomputations(config, self.question.facts, AC_MODES[number : number + 1])

@@ -84,10 +84,8 @@ class Simulator:
 
 
 class _Clock:
-    """When each rank is free, what it holds, and the most that it held.
-
-    Operations may come from another plan with the same copies: they are run with the layouts of this one.
-    """
+    """When each rank is free, what it holds, and the most that it held. Operations may come from another plan with the
+    same copies: they are run with the layouts of this one."""
 
     def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, estimates: Estimates, world_size: int) -> None:
         self._graph, self._plan, self._estimates = graph, plan, estimates

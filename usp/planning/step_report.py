@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,27 +14,23 @@ from typing import Any
 from rich.console import Group
 
 from attention import AttentionSpec
-from parallel import Hardware, overlap_of
+from parallel import Hardware
 from usp.config import TrainConfig
 from usp.hf.models import formula_violation, model_facts
 from usp.model.facts import ModelFacts
-from usp.predict.compute import attention_kernel, dtype_name, model_flops
+from usp.predict.compute import attention_kernel, dtype_name, model_flops, sharing
 from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
 from usp.predict.meter import CATEGORIES, FSDP_COLLECTIVES
 from usp.predict.seconds import (
-    OVERLAPS_WITH,
-    SCALARS,
     PassSeconds,
     StepTime,
-    TransferSeconds,
     host_copies,
     launching,
     overlapped,
-    overlapped_in_pieces,
+    sent_by_axis,
     sent_seconds,
-    sharing,
     step_seconds,
     whole_step,
 )
@@ -117,22 +112,17 @@ class StepReport:
 
 
 def counted_time(run: DryRun, job: Job, hardware: Hardware) -> StepTime:
-    """Return the time of a step whose operators and messages a dry run of one rank has counted; what overlaps is as in
-    `usp.predict.seconds`."""
+    """Return the time of a step whose operators and messages a dry run of one rank has counted, overlapped as usual."""
     dtype, kernel = dtype_name(job.dtype), attention_kernel(job, hardware, AttentionSpec())
     busy, micro_batches = run.work.seconds(hardware, dtype, kernel), job.config.micro_batches
-    layers = sum(len(job.stage_layers[stage]) for stage in job.stages(run.rank))
-    communication: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
-    for sent in run.sent:
-        axis = sent.axes[0] if sent.collective not in FSDP_COLLECTIVES else next(x for x in sent.axes if "fsdp" in x)
-        took = sent_seconds(job, hardware, Sent(axis, sent.collective, sent.nbytes, sent.calls), run.rank)
-        if axis == "ring":
-            hidden = overlapped([took], [busy.attention])
-        elif axis in OVERLAPS_WITH and sent.nbytes > SCALARS * sent.calls:
-            hidden = overlapped_in_pieces(took, busy.total if hardware.streams else 0.0, layers + 1)
-        else:
-            hidden = TransferSeconds(exposed=took)
-        communication[axis] += hidden.with_free_part(overlap_of(hardware, sent.ranks))
+    axes = (
+        next((x for x in each.axes if "fsdp" in x and each.collective in FSDP_COLLECTIVES), each.axes[0])
+        for each in run.sent
+    )
+    sent = [Sent(axis, each.collective, each.nbytes, each.calls) for axis, each in zip(axes, run.sent, strict=True)]
+    messages = sum(sent_seconds(job, hardware, each, run.rank) for each in sent if each.axis == "ring")
+    hides, ring = busy.total / micro_batches if hardware.streams else 0.0, overlapped([messages], [busy.attention])
+    communication = sent_by_axis(job, hardware, sent, run.rank, hides, ring)
     forward = busy.total / (4 if job.config.ac != "none" else 3)
     passes = forward / micro_batches, (busy.total - forward) / micro_batches
     communication |= host_copies(job, hardware, run.rank, *passes, saved=run.offloaded_bytes // micro_batches)

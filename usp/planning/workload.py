@@ -1,5 +1,4 @@
-"""Sample lengths of a step, and continuous batching without a model: the prefills and decode steps of one data-parallel
-rank."""
+"""Sample lengths of a step, and continuous batching without a model: what a data-parallel rank prefills and decodes."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ PREFILL_TOKENS, ROW_MULTIPLE, READ_MULTIPLE = 16384, 16, 64  # as in usp.rlhf.ge
 
 @dataclass(frozen=True)
 class Workload:
-    """The lengths of a step's samples; raise ValueError for samples that are not whole groups, or a response that is
-    empty or longer than the limit."""
+    """The lengths of a step's samples; raise ValueError if groups are not whole, or a response beyond the limit."""
 
     prompts: tuple[int, ...]  # tokens of each sample's prompt; the samples of a prompt are adjacent
     responses: tuple[int, ...]

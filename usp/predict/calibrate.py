@@ -349,7 +349,6 @@ def _kernels(plan: Plan) -> dict[str, str]:
 
 def _attention(plan: Plan, kernels: Mapping[str, str]) -> Iterator[Timed]:
     """Time `UnifiedSPAttention` on one rank.
-
     The number of tokens is constant over lengths, as in FlashAttention's benchmarks (arXiv 2307.08691, section 4.1): a
     batch of short sequences keeps a device as busy as one long sequence.
     """
@@ -384,10 +383,8 @@ def _passes(
 
 
 def _memory(plan: Plan) -> Timed:
-    """Time multiplying two vectors into a third, cycling over more than any cache holds.
-
-    The output is preallocated, as the caching allocator's memory is after a model's first step.
-    """
+    """Time multiplying two vectors into a third, cycling over more than any cache holds; the output is preallocated, as
+    the caching allocator's memory is after a model's first step."""
     number = max(3, UNCACHED // plan.stream_bytes)
     # Ones, because the pages of a vector of zeros may all be the same physical page.
     vectors = [torch.ones(plan.stream_bytes // 4, device=plan.device) for _ in range(number)]

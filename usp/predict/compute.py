@@ -161,10 +161,8 @@ def _linear(job: Job, parameter: ParameterShape) -> Product:
 
 
 def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
-    """Return (products of one micro-batch's forward, products that its backward recomputes).
-
-    Recomputation skips a layer's last product, because nothing needs its result; `selective` repeats none.
-    """
+    """Return (products of one micro-batch's forward, those that its backward recomputes): not a layer's last, because
+    nothing needs its result, and none with `selective`."""
     linears, rows = [p for p in layer.parameters if is_matrix(p)], job.expert_rows
     forward = [_linear(job, p) for p in linears]
     for p in layer.experts:
@@ -184,10 +182,8 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
 
 
 def head_products(job: Job) -> tuple[list[Product], list[Product]]:
-    """Return the products with the vocabulary of one micro-batch's (forward, backward).
-
-    The loss computes logits and both gradients in the forward; log-probabilities compute the logits again.
-    """
+    """Return the products with the vocabulary of one micro-batch's (forward, backward): the loss computes logits and
+    both gradients in the forward; log-probabilities compute the logits again."""
     weights = job.model.head or job.model.embedding
     vocabulary = [(p.shape[0] / job.dims.tp, p.shape[1]) for p in weights if is_matrix(p)]
     logits = [Product.of(job.tokens, inner, rows, job.dtype.itemsize) for rows, inner in vocabulary]
@@ -196,10 +192,8 @@ def head_products(job: Job) -> tuple[list[Product], list[Product]]:
 
 
 def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, Task]]]:
-    """Return the tasks of a sequence by ring step, each with the FLOPs of it in all sequences of a micro-batch.
-
-    Both head dims are padded to the larger, as the kernels do.
-    """
+    """Return the tasks of a sequence by ring step, each with the FLOPs of it in all sequences of a micro-batch, both
+    head dims padded to the larger, as the kernels do."""
     per_pair = 2.0 * products * heads * max(job.model.facts.head_dim, job.model.facts.value_dim) * job.rows
     return [[(per_pair * _visible(task), task) for task in step.tasks] for step in ring.steps]
 
@@ -338,10 +332,8 @@ NEWTON_SCHULZ = 5  # steps of Muon, each of three products
 
 
 def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
-    """Return the time of gradient norm, clipping and AdamW on this rank or its host, and of Muon's products.
-
-    Muon's ranks divide the matrices that they share, each of which is orthogonalized in bfloat16.
-    """
+    """Return the time of gradient norm, clipping and AdamW on this rank or its host, and of Muon's bfloat16 products,
+    whose matrices are divided among the ranks that share them."""
     if job.config.optim_offload:
         return hardware.host_memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank), sharing(job, hardware))
     seconds = hardware.memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank))

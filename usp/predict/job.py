@@ -68,6 +68,7 @@ class Job:
     weights: torch.dtype = torch.float32  # in which ranks store their shards of the weights
     placed: tuple[int, ...] | None = None  # the global rank of each rank of the mesh; None: the same
     data: Data = ONE_DOCUMENT
+    visible: float = 1.0  # the part of a causal sequence's attention that is computed, as in rows of packed samples
     approximate: str = ""  # why predictions are approximate, to be proved by a dry run; empty if they are not
 
     def __post_init__(self) -> None:
@@ -134,11 +135,12 @@ class Job:
         return self.data.boundaries(self.config.seq_len)
 
     @cached_property
-    def micro_batch(self) -> Hashable:
-        """What determines the work of a layer and a micro-batch on a rank, apart from recomputation."""
+    def micro_batch(self) -> object:
+        """The same object for all jobs with the same work of a layer and a micro-batch, apart from recomputation."""
         dims, config = self.dims, self.config
         axes = dims.ring, dims.ulysses, dims.tp, dims.ep, config.tp_sequence_parallel, config.sp_layout
-        return self.model, self.dtype, self.rows, config.seq_len, *axes, self.data, self.trained, self.frozen
+        sizes = self.rows, config.seq_len, self.trained, self.frozen
+        return _same((self.model, self.dtype, *sizes, *axes, self.data))
 
     @property
     def routed_rows(self) -> int:
@@ -227,6 +229,7 @@ def _extents(dims: ParallelDims) -> Mapping[str, tuple[int, int]]:
     return found
 
 
+_same = lru_cache(maxsize=None)(lambda key: object())  # hashed faster than the key
 _stage_layers = lru_cache(maxsize=4096)(stage_layers)
 _rank_stages = lru_cache(maxsize=4096)(rank_stages)
 

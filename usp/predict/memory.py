@@ -27,6 +27,7 @@ from typing import NamedTuple
 from attention import HeadPlan
 from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape
 
+from .compute import held_elements, trained_elements
 from .job import ADAPTER, Job, shared
 from .order import Schedule, actions
 from .traffic import FLOAT32, INT64, Unit, muon_elements, stage_units
@@ -155,7 +156,6 @@ class Moment(NamedTuple):
 
 class StageBytes(NamedTuple):
     """What a micro-batch takes in one pipeline stage, whatever shards the parameters; `saved` is for its backward.
-
     `at_last` and `at_first` are saved by layers at the backward of the last and of the first layer, `left` is what the
     input half of a split backward leaves for the weight half, and `handed` are hidden states from one neighbour.
     """
@@ -266,10 +266,9 @@ def footprint(job: Job, rank: int) -> Footprint:
 
 def _states(job: Job, rank: int) -> tuple[int, int, int]:
     """Return the bytes of (parameters, gradients, optimizer) in the shards of `rank`."""
-    units = {stage: stage_units(job, stage) for stage in job.stages(rank)}
-    gradients = FLOAT32 * sum(each.trained_shard for each in units.values())
-    frozen = sum(each.shard - each.trained_shard for each in units.values())
-    matrices = sum(sum(muon_elements(job, stage)) for stage in units)  # with one state
+    gradients = FLOAT32 * (trained := trained_elements(job, rank))
+    frozen = held_elements(job, rank) - trained
+    matrices = sum(sum(muon_elements(job, stage)) for stage in job.stages(rank))  # with one state
     return gradients + frozen * job.weights.itemsize, gradients, 2 * gradients - FLOAT32 * matrices
 
 
@@ -325,7 +324,7 @@ def rank_host_bytes(job: Job, rank: int) -> int:
         saved = _most(flights, {stage: stage_bytes(job, stage).layers for stage in job.stages(rank)})
     if not job.config.optim_offload:
         return saved
-    shards = FLOAT32 * sum(stage_units(job, stage).trained_shard for stage in job.stages(rank))
+    shards = FLOAT32 * trained_elements(job, rank)
     # With one reduction, gradients arrive as activations are freed.
     reduces_each = job.config.zero >= 2 and job.config.micro_batches > 1
     return 3 * shards + (saved + shards if reduces_each else max(saved, shards))

@@ -15,9 +15,10 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
@@ -38,7 +39,7 @@ from .compute import (
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
-from .traffic import FLOAT32, Sent, attention_plan, attention_spec, gather_counts, pass_traffic
+from .traffic import FLOAT32, Sent, attention_plan, attention_spec, gather_counts, pass_parts
 
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
 _LAYERS = "the compute of the neighbouring layers"
@@ -100,7 +101,17 @@ def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
     return sent.nbytes * per_byte + steps * per_step
 
 
-@shared(lambda job, hardware, *group: (id(hardware), job.extents[group[0]], job.placed or job.world_size, group))
+def _group(job: Job, hardware: Hardware, *group: Hashable) -> Hashable:
+    return id(hardware), job.extents[group[0]], job.placed or job.world_size, group  # type: ignore[index]
+
+
+@shared(_group)
+def _free_part(job: Job, hardware: Hardware, axis: str, rank: int) -> float:
+    """Return the part of overlapped transfers in the group of `rank` along an axis that does not slow down compute."""
+    return overlap_of(hardware, job.linked(job.ranks(axis, rank)))
+
+
+@shared(_group)
 def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
     """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
     ranks = job.linked(job.ranks(axis, rank))
@@ -152,19 +163,11 @@ def host_copies(
     return {"host": found}
 
 
-def rank_launches(job: Job, hardware: Hardware, rank: int) -> int:
-    """Return the operators of a rank's layers in all micro-batches."""
-    layers = job.kinds(*job.stages(rank))
-    operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers)
-    return job.config.micro_batches * operators
-
-
 Attention = tuple[float, TransferSeconds]  # (seconds of the kernels, the ring's messages)
 
 
 class AttentionKernels(NamedTuple):
-    """One layer's attention for one micro-batch: seconds of each ring step, and tokens x heads x head dims that arrive
-    for and leave after it."""
+    """A layer's attention for one micro-batch: seconds of each ring step, and elements that arrive for and leave it."""
 
     forward: tuple[float, ...] = ()
     backward: tuple[float, ...] = ()
@@ -246,18 +249,14 @@ def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = Tru
     """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
     if it `prefetches`, as in the implementation, compute hides the traffic of parameters."""
     compute, messages, number = _compute(job, hardware, rank), _messages(job, hardware, rank), job.config.micro_batches
-    free, hides = cache(lambda x: overlap_of(hardware, job.linked(job.ranks(x, rank)))), dict.fromkeys(PASSES, 0.0)
+    hides = dict.fromkeys(PASSES, 0.0)
     if prefetches and hardware.streams:
         hides = {kind: each.total for kind, each in compute.items()}
         hides["backward"] += hides["recompute"]
     passes: dict[Pass, PassSeconds] = {}
-    for kind, sent in pass_traffic(job, rank).items():
-        by_axis = sent_by_axis(job, hardware, sent, rank, hides[kind])
-        if kind in messages:
-            by_axis["ring"] = messages[kind].times(number)
-        communication = {
-            axis: transfers.with_free_part(free(axis)) for axis, transfers in by_axis.items() if any(transfers)
-        }
+    for kind, sent in pass_parts(job, rank).items():
+        ring = messages.get(kind, TransferSeconds()).times(number)
+        communication = sent_by_axis(job, hardware, sent, rank, hides[kind], ring)
         passes[kind] = PassSeconds(compute[kind].times(number), communication)
     if job.trained:
         passes["update"] += PassSeconds(Seconds(memory=optimizer_seconds(job, hardware, rank)))
@@ -268,7 +267,15 @@ def _computing(job: Job, hardware: Hardware, rank: int) -> Hashable:
     """Return what determines the compute of a micro-batch on `rank`."""
     config, stages = job.config, job.stages(rank)
     layers = job.kinds(*stages), job.last_stage in stages
-    return _attending(job, hardware, rank), *layers, config.ac, config.mlp_tile, job.output, job.counts_choices
+    return (
+        _attending(job, hardware, rank),
+        *layers,
+        config.ac,
+        config.mlp_tile,
+        job.output,
+        job.counts_choices,
+        job.visible,
+    )
 
 
 @shared(_computing)
@@ -278,7 +285,8 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
     for index, number in job.kinds(*stages):
         kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
         layer = layer_seconds(job, hardware, index)
-        forward, backward = (Seconds(attention=sum(each)) for each in (kernels.forward, kernels.backward))
+        both = kernels.forward, kernels.backward
+        forward, backward = (Seconds(attention=job.visible * sum(each)) for each in both)
         passes["forward"] += (layer.forward + forward).times(number)
         if job.trained:
             again = forward if job.config.ac == "full" else Seconds()
@@ -308,9 +316,9 @@ def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfer
 
 
 def sent_by_axis(
-    job: Job, hardware: Hardware, sent: Sequence[Sent], rank: int, compute: float
-) -> defaultdict[str, TransferSeconds]:
-    """Return the communication of a pass, without the ring's.
+    job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds
+) -> dict[str, TransferSeconds]:
+    """Return the communication of a pass, with the `ring`'s as it overlaps with attention.
 
     ZeRO-3 gathers in both passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in
     every backward, the others in the last. The seconds of `compute` of one micro-batch hide both.
@@ -331,7 +339,12 @@ def sent_by_axis(
         once = overlapped_in_pieces(together / times, compute, layers + 1)
         for axis, seconds in axes.items():
             by_axis[axis] += once.times(times * seconds / together)
-    return by_axis
+    by_axis["ring"] = ring
+    return {
+        axis: each.with_free_part(_free_part(job, hardware, axis, rank)) if each.overlapped else each
+        for axis, each in by_axis.items()
+        if any(each)
+    }
 
 
 @dataclass(frozen=True)
@@ -361,10 +374,10 @@ class StepTime(PassSeconds):
         return max(parts, key=lambda part: parts[part])
 
 
-def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True) -> StepTime:
-    """Predict the time of a step; raise ValueError if the hardware has no peak for the job's dtype, or connects too few
-    devices."""
-    ranks = [_rank_seconds(job, hardware, prefetches, rank) for rank in _different_ranks(job, hardware)]
+def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True, collective: float = 0.0) -> StepTime:
+    """Predict the time of a step, with options as those of `rank_seconds`; raise ValueError if the hardware has no peak
+    for the job's dtype, or connects too few devices."""
+    ranks = [rank_seconds(job, hardware, rank, prefetches, collective) for rank in different_ranks(job, hardware)]
     slowest, _ = max(ranks, key=lambda pair: pair[0].total)
     return whole_step(job, hardware, slowest, max(optimizer for _, optimizer in ranks), kernel_names(job, hardware))
 
@@ -374,15 +387,9 @@ def whole_step(
 ) -> StepTime:
     """Return the time of a step by that of the slowest rank, without waiting for other pipeline stages."""
     fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
-    return StepTime(
-        compute=slowest.compute,
-        communication=slowest.communication,
-        bubble=slowest.total * fraction / (1 - fraction),
-        optimizer=optimizer,
-        causal_flops=model_flops(job) / job.world_size,
-        peak=hardware.peak(dtype_name(job.dtype)),
-        kernels=kernels,
-    )
+    bubble, flops = slowest.total * fraction / (1 - fraction), model_flops(job) / job.world_size
+    peak = hardware.peak(dtype_name(job.dtype))
+    return StepTime(slowest.compute, slowest.communication, bubble, optimizer, flops, peak, kernels)
 
 
 def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> PassSeconds:
@@ -391,45 +398,56 @@ def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> Pa
     return PassSeconds(Seconds(launch=max(0.0, waits)))
 
 
-def _rank_seconds(job: Job, hardware: Hardware, prefetches: bool, rank: int) -> tuple[PassSeconds, float]:
-    """Return (the sum of a rank's passes but the optimizer, the optimizer)."""
+def rank_launches(job: Job, hardware: Hardware, rank: int, sent: Iterable[Sent], collective: float) -> float:
+    """Return the operators of a rank's layers in all micro-batches, and a number of them for each collective."""
+    layers = job.kinds(*job.stages(rank))
+    operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers)
+    return job.config.micro_batches * operators + collective * sum(each.calls for each in sent if each.axis != "pp")
+
+
+def rank_seconds(
+    job: Job, hardware: Hardware, rank: int, prefetches: bool = True, collective: float = 0.0
+) -> tuple[PassSeconds, float]:
+    """Return (the sum of a rank's passes but the optimizer, the optimizer). collective: its launches, in operators."""
     passes = pass_seconds(job, hardware, rank, prefetches)
     update, number = passes.pop("update"), job.config.micro_batches
     backward = sum(passes[kind].compute.total for kind in ("recompute", "backward") if kind in passes)
     copies = host_copies(job, hardware, rank, passes["forward"].compute.total / number, backward / number)
     found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)
-    return found + launching(job, hardware, rank_launches(job, hardware, rank), found.total), update.compute.total
+    sent = chain(*pass_parts(job, rank).values()) if collective and hardware.launch_seconds else ()
+    operators = rank_launches(job, hardware, rank, sent, collective)
+    return found + launching(job, hardware, operators, found.total), update.compute.total
 
 
 def _placing(job: Job, hardware: Hardware | None = None) -> Hashable:
-    """Return what tells the ranks of `Job.slowest_ranks` apart: their stages, when they gather, and their links."""
     stages = job.model, job.dims.pp, job.config.pp_schedule, job.world_size, job.slowest_ranks[0]
     gathers = job.config.micro_batches, job.config.zero, job.counts_choices, job.trained
     return stages if hardware is None else (*stages, *gathers, job.placed, id(hardware))
 
 
 @shared(_placing)
-def _different_ranks(job: Job, hardware: Hardware | None = None) -> list[int]:
-    """Return `Job.slowest_ranks`, and of those that compute and send the same over the same links only the first;
-    without hardware, of those that compute the same."""
-    different: dict[tuple[object, ...], int] = {}
-    for rank in job.slowest_ranks:
+def different_ranks(job: Job, hardware: Hardware | None = None) -> Mapping[int, int]:
+    """Return those of `Job.slowest_ranks` that compute differently or, on given hardware, send something else or over
+    other links, each with the number of pipeline ranks that are like it."""
+    size, first, numbers = job.world_size // job.dims.pp, dict[object, int](), Counter[int]()
+    for place, rank in enumerate(job.slowest_ranks):
         stages = job.stages(rank)
         work: list[object] = [job.kinds(*stages), job.last_stage in stages]
-        for tier in hardware.tiers if hardware else ():
-            work.append(job.global_ranks[rank] % tier.devices if tier.devices else 0)
+        begin, end = job.global_ranks[place * size], job.global_ranks[(place + 1) * size - 1]
+        for devices in [tier.devices for tier in hardware.tiers if tier.devices] if hardware else ():
+            work.append(begin % devices if begin // devices < end // devices else None)  # what it crosses
         for stage in stages if hardware else ():
             ends = stage == 0, stage - 1 in stages, stage + 1 in stages
             work.append((job.kinds(stage), gather_counts(job, rank, stage), ends))
-        different.setdefault(tuple(work), rank)
-    return list(different.values())
+        numbers[first.setdefault(tuple(work), rank)] += 1
+    return numbers
 
 
 def least_seconds(job: Job, hardware: Hardware) -> float:
     """Return a lower bound of `step_seconds` for ZeRO stages from 1 and more replicas: the compute of the slowest
     pipeline rank and its copies to and from the host, with the bubble, and the optimizer if it is the host's."""
     busy, updates, number = [], [0.0], job.config.micro_batches
-    for rank in _different_ranks(job):
+    for rank in different_ranks(job):
         compute = _compute(job, hardware, rank)
         forward, backward = compute["forward"].total, compute["recompute"].total + compute["backward"].total
         busy.append(number * (forward + backward))

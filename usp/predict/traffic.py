@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import compress, pairwise
+from itertools import chain, compress, pairwise
 from typing import NamedTuple
 
 from attention import AttentionSpec, HeadPlan, UnifiedPlan, ring_schedule
@@ -298,11 +298,8 @@ def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
 
 @shared(lambda job, rank, window: (job.micro_batch, job.place("ring", rank), job.place("ulysses", rank), window))
 def attention_traffic(job: Job, rank: int, window: int) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
-    """Return the traffic of one layer's attention for one micro-batch in (forward, backward).
-
-    Ulysses exchanges q, k, v and the output, and their gradients. The ring passes keys and values in both passes, and
-    their float32 gradients in the backward.
-    """
+    """Return the traffic of one layer's attention for one micro-batch in (forward, backward): Ulysses exchanges q, k, v
+    and the output, the ring passes keys and values; and their gradients, the ring's in float32."""
     if window == NO_ATTENTION:  # the states that other mixers pass on are few bytes
         return (), ()
     plan, facts = attention_plan(job, rank, window), job.model.facts
@@ -326,6 +323,11 @@ ByPass = Mapping[Pass, tuple[Sent, ...]]
 
 def pass_traffic(job: Job, rank: int) -> ByPass:
     """Return what `rank` sends in each pass of all micro-batches, without groups of one rank, the most bytes first."""
+    return {kind: merged(sents) for kind, sents in pass_parts(job, rank).items()}
+
+
+def pass_parts(job: Job, rank: int) -> Mapping[Pass, Sequence[Sent]]:
+    """Return the parts of `pass_traffic`, of which several may have the same axis and collective."""
     parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
     for stage in job.stages(rank):
         for kind, sents in _stage_traffic(job, rank, stage).items():
@@ -339,15 +341,12 @@ def pass_traffic(job: Job, rank: int) -> ByPass:
         parts["update"] += _sums(job, FLOAT64, "pp", "loss", "tp")
     if job.counts_choices and job.last_stage in job.stages(rank):
         parts["count"] += _choice_sums(job)
-    return {kind: merged(s for s in parts[kind] if job.degree(s.axis) > 1) for kind in PASSES}
+    return {kind: [s for s in parts[kind] if job.extents[s.axis][0] > 1] for kind in PASSES}
 
 
 def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
-    """Return the traffic of a layer's activations for one micro-batch, groups of one rank included.
-
-    Recomputation repeats the collectives where hidden states enter and leave attention and a dense MLP, except the
-    last, whose result is not saved.
-    """
+    """Return the traffic of a layer's activations for one micro-batch, groups of one rank included. Recomputation
+    repeats the collectives around attention and a dense MLP, except the last, whose result is not saved."""
     entering, leaving = attention_traffic(job, rank, job.model.facts.windows[index])
     experts = bool(job.model.layers[index].experts)
     alike = job.dims.ep > 1 and job.dims.tp > 1 and not job.config.tp_sequence_parallel  # the tokens of tp ranks
@@ -451,7 +450,6 @@ def _stage_messages(job: Job) -> Iterator[Sent]:
 
 def expert_traffic(job: Job, tokens: int, gathers: bool) -> Iterator[Sent]:
     """Yield the counts of rows, and the rows of `tokens` to the experts and back, which in a backward are gradients.
-
     Tensor-parallel ranks with the same tokens send a part of them each, and one that `gathers` gets all results. If
     routers are uneven, rows are those of the busiest rank, which receives as many as it sends back.
     """
@@ -464,7 +462,7 @@ def expert_traffic(job: Job, tokens: int, gathers: bool) -> Iterator[Sent]:
 
 def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
     """Return what `rank` sends in one step, without groups of one rank, the most bytes first."""
-    return merged(sent for sents in pass_traffic(job, rank).values() for sent in sents)
+    return merged(chain(*pass_parts(job, rank).values()))
 
 
 def block_traffic(job: Job, rank: int) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:

@@ -93,7 +93,6 @@ def test_a_decode_step_reads_the_weights_and_the_cache() -> None:
     expected = 1024 * A100.memory_seconds(weights + cached)
     assert found.seconds["decode"] == pytest.approx(expected, rel=0.02)
     assert found.cache_bytes == 32 * 8 * 2 * 128 * 2 * (4096 + 1024)
-    assert found.weight_bytes == 2 * LLAMA.numel
     shared = cost("generate", load, ranks=range(4), ring=4)
     assert shared.cache_bytes == pytest.approx(found.cache_bytes / 4, rel=0.01)
 
@@ -144,7 +143,7 @@ def test_pipelined_generation_keeps_all_stages_busy() -> None:
 def test_layouts_change_generation_as_they_should() -> None:
     whole, tp, pp = cost("generate"), cost("generate", tp=8), cost("generate", pp=8)
     assert tp.seconds["decode"] > 0.1 * whole.seconds["decode"]
-    assert tp.weight_bytes < whole.weight_bytes / 7 and pp.weight_bytes < whole.weight_bytes / 5
+    assert pp.seconds["decode"] > 0 and pp.cache_bytes < whole.cache_bytes
     long = Workload.of(prompts=1, group_size=1, prompt_tokens=131072, quantiles=(64,))
     alone, ulysses = (cost("generate", long, **how) for how in ({"dp_replicate": 8, "dp_shard": 1}, {"ulysses": 8}))
     assert ulysses.seconds["prefill"] < alone.seconds["prefill"] / 5
@@ -156,8 +155,6 @@ def test_calls_scale_with_their_work() -> None:
     inference, train = cost("inference", zero=3), cost("train", zero=3)
     # Without the update a step is about three forwards; the logits are computed twice.
     assert 2.5 < (train.total - train.seconds["update"]) / inference.total < 4.5
-    assert inference.state_bytes == 0 and train.state_bytes == pytest.approx(8 * LLAMA.numel / 8, rel=0.01)
-    assert train.weight_bytes == pytest.approx(2 * inference.weight_bytes)
     full = cost("train", zero=3, ac="full")
     assert full.total > 1.1 * train.total and full.work_bytes < train.work_bytes
     staged = cost("inference", pp=4)

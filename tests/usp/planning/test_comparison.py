@@ -17,7 +17,7 @@ from usp.config import TrainConfig
 from usp.fields import token_count
 from usp.hf.models import load_model_config
 from usp.planning.comparison import Compared, Setting, compare, judge
-from usp.planning.comparison_page import DOCUMENT, document, plot, sweep
+from usp.planning.comparison_page import plot, sweep
 from usp.planning.methods import DEFAULT, Method
 from usp.planning.step_report import StepReport
 from usp.predict.traffic import step_traffic
@@ -271,7 +271,3 @@ def test_sequence_lengths_are_parsed() -> None:
 
 def test_every_default_method_has_a_name_that_parses() -> None:
     assert [Method.parse(name).name for name in DEFAULT] == list(DEFAULT)
-
-
-def test_the_document_is_up_to_date() -> None:
-    assert DOCUMENT.read_text() == document(), "run `python -m usp.planning.comparison_page`"

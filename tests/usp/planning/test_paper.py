@@ -6,16 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from usp.planning.methods import (
-    TABLE_2,
-    Row,
-    expert_row,
-    expression,
-    grouped_rows,
-    markdown,
-    pipeline_row,
-    unified_cost,
-)
+from benchmarks.cost_tables import DOCUMENT, document, expression, grouped_rows, markdown
+from usp.planning.methods import TABLE_2, Row, expert_row, pipeline_row, unified_cost
 
 # method: parameters' collectives and cost in O(d^2), activations' and cost in O(bs L d), split, P and G, OS, Act
 PRINTED = {
@@ -65,3 +57,7 @@ def test_rows_that_the_table_lacks() -> None:
     assert expert_row(2).printed_parameter_cost() == 4
     assert pipeline_row().activation_cost(8) == 2
     assert "| PP | 0 | 0 | 0 | P2P | 2 O(bs L d) |" in markdown((pipeline_row(),))
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert DOCUMENT.read_text() == document(), "run `python -m benchmarks.cost_tables`"

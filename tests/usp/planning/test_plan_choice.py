@@ -10,8 +10,7 @@ from rich.console import Console
 from tests.usp.planning.estimates import Simple
 from tests.usp.rlhf.toy import ppo
 from usp.model.facts import ModelFacts
-from usp.planning.report import render_choice
-from usp.planning.rlhf_question import RlhfChoice, choose_plan, suppose
+from usp.planning.rlhf_question import RlhfChoice, choose_plan, render_choice, suppose
 from usp.planning.rlhf_search import OptionSpace, Problem, baselines, options
 from usp.planning.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts
