@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.e2e.processes import Run
 from tests.harness.ranks import RankPool
+
+torch.set_num_threads(1)  # more of them, and the ranks beside them, would wait for each other by turning in loops
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,14 +47,15 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
     Ranks grow: a process group leaves memory and threads behind, and after hundreds a step takes three times as long.
     """
-    # Imported once, not by each of eight workers.
-    families = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
-    models = (f"transformers.models.{family}.modeling_{family}" for family in families)
-    often = ("usp.train.trainer", "usp.rlhf.trainer", "parallel.pipeline", "peft", "tests.usp.hf.test_every_model")
-    compiler = ("torch._inductor.compile_fx", "deepspeed.runtime.engine")  # DeepSpeed imports it at its first step
-    preload = ("tests.harness.preloaded", *often, *models, *compiler)
-    with RankPool(preload, adversarial=request.config.getoption("--adversarial")) as pool:
+    with RankPool(adversarial=request.config.getoption("--adversarial")) as pool:
         yield pool
+
+
+@pytest.fixture
+def launch(exhaustive: bool) -> Callable[..., Run]:
+    """`launch(args, folder, ranks)` starts a program under torchrun: with --exhaustive as a user does, else its
+    processes are forked from the server of `ranks`, because a rank takes five seconds to import what it needs."""
+    return partial(Run, forked=not exhaustive)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,6 +67,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
         return 0
     return max(2, min(8, len(os.sched_getaffinity(0)) // 8))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server that the ranks of all pools are forked from, which imports for all what some of them need."""
+    starting = any({"ranks", "launch"} & {*getattr(item, "fixturenames", ())} for item in session.items)
+    if starting and not session.config.option.collectonly:
+        families = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+        models = (f"transformers.models.{family}.modeling_{family}" for family in families)
+        often = ("usp.train.trainer", "usp.rlhf.trainer", "parallel.pipeline", "peft", "tests.usp.hf.test_every_model")
+        compiler = ("torch._inductor.compile_fx", "deepspeed.runtime.engine")  # DeepSpeed imports it at its first step
+        forkserver.set_forkserver_preload(["tests.harness.preloaded", *often, *models, *compiler])
+        forkserver.ensure_running()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -79,5 +97,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (files[item.path], draw.random()))
         return
     # The longest files first: those that start programs, then those that start ranks.
-    starting = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
+    starting = {item.path for item in items if {"ranks", "launch"} & {*getattr(item, "fixturenames", ())}}
     items.sort(key=lambda item: (item.path.parent.name != "e2e", item.path not in starting))

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.run import main as torchrun
+
+from usp.run.launch import leave
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 600.0
@@ -31,7 +39,10 @@ class Ended:
 
 
 class Run:
-    """Process of `script`, under torchrun if `ranks` is given; survivors are killed when the `with` block ends."""
+    """Process of `script`, under torchrun if `ranks` is given; survivors are killed when the `with` block ends.
+
+    forked: it and its ranks are forked from the server of pools' ranks, which has imported what takes them seconds.
+    """
 
     def __init__(
         self,
@@ -40,15 +51,27 @@ class Run:
         ranks: int | None = None,
         script: Path | None = None,
         torchrun: tuple[str, ...] = (),
+        forked: bool = False,
     ) -> None:
-        launcher = ["-m", "torch.distributed.run", *torchrun, "--nproc-per-node", str(ranks)] if ranks else []
+        launcher = [*torchrun, "--nproc-per-node", str(ranks)] if ranks else []
+        command = [*launcher, str(script or ROOT / "train.py"), "--device", "cpu", *args]
         self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
         self.mark = f"TEST_RUN={folder}"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
         environment |= dict([self.mark.split("=", 1)])
+        self.process: subprocess.Popen[bytes] | _Server
+        if forked:
+            self.out.touch()
+            self.err.touch()
+            given = (command, bool(ranks), folder, environment, (self.out, self.err), [str(ROOT), *sys.path])
+            process = multiprocessing.get_context("forkserver").Process(target=_launch, args=given, daemon=True)
+            process.start()
+            self.process = _Server(process)
+            return
+        module = ["-m", "torch.distributed.run"] if ranks else []
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, str(script or ROOT / "train.py"), "--device", "cpu", *args],
+                [sys.executable, *module, *command],
                 cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True, preexec_fn=_default_sigint,
             )  # fmt: skip
 
@@ -61,11 +84,13 @@ class Run:
         self.process.wait()
 
     def members(self) -> list[int]:
-        """Return the live processes of the run, by their environment: torchrun starts each rank in a new session."""
+        """Return the live processes of the run, by their environment or, if they are forked, their standard output:
+        torchrun starts each rank in a new session."""
         found = []
         for pid, fields in _stats().items():
             try:
                 marked = self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                marked |= Path(f"/proc/{pid}/fd/1").readlink() == self.out
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
             if marked and fields[0] != "Z":
@@ -89,17 +114,104 @@ class Run:
         return Ended(exit_code, self.out.read_text(), self.err.read_text())
 
 
-def run_here(program: str, args: list[str], folder: Path) -> Ended:
-    """Run train.py ("train") or rlhf.py ("rlhf") on a rank of a pool, which need not start first; it must end well."""
+@dataclass
+class _Server:
+    """A process of the fork server, with the methods of `Popen` that tests call."""
+
+    process: ForkServerProcess
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, f"the run goes on after {timeout} s"
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class _Fork(subprocess.Popen):
+    """What torchrun starts, forked from torchrun."""
+
+    def _execute_child(self, args: Any, executable: Any, *options: Any) -> None:  # type: ignore[override]
+        _, unbuffered, *command = args  # the interpreter comes first
+        assert unbuffered == "-u"
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid == 0:
+            os.setsid()
+            _run_script(command, options[4])
+
+
+def _launch(
+    command: list[str],
+    under_torchrun: bool,
+    folder: Path,
+    environment: dict[str, str],
+    outputs: tuple[Path, Path],
+    path: list[str],
+) -> None:
+    """Become the process of a run."""
+    os.setsid()
+    os.chdir(folder)
+    for stream, output in zip((sys.stdout, sys.stderr), outputs, strict=True):
+        os.dup2(os.open(output, os.O_WRONLY), stream.fileno())
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not under_torchrun:
+        _run_script(command, environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    with patch(f"{SubprocessHandler.__module__}.Popen", _Fork):
+        torchrun(command)
+
+
+def _run_script(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Do what `python -u SCRIPT ARGUMENTS` does, in a process that has just been forked."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = command
+    exit_code: Any = 0
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        exit_code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        exit_code = 1
+    leave(exit_code)
+
+
+def run_here(program: str, args: list[str], folder: Path, wanted: int = 0) -> Ended:
+    """Run train.py ("train") or rlhf.py ("rlhf") on a rank of a pool, which need not start first.
+
+    wanted: the exit code, with which it must end.
+    """
     out, err = io.StringIO(), io.StringIO()
     with (
         _as_torchrun(folder),
         patch(f"usp.{program}.trainer.process_group", lambda *_: nullcontext()),  # the pool has one
+        patch("usp.run.failures.LAUNCHER_SECONDS", 0.0),  # there is none to wait for
         redirect_stdout(out),
         redirect_stderr(err),
     ):
         exit_code = import_module(f"usp.commands.{program}").main(["--device", "cpu", *args], os.environ)
-    assert exit_code == 0, err.getvalue()
+    assert exit_code == wanted, err.getvalue()
     return Ended(exit_code, out.getvalue(), err.getvalue())
 
 

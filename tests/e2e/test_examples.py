@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import ROOT, run_script
+from tests.e2e.processes import ROOT, run_here, run_script
 from tests.harness.ranks import RankPool
 
 EXAMPLES = [  # ulysses, ring
@@ -56,19 +56,17 @@ def test_an_example_runs_and_learns(
     assert len(losses) >= 2 and losses[-1] < losses[0], out
 
 
-def test_each_run_of_the_rlhf_chain_saves_a_model(tmp_path: Path, exhaustive: bool) -> None:
-    """On one rank, and without torchrun, which takes longer to start than a run; with --exhaustive on two."""
-    ranks, bin_folder = "1", tmp_path / "bin"
+def test_each_run_of_the_rlhf_chain_saves_a_model(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
+    """With --exhaustive by its own commands, else on ranks that need not start."""
+    bin_folder, commands = tmp_path / "bin", tmp_path / "commands"
     bin_folder.mkdir()
-    if exhaustive:
-        ranks, bin_folder = "2", Path(sys.executable).parent
-    else:
+    if not exhaustive:
         torchrun = bin_folder / "torchrun"
-        torchrun.write_text(f'#!/bin/sh\nshift 3  # --standalone --nproc-per-node 1\nexec "{sys.executable}" "$@"\n')
+        torchrun.write_text(f'#!/bin/sh\n(printf "%s\\t" "$@"; echo) >> "{commands}"\n')
         torchrun.chmod(0o755)
-    path = os.pathsep.join((str(bin_folder), os.environ["PATH"]))
-    small = {"NPROC": ranks, "SFT_STEPS": "1", "REWARD_STEPS": "1", "PPO_STEPS": "1", "PATH": path}
-    flags = ("--prompts", "4", "--prompt-tokens", "64", "--sp-ring", ranks)
+    path = os.pathsep.join((str(bin_folder), str(Path(sys.executable).parent), os.environ["PATH"]))
+    small = {"NPROC": "2", "SFT_STEPS": "1", "REWARD_STEPS": "1", "PPO_STEPS": "1", "PATH": path}
+    flags = ("--prompts", "4", "--prompt-tokens", "64", "--sp-ring", "2")
     ended = subprocess.run(
         ["bash", str(ROOT / "examples" / "rlhf_chain.sh"), "chain", *flags],
         cwd=tmp_path,
@@ -78,6 +76,10 @@ def test_each_run_of_the_rlhf_chain_saves_a_model(tmp_path: Path, exhaustive: bo
         timeout=600,
     )
     assert ended.returncode == 0, ended.stderr
+    for line in commands.read_text().splitlines() if not exhaustive else ():
+        standalone, nproc, size, script, *args = line.rstrip("\t").split("\t")
+        assert (standalone, nproc, size, Path(script)) == ("--standalone", "--nproc-per-node", "2", ROOT / "rlhf.py")
+        ranks.run(run_here, 2, "rlhf", args, tmp_path)
     for model in ("sft/model", "reward/model", "ppo/model", "ppo/critic"):
         assert (tmp_path / "chain" / model / "model.safetensors").is_file(), model
 

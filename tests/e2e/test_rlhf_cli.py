@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -305,12 +306,18 @@ def reward(prompt, response, answer):
 """
 
 
-def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(
+    ranks: RankPool, tmp_path: Path, exhaustive: bool
+) -> None:
+    """With --exhaustive under torchrun, else on ranks that need not start."""
     (tmp_path / "fails.py").write_text(FAILS)
     args = [*SMALL, "--output", "run", "--reward-function", "fails.py:reward", "--reward-retries", "0"]
     args += ["--checkpoint-every", "0", "--options", "max_reward_clip=20"]
-    with Run([*args, "--steps", "3"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
-        ended = run.end()
+    if exhaustive:
+        with Run([*args, "--steps", "3"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+            ended = run.end()
+    else:
+        ended = ranks.run(run_here, 2, "rlhf", [*args, "--steps", "3"], tmp_path, 1)[0]
     assert ended.exit_code == 1 and "error: step 2: the reward function failed for sample " in ended.err, ended.err
     assert "rank 0 failed" not in ended.err and "rank 1 failed" not in ended.err and "lost its conn" not in ended.err
     assert "it raised SystemExit: the judge has left" in ended.err and "2 samples are in run/bad-samples" in ended.err
@@ -407,7 +414,11 @@ def samples_of(run: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
+    ranks: RankPool,
+    launch: Callable[..., Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exhaustive: bool,
 ) -> None:
     kills = 2 if exhaustive else 1
     (tmp_path / "kills.py").write_text(KILLS_AHEAD)
@@ -416,7 +427,7 @@ def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(
     monkeypatch.setenv("KILLS", str(kills))
     args += ["--output", "deadly", "--checkpoint-every", "1", "--keep-checkpoints", "5"]
     args += ["--eval-every", "2", "--eval-prompts", "3"]  # changes no number
-    with Run(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=("--max-restarts", str(kills))) as run:
+    with launch(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=("--max-restarts", str(kills))) as run:
         ended = run.end()
     assert ended.exit_code == 0, ended.err
     assert ended.out.count("resumed from: deadly/checkpoints/step-0000000") == kills

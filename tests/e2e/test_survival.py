@@ -6,16 +6,20 @@ import json
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from parallel import latest
-from tests.e2e.processes import Run, run_here
+from tests.e2e.processes import Ended, Run, run_here
 from tests.harness.ranks import RankPool
+from usp.run.metrics import StepRecord
+from usp.train.trainer import Trainer
 
 TINY = ["--sp-ulysses", "2", "--seq-len", "256", "--log-every", "1", "--checkpoint-every", "2"]
 
@@ -30,55 +34,89 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-KILL = """
+FAILS = """
 import os, signal, sys
 from usp.commands.train import main
+from usp.run.launch import leave
 from usp.train.trainer import Trainer
 
 step = Trainer.step
 
-def die(self, number):
-    if number == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+def fail(self, number):
+    place = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], number
+    if place == ("0", "1", 5):
         os.kill(os.getpid(), signal.SIGKILL)
+    if place == ("1", "1", 7):
+        raise RuntimeError("this rank is broken")
     return step(self, number)
 
-Trainer.step = die
-exit_code = main(sys.argv[1:], os.environ)
-if exit_code:
-    os._exit(exit_code)
+Trainer.step = fail
+leave(main(sys.argv[1:], os.environ))
 """
 
 
-def test_a_killed_run_resumes_in_its_directory_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_whose_ranks_are_killed_and_crash_resumes_in_its_directory_bit_for_bit(
+    ranks: RankPool, launch: Callable[..., Run], tmp_path: Path
+) -> None:
     """The default directory is named after the time, and the restart finds that of the first attempt."""
-    args, undisturbed, killed = [*TINY, "--steps", "8"], tmp_path / "undisturbed", tmp_path / "killed"
+    args, undisturbed, broken = [*TINY, "--steps", "8"], tmp_path / "undisturbed", tmp_path / "broken"
     undisturbed.mkdir()
-    killed.mkdir()
+    broken.mkdir()
     ranks.run(run_here, 2, "train", args, undisturbed)
-    script = tmp_path / "kill.py"
-    script.write_text(KILL)
-    with Run(args, killed, ranks=2, script=script, torchrun=("--standalone", "--max-restarts", "1")) as run:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    with launch(args, broken, ranks=2, script=script, torchrun=("--standalone", "--max-restarts", "1")) as run:
         ended = run.end()
-    assert ended.exit_code == 0, ended.err
-    assert "resumed from: " in ended.out
-    (first,), (second,) = (list((folder / "runs").iterdir()) for folder in (undisturbed, killed))
+    assert ended.exit_code != 0 and "resumed from: " in ended.out, ended.err
+    killed, _, crashed = ended.err.partition("failed (exitcode: -9) local_rank: 1 ")  # torchrun says it
+    crashed, _, summary = crashed.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")
+    assert (killed + crashed).count("Traceback (most recent call last)") == 2  # the crashed rank's and torchrun's
+    assert "lost its connection" not in killed + crashed
+    assert crashed.count("RuntimeError: this rank is broken\nrank 1 failed: RuntimeError: this rank is broken") == 1
+    assert "rank      : 1 " in summary.partition("Root Cause")[2]
+    (first,), (second,) = (list((folder / "runs").iterdir()) for folder in (undisturbed, broken))
+    assert len(logged_steps(second)) == 6
+    ranks.run(run_here, 2, "train", [*args, "--output", str(second), "--resume", "auto"], broken)
     assert logged_steps(first) == logged_steps(second) and len(logged_steps(first)) == 8
     ours, theirs = weights_of(first), weights_of(second)
     assert ours and ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_sigterm_saves_a_checkpoint_and_exits(tmp_path: Path) -> None:
-    """Without a launcher."""
+@pytest.mark.exhaustive  # in this process: the next test
+def test_sigterm_ends_a_process_that_has_no_launcher(tmp_path: Path) -> None:
     args = [*TINY, "--sp-ulysses", "1", "--checkpoint-every", "0"]
     with Run([*args, "--steps", "100000"], tmp_path) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
         run.process.send_signal(signal.SIGTERM)
         ended = run.end()
+    check_stopped(ended, tmp_path)
+
+
+def test_sigterm_saves_a_checkpoint_and_exits(ranks: RankPool, tmp_path: Path) -> None:
+    args = [*TINY, "--sp-ulysses", "1", "--checkpoint-every", "0", "--steps", "100000"]
+    (ended,) = ranks.run(stopped_in_step_3, 1, args, tmp_path)
+    check_stopped(ended, tmp_path)
+    assert logged_steps(next((tmp_path / "runs").iterdir()))[-1][0] == 3
+
+
+def stopped_in_step_3(args: list[str], folder: Path) -> Ended:
+    step = Trainer.step
+
+    def stopped(self: Trainer, number: int) -> StepRecord:
+        if number == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, number)
+
+    with patch.object(Trainer, "step", stopped):
+        return run_here("train", args, folder, 143)
+
+
+def check_stopped(ended: Ended, folder: Path) -> None:
     assert ended.exit_code == 143
     (line,) = ended.err.splitlines()
     assert line.startswith("stopped by SIGTERM after step ") and line.endswith("continue with --resume")
-    (run_folder,) = (tmp_path / "runs").iterdir()
+    (run_folder,) = (folder / "runs").iterdir()
     last = logged_steps(run_folder)[-1][0]
     assert run_folder.name.endswith("-tiny")
     assert f"after step {last}; checkpoint runs/{run_folder.name}/checkpoints/step-{last:08}:" in line
@@ -117,17 +155,19 @@ def test_a_hang_is_reported_and_the_run_resumes(tmp_path: Path) -> None:
     assert [step for step, _, _ in logged_steps(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_a_killed_launcher_takes_its_ranks_along_and_can_be_started_again(tmp_path: Path) -> None:
+def test_a_killed_launcher_takes_its_ranks_along_and_can_be_started_again(
+    launch: Callable[..., Run], tmp_path: Path
+) -> None:
     """Without a watchdog. torchrun ends with 1 after a SIGTERM, whatever its ranks' exit code is."""
     args = [*TINY, "--steps", "100000", "--hang-timeout", "0", "--output", str(tmp_path / "run"), "--resume", "auto"]
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
-    with Run(args, first, ranks=2) as killed:
+    with launch(args, first, ranks=2) as killed:
         killed.wait_for(lambda: latest(tmp_path / "run" / "checkpoints") is not None)
         killed.process.kill()
         killed.process.wait()
-        with Run(args, second, ranks=2) as run:
+        with launch(args, second, ranks=2) as run:
             run.wait_for(lambda: run.out.read_text().count("\nstep ") >= 2)
             assert killed.members() == []
             run.process.send_signal(signal.SIGTERM)

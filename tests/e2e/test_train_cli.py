@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,8 @@ def test_a_run_chooses_its_own_degrees(ranks: RankPool, tmp_path: Path) -> None:
     assert metrics_of(tmp_path / "run")[0]["tokens"] == 2 * 512
 
 
-def test_interrupting_leaves_no_process(tmp_path: Path) -> None:
-    with Run(FOREVER, tmp_path, ranks=2) as run:
+def test_interrupting_leaves_no_process(launch: Callable[..., Run], tmp_path: Path) -> None:
+    with launch(FOREVER, tmp_path, ranks=2) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
         os.killpg(run.process.pid, signal.SIGINT)  # as Ctrl-C does for the foreground process group
         ended = run.end()
@@ -85,7 +86,8 @@ def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
     assert ended.err == "interrupted: progress since the last checkpoint is lost (SIGTERM saves it)\n"
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.exhaustive  # in one launch with a crash: test_survival.py
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_run(tmp_path: Path, victim: int) -> None:
     with Run(FOREVER, tmp_path, ranks=2) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
@@ -114,9 +116,8 @@ sys.exit(main(sys.argv[1:], os.environ))
 """
 
 
-@pytest.mark.parametrize(
-    "ranks", [{"1"}, pytest.param({"0", "1"}, marks=pytest.mark.exhaustive)], ids=["one rank", "every rank"]
-)
+@pytest.mark.exhaustive  # in one launch with a killed rank: test_survival.py
+@pytest.mark.parametrize("ranks", [{"1"}, {"0", "1"}], ids=["one rank", "every rank"])
 def test_a_crash_shows_one_traceback_with_its_rank(tmp_path: Path, ranks: set[str]) -> None:
     script = tmp_path / "crash.py"
     script.write_text(CRASH.format(ranks=ranks))

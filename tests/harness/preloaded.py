@@ -1,6 +1,8 @@
 """Imported once for all ranks of tests, for what takes a rank longer than most steps: transformers' patterns of every
-model's checkpoints, compiled at their first use, and the verification of models on a tiny copy."""
+model's checkpoints, compiled at their first use, the verification of models on a tiny copy, and hypothesis, of which
+modules that ranks import have tests."""
 
+import hypothesis.strategies  # noqa: F401
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -26,7 +26,7 @@ WORLD, OTHER = ("0", (0, 1)), ("1", (0, 1))
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with RankPool(preload=("usp.train.trainer",), adversarial=True) as pool:
+    with RankPool(adversarial=True) as pool:
         yield pool
 
 

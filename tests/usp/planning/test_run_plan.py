@@ -128,4 +128,4 @@ def test_a_model_that_is_too_large_is_told_what_the_nearest_needs(tmp_path: Path
         return answer(small, budget=0.1, report=lambda seconds, simulated, best: None).plan
 
     with pytest.raises(ConfigurationError, match=r"The nearest: .*actor_train needs .* GiB on ranks .*devices with"):
-        prepare(replace(SMALL, output=str(tmp_path / "run")), FOUR, planner=little)
+        prepare(replace(SMALL, output=str(tmp_path / "run")), Launch(world_size=2, local_world_size=1), planner=little)

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,15 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.e2e.processes import ROOT, Run
+from tests.e2e.processes import Run
 from usp.run.failures import HUNG, Ending, Stopped, end, ending_of
 from usp.run.launch import Launch, StopRequest, meet
 from usp.run.watchdog import Answer, Watchdog, describe, named, unfinished_on_gpu, whereabouts
 
-HANGS = f"""
-import os, signal, sys, time, types
-sys.modules["usp"] = usp = types.ModuleType("usp")  # without the attention layer, whose import takes a second
-usp.__path__ = [{str(ROOT / "usp")!r}]
+HANGS = """
+import os, signal, sys, time
 import torch, torch.distributed as dist
 from usp.run.launch import Launch, meet, outlast, process_group
 from usp.run.watchdog import Watchdog
@@ -49,7 +48,7 @@ with process_group(launch, torch.device("cpu"), 3.0), Watchdog(launch, 3.0) as w
     if attempt != 1 or rank != 2:
         exchange(x)
     sum_of_loss(x)
-    print(f"rank {{rank}} done, folder {{launch.recall('folder')}}", flush=True)
+    print(f"rank {rank} done, folder {launch.recall('folder')}", flush=True)
 """
 
 
@@ -59,11 +58,11 @@ def processes(run: Run, state: str) -> list[int]:
     return [pid for pid, path in stats.items() if path.exists() and path.read_text().rpartition(") ")[2][0] == state]
 
 
-def test_every_hang_is_reported_and_the_ranks_restart(tmp_path: Path) -> None:
+def test_every_hang_is_reported_and_the_ranks_restart(launch: Callable[..., Run], tmp_path: Path) -> None:
     """In one launch: a rank stuck loading data beside one that is stopped, one that skips a collective, then none."""
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
-    with Run([], tmp_path, ranks=3, script=script, torchrun=("--standalone", "--max-restarts", "2")) as run:
+    with launch([], tmp_path, ranks=3, script=script, torchrun=("--standalone", "--max-restarts", "2")) as run:
         run.wait_for(lambda: "no answer" in run.err.read_text())
         for pid in processes(run, "T"):
             os.kill(pid, signal.SIGKILL)
