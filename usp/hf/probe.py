@@ -46,7 +46,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from .mixers import sharded_mixers
 from .positions import Places, follow_positions, scaled_query
 from .prune import backbone, hand_on, model_parts, prune_to_stage, stage_inputs
-from .shrink import VOCAB, WINDOWS, large_numbers, lowered, shrink
+from .shrink import POSITIONS, VOCAB, WINDOWS, large_numbers, lowered, shrink
 
 logger = logging.getLogger(__name__)
 PROBE = "usp_probe"
@@ -165,7 +165,8 @@ def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
             except Exception as error:  # of any kind, as above
                 logger.debug("%s does not run with %s lowered", kind.__name__, name, exc_info=True)
                 failing.append(name)
-                if not isinstance(error, IndexError):  # of a table of positions, which no sequence can go beyond
+                # Of a table of positions, which no sequence can go beyond.
+                if name not in POSITIONS and not isinstance(error, IndexError):
                     untried.append(name)
     return replace(found(*(name for name in names if name not in failing)), untried=tuple(untried))
 

@@ -14,7 +14,7 @@ HIDDEN, HEADS, HEAD_DIM, VOCAB = 64, 4, 16, 96
 # Distinct, so that a mask tells which of them it uses.
 WINDOWS = {"sliding_window": 5, "attention_chunk_size": 6, "window_size": 4}
 WINDOWS |= {"attention_window_size": 7, "local_attention": 3}
-_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 _SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "embedding_size"), HIDDEN),
     **dict.fromkeys(("word_embed_proj_dim", "embedding_dim", "lru_width"), HIDDEN),
@@ -28,7 +28,7 @@ _SIZES = {
     **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "query_pre_attn_scalar", "d_kv"), HEAD_DIM),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys(_POSITIONS, 64),
+    **dict.fromkeys(POSITIONS, 64),
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), 12),
@@ -57,7 +57,7 @@ _KV_HEADS = (
 _LOW = 8  # none of WINDOWS
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 # Numbers that are compared with no length: sizes, except that of positions, and by a part of their names.
-_NO_LENGTHS = {*_SIZES, *_AT_MOST, *_KV_HEADS, *LAYERS, "qk_head_dim"} - set(_POSITIONS)
+_NO_LENGTHS = {*_SIZES, *_AT_MOST, *_KV_HEADS, *LAYERS, "qk_head_dim"} - set(POSITIONS)
 _NO_LENGTH_PARTS = ("layer", "token", "theta", "vocab", "idx", "_ids")
 
 

@@ -20,7 +20,7 @@ from usp.fields import config_from_mapping
 from usp.planning.choice import choose
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
-from usp.train.checkpoints import CHECKPOINTS
+from usp.train.checkpoints import CHECKPOINTS, find_start, settled
 from usp.train.prepare import prepare
 from usp.train.resolve import job_of, resolve, trained_model
 from usp.train.trainer import Trainer
@@ -51,6 +51,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 def run(config: TrainConfig) -> None:
     ranks = dist.get_world_size()
     Trainer(prepare(config, Launch(rank=dist.get_rank(), world_size=ranks, local_world_size=ranks))).run()
+
+
+def run_from_sound(config: TrainConfig) -> None:
+    """Run from the newest checkpoint that is sound, as train.py does."""
+    launch = Launch(rank=dist.get_rank(), world_size=dist.get_world_size(), local_world_size=dist.get_world_size())
+    prepared = prepare(config, launch)
+    assert prepared.start.folder is not None
+    ready = settled(
+        prepared,
+        prepared.start.folder,
+        lambda damaged: find_start(config, launch, damaged=damaged),
+        lambda start: prepare(config, launch, start),
+    )
+    Trainer(ready).run()
 
 
 def each(configs: list[TrainConfig]) -> None:
@@ -87,7 +101,7 @@ def test_stages_are_those_of_one_process_and_resume_anywhere(
     damaged = replace(smaller, output=str(tmp_path / "sharded-too"), resume="auto")
     shutil.copytree(tmp_path / "sharded", tmp_path / "sharded-too")
     (tmp_path / "sharded-too" / CHECKPOINTS / "step-00000004" / "checkpoint.json").write_text("{")
-    ranks.run(each, 1, [damaged])
+    ranks.run(run_from_sound, 1, damaged)
     whole, wanted = metrics_of(tmp_path / "sharded"), metrics_of(tmp_path / "alone")
     assert whole[:, :4].tolist() == [[n, 1, 128, 1024] for n in (1, 2)] + [[n, 2, 256, 1024] for n in (3, 4)]
     assert (whole / wanted - 1).abs().max() <= 1e-5
