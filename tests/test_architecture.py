@@ -30,13 +30,13 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/hf": 4450,
     "usp/losses": 525,
     "usp/model": 625,
-    "usp/planning": 4125,
-    "usp/predict": 3200,
+    "usp/planning": 4075,
+    "usp/predict": 3175,
     "usp/rlhf": 8775,
     "usp/run": 1225,
     "usp/sp": 1650,
     "usp/train": 3750,
-    "usp": 33525,
+    "usp": 33450,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
