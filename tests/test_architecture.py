@@ -31,7 +31,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/losses": 525,
     "usp/model": 650,
     "usp/planning": 4075,
-    "usp/predict": 3200,
+    "usp/predict": 3175,
     "usp/rlhf": 8825,
     "usp/run": 1225,
     "usp/sp": 1700,

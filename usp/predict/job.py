@@ -269,8 +269,7 @@ def adapted(model: ModelShape, rank: int, targets: Collection[str], saved: Colle
 
 
 def shared(key: Callable[..., Hashable]) -> Callable[[F], F]:
-    """Cache a function by the `key` of its arguments, for all jobs whose results are the same. Arguments stay alive, so
-    a key may have the `id` of their parts."""
+    """Cache a function by the `key` of its arguments, which stay alive, so a key may have the `id` of their parts."""
 
     def decorate(function: F) -> F:
         results: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
