@@ -179,7 +179,7 @@ def _launch(
 
 def _run_script(command: list[str], environment: dict[str, str]) -> NoReturn:
     """Do what `python -u SCRIPT ARGUMENTS` does, in a process that has just been forked."""
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, 1 << 16)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
