@@ -2,7 +2,7 @@
 
 Depends only on torch; process groups, sequence layouts and kernels are passed in. Each file imports only earlier ones:
 
-intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, keep, ring, ulysses, unified, decode.
+intervals, spec, layout, bands, schedule, heads, fused, accumulate, kernels, comm, keep, ring, ulysses, unified, decode.
 """
 
 from .accumulate import accumulate_dtype
