@@ -148,8 +148,10 @@ class GradientSum:
     def total(self) -> Tensor:
         """Sum so far (T, heads, H) in the accumulation dtype; callers may add to it in place."""
         if self._total is None:
-            empty = torch.empty_like(self._like, dtype=self._dtype) if self._given is None else self._given
-            self._total = empty.zero_()
+            if self._given is None:
+                self._total = self._like.new_zeros(self._like.shape, dtype=self._dtype)
+            else:
+                self._total = self._given.zero_()
         elif self._total.dtype != self._dtype:
             self._total = self._total.to(self._dtype)
         return self._total
