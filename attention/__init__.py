@@ -2,8 +2,8 @@
 
 Depends only on torch; process groups, sequence layouts and kernels are passed in. Each file imports only earlier ones:
 
-intervals, spec, balance, layout, bands, schedule, heads, accumulate, kernels, comm, keep, ring, ulysses, unified,
-decode.
+intervals, spec, balance, layout, bands, schedule, heads, fused, accumulate, kernels, comm, keep, ring, ulysses,
+unified, decode.
 """
 
 from .accumulate import accumulate_dtype

@@ -5,7 +5,11 @@ T tokens, N heads, H head dim, V head dim of the values.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -40,6 +44,8 @@ class Rows:
         """Select these tokens: (T, ...) -> (count, length, ...), as a view unless `index` is given."""
         if self.index is not None:
             return x[self.index]
+        if self.count == 1:  # size(0), for a tensor's len is a Python function
+            return (x if self.length == x.size(0) else x.narrow(0, self.start, self.length)).unsqueeze(0)
         first = x.storage_offset() + self.start * x.stride(0)
         size, strides = (self.count, self.length, *x.shape[1:]), (self.stride * x.stride(0), *x.stride())
         return x.as_strided(size, strides, first)
@@ -78,13 +84,13 @@ class AttentionSum:
             self._totals = out.flatten(0, 1).contiguous(), lse.reshape(self._shape[:2])
             return
         total_out, total_lse = self._totals = self._sums()
-        out = out.to(self._dtype)
         if rows.index is None:
-            _merge(rows.take(total_out), rows.take(total_lse), out, lse)
+            merge(rows.take(total_out), rows.take(total_lse), out, lse)
             return
+        out = out.to(self._dtype)
         (tokens, out), (_, lse) = rows.unpadded(out), rows.unpadded(lse)
         merged_out, merged_lse = total_out[tokens], total_lse[tokens]
-        _merge(merged_out, merged_lse, out, lse)
+        merge(merged_out, merged_lse, out, lse)
         total_out[tokens], total_lse[tokens] = merged_out, merged_lse
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -94,32 +100,44 @@ class AttentionSum:
     def _sums(self) -> tuple[Tensor, Tensor]:
         """Return out and lse in the accumulation dtype."""
         if self._totals is not None:
-            return self._totals[0].to(self._dtype), self._totals[1]
+            out, lse = self._totals
+            return (out, lse) if out.dtype == self._dtype else (out.to(self._dtype), lse)
         out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return out, torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
 
 
-def _merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Merge out (..., N, V) and lse (..., N) with those of another part, in place."""
+def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Merge out (n, T, N, V) and lse (n, T, N) with those of another part, in place."""
+    real = type(out) is Tensor and out.is_cuda and out.dtype == torch.float32 and more_out.stride(-1) == 1
+    if real and out.dim() == 4 and (fused := _fused()) is not None:
+        fused.merge(out, lse, more_out, more_lse)
+        return
     # The sigmoid of the difference is the new part's weight, and is exact when one side is -inf. When both are, the
     # difference is nan, and any weight of two zero outputs will do.
-    weight = torch.sigmoid(torch.nan_to_num(more_lse - lse, nan=0.0)).unsqueeze(-1)
-    lse.copy_(torch.logaddexp(lse, more_lse))
-    out.lerp_(more_out, weight)
+    weight = (more_lse - lse).nan_to_num_(nan=0.0).sigmoid_().unsqueeze(-1)
+    torch.logaddexp(lse, more_lse, out=lse)
+    out.lerp_(more_out.to(out.dtype), weight)
+
+
+@cache
+def _fused() -> ModuleType | None:
+    return importlib.import_module("attention.fused") if importlib.util.find_spec("triton") else None
 
 
 class GradientSum:
-    """Running sum of a gradient (T, heads, H)."""
+    """Running sum of a gradient (T, heads, H) like `x`; in memory of its own, or in `total` of the accumulation dtype,
+    whose values are not read."""
 
-    def __init__(self, x: Tensor, tokens: int | None = None) -> None:
-        self._shape = (x.shape[0] if tokens is None else tokens, *x.shape[1:])
-        self._dtype, self._device = accumulate_dtype(x.dtype), x.device
+    def __init__(self, x: Tensor, total: Tensor | None = None) -> None:
+        self._tokens, self._dtype = (x if total is None else total).size(0), accumulate_dtype(x.dtype)
+        self._like, self._given = x, total
         self._total: Tensor | None = None
 
     def add(self, rows: Rows, part: Tensor) -> None:
         """Add a launch's (count, length, heads, H) tensor, which may be kept and modified in place later."""
-        if self._total is None and rows.covers(self._shape[0]):
-            self._total = part.flatten(0, 1)
+        if self._total is None and rows.covers(self._tokens):
+            part = part.flatten(0, 1)
+            self._total = part if self._given is None else self._given.copy_(part)
         elif rows.index is None:
             rows.take(self.total).add_(part)
         else:
@@ -130,8 +148,12 @@ class GradientSum:
     def total(self) -> Tensor:
         """Sum so far (T, heads, H) in the accumulation dtype; callers may add to it in place."""
         if self._total is None:
-            self._total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        self._total = self._total.to(self._dtype)
+            if self._given is None:
+                self._total = self._like.new_zeros(self._like.shape, dtype=self._dtype)
+            else:
+                self._total = self._given.zero_()
+        elif self._total.dtype != self._dtype:
+            self._total = self._total.to(self._dtype)
         return self._total
 
     def result(self, dtype: torch.dtype) -> Tensor:

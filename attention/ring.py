@@ -9,19 +9,16 @@ values. Keys and values are sent together, interleaved by token: kv_BX with X = 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import starmap
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.profiler import record_function
 
 from .accumulate import AttentionSum, GradientSum, accumulate_dtype
-from .comm import Channel, Pending
+from .comm import Channel, Pending, named
 from .keep import Keep
-from .kernels.base import Kernel, Launch, attend, attend_backward
+from .kernels.base import Kernel, Launch, attend, attend_backward, without_autocast
 from .schedule import Message, RingSchedule, Step
 from .spec import AttentionSpec
 
@@ -60,9 +57,9 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, keep: Keep):
         def attention() -> tuple[Tensor, Tensor]:
-            total = AttentionSum(q, v.shape[-1])
-            for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
-                with record_function(_step_name(program, index, "compute")):
+            total, steps = AttentionSum(q, v.shape[-1]), len(program.launches)
+            for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
+                with named("ring step {}/{}: compute", index, steps), without_autocast(q.device):
                     attend(program.kernel, launches, q, *_select_heads(block, program.kv_index), program.spec, total)
             out, lse = total.result()
             if sinks is not None:
@@ -83,9 +80,10 @@ class RingAttention(torch.autograd.Function):
         program, channel, kv_index = ctx.program, ctx.channel, ctx.program.kv_index
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
         dq, grads = GradientSum(q), _GradientRing(program.schedule, channel, k, v)
-        for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
-            step = program.schedule.steps[index]
-            with record_function(_step_name(program, index, "compute")):
+        steps = program.schedule.steps
+        for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
+            step = steps[index - 1]
+            with named("ring step {}/{}: compute", index, len(steps)), without_autocast(q.device):
                 dkv = grads.block(step)
                 keys, values = _select_heads(block, kv_index)
                 sums = dkv if kv_index is None else (GradientSum(keys), GradientSum(values))
@@ -93,7 +91,7 @@ class RingAttention(torch.autograd.Function):
                 if kv_index is not None:
                     for total, part in zip(dkv, sums, strict=True):
                         total.total.index_add_(1, kv_index, part.total)
-            with record_function(_step_name(program, index, "wait for gradients")):
+            with named("ring step {}/{}: wait for gradients", index, len(steps)):
                 grads.pass_on(step)
         dk, dv = grads.finish()
         dsinks = None
@@ -103,11 +101,6 @@ class RingAttention(torch.autograd.Function):
         return *(x.result(q.dtype) for x in (dq, dk, dv)), dsinks, None, None, None
 
 
-def _step_name(program: RingProgram, index: int, what: str) -> str:
-    """Return the label of a step in profiler traces."""
-    return f"ring step {index + 1}/{len(program.schedule.steps)}: {what}"
-
-
 def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[Tensor, Tensor]:
     return kv if kv_index is None else (kv[0].index_select(1, kv_index), kv[1].index_select(1, kv_index))
 
@@ -115,15 +108,13 @@ def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[T
 def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor):
     """Yield each step's launches and (k, v), after posting the messages of the next step."""
     steps = program.schedule.steps
-    sends = any(step.send_held or step.send_own for step in steps)
-    own = held = _interleaved(k, v, k.dtype) if sends else None
+    own = held = _interleaved(k, v) if program.schedule.tokens_sent else None
     block = (k, v)
-    for index, launches in enumerate(program.launches):
-        last = index + 1 == len(steps)
-        incoming = None if last else _Incoming(steps[index + 1], channel, own, held, like=(k, v))
+    for index, launches in enumerate(program.launches, 1):
+        incoming = None if index == len(steps) else _Incoming(steps[index], channel, own, held, like=(k, v))
         yield launches, block
         if incoming is not None:
-            with record_function(_step_name(program, index, "wait")):
+            with named("ring step {}/{}: wait", index, len(steps)):
                 held = incoming.wait()
             block = _separated(held, k, v)
 
@@ -144,8 +135,8 @@ class _Incoming:
         self.pending.wait()
         for message, buffer in self.parts:
             if len(message.slices) > 1:
-                for tokens, part in _slices(buffer, message):
-                    self.block[tokens].copy_(part)
+                for (start, stop), part in _slices(buffer, message):
+                    self.block[start:stop].copy_(part)
         return self.block
 
 
@@ -154,8 +145,8 @@ class _GradientRing:
 
     def __init__(self, schedule: RingSchedule, channel: Channel, k: Tensor, v: Tensor) -> None:
         self.steps, self.channel, self.index, self.like = schedule.steps, channel, -1, (k, v)
-        self.own = GradientSum(k), GradientSum(v)
-        self.current = self.own
+        self.own = self.current = GradientSum(k), GradientSum(v)
+        self.buffer: Tensor | None = None  # memory of the current sums, as it is sent; none for own tokens
         self.pending = Pending()
         self.arriving: list[tuple[Message, Tensor, bool]] = []  # (message, buffer, whether for our own tokens)
 
@@ -164,22 +155,22 @@ class _GradientRing:
         self.index += 1
         if self.index:
             k, v = self.like
-            self.current = GradientSum(k, step.keys), GradientSum(v, step.keys)
+            self.buffer = self._empty(step.keys)
+            dk, dv = _separated(self.buffer, k, v)
+            self.current = GradientSum(k, dk), GradientSum(v, dv)
         return self.current
 
     def pass_on(self, step: Step) -> None:
         """Add received partial sums, then send this step's sums to the next rank that adds to them, or to the owner."""
         self._collect()
         following = self.steps[self.index + 1].grad_receive if self.index + 1 < len(self.steps) else ()
-        messages = [(m, False) for m in following] + [(m, True) for m in step.grad_home]
-        k, v = self.like
-        dtype = accumulate_dtype(k.dtype)
-        self.arriving = [(m, k.new_empty(m.tokens, _features(k, v), dtype=dtype), home) for m, home in messages]
+        self.arriving = [(m, self._empty(m.tokens), False) for m in following]
+        self.arriving += [(m, self._empty(m.tokens), True) for m in step.grad_home]
         sends = []
         if step.grad_send:
-            dk, dv = self.current
-            dkv = _interleaved(dk.total, dv.total, dtype)
-            sends = [(m.peer, _packed(dkv, m)) for m in step.grad_send]
+            assert self.buffer is not None
+            _ = [each.total for each in self.current]  # zero where nothing was added
+            sends = [(m.peer, _packed(self.buffer, m)) for m in step.grad_send]
         self.pending = self.channel.post(sends, [(m.peer, buffer) for m, buffer, _ in self.arriving])
 
     def finish(self) -> tuple[GradientSum, GradientSum]:
@@ -189,13 +180,20 @@ class _GradientRing:
 
     def _collect(self) -> None:
         self.pending.wait()
-        for message, buffer, home in self.arriving:
-            dk, dv = self.own if home else self.current
-            for tokens, part in _slices(buffer, message):
-                more_dk, more_dv = _separated(part, *self.like)
-                dk.total[tokens].add_(more_dk)
-                dv.total[tokens].add_(more_dv)
+        for message, received, home in self.arriving:
+            sums = [each.total for each in (self.own if home else self.current)]
+            for (start, stop), part in _slices(received, message):
+                if home:
+                    for total, more in zip(sums, _separated(part, *self.like), strict=True):
+                        total[start:stop].add_(more)
+                else:
+                    assert self.buffer is not None
+                    _between(self.buffer, start, stop).add_(part)
         self.arriving = []
+
+    def _empty(self, tokens: int) -> Tensor:
+        k, v = self.like
+        return k.new_empty(tokens, _features(k, v), dtype=accumulate_dtype(k.dtype))
 
 
 def _features(k: Tensor, v: Tensor) -> int:
@@ -203,9 +201,9 @@ def _features(k: Tensor, v: Tensor) -> int:
     return k.shape[1] * (k.shape[2] + v.shape[2])
 
 
-def _interleaved(k_BKH: Tensor, v_BKV: Tensor, dtype: torch.dtype) -> Tensor:
+def _interleaved(k_BKH: Tensor, v_BKV: Tensor) -> Tensor:
     """Copy keys and values to one buffer (B, X)."""
-    kv = k_BKH.new_empty(len(k_BKH), _features(k_BKH, v_BKV), dtype=dtype)
+    kv = k_BKH.new_empty(k_BKH.size(0), _features(k_BKH, v_BKV))
     for part, x in zip(_separated(kv, k_BKH, v_BKV), (k_BKH, v_BKV), strict=True):
         part.copy_(x)
     return kv
@@ -213,26 +211,34 @@ def _interleaved(k_BKH: Tensor, v_BKV: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _separated(kv_BX: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of the keys and values in a buffer, with the heads and head dims of `k` and `v`."""
-    keys, values = kv_BX.split([x.shape[1] * x.shape[2] for x in (k, v)], dim=1)
-    return keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
+    tokens, features, first = *kv_BX.shape, kv_BX.storage_offset()
+    (_, heads, head_dim), v_head_dim = k.shape, v.shape[2]
+    keys = kv_BX.as_strided((tokens, heads, head_dim), (features, head_dim, 1), first)
+    values = (tokens, heads, v_head_dim), (features, v_head_dim, 1), first + heads * head_dim
+    return keys, kv_BX.as_strided(*values)
+
+
+def _between(buffer: Tensor, start: int, stop: int) -> Tensor:
+    return buffer if stop - start == buffer.size(0) else buffer.narrow(0, start, stop - start)
 
 
 def _packed(buffer: Tensor | None, message: Message) -> Tensor:
     """Return a message's tokens from a (T, ...) buffer, contiguous; a view if the message is one slice."""
     assert buffer is not None
-    parts = [buffer[start:stop] for start, stop in message.slices]
+    parts = [_between(buffer, start, stop) for start, stop in message.slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _receive_buffer(block: Tensor, message: Message) -> Tensor:
     """Return the receive buffer of a message: part of the block if the message is one slice of it."""
     if len(message.slices) == 1:
-        start, stop = message.slices[0]
-        return block[start:stop]
+        return _between(block, *message.slices[0])
     return block.new_empty(message.tokens, *block.shape[1:])
 
 
-def _slices(buffer: Tensor, message: Message) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each slice of a received message, and its part of the buffer."""
+def _slices(buffer: Tensor, message: Message) -> list[tuple[tuple[int, int], Tensor]]:
+    """Return each slice of a received message, and its part of the buffer."""
+    if len(message.slices) == 1:
+        return [(message.slices[0], buffer)]
     parts = buffer.split([stop - start for start, stop in message.slices])
-    return zip(starmap(slice, message.slices), parts, strict=True)
+    return list(zip(message.slices, parts, strict=True))

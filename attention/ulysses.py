@@ -15,10 +15,9 @@ from math import prod
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.profiler import record_function
 
 from .accumulate import accumulate_dtype
-from .comm import Channel
+from .comm import Channel, named
 from .heads import HeadPlan, Range
 from .keep import Keep
 
@@ -113,7 +112,7 @@ def _scatter_heads(tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]],
                 part.copy_(x[:, :, slice(*heads)])
     own = features[channel.rank]
     per_rank = batch * tokens * own
-    with record_function("ulysses all-to-all: seq to heads"):
+    with named("ulysses all-to-all: seq to heads"):
         received = channel.all_to_all(sent, [batch * tokens * x for x in features], [per_rank] * channel.size)
     by_source = received.view(channel.size, batch, tokens, own)
     return by_source.transpose(0, 1).reshape(batch * channel.size * tokens, own)
@@ -135,7 +134,7 @@ def _gather_heads(
     sent = tensors[0].new_empty(channel.size, batch, tokens, own)
     for part, x in zip(_separated(sent, shapes[channel.rank]), tensors, strict=True):
         part.copy_(x.view(batch, channel.size, tokens, *x.shape[1:]).transpose(0, 1))
-    with record_function("ulysses all-to-all: heads to seq"):
+    with named("ulysses all-to-all: heads to seq"):
         received = channel.all_to_all(
             sent.view(-1), [batch * tokens * own] * channel.size, [batch * tokens * x for x in features]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -47,9 +48,14 @@ def clip_grad_norm(
     grads = [parameter.grad for parameter in held if parameter.grad is not None]
     local = [local_tensor(grad) for grad in grads]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+    alike: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = defaultdict(
+        list
+    )  # norms, to be summed by a few kernels
     for parameter, grad, norm in zip(held, grads, torch._foreach_norm(local, 2) if local else (), strict=True):
         if id(parameter) not in counted:
-            total += norm.double().square() / _copies(grad, ranks)
+            alike[_copies(grad, ranks), norm.device, norm.dtype].append(norm)
+    for (copies_of_each, *_), norms in alike.items():
+        total += torch.stack(norms).double().square_().sum() / copies_of_each
     for axis in ("pp", "loss", "tp"):
         if mesh.size(axis) > 1:
             dist.all_reduce(total, group=mesh.group(axis))

@@ -22,7 +22,7 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 3275,
+    "attention": 3400,
     "parallel": 3725,
     "usp/commands": 1425,
     "usp/data": 2475,
@@ -32,11 +32,11 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/model": 650,
     "usp/planning": 4075,
     "usp/predict": 3175,
-    "usp/rlhf": 8825,
+    "usp/rlhf": 8850,
     "usp/run": 1225,
-    "usp/sp": 1700,
+    "usp/sp": 1725,
     "usp/train": 3750,
-    "usp": 33625,
+    "usp": 33650,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
@@ -85,7 +85,7 @@ def layers(source: Source) -> Iterator[str]:
         return
     for name, line in imports(source):
         top = name.split(".")[0]
-        optional = top in ("flash_attn", "flash_attn_interface", "flash_attn_3")  # see `optional_packages`
+        optional = top in ("flash_attn", "flash_attn_interface", "flash_attn_3", "triton")  # see `optional_packages`
         if top not in ("torch", "safetensors", source.package) and top not in sys.stdlib_module_names and not optional:
             yield f"{source.path}:{line} imports {name}: {source.package}/ knows only torch and the standard library"
 
@@ -108,6 +108,8 @@ def optional_packages(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line} imports {name}: peft belongs in usp/hf/lora.py"
         if top == "deepspeed" and source.path != "usp/train/engines/deepspeed.py":
             yield f"{source.path}:{line} imports {name}: DeepSpeed belongs in usp/train/engines/deepspeed.py"
+        if top == "triton" and source.path != "attention/fused.py":
+            yield f"{source.path}:{line} imports {name}: Triton kernels belong in attention/fused.py"
         if top.startswith("flash_attn") and line not in inside_load:
             yield f"{source.path}:{line} imports {name}: an optional kernel is imported inside load()"
 
@@ -324,6 +326,7 @@ BAD_FILES = [
     (layers, "parallel/x.py", "import numpy as np"),
     (optional_packages, "usp/x.py", "def f():\n    from transformers import AutoModel"),
     (optional_packages, "usp/x.py", "import deepspeed"),
+    (optional_packages, "attention/accumulate.py", "import triton"),
     (optional_packages, "usp/hf/x.py", "from peft import LoraConfig"),
     (optional_packages, "attention/kernels/flash.py", "import flash_attn"),
     (public_names, "train.py", "from usp.train.trainer import _step"),

@@ -129,12 +129,12 @@ def attend(
     """Add a block's attention to `total`."""
     v_head_dim = v_TKV.shape[-1]
     spec, width = _kernel_call(kernel, spec, q_TNH, v_TKV, backward=False)
-    q_TNH, k_TKH, v_TKV = (_widened(x, width) for x in (q_TNH, k_TKH, v_TKV))
-    with _without_autocast(q_TNH.device):
-        for launch in launches:
-            q, k, v = launch.queries.take(q_TNH), launch.keys.take(k_TKH), launch.keys.take(v_TKV)
-            out, lse = kernel.forward(q, k, v, launch, spec)
-            total.merge(launch.queries, out[..., :v_head_dim], lse)
+    if width:
+        q_TNH, k_TKH, v_TKV = (_widened(x, width) for x in (q_TNH, k_TKH, v_TKV))
+    for launch in launches:
+        q, k, v = launch.queries.take(q_TNH), launch.keys.take(k_TKH), launch.keys.take(v_TKV)
+        out, lse = kernel.forward(q, k, v, launch, spec)
+        total.merge(launch.queries, out[..., :v_head_dim] if width else out, lse)
 
 
 def _kernel_call(
@@ -153,7 +153,7 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return pad(x, (0, missing)) if missing > 0 else x
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Disable autocast, which would round the float32 accumulators."""
     inside = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if inside else nullcontext()
@@ -166,13 +166,14 @@ def attend_backward(
     """Add a block's gradients to the sums of dq (T, N, H), dk (T, K, H) and dv (T, K, V)."""
     head_dims = [x.shape[-1] for x in (q_TNH, k_TKH, v_TKV)]
     spec, width = _kernel_call(kernel, spec, q_TNH, v_TKV, backward=True)
-    dout, q, k, v, out = (_widened(x, width) for x in (dout_TNV, q_TNH, k_TKH, v_TKV, out_TNV))
-    with _without_autocast(k.device):
-        for launch in launches:
-            rows, keys = launch.queries, launch.keys
-            grads = kernel.backward(
-                rows.take(dout), rows.take(q), keys.take(k), keys.take(v), rows.take(out),
-                rows.take(lse_TN).transpose(1, 2).contiguous(), launch, spec,
-            )  # fmt: skip
-            for total, side, grad, head_dim in zip(sums, (rows, keys, keys), grads, head_dims, strict=True):
-                total.add(side, grad[..., :head_dim])
+    dout, q, k, v, out = dout_TNV, q_TNH, k_TKH, v_TKV, out_TNV
+    if width:
+        dout, q, k, v, out = (_widened(x, width) for x in (dout, q, k, v, out))
+    for launch in launches:
+        rows, keys = launch.queries, launch.keys
+        grads = kernel.backward(
+            rows.take(dout), rows.take(q), keys.take(k), keys.take(v), rows.take(out),
+            rows.take(lse_TN).transpose(1, 2).contiguous(), launch, spec,
+        )  # fmt: skip
+        for total, side, grad, head_dim in zip(sums, (rows, keys, keys), grads, head_dims, strict=True):
+            total.add(side, grad[..., :head_dim] if width else grad)

@@ -225,6 +225,19 @@ def _realloc_cluster(record: Record) -> str:
     )
 
 
+def _host_time(record: Record) -> str:
+    def microseconds(system: str, call: str) -> list[str]:
+        columns = ("us forward", "us backward")
+        return [cell for column in columns for cell in cells(record, column, system=system, call=call)]
+
+    alone, sdpa = (" and ".join(microseconds(system, "ring 1")) for system in ("ours", "torch's SDPA"))
+    ring, theirs = (" and ".join(microseconds(system, "ring 8")) for system in ("ours", "yunchang"))
+    return (
+        f"{alone} us of CPU time on one rank for forward and backward ({sdpa} us for torch's SDPA, whose kernel is "
+        f"included), {ring} us in a ring of 8 ({theirs} us for yunchang)."
+    )
+
+
 SECTIONS: dict[str, dict[str, Headline]] = {
     "Attention and memory": {
         "attention": Headline("Is attention faster than yunchang's, and does it send less?", _attention),
@@ -232,6 +245,7 @@ SECTIONS: dict[str, dict[str, Headline]] = {
             "And on two hosts with 1 Gbit/s between them?",
             lambda record: f"It takes {span(record, 'of yunchang')} of yunchang's time over four grids of 8 ranks.",
         ),
+        "host_time": Headline("How long does the host prepare a call?", _host_time),
         "memory": Headline("How much longer may sequences be in the same memory?", _memory),
         "throughput": Headline("Is a training step as fast as that of other systems?", _throughput),
     },

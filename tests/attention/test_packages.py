@@ -35,7 +35,8 @@ def test_flash_attn_4_compiles_what_its_back_end_takes(major: int) -> None:
     assert [name for name, *_ in lines] == list(CASES), run.stderr[-2000:]
     for name, choice, raised in lines:
         assert choice == ("refused" if major in CASES[name].refused_on else "taken")
-        assert choice == "refused" or raised == "compiles", f"{name}: {raised}"
+        # With several sequences some kernels are also launched, which takes a driver; by then they have compiled.
+        assert choice == "refused" or raised == "compiles" or "NVIDIA driver library" in raised, f"{name}: {raised}"
 
 
 @pytest.mark.parametrize("path", SOURCES)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attention import comm
 from parallel.wire import _group_among
 
 FRAMES = 4  # of an operation's stack
@@ -114,14 +116,15 @@ class Adversary(TorchDispatchMode):
         self.now, self._posting = 0, False
         self._works: list[_Late] = []  # gloo drops a message that nobody holds, and its peer would wait forever
         self._post = dist.batch_isend_irecv
-        self._patch = patch.object(dist, "batch_isend_irecv", self.post)
+        self._patches = ExitStack()
 
     def __enter__(self) -> Adversary:
-        self._patch.start()
+        self._patches.enter_context(patch.object(dist, "batch_isend_irecv", self.post))
+        self._patches.enter_context(patch.object(comm, "post_messages", self.post_messages))
         return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._patch.stop()
+        self._patches.close()
         super().__exit__(*exc_info)
 
     def check(self) -> None:
@@ -166,6 +169,11 @@ class Adversary(TorchDispatchMode):
             self._posting = False
         self._works += posted
         return posted
+
+    def post_messages(self, group: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Any:
+        """Stand in for `attention.comm.post_messages`."""
+        both = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
+        return self.post([dist.P2POp(kind, x, group=group, group_peer=peer) for kind, peer, x in both])
 
     def _add(self, kind: str, name: str, group: Any, peer: int, elements: int) -> Operation:
         members = tuple(dist.get_process_group_ranks(group))

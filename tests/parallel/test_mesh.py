@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel import (
     ZERO_STAGES,
@@ -168,6 +170,34 @@ def test_gradients_are_summed_over_ranks_and_micro_batches_and_clipped_by_their_
     for sharded, reference in ranks.run(summed_gradients, 4, dims, zero, micro_batches):
         for found, wanted in zip(sharded, reference, strict=True):
             assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_takes_as_many_operators_for_many_parameters() -> None:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        mesh, found = ParallelMesh.create(ParallelDims()), []
+        for number in (1, 2, 40):  # the first looks up the groups
+            parameters = [nn.Parameter(torch.ones(3)) for _ in range(number)]
+            for parameter in parameters:
+                parameter.grad = torch.ones(3)
+            with Operators() as operators:
+                assert clip_grad_norm(parameters, float("inf"), mesh) == pytest.approx((3 * number) ** 0.5)
+            found.append(operators.counts)
+        assert found[1] == found[2] and found[1].total() <= 9, found
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["new_group", "split_group"])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from usp.sp.sequence import documents_of
 from usp.sp.sp_attention import UnifiedSPAttention
 
 _ELEMENTS_AT_A_TIME = 2**22  # of a mask, whose hash takes 8 bytes for each
@@ -98,5 +99,5 @@ def _telling(forward: Callable[..., Any], tokens: CurrentTokens) -> Callable[...
 def numbers_of(row_numbers: Tensor, local_len: int, attention: UnifiedSPAttention, cu_seqlens: Tensor | None) -> Tensor:
     """Return the numbers of this rank's tokens, int64 (B, local_len), from those of their rows (B,)."""
     axes, seq_len = attention.axes, local_len * attention.ranks
-    local = axes.positions(axes.layout(attention.layout, seq_len, cu_seqlens)).to(row_numbers.device)
+    local = axes.positions(axes.layout(attention.layout, seq_len, documents_of(cu_seqlens))).to(row_numbers.device)
     return row_numbers.unsqueeze(1) * seq_len + local

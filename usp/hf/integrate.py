@@ -232,7 +232,7 @@ class _ForwardGuard:
     def _position_violations(self, shape: Sequence[int], position_ids: Tensor, cu_seqlens: Tensor | None) -> list[str]:
         axes = self.attention.axes
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
-        local = axes.positions(axes.layout(self.attention.layout, seq_len, cu_seqlens))
+        local = axes.positions(axes.layout(self.attention.layout, seq_len, documents_of(cu_seqlens)))
         self.starts, self.local = partial(document_starts, cu_seqlens, rows, seq_len), local
         expected = (local - self.starts(local)).to(position_ids.device)
         if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):

@@ -105,6 +105,8 @@ class HeadGradients:
             self.hidden[chunk] = grad_logits_CV @ weight
         if self.weight is not None and self.weight.dtype == hidden.dtype:
             self.weight.addmm_(grad_logits_CV.T, hidden[chunk])
+        elif self.weight is not None and hidden.device.type == "cuda":  # neither a rounded product nor its round trip
+            torch.addmm(self.weight, grad_logits_CV.T, hidden[chunk], out_dtype=self.weight.dtype, out=self.weight)
         elif self.weight is not None:
             self.weight += grad_logits_CV.T @ hidden[chunk]
 

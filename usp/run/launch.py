@@ -182,9 +182,10 @@ def all_ready(launch: Launch) -> None:
 
 def set_library_defaults(launch: Launch, environ: MutableMapping[str, str]) -> None:
     """Set what `environ` leaves open: gloo uses the loopback interface if all ranks are on this host; memory of CUDA
-    tensors is not fragmented by shapes that change from step to step."""
+    tensors is not fragmented by shapes that change from step to step, and pinned memory is not rounded up to a power of
+    two beyond 64 MiB."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
-        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True,pinned_max_round_threshold_mb:64"
     if launch.world_size == launch.local_world_size:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -236,7 +236,7 @@ class SequenceOrder(StepKeeper):
         """
         seq_len = x.shape[1] * self.axes.ranks
         call = OrderedCall(self.plan(x.shape[0], seq_len, cu_seqlens), self)
-        moves = self.moves(x.shape[0], self.axes.layout(self.layout, seq_len, cu_seqlens))
+        moves = self.moves(x.shape[0], self.axes.layout(self.layout, seq_len, call.plan.documents))
         if moves is None:
             return layer(x, call)
         out = layer(Reshard.apply(x, moves, self.channel, self.keep), call)

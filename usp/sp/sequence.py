@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attention import AttentionSpec, Channel, Keep, SequenceLayout, compute_now
 from attention.comm import Pending
+from attention.spec import Documents
 from parallel import ParallelMesh, agree
 
 IGNORED_LABEL = -100  # the convention of transformers and torch
@@ -70,11 +71,10 @@ class SpAxes:
         """Number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
-    def layout(self, kind: str, seq_len: int, cu_seqlens: Tensor | None = None) -> SequenceLayout:
+    def layout(self, kind: str, seq_len: int, documents: tuple[Documents, ...] | None = None) -> SequenceLayout:
         """Return the layout of rows of `seq_len` global tokens over these axes. Raises ValueError if they do not divide
-        it, or if the layout depends on `cu_seqlens` and they are invalid."""
-        documents = documents_of(cu_seqlens) if kind == "balanced" else None
-        return SequenceLayout(kind, seq_len, self.ring, self.ulysses, documents)
+        it, or if the layout depends on `documents`, as in `AttentionSpec`, and they do not fit."""
+        return SequenceLayout(kind, seq_len, self.ring, self.ulysses, documents if kind == "balanced" else None)
 
     def positions(self, layout: SequenceLayout) -> torch.Tensor:
         """Return the global positions of this rank's tokens, int64 (`layout.rows`, local_len)."""
@@ -149,7 +149,7 @@ def shard_sequence(
     """
     axes = SpAxes.of(mesh)
     _check_documents(layout, cu_seqlens)
-    return select_tokens(x, axes.positions(axes.layout(layout, x.shape[dim], cu_seqlens)), dim)
+    return select_tokens(x, axes.positions(axes.layout(layout, x.shape[dim], documents_of(cu_seqlens))), dim)
 
 
 def _check_documents(layout: str, cu_seqlens: Tensor | None) -> None:
@@ -183,7 +183,7 @@ def unshard_sequence(
     _check_documents(layout, cu_seqlens)
     if axes.ranks == 1:
         return x
-    ordered = axes.layout(layout, x.shape[dim] * axes.ranks, cu_seqlens)
+    ordered = axes.layout(layout, x.shape[dim] * axes.ranks, documents_of(cu_seqlens))
     grid = [(r, u) for r in range(axes.ring) for u in range(axes.ulysses)]
     order = [torch.cat([ordered.positions(*rank, row) for rank in grid]).argsort() for row in range(ordered.rows)]
     gathered = _Gather.apply(x.movedim(dim, 0), axes).movedim(0, dim)
@@ -237,7 +237,7 @@ def shard_batch(
     rows, seq_len = ids.shape
     axes = SpAxes.of(mesh)
     starts = document_starts(cu_seqlens, rows, seq_len)
-    local = axes.positions(axes.layout(layout, seq_len, cu_seqlens))
+    local = axes.positions(axes.layout(layout, seq_len, documents_of(cu_seqlens)))
     positions = (local - select_tokens(starts, local)).to(ids.device)
     sharded = {"input_ids": select_tokens(ids, local), "position_ids": positions}
     if "labels" in batch:

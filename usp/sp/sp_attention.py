@@ -47,6 +47,7 @@ from .kernel_choice import choose_kernel
 from .sequence import SpAxes, StepKeeper, documents_of, rows_of
 
 logger = logging.getLogger(__name__)
+Described = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class UnifiedSPAttention(StepKeeper, nn.Module):
@@ -74,6 +75,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self._ulysses, self._ring = Channel(self.axes.ulysses_group), Channel(self.axes.ring_group)
         # Calls repeat from layer to layer and, without documents, from step to step.
         self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
+        self._described = lru_cache(maxsize=16)(self._describe)
         self._logged: set[str] = set()
         self.calls = 0
         self.kernels: set[str] = set()  # names of those that calls have used
@@ -154,7 +156,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         documents, prefixes = documents_of(cu_seqlens), rows_of(prefix, "prefix", "documents")
         spec = AttentionSpec(causal, _window(window), documents=documents, prefixes=prefixes)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
-        layout = self.axes.layout(self.layout, seq_len, cu_seqlens)
+        layout = self.axes.layout(self.layout, seq_len, documents)
         return self._plan(spec, heads, batch, layout).wire_bytes(head_dim, dtype, v_head_dim)
 
     @property
@@ -170,17 +172,23 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
 
-    def _call(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *options: Any
-    ) -> dict[str, Any]:
-        """Check a call and count it; return its plan, its program, and the channels. options: others of `_spec`."""
-        _check_tensors(q, k, v, sinks)
-        heads, seq_len = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses), q.shape[1] * self.ranks
-        spec, layout = _spec(seq_len, cu_seqlens, *options), self.axes.layout(self.layout, seq_len, cu_seqlens)
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> dict[str, Any]:
+        """Check a call and count it; return its plan, its program, and the channels. options: those of `_spec`."""
+        shapes = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
+        call = self._described(shapes, None if sinks is None else sinks.shape, *_hashable(*options))
         self.calls += 1
-        call = (spec, heads, q.shape[0], layout, q.shape[3], v.shape[3], q.dtype, q.device)
         plan, program = self.keep(("plan", *call), lambda: self._prepare(*call))
         return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
+
+    def _describe(
+        self, shapes: tuple[Described, ...], sinks: torch.Size | None, documents: Any, *options: Any
+    ) -> tuple[Any, ...]:
+        """Check a call and return the arguments of its `_prepare`. documents, options: those of `_spec`."""
+        _check_tensors(shapes, sinks)
+        (q, dtype, device), (k, *_), (v, *_) = shapes
+        heads, seq_len = HeadPlan(q[2], k[2], self.axes.ulysses), q[1] * self.ranks
+        layout = self.axes.layout(self.layout, seq_len, documents)
+        return _spec(seq_len, documents, *options), heads, q[0], layout, q[3], v[3], dtype, device
 
     def _plan(self, spec: AttentionSpec, heads: HeadPlan, batch: int, layout: SequenceLayout) -> UnifiedPlan:
         return UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank)
@@ -291,8 +299,8 @@ def attend_backward(
     layer = handle.layer
     batch, tokens, num_heads, v_head_dim = dout.shape
     seq_len, heads = tokens * layer.ranks, HeadPlan(num_heads, kv_heads, layer.axes.ulysses)
-    spec = _spec(seq_len, cu_seqlens, prefix, causal, scale, window, softcap, chunk)
-    layout = layer.axes.layout(layer.layout, seq_len, cu_seqlens)
+    documents, *options = _hashable(cu_seqlens, prefix, causal, scale, window, softcap, chunk)
+    spec, layout = _spec(seq_len, documents, *options), layer.axes.layout(layer.layout, seq_len, documents)
     plan, program = layer._prepare(spec, heads, batch, layout, head_dim, v_head_dim, dout.dtype, dout.device)
     channels = {"ulysses": layer._ulysses, "ring": layer._ring}
     return unified_backward(dout, saved, head_dim, plan=plan, program=program, **channels, sinks=sinks)
@@ -334,38 +342,49 @@ def ulysses_violations(num_heads: int, ulysses: int) -> list[str]:
     ]
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+def _check_tensors(shapes: tuple[Described, ...], sinks: torch.Size | None) -> None:
+    (q, *_), (k, *_), (v, *_) = shapes
     violations = []
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+    if len(q) != 4 or len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
         violations.append(
             "q must be (batch, tokens, num_heads, head_dim), k (batch, tokens, num_kv_heads, head_dim), and v the same "
             "as k except for its own head_dim"
         )
-    elif (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
+    elif (*q[:2], q[3]) != (*k[:2], k[3]):
         violations.append("q, k and v must have the same batch and tokens, q and k the same head_dim")
-    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
+    if len({each[1:] for each in shapes}) > 1:
         violations.append("q, k and v must have the same dtype and device")
-    if sinks is not None and tuple(sinks.shape) != (q.shape[2:3]):
-        violations.append(f"sinks {tuple(sinks.shape)} must have one logit per query head")
+    if sinks is not None and tuple(sinks) != tuple(q[2:3]):
+        violations.append(f"sinks {tuple(sinks)} must have one logit per query head")
     if violations:
-        shapes = ", ".join(
-            f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in (("q", q), ("k", k), ("v", v))
-        )
-        raise ValueError(f"{'; '.join(violations)}; got {shapes}")
+        listed = ", ".join(f"{name} {tuple(x[0])} {x[1]} {x[2]}" for name, x in zip("qkv", shapes, strict=True))
+        raise ValueError(f"{'; '.join(violations)}; got {listed}")
 
 
-def _spec(
-    seq_len: int,
+def _hashable(
     cu_seqlens: Tensor | None,
     prefix: Tensor | None,
     causal: bool,
     scale: float | None,
     window: Sequence[int],
+    *rest: Any,
+) -> tuple[Any, ...]:
+    """Return the arguments of `_spec` after the first."""
+    documents, prefixes = documents_of(cu_seqlens), rows_of(prefix, "prefix", "documents")
+    return documents, prefixes, causal, scale, tuple(window), *rest
+
+
+def _spec(
+    seq_len: int,
+    documents: tuple[tuple[int, ...], ...] | None,
+    prefixes: tuple[tuple[int, ...], ...] | None,
+    causal: bool,
+    scale: float | None,
+    window: tuple[int, int],
     softcap: float | None,
     chunk: int,
 ) -> AttentionSpec:
-    documents, prefixes = documents_of(cu_seqlens), rows_of(prefix, "prefix", "documents")
-    spec = AttentionSpec(causal, (window[0], window[1]), scale, softcap, documents, prefixes)
+    spec = AttentionSpec(causal, window, scale, softcap, documents, prefixes)
     if not chunk:
         return spec
     # Attention within chunks is attention within documents.

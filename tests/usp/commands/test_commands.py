@@ -173,7 +173,7 @@ def test_a_process_that_sees_only_its_own_gpu_takes_it(monkeypatch: pytest.Monke
 def test_libraries_have_defaults_that_the_environment_overrides() -> None:
     environ: dict[str, str] = {}
     set_library_defaults(Launch(0, 4, 0, 2), environ)
-    assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:64"}
     environ = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "GLOO_SOCKET_IFNAME": "eth0"}
     set_library_defaults(Launch(0, 4, 0, 4), before := dict(environ))
     assert before == environ

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.attention.cuda_calls import DispatchedOps
 from tests.harness.ranks import RankPool
 from usp.losses import vocab_loss
+from usp.losses.vocabulary import HeadGradients
 
 BATCH, TOKENS, HIDDEN, VOCAB, TARGETS = 2, 13, 6, 23, 41
 
@@ -135,3 +139,14 @@ def test_invalid_arguments_raise() -> None:
     labels[1, 4] = VOCAB
     with pytest.raises(ValueError, match=r"labels \[23\] are not in the vocabulary of 23"):
         vocab_loss(hidden, weight, labels, global_tokens=TARGETS, chunk_tokens=5)
+
+
+def test_on_a_gpu_the_weights_gradient_is_accumulated_by_the_product() -> None:
+    with FakeTensorMode(), DispatchedOps(), patch.object(torch, "addmm") as product:
+        shapes = ((8, 6), (23, 6), (4, 23))
+        hidden, weight, grads = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+        gradients = HeadGradients(hidden, weight, wants_hidden=False, wants_weight=True)
+        gradients.add(slice(0, 4), grads)
+    total, transposed, chunk = product.call_args.args
+    assert total is gradients.weight is product.call_args.kwargs["out"] and total.dtype == torch.float32
+    assert (transposed.shape, chunk.shape) == ((23, 4), (4, 6)) and product.call_args.kwargs["out_dtype"] == total.dtype

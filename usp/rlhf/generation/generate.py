@@ -9,7 +9,7 @@ decode     one token per slot, replicated over sp: hidden states pass along the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -267,13 +267,13 @@ class Generator:
         pp, x = self._groups.get("pp"), ids
         if not self._first:
             x = torch.empty(*ids.shape, self._model.config.hidden_size, dtype=self._dtype, device=self._device)
-            dist.recv(x, group=pp, group_src=dist.get_rank(pp) - 1)
+            _pass(dist.irecv, x, pp, -1)
         # In prefill tokens are divided over sp.
         axes = ("sp", "tp") if isinstance(kv_cache, DecodeStep) else ("tp",)
         with same_tokens(self._experts, tuple(self._groups[axis] for axis in axes if axis in self._groups)):
             hidden = run_layers(self._model, x, first=self._first, position_ids=position_ids, kv_cache=kv_cache)
         if not self._last:
-            dist.send(hidden.contiguous(), group=pp, group_dst=dist.get_rank(pp) + 1)
+            _pass(dist.isend, hidden.contiguous(), pp, 1)
         return hidden
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
@@ -288,6 +288,13 @@ class Generator:
         logits = logits.to(softmax_dtype(hidden_BH))
         self._transform.apply_(logits)
         return logits
+
+
+def _pass(operation: Callable[..., Any], x: Tensor, pp: dist.ProcessGroup | None, by: int) -> None:
+    """Send or receive `x` in the group's own communicator: NCCL makes another for each pair of single messages."""
+    message = dist.P2POp(operation, x, group=pp, group_peer=dist.get_rank(pp) + by)
+    for work in dist.batch_isend_irecv([message]):
+        work.wait()
 
 
 def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Generator) -> Samples:

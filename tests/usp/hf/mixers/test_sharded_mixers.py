@@ -64,7 +64,7 @@ def sent_and_planned(family: str, seq_len: int, layout: str) -> list[tuple[int, 
     itemsize = torch.float32.itemsize
     parts = [halo_bytes(HaloPlan(plan, convolution.kernel_size[0]), convolution.in_channels * itemsize)]
     parts += [state_bytes(plan, STATES[family] * itemsize)] if family in STATES else []
-    if moves := order.moves(2, order.axes.layout(layout, seq_len, cu_seqlens)):
+    if moves := order.moves(2, order.axes.layout(layout, seq_len, plan.documents)):
         sent, received = (
             sum(len(index) for peer, index in enumerate(indices) if peer != moves.rank)
             for indices in (moves.sends, moves.receives)
