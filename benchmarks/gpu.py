@@ -237,7 +237,7 @@ class Kernels:
         q, k, v, dout = random_tensors(self.sizes, tokens, tokens, self.clock.device)
         exact = [x.double().unsqueeze(0).requires_grad_() for x in (q, k, v)]
         seen = torch.ones(1, tokens, tokens, dtype=torch.bool, device=self.clock.device).tril()
-        out = dense_attention(*exact, seen)
+        out = dense_attention(exact[0], exact[1], exact[2], seen)
         wanted = [out, *torch.autograd.grad(out, exact, dout.double().unsqueeze(0))]
         for name, kernel in self.kernels.items():
             layout, leaves = SequenceLayout("contiguous", tokens), [x.detach().requires_grad_() for x in (q, k, v)]
@@ -268,15 +268,16 @@ class Kernels:
         """Time how late a message's kernel starts beside an attention kernel, on streams of both priorities."""
         if self.clock.device.type != "cuda":
             return
-        q, k, v, _ = random_tensors(self.sizes, self.sizes.lengths[-1], self.sizes.lengths[-1], self.clock.device)
+        tokens = self.sizes.lengths[-1]
+        tensors = random_tensors(self.sizes, tokens, tokens, self.clock.device)
+        q, k, v, _ = (x.unsqueeze(0).transpose(1, 2) for x in tensors)
         for priority in (0, -1):
             side, begin = torch.cuda.Stream(self.clock.device, priority=priority), torch.cuda.Event(enable_timing=True)
             started = torch.cuda.Event(enable_timing=True)
             for _ in range(3):
                 begin.record()
                 side.wait_stream(torch.cuda.current_stream())
-                time_of = [x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)]
-                torch.nn.functional.scaled_dot_product_attention(*time_of, is_causal=True, enable_gqa=True)
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
                 with torch.cuda.stream(side):
                     torch.empty(1 << 20, device=self.clock.device).fill_(1.0)
                     started.record()

@@ -91,6 +91,8 @@ class Steps:
         with one_rank(self.device):
             mesh = ParallelMesh.create(ParallelDims(), self.device.type)
             recipe = EngineRecipe.of(config, model)
+            if self.tiny and recipe.compile:
+                recipe = replace(recipe, compile="eager")  # inductor compiles for half a minute
             engine = build_engine(recipe, mesh, self.device, lambda stage: initialise(stage.model, 0))
             batch = blank_batch(config, mesh, self.data)
             local = {key: x if key == "cu_seqlens" else x.to(self.device) for key, x in batch.items()}
@@ -155,11 +157,10 @@ class Steps:
     def decoding(self) -> Iterator[Check]:
         """Time a token of all slots, and the attention of a rank that has a part of the keys."""
         slots, prompt, new = (2, 8, 4) if self.tiny else (64, 2048, 32)
-        _, shape, _, _ = resolve(self.config(), 1, weights=False).valid([])
+        _, config, _, _ = resolve(self.config(), 1, weights=False).valid([])
         with one_rank(self.device):
             mesh = ParallelMesh.create(ParallelDims(), self.device.type)
-            model = empty_model(shape)
-            model = model.to(torch.float32 if self.tiny else torch.bfloat16)
+            model: Any = empty_model(config).to(torch.float32 if self.tiny else torch.bfloat16)
             apply_unified_sp(model, mesh)
             materialise(model, self.device)
             initialise(model, 0)
@@ -221,11 +222,10 @@ class Steps:
 
 @contextmanager
 def one_rank(device: torch.device, bound: bool = True) -> Iterator[None]:
-    backend, options = ("nccl" if device.type == "cuda" else "gloo"), {}
-    if device.type == "cuda" and bound:
-        options = {"device_id": torch.device("cuda", torch.cuda.current_device())}
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    place = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and bound else None
     with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group(backend, store=dist.FileStore(file.name, 1), rank=0, world_size=1, **options)
+        dist.init_process_group(backend, store=dist.FileStore(file.name, 1), rank=0, world_size=1, device_id=place)
         try:
             yield
         finally:

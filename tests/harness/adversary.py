@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.wire import _group_among
 
@@ -153,8 +153,7 @@ class Adversary(TorchDispatchMode):
             group = op.group or dist.group.WORLD
             logged = self._add(kind, kind, group, op.peer, op.tensor.numel())
             logged.issued = logged.batch = issued
-            with _disable_current_modes():  # tests that measure memory shall not see it
-                held = op.tensor.detach().clone()
+            held = op.tensor.detach().clone()
             if kind == "receive":
                 _spoil(op.tensor.detach())
             works.append(partial(_Late, self, logged, op.tensor.detach(), held))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -76,7 +77,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 # Steps, in the process of the device
 
 
-def trained(model: str, world_size: int, flags: dict[str, Any], fault: str = "") -> list[Finding]:
+def trained(model: str, world_size: int, fault: str = "", **flags: Any) -> list[Finding]:
     """Return the findings of a step of rank 0, after two others."""
     defaults = {"seq_len": 64, "dtype": "bfloat16", "device": "cpu", "loss_chunk": 24, "ac": "full"}
     config = TrainConfig(model=model, **defaults | flags)
@@ -99,8 +100,8 @@ def trained(model: str, world_size: int, flags: dict[str, Any], fault: str = "")
             return list(gpu.findings)
 
 
-def generated(model: str, dims: ParallelDims, new_tokens: int) -> list[Finding]:
-    """Return the findings of generating two responses on two ranks."""
+def generated(model: str, dims: ParallelDims) -> list[Finding]:
+    """Return the findings of a prefill and three decode steps of two sequences, on two ranks."""
     with fake_world(2, 0), stand_ins(CUDA, HostMemory()):
         mesh = ParallelMesh.create(dims, DEVICE)
         causal = empty_model(load_model_config(Path(model)))
@@ -109,8 +110,8 @@ def generated(model: str, dims: ParallelDims, new_tokens: int) -> list[Finding]:
         with fake_gpu() as gpu:
             materialise(causal, torch.device(DEVICE))
             generator = Generator(causal, mesh, slots=2)
-            prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6, 7])]
-            generator.generate(prompts, Generate(max_new_tokens=new_tokens), [0, 1])
+            prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])]
+            generator.generate(prompts, Generate(max_new_tokens=3), [0, 1])
             return list(gpu.findings)
 
 
@@ -196,15 +197,27 @@ def test_what_is_right_is_not_reported(process: Executor, name: str) -> None:
     assert not process.submit(right, name).result()
 
 
-def per_layer(run: Callable[[str], list[Finding]], kind: str) -> tuple[Counter[str], list[Finding]]:
-    """Return the synchronizations of one more layer, by place, and the races of all."""
-    shallow, deep = run(kind), run(f"{kind}-deep")
-    places = [Counter(str(x) for x in found if x.kind == "synchronization") for found in (shallow, deep)]
-    more = places[1] - places[0]
-    assert not places[0] - places[1]
-    return Counter({place: number // 2 for place, number in more.items()}), [
-        x for x in shallow + deep if x.kind == "race"
-    ]
+Steps = Callable[..., list[Finding]]
+
+
+@pytest.fixture(scope="module")
+def steps(process: Executor, folders: dict[str, str]) -> Steps:
+    """Return a function that runs a step, once for all tests: function, model, and the function's other arguments."""
+
+    @cache
+    def run(function: Steps, model: str, *args: Any, **flags: Any) -> list[Finding]:
+        return process.submit(function, folders[model], *args, **flags).result()
+
+    return run
+
+
+def per_layer(run: Callable[[str], list[Finding]], model: str) -> tuple[Counter[str], list[Finding]]:
+    """Return the synchronizations of one more layer, by place, and all races."""
+    found = run(model), run(f"{model}-deep")
+    shallow, deep = (Counter(str(x) for x in findings if x.kind == "synchronization") for findings in found)
+    assert not shallow - deep
+    more = Counter({place: number // 2 for place, number in (deep - shallow).items()})
+    return more, [x for findings in found for x in findings if x.kind == "race"]
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], int]] = {  # and the most synchronizations of a layer and pass
@@ -215,28 +228,19 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], int]] = {  # and the most syn
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layers_of_a_training_step_stop_the_host_for_routing_only(
-    process: Executor, folders: dict[str, str], name: str
-) -> None:
+def test_layers_of_a_training_step_stop_the_host_for_routing_only(steps: Steps, name: str) -> None:
     model, world_size, flags, most = LAYOUTS[name]
-    syncs, races = per_layer(lambda kind: process.submit(trained, folders[kind], world_size, flags).result(), model)
+    syncs, races = per_layer(lambda kind: steps(trained, kind, world_size, "", **flags), model)
     assert not races, races[0]
     assert syncs.total() <= 2 * most, syncs  # forward and recomputation
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_layers_of_a_decode_step_stop_the_host_for_routing_only(
-    process: Executor, folders: dict[str, str], model: str
-) -> None:
-    dims, most = (ParallelDims(ring=2), 0) if model == "llama" else (ParallelDims(ring=2, ep=2), 1)
-
-    def steps(kind: str) -> list[Finding]:
-        few, many = (process.submit(generated, folders[kind], dims, tokens).result() for tokens in (2, 4))
-        return many[len(few) :]  # of two more steps
-
-    syncs, races = per_layer(steps, model)
+@pytest.mark.parametrize(("model", "most"), [("llama", 0), ("mixtral", 1)])
+def test_layers_of_a_decode_step_stop_the_host_for_routing_only(steps: Steps, model: str, most: int) -> None:
+    dims = ParallelDims(ring=2, ep=1 + most)
+    syncs, races = per_layer(lambda kind: steps(generated, kind, dims), model)
     assert not races, races[0]
-    assert syncs.total() <= 2 * most, syncs
+    assert syncs.total() <= 4 * most, syncs
 
 
 @pytest.mark.parametrize(
@@ -247,8 +251,7 @@ def test_layers_of_a_decode_step_stop_the_host_for_routing_only(
         ("no wait for offloaded tensors", "race"),
     ],
 )
-def test_faults_in_a_training_step_are_found(process: Executor, folders: dict[str, str], fault: str, kind: str) -> None:
-    flags = {"sp_ring": 2, "ac_offload": True}
-    findings = [process.submit(trained, folders["llama"], 2, flags, each).result() for each in ("", fault)]
-    more = Counter(map(str, findings[1])) - Counter(map(str, findings[0]))
-    assert any(place.startswith(kind) for place in more), more
+def test_faults_in_a_training_step_are_found(steps: Steps, fault: str, kind: str) -> None:
+    model, world_size, flags, _ = LAYOUTS["offloaded"]
+    right, wrong = (Counter(map(str, steps(trained, model, world_size, each, **flags))) for each in ("", fault))
+    assert any(place.startswith(kind) for place in wrong - right), wrong
