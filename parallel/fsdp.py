@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,11 +82,18 @@ def apply_fsdp(
             shard_placement_fn=placement,
             **place,
         )
+    blocks = list(blocks)
     for block in blocks:
         fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=zero == 3, **place)
     # No reshard: the backward needs the root's parameters first. Its inputs already have the intended dtype.
     policy = replace(policy, cast_forward_inputs=False)
     fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False, **place)
+    # A layer with experts stops the host for its routing. What follows is gathered before, and not once it gets there.
+    units = [[block, *(module for module in block.modules() if module in experts)] for block in blocks]
+    for order, ahead in ((units, "forward"), (units[::-1], "backward")):
+        for here, following in pairwise(order):
+            if len(here) > 1:
+                getattr(here[0], f"set_modules_to_{ahead}_prefetch")(following)
     for sharded in _fsdp_modules(model):
         # FSDP2 averages by default. gloo does not support a pre-multiplied sum, so force a plain one.
         sharded.set_gradient_divide_factor(1.0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,11 +51,26 @@ class ProcessGroups:
         if len(shared) > 1 and dist.group.WORLD.bound_device_id:  # type: ignore[union-attr]
             split, here = dist.split_group(split_ranks=[[*r] for _, r in shared], pg_options=options), dist.get_rank()
             self._made |= {key: split if here in key[1] else None for key in shared}
-        for key in keys:
-            if key not in self._made:  # only its rank makes a group of one
-                group = dist.new_group([*key[1]], use_local_synchronization=len(key[1]) == 1, pg_options=options)
-                self._made[key] = group if isinstance(group, dist.ProcessGroup) else None
+        for key in (key for key in keys if key not in self._made):
+            alone = len(key[1]) == 1
+            group = _group_of_one(key[1][0]) if alone else dist.new_group([*key[1]], pg_options=options)
+            self._made[key] = group if isinstance(group, dist.ProcessGroup) else None
         return next((group for key in keys if (group := self._made[key]) is not None), None)
+
+
+def _group_of_one(rank: int) -> dist.ProcessGroup | None:
+    """Make the group of this rank alone, if it is `rank`: without the others, which may not be in the mesh.
+
+    With a device bound to the world, NCCL would split its communicator at once, for which it waits for every rank.
+    """
+    if rank != dist.get_rank():
+        return None
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group([rank], use_local_synchronization=True)
+    finally:
+        world.bound_device_id = device
 
 
 def format_ranks(ranks: Iterable[int], separator: str = ",") -> str:

@@ -250,6 +250,13 @@ SECTIONS: dict[str, dict[str, Headline]] = {
         "throughput": Headline("Is a training step as fast as that of other systems?", _throughput),
     },
     "Running": {
+        "communicators": Headline(
+            "How many process groups does a run on 1,024 ranks make?",
+            lambda record: (
+                f"{span(record, 'communicators of a rank', ranks='1,024')} communicators on a rank, in "
+                f"{span(record, 'calls of the world', ranks='1,024')} calls in which all ranks take part."
+            ),
+        ),
         "faults": Headline("Does a run survive the loss of a rank?", _faults),
         "token_store": Headline("Does data keep up with training?", _token_store),
         "data": Headline(

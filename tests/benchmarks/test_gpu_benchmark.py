@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.training_step import LLAMA3_8B, fitting
+from benchmarks.harness.checks import Check, Log
 
 
 def test_every_measurement_runs_on_toy_sizes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", "--tiny"])
-    gpu.main()
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
     printed = capsys.readouterr().out
+    assert ended.value.code == 0, printed
     for what in (
+        "error of out, dq, dk and dv",
         "torch SDPA",
         "one block without a mask",
         "rates for a node file: {",
         "rank 0 of a ring of 4",
-        "training step, toy geometry, 2 layers",
+        "step of 2 layers, 256 tokens",
+        "of the dry run's",
+        "merge of a hop",
+        "a layer and token",
+        "in both directions at once",
+        "step with torch.compile",
+        "a group of one rank",
     ):
         assert what in printed
 
@@ -31,8 +43,17 @@ def test_it_refuses_to_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         gpu.resolve_device("cpu", tiny=False)
 
 
-def test_layers_are_limited_by_memory() -> None:
-    assert fitting(LLAMA3_8B, 1 << 40).layers == 32
-    assert 1 <= fitting(LLAMA3_8B, 120 << 30).layers < 32
-    with pytest.raises(RuntimeError, match="one layer of llama3-8b at 32,768 tokens does not fit 1 GiB"):
-        fitting(LLAMA3_8B, 1 << 30)
+def test_a_log_goes_on_where_a_run_ended(tmp_path: Path) -> None:
+    def checks(value: float) -> Iterator[Check]:
+        yield Check("time", value, "ms", 10.0, 0.8, 1.2)
+        if value < 0:
+            raise ValueError("no such kernel")
+
+    path = tmp_path / "gpu.jsonl"
+    first = Log(path)
+    assert len(list(first.run({"a": lambda: checks(11.0)}))) == 1 and first.right
+    again = Log(path)
+    later = list(again.run({"a": lambda: checks(0.0), "b": lambda: checks(13.0), "c": lambda: checks(-1.0)}))
+    assert [(section, check.right) for section, check in later] == [("b", False), ("c", False), ("c", False)]
+    assert [check.value for _, check in again.checks[:2]] == [11.0, 13.0] and not again.right
+    assert "no such kernel" in again.checks[-1][1].what

@@ -139,7 +139,7 @@ class Adversary(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and name not in _SILENT and not self._posting:
             group = _group_among(func, args)
             if group.size() > 1 and group.name() != "fake":
-                first = args[0][0] if isinstance(args[0], list) else args[0]
+                first = next(iter(args[0] or args[1]), None) if isinstance(args[0], list) else args[0]
                 kind = _SINGLE.get(name, "collective")
                 peer = -1 if kind == "collective" else dist.get_global_rank(group, args[2])
                 op = self._add(kind, name, group, peer, first.numel() if isinstance(first, Tensor) else 0)
@@ -150,7 +150,7 @@ class Adversary(TorchDispatchMode):
         """Stand in for `batch_isend_irecv`."""
         if any(isinstance(op.tensor, FakeTensor) for op in operations):
             return self._post(operations)
-        issued, works, real = self.now, [], []
+        issued, works, tensors = self.now, [], [op.tensor for op in operations]
         for op in operations:
             kind = "send" if op.op is dist.isend else "receive"
             group = op.group or dist.group.WORLD
@@ -159,14 +159,16 @@ class Adversary(TorchDispatchMode):
             held = op.tensor.detach().clone()
             if kind == "receive":
                 _spoil(op.tensor.detach())
-            real.append(dist.P2POp(op.op, held, op.peer, op.group, op.tag))
             works.append(partial(_Late, self, logged, op.tensor.detach(), held))
+            op.tensor = held
         self._tick()
         self._posting = True
         try:
-            posted = [late(work) for late, work in zip(works, self._post(real), strict=True)]
+            posted = [late(work) for late, work in zip(works, self._post(operations), strict=True)]
         finally:
             self._posting = False
+            for op, x in zip(operations, tensors, strict=True):
+                op.tensor = x
         self._works += posted
         return posted
 

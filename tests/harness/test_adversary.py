@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from attention import comm, ring
 from parallel import ParallelDims, ParallelMesh
+from tests.parallel.reallocation.test_reallocation import GRIDS, run_pairs
+from tests.usp.rlhf.runtime.test_executor import PROMPTS, Alone, derived_seed, ppo, prompts, run_plans
 from tests.usp.tiny import train_alone
 from tests.usp.train.test_parity import Break, train_sharded
 from usp import UnifiedSPAttention
@@ -182,3 +186,14 @@ def test_training_on_the_transport_is_that_of_one_process(ranks: RankPool) -> No
     for history in found:
         for both, (loss, norm) in zip(history, wanted, strict=False):
             assert both == pytest.approx((loss, norm), rel=1e-5)
+
+
+def test_reallocation_on_the_transport_is_exact(ranks: RankPool) -> None:
+    pairs = list(product(GRIDS, GRIDS))[::97]
+    assert [wrong for _, wrong in ranks.run(run_pairs, 8, pairs)] == [[]] * 8
+
+
+def test_rlhf_on_the_transport_is_that_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    wanted, _ = Alone().step(ppo(), prompts(PROMPTS, 1), derived_seed(1, "actor_generate"))
+    for (run,) in ranks.run(run_plans, 8, tmp_path, "separation"):
+        assert {key: run.metrics[0][key] for key in wanted} == pytest.approx(wanted, abs=1e-5)

@@ -266,7 +266,7 @@ class LayerSaved:
         self._offload, self._device, self._copier, self._previous = offload, device, copier, previous
         self._packed: list[weakref.ref[Packed]] = []
         self._copied: Any = None  # event: all copies are on the host
-        self._arriving: Any = None  # event: all are on the device again; None where nobody needs to wait
+        self._arriving: Any = None  # event that the backward waits for: no copies to or from the host are left
 
     def pack(self, x: Tensor) -> Packed | Tensor:
         """Begin to copy a tensor of this layer to the host."""
@@ -274,6 +274,7 @@ class LayerSaved:
             return x
         x = x.detach()
         copy, self._copied = self._copier.to_host(x)
+        self._arriving = self._copied  # a backward that comes before the end frees what is being copied
         packed = Packed(self, x, copy)
         self._packed.append(weakref.ref(packed))
         return packed

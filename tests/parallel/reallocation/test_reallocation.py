@@ -350,6 +350,7 @@ def in_many_rounds(plan: ReallocPlan) -> str:
     return str(error.value)
 
 
+@pytest.mark.measures_memory
 def test_memory_is_bounded_and_wrong_tensors_are_refused(ranks: RankPool) -> None:
     plan = plan_realloc(whole_on((0, 1), names=3), whole_on((1, 2, 3), names=3), bucket_bytes=60, ranks_per_host=8)
     assert plan.rounds > 4 and plan.extra_bytes == 240
@@ -413,6 +414,7 @@ def large_pieces() -> tuple[int, bool]:
     return use.peak_bytes, all(torch.equal(tensor, whole[dst[rank].slices()]) for tensor in after.values())
 
 
+@pytest.mark.measures_memory
 def test_a_large_piece_needs_a_buffer_only_if_it_is_strided(ranks: RankPool) -> None:
     (first, _), (second, second_arrived), *others = ranks.run(large_pieces, 4)
     columns, rows = 400 * 400 * 4, 200 * 600 * 4  # a message each; the rows are small enough to be copied

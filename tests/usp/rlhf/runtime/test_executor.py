@@ -84,9 +84,10 @@ def steps(made: Executor, number: int = STEPS) -> list[StepResult]:
     return [made.run_step(prompts(PROMPTS, n), number=n, seed=n) for n in range(1, number + 1)]
 
 
-def run_plans(folder: Path) -> list[Run]:
+def run_plans(folder: Path, name: str = "") -> list[Run]:
+    """Run all plans, or only the one of this name."""
     graph, groups, runs = ppo(), ProcessGroups(), []
-    for plan in plans(graph):
+    for plan in (plan for plan in plans(graph) if name in ("", plan.name)):
         trained: dict[str, ToyModel] = {}
 
         def build_role(call: ModelCall, *place: Any, trained: dict[str, ToyModel] = trained) -> ToyModel:
