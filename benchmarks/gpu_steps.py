@@ -160,7 +160,8 @@ class Steps:
         _, config, _, _ = resolve(self.config(), 1, weights=False).valid([])
         with one_rank(self.device):
             mesh = ParallelMesh.create(ParallelDims(), self.device.type)
-            model: Any = empty_model(config).to(torch.float32 if self.tiny else torch.bfloat16)
+            model: Any = empty_model(config)
+            model.to(torch.float32 if self.tiny else torch.bfloat16)
             apply_unified_sp(model, mesh)
             materialise(model, self.device)
             initialise(model, 0)
