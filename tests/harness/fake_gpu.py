@@ -53,11 +53,13 @@ _IN_SECOND = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "al
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: synchronization or race. what: which. where: the line of the project, and torch's function below it."""
+    """kind: synchronization or race. what: which. where: the line of the project, and torch's function below it.
+    gathers: all-gathers that had been issued before."""
 
     kind: str
     what: str
     where: str
+    gathers: int
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.what} at {self.where}"
@@ -158,6 +160,7 @@ class FakeGpu(TorchDispatchMode):
         super().__init__()
         self.known = _Values()
         self.findings: list[Finding] = []
+        self.gathers = 0
         self.host, self.current = Stream(self, "host"), Stream(self, "default")
         self._of_groups: dict[str, Stream] = {}
         self._issued: Stream | None = None  # whose operator the last collective was
@@ -175,7 +178,7 @@ class FakeGpu(TorchDispatchMode):
         return [finding for finding in self.findings if finding.kind == "race"]
 
     def found(self, kind: str, what: str) -> None:
-        self.findings.append(Finding(kind, what, _where()))
+        self.findings.append(Finding(kind, what, _where(), self.gathers))
 
     def stop(self, what: str, stream: Stream | None = None) -> None:
         """Let the host wait for a stream."""
@@ -225,6 +228,7 @@ class FakeGpu(TorchDispatchMode):
         of_group = func.namespace in ("c10d", "_c10d_functional")
         stream = self.current if any(map(_on_device, operands + results)) else self.host
         if of_group:
+            self.gathers += name == "_allgather_base_"
             stream = self._stream_of(func, args, stream)
             changed = tensors_of(args[0]) if name not in _SENDS_ONLY else []
             read = tensors_of(args[1]) if name in _IN_SECOND else operands

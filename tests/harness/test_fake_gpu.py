@@ -96,6 +96,7 @@ def trained(model: str, world_size: int, fault: str = "", **flags: Any) -> list[
                 batch = blank_batch(config, mesh)
                 local = {key: x if key == "cu_seqlens" else x.to(DEVICE) for key, x in batch.items()}
                 gpu.findings.clear()
+                gpu.gathers = 0
                 train_step(engine, mesh, local, config, 1e-3)
             return list(gpu.findings)
 
@@ -233,6 +234,13 @@ def test_layers_of_a_training_step_stop_the_host_for_routing_only(steps: Steps, 
     syncs, races = per_layer(lambda kind: steps(trained, kind, world_size, "", **flags), model)
     assert not races, races[0]
     assert syncs.total() <= 2 * most, syncs  # forward and recomputation
+
+
+def test_the_layer_after_experts_is_gathered_before_their_routing_stops_the_host(steps: Steps) -> None:
+    _, world_size, flags, _ = LAYOUTS["experts"]
+    findings = steps(trained, "mixtral-deep", world_size, "", **flags)
+    routing = next(finding for finding in findings if "plan_dispatch" in finding.where)
+    assert routing.gathers == 5  # the root, and the attention and experts of this layer and of the next one
 
 
 @pytest.mark.parametrize(("model", "most"), [("llama", 0), ("mixtral", 1)])
