@@ -147,7 +147,7 @@ class Steps:
         total = AttentionSum(q, width)
 
         def merge() -> None:
-            total.merge(Rows.of(0, tokens), out.clone(), lse)  # which it may keep
+            total.merge(Rows.of(0, tokens), out.clone(), lse.clone())  # which it may keep
 
         merge()
         milliseconds = self.clock.milliseconds(merge)

@@ -48,9 +48,8 @@ def clip_grad_norm(
     grads = [parameter.grad for parameter in held if parameter.grad is not None]
     local = [local_tensor(grad) for grad in grads]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
-    alike: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = defaultdict(
-        list
-    )  # norms, to be summed by a few kernels
+    # Norms that a few kernels sum.
+    alike: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter, grad, norm in zip(held, grads, torch._foreach_norm(local, 2) if local else (), strict=True):
         if id(parameter) not in counted:
             alike[_copies(grad, ranks), norm.device, norm.dtype].append(norm)

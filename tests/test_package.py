@@ -20,7 +20,7 @@ import usp.__main__
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("attention", "parallel", "usp")
-OPTIONAL = {"wandb"}  # used where it is installed; no feature needs it
+OPTIONAL = {"wandb", "triton"}  # used where it is installed; no feature needs it
 
 
 @pytest.fixture(scope="module")

@@ -210,5 +210,5 @@ def as_document(tokenizer: Tokenizer, ids: Ids, *, begin: bool = True, end: bool
     """Return `ids` between the ids that begin and end a document, where the tokenizer has them; a text that ends with
     the latter, written out, gets no second one."""
     before = [tokenizer.bos] if begin and tokenizer.bos is not None else []
-    after = [tokenizer.eos] if end and tokenizer.eos is not None and ids[-1:] != tokenizer.eos else []
+    after = [tokenizer.eos] if end and tokenizer.eos is not None and ids[-1:].tolist() != [tokenizer.eos] else []
     return np.concatenate((np.asarray(before, np.int64), ids, np.asarray(after, np.int64)))

@@ -217,8 +217,8 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
     The agreements that ranks make once, in the first step of a run, are skipped.
     """
 
-    def choose(name: str, spec: AttentionSpec, _: torch.device, *dtype_and_sizes: Any) -> tuple[Kernel, str]:
-        return kernel_for(name, spec, device, *dtype_and_sizes[:3])
+    def choose(name: str, spec: AttentionSpec, _: torch.device, *dtype_and_sizes: Any) -> tuple[Kernel, str, str]:
+        return *kernel_for(name, spec, device, *dtype_and_sizes[:3]), ""
 
     # DTensor's shape propagation runs outside of the modes: its fake tensors of the global size would be counted.
     propagate = _disable_current_modes()(getattr(ShardingPropagator, _SHAPES))

@@ -156,7 +156,7 @@ def ended_stages(config: TrainConfig, launch: Launch, start: Start, saved: Train
     run will continue from there."""
     damaged: list[Path] = []
     with suppress(ValueError):  # all are
-        while saved is None and start.checkpoint is not None and not start.named:
+        while config.curriculum and saved is None and start.checkpoint is not None and not start.named:
             damaged.append(start.checkpoint)
             start = find_start(config, launch, damaged=damaged)
             saved = read_state(start, False, TrainingState.from_extra)

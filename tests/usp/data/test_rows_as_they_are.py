@@ -28,7 +28,7 @@ from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.data.cache import cached_store, find_data, open_data, special_tokens_line
 from usp.data.chats import Chat
-from usp.data.documents import keys_lines
+from usp.data.documents import keys_of
 from usp.data.sources import find_files
 from usp.data.store import TokenStore
 from usp.hf.tokenizers import load_tokenizer
@@ -150,7 +150,7 @@ def test_the_first_lines_name_the_keys_that_are_read_and_those_that_are_not(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "messages": ONE, "tools": None, "id": 3}))
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "<|im_start|>user", "title": "b"}))
-    assert keys_lines(find_files(str(tmp_path / "a.jsonl")).files, "") == [
+    assert keys_of(find_files(str(tmp_path / "a.jsonl")).files, "") == [
         "keys of 1 files: messages, tools read; not read: text, id"
     ]
     flags = ["tokenize", "--tokenizer", str(chatml), "--data", str(tmp_path / "b.jsonl")]
