@@ -34,6 +34,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+import attention.comm
 import usp.model.recompute
 from parallel.wire import _group_among
 from usp.predict.fake_world import KnownValues, tensors_of, written
@@ -352,6 +353,13 @@ class FakeGpu(TorchDispatchMode):
         works = [op.op(op.tensor, op.peer, op.group) for op in operations]
         return [_Arrival(work, self._issued or self.current) for work in works]
 
+    def post_messages(
+        self, group: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
+    ) -> list[_Arrival]:
+        """Stand in for `attention.comm.post_messages`."""
+        both = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
+        return self.post([dist.P2POp(kind, x, group=group, group_peer=peer) for kind, peer, x in both])
+
     def _key(self, x: Tensor) -> int:
         return x.untyped_storage()._cdata
 
@@ -455,6 +463,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
             (Tensor, "record_stream", gpu.record),
             (FakeTensor, "tolist", gpu.numbers),
             (dist, "batch_isend_irecv", gpu.post),
+            (attention.comm, "post_messages", gpu.post_messages),
             (dist.Work, "wait", waited),
             # In inference mode, fake tensors decompose operators below this mode, which would not see the parts.
             (torch._C, "_InferenceMode", lambda mode: torch.no_grad()),
