@@ -374,13 +374,17 @@ def _name(x: Tensor) -> str:
 
 def _where() -> str:
     frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
-    own = [at for at, frame in enumerate(frames) if Path(frame.filename).is_relative_to(ROOT)]
+    own = [at for at, frame in enumerate(frames) if _is_own(Path(frame.filename))]
     if not own:
         return "the end of a tensor's life"
     place = frames[own[-1]]
     below = [frame for frame in frames[own[-1] + 1 :] if "/torch/distributed/" in frame.filename]
     through = f", in {Path(below[-1].filename).name} {below[-1].name}" if below else ""
     return f"{Path(place.filename).relative_to(ROOT)}:{place.lineno} {place.name}{through}"
+
+
+def _is_own(file: Path) -> bool:
+    return file.is_relative_to(ROOT) and "site-packages" not in file.parts
 
 
 class _Backend:

@@ -147,6 +147,8 @@ def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: b
     first = _first_to_end(store, launch)
     if not first and not interrupted:
         wait_for_key(store, reported, LAUNCHER_SECONDS)
+        if store is not None:
+            time.sleep(EXIT_SECONDS)  # of two that leave at once, torchrun would name the lower rank as the cause
     if first or (first is None and not interrupted):
         print(ending.traceback + ending.message, file=sys.stderr, flush=True)
         if error_file is not None and not ending.consequence:
