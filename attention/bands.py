@@ -122,9 +122,10 @@ def band_pairs(rows: int, columns: int, offset: int, lowest: int | None, highest
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of one document within a rank's span: global position and local index of the first.
+    """Consecutive tokens of one document within a rank's span: position and local index of the first.
 
-    `in_prefix`: they are part of the document's prefix; otherwise none of them is.
+    position: global, without a prefix tree; with one, counted from the document's root. `in_prefix`: they are part of
+    the document's prefix; otherwise none of them is.
     """
 
     position: int
@@ -142,11 +143,13 @@ def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_ra
     pieces: Pieces = defaultdict(list)
     for row in range(batch):
         boundaries, prefixes = spec.row_documents(row, layout.seq_len), spec.row_prefixes(row)
+        depths = spec.row_depths(row, layout.seq_len) if spec.parents else None
         offset = row * layout.ring_len
         for span in layout.ring_spans(ring_rank, row):
             end = span.start + (span.length - 1) * span.step
             for document in range(max(0, bisect_right(boundaries, span.start) - 1), bisect_right(boundaries, end)):
                 lower, upper = boundaries[document], boundaries[min(document + 1, len(boundaries) - 1)]
+                shift = depths[document] - lower if depths and document < len(depths) else 0
                 parts = [(lower, upper, False)]
                 if document < len(prefixes) and prefixes[document]:
                     middle = lower + prefixes[document]
@@ -155,7 +158,7 @@ def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_ra
                     first, last = span.index_range(start, stop)
                     if first < last:
                         position = span.start + first * span.step
-                        piece = Piece(position, offset + first, last - first, span.step, in_prefix)
+                        piece = Piece(position + shift, offset + first, last - first, span.step, in_prefix)
                         pieces[row, document].append(piece)
             offset += span.length
     return pieces
@@ -164,20 +167,38 @@ def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_ra
 def block_tasks(q_pieces: Pieces, k_pieces: Pieces, spec: AttentionSpec) -> tuple[Task, ...]:
     """Return the visible pairs between two ranks' queries and keys as a few tight, disjoint tasks."""
     ranges = {in_prefix: spec.difference_range(in_prefix) for in_prefix in (False, True)}
+
+    def visible(q: Piece, k: Piece) -> Task | None:
+        # query position - key position = apart + step * (i - j), with i and j indices into the buffers
+        lowest, highest = ranges[q.in_prefix and k.in_prefix]
+        apart = q.position - k.position - q.step * (q.offset - k.offset)
+        low = None if lowest is None else -((apart - lowest) // q.step)
+        high = None if highest is None else (highest - apart) // q.step
+        return tight_task(q.offset, q.offset + q.length, k.offset, k.offset + k.length, low, high)
+
     tasks: list[Task] = []
     for group, queries in q_pieces.items():
         found: list[Task] = []
         for q in queries:
             for k in k_pieces.get(group, ()):
-                # query position - key position = apart + step * (i - j), with i and j indices into the buffers
-                lowest, highest = ranges[q.in_prefix and k.in_prefix]
-                apart = q.position - k.position - q.step * (q.offset - k.offset)
-                low = None if lowest is None else -((apart - lowest) // q.step)
-                high = None if highest is None else (highest - apart) // q.step
-                task = tight_task(q.offset, q.offset + q.length, k.offset, k.offset + k.length, low, high)
-                if task is not None:
+                if (task := visible(q, k)) is not None:
                     found = _absorb(found, task)
         tasks += found
+    if spec.parents is None:
+        return tuple(tasks)
+    descendants: dict[tuple[int, int], list[Piece]] = defaultdict(list)  # of the documents of the keys
+    for (row, document), queries in q_pieces.items():
+        parents = spec.row_parents(row)
+        while document < len(parents) and (document := parents[document]) >= 0:
+            descendants[row, document] += queries
+    for group, queries in descendants.items():
+        for k in k_pieces.get(group, ()):
+            found = []
+            for q in queries:
+                if (task := visible(q, k)) is not None:
+                    joined = _join(found[-1], task) if found else None
+                    found[-1:] = [joined] if joined else [*found[-1:], task]
+            tasks += found
     return tuple(tasks)
 
 

@@ -27,6 +27,9 @@ class AttentionSpec:
         prefixes: of a prefix-LM mask (Raffel et al. 2020, arXiv 1910.10683, section 3.2.1), the number of leading
             tokens of each document that attend to each other in both directions, one tuple for all rows or one per
             row; None for no prefix.
+        parents: of a prefix tree, for each document the index of an earlier one that it continues, -1 for none, one
+            tuple for all rows or one per row. A document's tokens also attend to those of its parent, of the parent's
+            parent, and so on, and positions (so also windows) count along this path. Needs `causal`, and no prefixes.
 
     Raises:
         ValueError: listing every violation.
@@ -38,6 +41,7 @@ class AttentionSpec:
     softcap: float | None = None
     documents: tuple[Documents, ...] | None = None
     prefixes: tuple[tuple[int, ...], ...] | None = None
+    parents: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         violations = []
@@ -56,11 +60,15 @@ class AttentionSpec:
             violations.append("prefix has no effect with causal=False: leave one of them out")
         if any(length < 0 for row in self.prefixes or () for length in row):
             violations.append("prefix must be numbers of tokens of at least 0")
+        if self.parents is not None and (not self.causal or self.documents is None or self.prefixes is not None):
+            violations.append("prefix_tree needs causal=True and cu_seqlens, and no prefix")
+        if any(not -1 <= parent < number for row in self.parents or () for number, parent in enumerate(row)):
+            violations.append("prefix_tree must have for each document the index of an earlier one, or -1")
         if violations:
             raise ValueError("; ".join(violations))
 
     def document_violation(self, batch: int, seq_len: int) -> str | None:
-        """Return why documents or prefixes do not fit `batch` rows of `seq_len` tokens, or None if they do."""
+        """Return why documents, prefixes or parents do not fit `batch` rows of `seq_len` tokens, or None if they do."""
         if self.documents is None:
             return self._prefix_violation(batch, seq_len)
         if len(self.documents) not in (1, batch):
@@ -74,6 +82,13 @@ class AttentionSpec:
                 f"cu_seqlens ends at {last}, past the {seq_len} tokens of a row: boundaries are global positions "
                 f"within a row; for different documents per row pass a (batch, documents + 1) tensor"
             )
+        if self.parents is not None:
+            if len(self.parents) not in (1, batch):
+                return f"prefix_tree has {len(self.parents)} rows for a batch of {batch}: pass one row, or {batch}"
+            for row in range(batch):
+                entries, documents = len(self.row_parents(row)), len(self.row_documents(row, seq_len)) - 1
+                if entries != documents:
+                    return f"prefix_tree has {entries} entries for the {documents} documents of row {row}"
         return self._prefix_violation(batch, seq_len)
 
     def _prefix_violation(self, batch: int, seq_len: int) -> str | None:
@@ -102,6 +117,21 @@ class AttentionSpec:
         if self.prefixes is None:
             return ()
         return self.prefixes[row if len(self.prefixes) > 1 else 0]
+
+    def row_parents(self, row: int) -> tuple[int, ...]:
+        """Return the parent of each document in one row of the batch; empty if there is no tree."""
+        if self.parents is None:
+            return ()
+        return self.parents[row if len(self.parents) > 1 else 0]
+
+    def row_depths(self, row: int, seq_len: int) -> list[int]:
+        """Return how many tokens precede each document of a row in its ancestors."""
+        boundaries = self.row_documents(row, seq_len)
+        depths = [0] * (len(boundaries) - 1)
+        for number, parent in enumerate(self.row_parents(row)):
+            if parent >= 0:
+                depths[number] = depths[parent] + boundaries[parent + 1] - boundaries[parent]
+        return depths
 
     @property
     def one_sided(self) -> bool:

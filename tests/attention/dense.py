@@ -16,8 +16,13 @@ def visible(
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
     prefix: Tensor | None = None,
+    prefix_tree: Tensor | None = None,
 ) -> Tensor:
     """Return a bool mask (batch, query, key), pair by pair from positions and document numbers."""
+    if prefix_tree is not None:
+        assert cu_seqlens is not None
+        rows = zip(cu_seqlens.expand(batch, -1).tolist(), prefix_tree.expand(batch, -1).tolist(), strict=True)
+        return torch.stack([_in_tree(seq_len, *row, window) for row in rows])
     position = torch.arange(seq_len)
     ahead = position.unsqueeze(0) - position.unsqueeze(1)  # key position - query position
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
@@ -43,6 +48,21 @@ def visible(
             for number, (start, stop) in enumerate(pairwise(boundaries.tolist())):
                 document[start:stop] = number
             seen[row] &= (document.unsqueeze(0) == document.unsqueeze(1)) & (document >= 0)
+    return seen
+
+
+def _in_tree(seq_len: int, boundaries: list[int], parents: list[int], window: tuple[int, int] | None) -> Tensor:
+    """Return the causal mask (query, key) of one row: each document is preceded by those that it continues."""
+    seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+    for document, (start, stop) in enumerate(pairwise(boundaries)):
+        path, at = list(range(start, stop)), parents[document]
+        before = len(path)
+        while at >= 0:
+            path, at = [*range(boundaries[at], boundaries[at + 1]), *path], parents[at]
+        for place in range(len(path) - before, len(path)):
+            reach = (window or (-1, -1))[0]
+            first = 0 if reach < 0 else max(0, place - reach)
+            seen[path[place], path[first : place + 1]] = True
     return seen
 
 

@@ -31,4 +31,7 @@ def specs(draw: st.DrawFn, seq_len: int, batch: int) -> AttentionSpec:
     if causal and draw(st.booleans()):
         rows = documents or ((0, seq_len),)
         prefixes = tuple(tuple(draw(st.integers(0, b - a)) for a, b in pairwise(row)) for row in rows)
-    return AttentionSpec(causal=causal, window=window, documents=documents, prefixes=prefixes)
+    parents = None
+    if causal and documents and prefixes is None and draw(st.booleans()):
+        parents = tuple(tuple(draw(st.integers(-1, number - 1)) for number in range(len(row) - 1)) for row in documents)
+    return AttentionSpec(causal=causal, window=window, documents=documents, prefixes=prefixes, parents=parents)

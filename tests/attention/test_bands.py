@@ -76,7 +76,15 @@ def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_on
     layout, spec, batch = problem
     documents = None if spec.documents is None else torch.tensor(spec.documents)
     prefix = None if spec.prefixes is None else torch.tensor(spec.prefixes)
-    seen = visible(batch, layout.seq_len, causal=spec.causal, window=spec.window, cu_seqlens=documents, prefix=prefix)
+    tree = None if spec.parents is None else torch.tensor(spec.parents)
+    mask = {
+        "causal": spec.causal,
+        "window": spec.window,
+        "cu_seqlens": documents,
+        "prefix": prefix,
+        "prefix_tree": tree,
+    }
+    seen = visible(batch, layout.seq_len, **mask)
     schedules = [ring_schedule(layout, spec, batch, rank) for rank in range(layout.ring)]
     counted, needed = torch.zeros_like(seen, dtype=torch.int), 0
     for rank, schedule in enumerate(schedules):

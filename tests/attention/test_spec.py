@@ -23,6 +23,15 @@ def test_documents_must_fit_the_batch() -> None:
     assert "ends at 8, past the 6 tokens" in str(spec.document_violation(3, 6))
 
 
+def test_a_prefix_tree_must_fit_the_documents() -> None:
+    with pytest.raises(ValueError, match=r"prefix_tree needs causal=True and cu_seqlens.*; prefix_tree must have for"):
+        AttentionSpec(causal=False, parents=((0,),))
+    spec = AttentionSpec(documents=((0, 3, 3, 8),), parents=((-1, 0, 0),))
+    assert spec.document_violation(2, 8) is None and spec.row_depths(0, 8) == [0, 3, 3]
+    fewer = AttentionSpec(documents=((0, 3, 8),), parents=((-1,),))
+    assert fewer.document_violation(2, 8) == "prefix_tree has 1 entries for the 2 documents of row 0"
+
+
 def test_prefixes_must_fit_the_documents() -> None:
     with pytest.raises(ValueError, match=r"prefix has no effect with causal=False.*; prefix must be numbers of tokens"):
         AttentionSpec(causal=False, prefixes=((-1,),))

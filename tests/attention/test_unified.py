@@ -48,6 +48,14 @@ PREFIXES = {
         "prefix": [[30, 1, 45], [13, 0, 0]],
     },
 }
+TREES = {
+    "prefix tree": {"cu_seqlens": [0, 40, 49, 70, 80, 96], "prefix_tree": [-1, 0, 0, 2, 0]},
+    "prefix trees of rows and a window": {
+        "window": (30, -1),
+        "cu_seqlens": [[0, 5, 5, 60, 61, 90], [0, 20, 30, 50, 96, 96]],
+        "prefix_tree": [[-1, 0, 1, 2, 0], [-1, -1, 1, 0, -1]],
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,8 @@ class Case:
     head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
 
     def mask_arguments(self) -> dict:
-        mask = (MASKS | PREFIXES)[self.mask]
-        return {k: torch.tensor(v, dtype=torch.int32) if k in ("cu_seqlens", "prefix") else v for k, v in mask.items()}
+        mask = (MASKS | PREFIXES | TREES)[self.mask]
+        return {k: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else v for k, v in mask.items()}
 
 
 def cases(everything: bool = False) -> list[Case]:
@@ -98,7 +106,7 @@ def cases(everything: bool = False) -> list[Case]:
         for (row, other), (column, mask), (number, layout) in product(*map(enumerate, (others, MASKS, LAYOUTS)))
         if everything or ((row + column) % 2 == 0 and (row + column + number) % 3 == 0)
     ]
-    every += [Case(layout, (6, 3), mask, 2) for layout, mask in product(LAYOUTS, PREFIXES)]
+    every += [Case(layout, (6, 3), mask, 2) for layout, mask in product(LAYOUTS, PREFIXES | TREES)]
     # Long enough for triangles that the CPU kernel splits, chunked bands, and messages of several slices.
     every += [
         Case(layout, (4, 2), mask, 1, seq_len=LONG)

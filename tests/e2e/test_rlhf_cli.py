@@ -127,6 +127,11 @@ BAD = [
         ],
     ),
     (["--algorithm", "dpo", "--staleness", "1"], ["--staleness = 1 is for generated responses, and dpo has none"]),
+    (["--algorithm", "dpo", "--share-prefixes"], ["--share-prefixes is for generated responses, and dpo has none"]),
+    (
+        ["--model", "mixtral-tiny", "--share-prefixes"],
+        ["share_prefixes counts a shared token once in the"],
+    ),
     (["--staleness", "2"], ["--staleness = 2 must be one of 0, 1"]),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (

@@ -74,13 +74,13 @@ def apply_unified_sp(
             if name in known.handed:
                 hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
-    guard = _ForwardGuard(attention, calls)
+    recurrent = sharded_mixers(model)  # convolutions are in parts that text does not reach, such as an audio tower
+    guard = _ForwardGuard(attention, calls, bool(recurrent))
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     follow_positions(base, guard.places)
     base.register_forward_hook(guard.after)
-    # Without any, convolutions are in parts that text does not reach, such as an audio tower: see the probe.
-    if sharded_mixers(model):
+    if recurrent:
         model.unified_sp_order = apply_mixers(model, mesh, layout)  # type: ignore[assignment]
     return model
 
@@ -148,8 +148,11 @@ def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
 class _ForwardGuard:
     """Forward hooks that reject arguments for which the result would differ from attention over the whole sequence."""
 
-    def __init__(self, attention: UnifiedSPAttention, layers: int) -> None:
+    def __init__(self, attention: UnifiedSPAttention, layers: int, recurrent: bool) -> None:
+        self.recurrent = recurrent
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
+        self.tree: Tensor | None = None  # of the current forward
+        self.trees, self.trees_before = 0, 0  # layers that should get it, and calls that had one before
         self.cache: Prefill | DecodeStep | None = None  # of the current forward
         self.local = torch.zeros(1, dtype=torch.int64)  # positions of this rank's tokens in the whole sequence
         self.starts = partial(document_starts, None, 1, 1)  # of the documents of the tokens at given positions, or all
@@ -169,9 +172,10 @@ class _ForwardGuard:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs, self.given = {**self.given, **kwargs}, {}
-        if isinstance(boundaries := kwargs.get("cu_seqlens"), Tensor) and boundaries.device.type != "cpu":
-            # FSDP2 moves the arguments of its root to the GPU, from which every layer would read them.
-            kwargs["cu_seqlens"] = boundaries.cpu()
+        for name in ("cu_seqlens", "prefix_tree"):
+            if isinstance(rows := kwargs.get(name), Tensor) and rows.device.type != "cpu":
+                # FSDP2 moves the arguments of its root to the GPU, from which every layer would read them.
+                kwargs[name] = rows.cpu()
         named = _named(module, args, kwargs)
         self.cache, self.places.positions = named.get("kv_cache"), named.get("position_ids", self.places.positions)
         if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
@@ -180,15 +184,17 @@ class _ForwardGuard:
             violations = self._violations(named)
         except ValueError as error:  # invalid cu_seqlens
             violations = [str(error)]
-        cu_seqlens = named.get("cu_seqlens")
+        cu_seqlens, tree = named.get("cu_seqlens"), named.get("prefix_tree")
         if not self.compared or cu_seqlens is not None or named.get("attention_mask") is not None:
             # If only some ranks raised, or packed documents differently, the others would hang.
-            compared, axes = "; ".join(violations) or documents_of(cu_seqlens), self.attention.axes
+            documents, axes = documents_of(cu_seqlens), self.attention.axes
+            compared = "; ".join(violations) or (documents if tree is None else (documents, tree.tolist()))
             agree(compared, axes.groups, "a forward's errors and cu_seqlens", axes.device_type)
             self.compared = True
         if violations:
             raise ValueError("; ".join(violations))
-        self.calls_before = self.attention.calls
+        self.calls_before, self.trees_before = self.attention.calls, self.attention.trees
+        self.trees = self.layers if tree is not None else 0
         return args, kwargs
 
     def _violations(self, kwargs: dict[str, Any]) -> list[str]:
@@ -204,6 +210,8 @@ class _ForwardGuard:
             violations.append("kv_cache does not support gradients: call the model under torch.no_grad()")
         if cache is not None and kwargs.get("cu_seqlens") is not None:
             violations.append("kv_cache does not support packed documents: leave cu_seqlens out")
+        if kwargs.get("prefix_tree") is not None and self.recurrent:
+            violations.append("prefix_tree is not supported by recurrent layers: pack the documents without it")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True is not supported, there are no attention weights")
         if kwargs.get("output_router_logits"):
@@ -226,24 +234,27 @@ class _ForwardGuard:
         elif not violations:
             # Unlike position_ids, hidden states may be sharded over tp as well.
             shape = position_ids.shape if ids is None else ids.shape
-            violations += self._position_violations(shape, position_ids, kwargs.get("cu_seqlens"))
+            violations += self._position_violations(shape, position_ids, kwargs)
         return violations
 
-    def _position_violations(self, shape: Sequence[int], position_ids: Tensor, cu_seqlens: Tensor | None) -> list[str]:
-        axes = self.attention.axes
+    def _position_violations(self, shape: Sequence[int], position_ids: Tensor, named: dict[str, Any]) -> list[str]:
+        axes, cu_seqlens, self.tree = self.attention.axes, named.get("cu_seqlens"), named.get("prefix_tree")
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
         local = axes.positions(axes.layout(self.attention.layout, seq_len, documents_of(cu_seqlens)))
         self.starts, self.local = partial(document_starts, cu_seqlens, rows, seq_len), local
-        expected = (local - self.starts(local)).to(position_ids.device)
+        expected = (local - self.starts(local, self.tree)).to(position_ids.device)
         if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):
             return []
-        return [f"position_ids do not match layout={self.attention.layout!r} and cu_seqlens: use shard_batch"]
+        given = f"layout={self.attention.layout!r}, cu_seqlens and prefix_tree"
+        return [f"position_ids do not match {given}: use shard_batch"]
 
     def _last_positions(self) -> Tensor:
         """Return the last position of each token's document, (B, S) or (B, 1); with a cache, each row is a document:
         of a prompt, up to the last token, which is decoded later."""
         if self.cache is not None:
             return self.cache.row_lengths.unsqueeze(1) if isinstance(self.cache, Prefill) else self.places.positions
+        if self.tree is not None:
+            raise ValueError("prefix_tree is not supported by models whose rotary embedding depends on a text's length")
         starts = self.starts()
         lengths = torch.zeros_like(starts).scatter_add_(1, starts, torch.ones_like(starts))
         return lengths.gather(1, starts.gather(1, self.local.expand(len(starts), -1))) - 1
@@ -256,6 +267,8 @@ class _ForwardGuard:
                 f"only {calls} of {self.layers} attention layers used unified sequence parallelism; the others "
                 f"attended to this rank's tokens only. Was _attn_implementation changed after apply_unified_sp?"
             )
+        if self.attention.trees - self.trees_before < self.trees:
+            raise RuntimeError(f"{type(module).__name__} does not pass prefix_tree on to its attention layers")
 
 
 def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -278,6 +291,7 @@ def _attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    prefix_tree: Tensor | None = None,
     kv_cache: Prefill | DecodeStep | None = None,
     query_positions: Tensor | None = None,
     **kwargs: Any,
@@ -308,4 +322,5 @@ def _attention_forward(
     if kv_cache is not None:
         kv_cache.store(module, k, v)
     sides = None if window is None else (window - 1, -1)
-    return attention(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None
+    documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree}
+    return attention(q, k, v, causal=causal, window=sides, **documents, **options), None

@@ -67,7 +67,10 @@ NEUTRAL = {
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
     *("cache_position", "position_ids", "position_embeddings", "use_cache", "layer_idx"),
 }
-HONOURED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "cu_seqlens", "kv_cache"}
+HONOURED = {
+    *("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux"),
+    *("cu_seqlens", "prefix_tree", "kv_cache"),
+}
 
 
 @dataclass(frozen=True)

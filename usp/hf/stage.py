@@ -63,6 +63,7 @@ class CausalLMStage(nn.Module):
         head: Head | None,
         position_ids: Tensor,
         cu_seqlens: Tensor | None = None,
+        prefix_tree: Tensor | None = None,
         real: Tensor | None = None,
         row_numbers: Tensor | None = None,
         **inputs: Tensor,
@@ -76,7 +77,7 @@ class CausalLMStage(nn.Module):
             x: (B, S) ids on the first stage, else hidden states (B, S, H).
             chosen: with `balance`, the second output of the previous stage.
             head: None to only run the layers.
-            position_ids, cu_seqlens: from `shard_batch`.
+            position_ids, cu_seqlens, prefix_tree: from `shard_batch`.
             real: (B, S) bool, False for padding, which does not count in `balance`; None: there is none.
             row_numbers: (B,) int64, which rows of the run these are; for dropout, which depends on nothing else.
             inputs: tensors for `head`, such as `shift_labels`.
@@ -84,6 +85,8 @@ class CausalLMStage(nn.Module):
         if self.balance is not None:
             self.balance.open(chosen, real)
         of_tokens = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
+        if prefix_tree is not None:
+            of_tokens["prefix_tree"] = prefix_tree
         if self.training and row_numbers is not None and hasattr(self.model, "token_dropout"):
             attention = cast(UnifiedSPAttention, self.model.unified_sp)
             of_tokens["token_numbers"] = numbers_of(row_numbers, position_ids.shape[1], attention, cu_seqlens)
@@ -95,6 +98,8 @@ class CausalLMStage(nn.Module):
         linear = cast(nn.Linear, getattr(self.model, model_parts(self.model).head))
         if cu_seqlens is not None:
             inputs["cu_seqlens"] = cu_seqlens
+        if prefix_tree is not None:
+            inputs["prefix_tree"] = prefix_tree
         last = LastHidden(hidden, linear.weight, self.loss_chunk, self.tp_group, self.transform, linear.bias)
         wanted = head(last, inputs)
         if self.balance is None or chosen is None or not self.training:

@@ -48,9 +48,9 @@ def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable
     compiled = torch.compile(forward, **options)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        documents = kwargs.get("cu_seqlens")
-        if documents is not None:  # another number of them shall not need another graph
-            torch._dynamo.maybe_mark_dynamic(documents, documents.dim() - 1)
+        for documents in (kwargs.get("cu_seqlens"), kwargs.get("prefix_tree")):
+            if documents is not None:  # another number of them shall not need another graph
+                torch._dynamo.maybe_mark_dynamic(documents, documents.dim() - 1)
         # Layers with other numbers (DiffLlama) would get a graph that takes the number, and that a recomputation of the
         # first one would find before its own, which saves other tensors.
         with torch._dynamo.config.patch(specialize_float=True):

@@ -100,6 +100,8 @@ class _Rlhf:
     """Text that ends a response, or a JSON list of such texts. The token that completes it is the last one."""
     slots: AtLeast1 = 64
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
+    share_prefixes: bool = False
+    """Compute a prompt once for its responses, in training and for log-probabilities and values."""
 
     sft_steps: Annotated[int, at_least(-1, f"at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights")] = -1
     """Supervised steps on the correct answers before the first training step. -1: 100 for presets, else 0."""
@@ -258,6 +260,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     yield from _replan_violations(config, samples)
     if (config.stop or config.stop_ids) and not samples:
         yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
+    if config.share_prefixes and not samples:
+        yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
     if config.staleness and not samples:
         yield f"--staleness = {config.staleness} is for generated responses, and {config.algorithm} has none: remove it"
     if config.lora_rank and algorithm and algorithm.model_role != "actor":

@@ -131,7 +131,8 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
     with fake_world(run.launch.world_size, run.launch.rank), stand_ins(device, host):
         mesh = ParallelMesh.create(layout.dims, "cpu", layout.ranks)
         trained = copy_of(run.graph, run.plan, call) == trained_copy(run.graph, run.plan, call.role)
-        model = _Blank(run.roles[call.role], layout, mesh, trained=trained)
+        apart = replace(run.roles[call.role], share_prefixes=False)  # blank samples would share all they have
+        model = _Blank(apart, layout, mesh, trained=trained)
         with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
             model.allocate()
             engine = model.engine if isinstance(call.work, TrainStep) else None

@@ -71,8 +71,8 @@ class Objective(Protocol):
         head: "logprobs": log-probabilities of the next tokens; "values": the scalar head's output.
         entropy: also compute entropies, for "logprobs".
         keys: per-token keys of `Samples` to pass in, as float32 (B, S) sharded like the tokens, 0 in padding.
-        counts: the one of `keys` that is 0 where a log-probability and its entropy do not count; these are not
-            computed, but 0. "": all count.
+        counts: the one of `keys` that is 0 where the output does not count. Log-probabilities and entropies are not
+            computed there, but 0. "": all count.
         unit: number of samples with consecutive ids that must share a micro-batch (2 for pairs).
     """
 

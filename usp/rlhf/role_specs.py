@@ -119,6 +119,11 @@ def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Ite
         yield from tp_problems(empty_model(spec.config), dims.tp, layout.tp_sequence_parallel, trained)
     if trained and facts.num_experts and layout.zero == 0 and dims.ep * dims.tp > 1:
         yield f"zero=0 replicates every expert, but ep={dims.ep} x tp={dims.tp} ranks share them: use zero=1"
+    if trained and spec.share_prefixes and spec.balance:
+        yield (
+            f"share_prefixes counts a shared token once in the load-balancing loss of {spec.source}, whose coefficient "
+            f"is {spec.balance}: use router_aux_loss_coef=0, or leave share_prefixes out"
+        )
     if layout.mlp_tile and facts.num_experts:
         yield f"mlp_tile={layout.mlp_tile} tiles dense MLPs, and those of {spec.source} are experts: remove it"
 

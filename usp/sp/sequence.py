@@ -222,12 +222,14 @@ def shard_batch(
     Args:
         batch: `input_ids` (B, S) of global length S; optionally `labels` (B, S), unshifted as in transformers, -100 for
             tokens without a target; optionally `cu_seqlens`, the boundaries of packed documents, integers of shape
-            (documents + 1,) for all rows or (B, documents + 1) padded by repeating the last.
+            (documents + 1,) for all rows or (B, documents + 1) padded by repeating the last, and with them
+            `prefix_tree`, as for `UnifiedSPAttention`.
 
     Returns:
-        `input_ids`, `position_ids` (counted from each document's start), `shift_labels` if there are labels (token
-        t's target is label t + 1 of the same document, else -100), all (B, S / (ring * ulysses)), and `cu_seqlens`
-        unchanged, on the CPU. Pass them to the model as keyword arguments, `shift_labels` to the loss.
+        `input_ids`, `position_ids` (counted from each document's start, or its root's), `shift_labels` if there are
+        labels (token t's target is label t + 1 of the same document, else -100), all (B, S / (ring * ulysses)), and
+        `cu_seqlens` and `prefix_tree` unchanged, on the CPU. Pass them to the model as keyword arguments,
+        `shift_labels` to the loss.
 
     Raises ValueError for missing or unknown keys, mismatched shapes, a length that the layout cannot divide, or invalid
     `cu_seqlens`.
@@ -238,12 +240,16 @@ def shard_batch(
     axes = SpAxes.of(mesh)
     starts = document_starts(cu_seqlens, rows, seq_len)
     local = axes.positions(axes.layout(layout, seq_len, documents_of(cu_seqlens)))
-    positions = (local - select_tokens(starts, local)).to(ids.device)
+    tree = batch.get("prefix_tree")
+    origins = starts if tree is None else document_starts(cu_seqlens, rows, seq_len, prefix_tree=tree)
+    positions = (local - select_tokens(origins, local)).to(ids.device)
     sharded = {"input_ids": select_tokens(ids, local), "position_ids": positions}
     if "labels" in batch:
         sharded["shift_labels"] = select_tokens(_shifted(batch["labels"], starts, cu_seqlens), local)
     if cu_seqlens is not None:
         sharded["cu_seqlens"] = cu_seqlens.cpu()
+    if tree is not None:
+        sharded["prefix_tree"] = tree.cpu()
     return sharded
 
 
@@ -253,10 +259,18 @@ def split_rows(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor
     return [{key: chunks[part] for key, chunks in pieces.items()} for part in range(parts)]
 
 
-def document_starts(cu_seqlens: Tensor | None, rows: int, seq_len: int, positions: Tensor | None = None) -> Tensor:
+def document_starts(
+    cu_seqlens: Tensor | None,
+    rows: int,
+    seq_len: int,
+    positions: Tensor | None = None,
+    prefix_tree: Tensor | None = None,
+) -> Tensor:
     """Return where the document of each token starts, after the last boundary that boundary: (rows, tokens) of the
-    tokens at `positions`, (1, tokens) for all rows or (rows, tokens); None for all."""
-    spec = AttentionSpec(documents=documents_of(cu_seqlens))
+    tokens at `positions`, (1, tokens) for all rows or (rows, tokens); None for all. With a prefix tree, as many tokens
+    earlier as precede the document in those it continues."""
+    parents = rows_of(prefix_tree, "prefix_tree", "documents")
+    spec = AttentionSpec(documents=documents_of(cu_seqlens), parents=parents)
     violation = spec.document_violation(rows, seq_len)
     if violation:
         raise ValueError(violation)
@@ -264,7 +278,8 @@ def document_starts(cu_seqlens: Tensor | None, rows: int, seq_len: int, position
     starts = torch.zeros(rows, positions.shape[1], dtype=torch.int64)
     for row, own in enumerate(positions.expand(rows, -1).contiguous()):
         boundaries = torch.tensor(spec.row_documents(row, seq_len))
-        starts[row] = boundaries[torch.searchsorted(boundaries, own, right=True) - 1]
+        origins = boundaries - torch.tensor([*spec.row_depths(row, seq_len), 0]) if parents else boundaries
+        starts[row] = origins[torch.searchsorted(boundaries, own, right=True) - 1]
     return starts
 
 
@@ -290,7 +305,7 @@ def _check(batch: Mapping[str, Tensor]) -> None:
             f"labels {tuple(batch['labels'].shape)} must have the shape of input_ids "
             f"{tuple(batch['input_ids'].shape)}: they are shifted here, before the sequence is sharded"
         )
-    for key in sorted(set(batch) - {"input_ids", "labels", "cu_seqlens"}):
+    for key in sorted(set(batch) - {"input_ids", "labels", "cu_seqlens", "prefix_tree"}):
         hint = {
             "attention_mask": ": drop padding and pack documents, with their boundaries in cu_seqlens",
             "position_ids": ": they are computed from cu_seqlens",

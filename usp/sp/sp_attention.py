@@ -47,6 +47,7 @@ from .kernel_choice import choose_kernel
 from .sequence import SpAxes, StepKeeper, documents_of, rows_of
 
 logger = logging.getLogger(__name__)
+Rows = tuple[tuple[int, ...], ...] | None
 Described = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -77,7 +78,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
         self._described = lru_cache(maxsize=16)(self._describe)
         self._logged: set[str] = set()
-        self.calls = 0
+        self.calls, self.trees = 0, 0  # trees: calls with a prefix tree
         self.kernels: set[str] = set()  # names of those that calls have used
         self._handle = Handle(self, (self.axes.ulysses, self.axes.ulysses_rank))
 
@@ -94,6 +95,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         sinks: Tensor | None = None,
         prefix: Tensor | None = None,
         chunk: int | None = None,
+        prefix_tree: Tensor | None = None,
     ) -> Tensor:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -114,6 +116,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
                 both directions (within `window`): integers (documents,) for all rows or (B, documents), one document
                 without cu_seqlens. Needs causal=True.
             chunk: tokens attend within their chunk of this many tokens, counted from the document's first token.
+            prefix_tree: (documents,) or (B, documents) integers: the index of the earlier document that each one
+                continues, or -1. Its tokens also attend to the documents it continues, so that samples with a common
+                prefix have it once. Positions and windows count from the root. Needs causal=True and cu_seqlens.
 
         Returns:
             (B, S, N, V) in q's dtype.
@@ -126,7 +131,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         """
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk} must be at least 1 token")
-        options = (cu_seqlens, prefix, causal, scale, list(_window(window)), softcap, chunk or 0)
+        options = (cu_seqlens, prefix, prefix_tree, causal, scale, list(_window(window)), softcap, chunk or 0)
         if torch.compiler.is_compiling():
             return attend(self._handle, q, k, v, sinks, *options)[0]
         call = self._call(q, k, v, sinks, *options)
@@ -150,11 +155,12 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         cu_seqlens: Tensor | None = None,
         prefix: Tensor | None = None,
         v_head_dim: int | None = None,
+        prefix_tree: Tensor | None = None,
     ) -> WireBytes:
         """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`). `v_head_dim`
         is that of v, None for `head_dim`."""
-        documents, prefixes = documents_of(cu_seqlens), rows_of(prefix, "prefix", "documents")
-        spec = AttentionSpec(causal, _window(window), documents=documents, prefixes=prefixes)
+        documents, *rows = _rows(cu_seqlens, prefix, prefix_tree)
+        spec = AttentionSpec(causal, _window(window), None, None, documents, *rows)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         layout = self.axes.layout(self.layout, seq_len, documents)
         return self._plan(spec, heads, batch, layout).wire_bytes(head_dim, dtype, v_head_dim)
@@ -177,6 +183,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         shapes = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
         call = self._described(shapes, None if sinks is None else sinks.shape, *_hashable(*options))
         self.calls += 1
+        self.trees += call[0].parents is not None
         plan, program = self.keep(("plan", *call), lambda: self._prepare(*call))
         return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
 
@@ -250,6 +257,7 @@ def attend(
     sinks: Tensor | None,
     cu_seqlens: Tensor | None,
     prefix: Tensor | None,
+    prefix_tree: Tensor | None,
     causal: bool,
     scale: float | None,
     window: list[int],
@@ -260,7 +268,7 @@ def attend(
     layer = handle.layer
     if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
-    call = layer._call(q, k, v, sinks, cu_seqlens, prefix, causal, scale, window, softcap, chunk)
+    call = layer._call(q, k, v, sinks, cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
     results = unified_forward(q, k, v, **call, sinks=sinks, keep=layer.keep)
     # The graph may write over what the operator returns.
     return [x.clone() for x in results] if isinstance(layer.keep, KeepResults) else results
@@ -289,6 +297,7 @@ def attend_backward(
     sinks: Tensor | None,
     cu_seqlens: Tensor | None,
     prefix: Tensor | None,
+    prefix_tree: Tensor | None,
     causal: bool,
     scale: float | None,
     window: list[int],
@@ -299,7 +308,7 @@ def attend_backward(
     layer = handle.layer
     batch, tokens, num_heads, v_head_dim = dout.shape
     seq_len, heads = tokens * layer.ranks, HeadPlan(num_heads, kv_heads, layer.axes.ulysses)
-    documents, *options = _hashable(cu_seqlens, prefix, causal, scale, window, softcap, chunk)
+    documents, *options = _hashable(cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
     spec, layout = _spec(seq_len, documents, *options), layer.axes.layout(layer.layout, seq_len, documents)
     plan, program = layer._prepare(spec, heads, batch, layout, head_dim, v_head_dim, dout.dtype, dout.device)
     channels = {"ulysses": layer._ulysses, "ring": layer._ring}
@@ -315,18 +324,18 @@ def _(handle, dout, saved, head_dim, kv_heads, sinks, *options):
 
 
 def _save(ctx, inputs, output):
-    handle, q, k, v, sinks, cu_seqlens, prefix, *ctx.options = inputs
+    handle, q, k, v, sinks, cu_seqlens, prefix, prefix_tree, *ctx.options = inputs
     ctx.handle, ctx.sizes = handle, (q.shape[-1], k.shape[2])
     out, lse, *exchanged = output
     saved = (lse, *exchanged) if exchanged else (out, lse, q, k, v)
-    ctx.save_for_backward(sinks, cu_seqlens, prefix, *saved)
+    ctx.save_for_backward(sinks, cu_seqlens, prefix, prefix_tree, *saved)
 
 
 def _backward(ctx, grads):
-    sinks, cu_seqlens, prefix, *saved = ctx.saved_tensors
-    tensors = (sinks, cu_seqlens, prefix)
+    sinks, cu_seqlens, prefix, prefix_tree, *saved = ctx.saved_tensors
+    tensors = (sinks, cu_seqlens, prefix, prefix_tree)
     dq, dk, dv, *dsinks = attend_backward(ctx.handle, grads[0], saved, *ctx.sizes, *tensors, *ctx.options)
-    return None, dq, dk, dv, *(dsinks or [None]), *[None] * 7
+    return None, dq, dk, dv, *(dsinks or [None]), *[None] * 8
 
 
 attend.register_autograd(_backward, setup_context=_save)
@@ -364,29 +373,39 @@ def _check_tensors(shapes: tuple[Described, ...], sinks: torch.Size | None) -> N
 def _hashable(
     cu_seqlens: Tensor | None,
     prefix: Tensor | None,
+    prefix_tree: Tensor | None,
     causal: bool,
     scale: float | None,
     window: Sequence[int],
     *rest: Any,
 ) -> tuple[Any, ...]:
     """Return the arguments of `_spec` after the first."""
-    documents, prefixes = documents_of(cu_seqlens), rows_of(prefix, "prefix", "documents")
-    return documents, prefixes, causal, scale, tuple(window), *rest
+    return *_rows(cu_seqlens, prefix, prefix_tree), causal, scale, tuple(window), *rest
+
+
+def _rows(cu_seqlens: Tensor | None, prefix: Tensor | None, prefix_tree: Tensor | None) -> tuple[Rows, Rows, Rows]:
+    """Return the documents, prefixes and parents of `AttentionSpec`."""
+    named = (prefix, "prefix"), (prefix_tree, "prefix_tree")
+    prefixes, parents = (rows_of(x, name, "documents") for x, name in named)
+    return documents_of(cu_seqlens), prefixes, parents
 
 
 def _spec(
     seq_len: int,
-    documents: tuple[tuple[int, ...], ...] | None,
-    prefixes: tuple[tuple[int, ...], ...] | None,
+    documents: Rows,
+    prefixes: Rows,
+    parents: Rows,
     causal: bool,
     scale: float | None,
     window: tuple[int, int],
     softcap: float | None,
     chunk: int,
 ) -> AttentionSpec:
-    spec = AttentionSpec(causal, window, scale, softcap, documents, prefixes)
+    spec = AttentionSpec(causal, window, scale, softcap, documents, prefixes, parents)
     if not chunk:
         return spec
+    if parents is not None:
+        raise ValueError("prefix_tree is not supported with attention in chunks")
     # Attention within chunks is attention within documents.
     rows = documents or ((0, seq_len),)
     cut = [[at for a, b in pairwise(row) for at in range(a, b, chunk)] + [row[-1]] for row in rows]

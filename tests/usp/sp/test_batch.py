@@ -79,6 +79,19 @@ def test_document_starts_by_row() -> None:
     assert starts.tolist() == [[0, 0, 0, 3, 3, 5, 5]] * 2
 
 
+def test_positions_count_from_the_root_of_a_prefix_tree(ranks: RankPool) -> None:
+    ranks.run(shard_a_tree, 1)
+
+
+def shard_a_tree() -> None:
+    mesh, tree = ParallelMesh.create(ParallelDims()), torch.tensor([-1, 0, 0, 2])
+    batch = {"input_ids": torch.arange(8).view(1, 8), "cu_seqlens": torch.tensor([0, 2, 4, 5, 7]), "prefix_tree": tree}
+    sharded = shard_batch({**batch, "labels": batch["input_ids"]}, mesh)
+    assert sharded["position_ids"].tolist() == [[0, 1, 2, 3, 2, 3, 4, 0]]
+    assert sharded["shift_labels"].tolist() == [[1, -100, 3, -100, -100, 6, -100, -100]]  # a document's last has none
+    assert torch.equal(sharded["prefix_tree"], tree)
+
+
 def unshard_gradient() -> tuple[Tensor, Tensor]:
     mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
     x = shard_sequence(torch.arange(16.0).view(1, 16), mesh).requires_grad_()

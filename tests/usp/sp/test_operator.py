@@ -22,6 +22,7 @@ CASES: list[dict[str, Any]] = [
     {"chunk": 16, "cu_seqlens": CU_SEQLENS},
     {"chunk": 40},
     {"prefix": torch.tensor([[9, 0, 5], [30, 1, 0]]), "cu_seqlens": CU_SEQLENS},
+    {"cu_seqlens": torch.tensor([0, 5, 9, 21]), "prefix_tree": torch.tensor([-1, 0, 0])},
 ]
 
 

@@ -274,6 +274,7 @@ class ClippedValue(Objective):
     eps: float = 0.2
     head = "values"
     keys: ClassVar[tuple[str, ...]] = ("weights", "values", "returns")
+    counts = "weights"
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences

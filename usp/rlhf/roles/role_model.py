@@ -53,6 +53,7 @@ class RoleSpec:
         loss_chunk: tokens whose logits exist at a time in calls whose layout says nothing.
         balance, router_balance: weight and scope of the routers' load-balancing loss where the role is trained; see
             `EngineRecipe`. A step is a mini-batch.
+        share_prefixes: rows have the common prefixes of samples once.
         lora: adapters, which are trained instead of the weights of `source`.
     """
 
@@ -69,6 +70,7 @@ class RoleSpec:
     loss_chunk: int = 2048
     balance: float = 0.0
     router_balance: str = "step"
+    share_prefixes: bool = False
     lora: Lora | None = None
 
     def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
@@ -233,10 +235,10 @@ class RoleModel:
 
         layout = layout or self.layout
         self.stage.loss_chunk = layout.loss_chunk or self.spec.loss_chunk
-        plan = plan_rows(samples, layout, self.mesh)
+        counts = "mask" if "mask" in samples.values and logprobs else ""
+        plan = plan_rows(samples, layout, self.mesh, share=self.spec.share_prefixes, counts=counts)
         values: list[Tensor] = []
         if plan is not None:
-            counts = "mask" if "mask" in samples.values and logprobs else ""
             batches = micro_batches(samples, plan, layout, self.mesh, counts=counts)
             with nullcontext() if work.adapters else adapters_off(self.stage):
                 outputs = self.forward(batches, head)
@@ -361,10 +363,12 @@ class RoleModel:
     def _gradients(self, engine: Fsdp2Engine, samples: Samples, work: TrainStep, place: str) -> dict[str, float]:
         """Accumulate the gradients of a mini-batch; return its metrics, the same on every rank."""
         objective = work.objective
-        plan = plan_rows(samples, self.layout, self.mesh, objective.unit)
+        counts = objective.counts
+        share = self.spec.share_prefixes and counts != ""  # else even the prompt has a loss, for each sample
+        plan = plan_rows(samples, self.layout, self.mesh, objective.unit, share=share, counts=counts)
         if plan is None:
             raise ValueError(f"{place} has no samples on any rank: use fewer mini-batches or more samples")
-        batches = micro_batches(samples, plan, self.layout, self.mesh, objective.keys, objective.counts)
+        batches = micro_batches(samples, plan, self.layout, self.mesh, objective.keys, counts)
         seen: list[dict[str, Tensor]] = []
 
         def head(last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -243,13 +243,13 @@ class PipelineRunner:
 def joined(micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
     """Concatenate micro-batches of one shape to the batch whose consecutive rows they are.
 
-    `cu_seqlens` become (rows, documents + 1); rows with fewer documents repeat their last boundary. Raises ValueError
-    if their `input_ids` differ in shape.
+    `cu_seqlens` become (rows, documents + 1); rows with fewer documents repeat their last boundary, and have no parent
+    for these in `prefix_tree`. Raises ValueError if their `input_ids` differ in shape.
     """
     shapes = {tuple(batch["input_ids"].shape) for batch in micro_batches}
     if len(shapes) != 1:
         raise ValueError(f"micro-batches of input_ids {sorted(shapes)} must have the same shape in a pipeline")
-    keys = [key for key, value in micro_batches[0].items() if key != "cu_seqlens"]
+    keys = [key for key, value in micro_batches[0].items() if key not in ("cu_seqlens", "prefix_tree")]
     whole = {key: torch.cat([batch[key] for batch in micro_batches]) for key in keys}
     if micro_batches[0].get("cu_seqlens") is not None:
         ((rows, _),) = shapes
@@ -258,4 +258,8 @@ def joined(micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         whole["cu_seqlens"] = torch.cat(
             [torch.cat([part, part[:, -1:].expand(-1, widest - part.shape[1])], dim=1) for part in boundaries]
         )
+    if micro_batches[0].get("prefix_tree") is not None:
+        parents = [torch.atleast_2d(batch["prefix_tree"]).expand(rows, -1) for batch in micro_batches]
+        padded = [torch.nn.functional.pad(part, (0, widest - 1 - part.shape[1]), value=-1) for part in parents]
+        whole["prefix_tree"] = torch.cat(padded)
     return whole
