@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .layout import SequenceLayout
 from .spec import AttentionSpec
@@ -164,8 +164,31 @@ def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_ra
     return pieces
 
 
-def block_tasks(q_pieces: Pieces, k_pieces: Pieces, spec: AttentionSpec) -> tuple[Task, ...]:
-    """Return the visible pairs between two ranks' queries and keys as a few tight, disjoint tasks."""
+def below(pieces: Pieces, spec: AttentionSpec) -> Pieces:
+    """Return the pieces of the documents that continue each document of a prefix tree, through any others.
+
+    Adjacent ones are one piece where no window tells them apart: all of them see the whole document.
+    """
+    following: dict[tuple[int, int], list[tuple[Piece, int]]] = defaultdict(list)  # first pieces, and ends of runs
+    joining = spec.one_sided
+    for (row, document), of_document in pieces.items():
+        parents = spec.row_parents(row)
+        while document < len(parents) and (document := parents[document]) >= 0:
+            runs = following[row, document]
+            for piece in of_document:
+                end = piece.offset + piece.length
+                if joining and runs and runs[-1][1] == piece.offset:
+                    runs[-1] = runs[-1][0], end
+                else:
+                    runs.append((piece, end))
+    return {
+        group: [replace(piece, length=end - piece.offset) for piece, end in runs] for group, runs in following.items()
+    }
+
+
+def block_tasks(q_pieces: Pieces, q_below: Pieces, k_pieces: Pieces, spec: AttentionSpec) -> tuple[Task, ...]:
+    """Return the visible pairs between two ranks' queries and keys as a few tight, disjoint tasks. q_below: `below` of
+    the queries."""
     ranges = {in_prefix: spec.difference_range(in_prefix) for in_prefix in (False, True)}
 
     def visible(q: Piece, k: Piece) -> Task | None:
@@ -184,17 +207,10 @@ def block_tasks(q_pieces: Pieces, k_pieces: Pieces, spec: AttentionSpec) -> tupl
                 if (task := visible(q, k)) is not None:
                     found = _absorb(found, task)
         tasks += found
-    if spec.parents is None:
-        return tuple(tasks)
-    descendants: dict[tuple[int, int], list[Piece]] = defaultdict(list)  # of the documents of the keys
-    for (row, document), queries in q_pieces.items():
-        parents = spec.row_parents(row)
-        while document < len(parents) and (document := parents[document]) >= 0:
-            descendants[row, document] += queries
-    for group, queries in descendants.items():
-        for k in k_pieces.get(group, ()):
+    for group, keys in k_pieces.items() if q_below else ():
+        for k in keys:
             found = []
-            for q in queries:
+            for q in q_below.get(group, ()):
                 if (task := visible(q, k)) is not None:
                     joined = _join(found[-1], task) if found else None
                     found[-1:] = [joined] if joined else [*found[-1:], task]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
-from .bands import Task, block_tasks, rank_pieces
+from .bands import Task, below, block_tasks, rank_pieces
 from .intervals import Intervals, intersect, locate, size, subtract, union
 from .layout import SequenceLayout
 from .spec import AttentionSpec
@@ -85,21 +85,23 @@ def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank:
     j sends to j - 1).
     """
     pieces = [rank_pieces(layout, spec, batch, r) for r in range(layout.ring)]
+    lower = [below(each, spec) for each in pieces]
+
+    def tasks(q_rank: int, k_rank: int) -> tuple[Task, ...]:
+        return block_tasks(pieces[q_rank], lower[q_rank], pieces[k_rank], spec)
 
     @cache  # a plan needs few of the pairs
     def needs(q_rank: int, k_rank: int) -> Intervals:
         if q_rank == k_rank:
             return ()  # a rank's own block is not sent
-        return union((task.k_start, task.k_stop) for task in block_tasks(pieces[q_rank], pieces[k_rank], spec))
+        return union((task.k_start, task.k_stop) for task in tasks(q_rank, k_rank))
 
     planners = [_StepPlanner(rank, direction, layout.ring, needs) for direction in (1, -1)]
     planner = max(planners, key=_StepPlanner.neighbour_tokens)
-    own = block_tasks(pieces[rank], pieces[rank], spec)
-    steps = [Step(owner=rank, keys=batch * layout.ring_len, tasks=own)]
+    steps = [Step(owner=rank, keys=batch * layout.ring_len, tasks=tasks(rank, rank))]
     for t in range(1, layout.ring):
         owner = planner.at(-t)
-        tasks = block_tasks(pieces[rank], pieces[owner], spec)
-        steps.append(planner.step(t, _packed_tasks(tasks, needs(rank, owner))))
+        steps.append(planner.step(t, _packed_tasks(tasks(rank, owner), needs(rank, owner))))
     return RingSchedule(rank, planner.direction, tuple(steps))
 
 
