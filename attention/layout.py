@@ -71,7 +71,8 @@ class SequenceLayout:
             nearest = " or ".join(str(n) for n in (below, below + multiple) if n)
             raise ValueError(
                 f"seq_len={self.seq_len} cannot be divided by layout={self.kind!r} over ring={self.ring} x "
-                f"ulysses={self.ulysses}: it must be a multiple of {multiple}; use {nearest}, or pad"
+                f"ulysses={self.ulysses}: it must be a multiple of {multiple}; use {nearest}, or pad, "
+                f"with cu_seqlens=[0, {self.seq_len}]"
             )
         if self.documents is not None:
             if self.kind != "balanced":

@@ -23,7 +23,7 @@ from usp import UnifiedSPAttention, shard_sequence
 
 from .dense import dense_attention, relative_l2, visible, worst
 
-SEQ_LEN, LONG, HEAD_DIM = 96, 1200, 16
+SEQ_LEN, LONG, ODD, HEAD_DIM = 96, 1200, 89, 16
 DEGREES = [(u, n // u) for n in (1, 2, 4, 8) for u in (1, 2, 4, 8) if n % u == 0]
 # With one axis of degree 1 both nestings are the same ranks.
 GRIDS = [(u, r, order) for u, r in DEGREES for order in SP_ORDERS if order == "ring-outer" or min(u, r) > 1]
@@ -47,6 +47,10 @@ PREFIXES = {
         "cu_seqlens": [[0, 50, 51, 96], [0, 90, 90, 90]],
         "prefix": [[30, 1, 45], [13, 0, 0]],
     },
+}
+ODDS = {
+    "one document of odd length": {"causal": False, "cu_seqlens": [0, 89]},
+    "documents of odd length": {"cu_seqlens": [0, 40, 88]},
 }
 TREES = {
     "prefix tree": {"cu_seqlens": [0, 40, 49, 70, 80, 96], "prefix_tree": [-1, 0, 0, 2, 0]},
@@ -74,7 +78,7 @@ class Case:
     head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
 
     def mask_arguments(self) -> dict:
-        mask = (MASKS | PREFIXES | TREES)[self.mask]
+        mask = (MASKS | PREFIXES | TREES | ODDS)[self.mask]
         return {k: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else v for k, v in mask.items()}
 
 
@@ -89,7 +93,7 @@ def cases(everything: bool = False) -> list[Case]:
             enumerate(HEADS), enumerate(MASKS), enumerate(LAYOUTS), (1, 2)
         )
         if (mask, batch) != (DIFFERENT_ROWS, 1)
-        and (everything or ((row + column + number) % 3 == 0 and (mask == DIFFERENT_ROWS or batch == 1 + row % 2)))
+        and (everything or ((row + column + number) % 4 == 0 and (mask == DIFFERENT_ROWS or batch == 1 + row % 2)))
     ]
     every += [Case("zigzag", (8, 2), mask, 2, torch.bfloat16, 1e-2) for mask in MASKS]
     every += [Case("striped", (8, 2), mask, 2, torch.float64, 1e-13) for mask in MASKS]
@@ -107,6 +111,7 @@ def cases(everything: bool = False) -> list[Case]:
         if everything or ((row + column) % 2 == 0 and (row + column + number) % 3 == 0)
     ]
     every += [Case(layout, (6, 3), mask, 2) for layout, mask in product(LAYOUTS, PREFIXES | TREES)]
+    every += [Case(layout, (8, 2), mask, 2, seq_len=ODD) for layout, mask in product(LAYOUTS, ODDS)]
     # Long enough for triangles that the CPU kernel splits, chunked bands, and messages of several slices.
     every += [
         Case(layout, (4, 2), mask, 1, seq_len=LONG)

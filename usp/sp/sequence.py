@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from attention import AttentionSpec, Channel, Keep, SequenceLayout, compute_now
 from attention.comm import Pending
@@ -75,6 +76,10 @@ class SpAxes:
         """Return the layout of rows of `seq_len` global tokens over these axes. Raises ValueError if they do not divide
         it, or if the layout depends on `documents`, as in `AttentionSpec`, and they do not fit."""
         return SequenceLayout(kind, seq_len, self.ring, self.ulysses, documents if kind == "balanced" else None)
+
+    def padding(self, kind: str, seq_len: int) -> int:
+        """Return how many tokens `seq_len` lacks to be divided."""
+        return -seq_len % SequenceLayout.multiple_of(kind, self.ring, self.ulysses)
 
     def positions(self, layout: SequenceLayout) -> torch.Tensor:
         """Return the global positions of this rank's tokens, int64 (`layout.rows`, local_len)."""
@@ -142,13 +147,15 @@ def shard_sequence(
 ) -> Tensor:
     """Return this rank's shard of a global tensor that every sequence-parallel rank holds; no communication.
 
-    `x.shape[dim]` is the global length; the shard has length / (ring * ulysses). The balanced layout depends on
-    `cu_seqlens`, as in `shard_batch`; with documents of its own for every row, rows are the first dimension.
-    Differentiable. Raises ValueError for an unknown layout, a length that it cannot divide, or a balanced layout
-    without `cu_seqlens`.
+    `x.shape[dim]` is the global length; the shard has length / (ring * ulysses), rounded up with zeros at the end of
+    the sequence, which `cu_seqlens` must hide: [0, length] for one document. The balanced layout depends on them, as in
+    `shard_batch`; with documents of its own for every row, rows are the first dimension. Differentiable. Raises
+    ValueError for an unknown layout, and without `cu_seqlens` for the balanced one or a length that it cannot divide.
     """
     axes = SpAxes.of(mesh)
     _check_documents(layout, cu_seqlens)
+    if cu_seqlens is not None and (missing := axes.padding(layout, x.shape[dim])):
+        x = pad(x.movedim(dim, -1), (0, missing)).movedim(-1, dim)
     return select_tokens(x, axes.positions(axes.layout(layout, x.shape[dim], documents_of(cu_seqlens))), dim)
 
 
@@ -176,18 +183,23 @@ def unshard_sequence(
     layout: str = "zigzag",
     dim: int = 1,
     cu_seqlens: Tensor | None = None,
+    length: int | None = None,
 ) -> Tensor:
     """Gather all ranks' shards in global order: the inverse of `shard_sequence`. Collective. The gradient is that of
-    the sum of all ranks' losses: the ranks' gradients are summed, and each gets its shard."""
+    the sum of all ranks' losses: the ranks' gradients are summed, and each gets its shard.
+
+    length: of the sequence, without the tokens that `shard_sequence` or `shard_batch` added; None keeps these.
+    """
     axes = SpAxes.of(mesh)
     _check_documents(layout, cu_seqlens)
     if axes.ranks == 1:
-        return x
+        return x if length is None else x.narrow(dim, 0, length)
     ordered = axes.layout(layout, x.shape[dim] * axes.ranks, documents_of(cu_seqlens))
     grid = [(r, u) for r in range(axes.ring) for u in range(axes.ulysses)]
     order = [torch.cat([ordered.positions(*rank, row) for rank in grid]).argsort() for row in range(ordered.rows)]
     gathered = _Gather.apply(x.movedim(dim, 0), axes).movedim(0, dim)
-    return select_tokens(gathered, torch.stack(order), dim)
+    whole = select_tokens(gathered, torch.stack(order), dim)
+    return whole if length is None else whole.narrow(dim, 0, length)
 
 
 class _Gather(torch.autograd.Function):
@@ -229,15 +241,20 @@ def shard_batch(
         `input_ids`, `position_ids` (counted from each document's start, or its root's), `shift_labels` if there are
         labels (token t's target is label t + 1 of the same document, else -100), all (B, S / (ring * ulysses)), and
         `cu_seqlens` and `prefix_tree` unchanged, on the CPU. Pass them to the model as keyword arguments,
-        `shift_labels` to the loss.
+        `shift_labels` to the loss. Rows of a length that the layout cannot divide get tokens without a label behind the
+        last document; `cu_seqlens` hide them, and are added if missing.
 
-    Raises ValueError for missing or unknown keys, mismatched shapes, a length that the layout cannot divide, or invalid
-    `cu_seqlens`.
+    Raises ValueError for missing or unknown keys, mismatched shapes, or invalid `cu_seqlens`.
     """
     _check(batch)
-    ids, cu_seqlens = batch["input_ids"], batch.get("cu_seqlens")
-    rows, seq_len = ids.shape
-    axes = SpAxes.of(mesh)
+    axes, cu_seqlens = SpAxes.of(mesh), batch.get("cu_seqlens")
+    rows, length = batch["input_ids"].shape
+    missing = axes.padding(layout, length)
+    if missing and cu_seqlens is None:
+        cu_seqlens = torch.tensor([0, length])
+    elif missing:
+        document_starts(cu_seqlens, rows, length)  # the documents end where there are tokens
+    ids, seq_len = pad(batch["input_ids"], (0, missing)), length + missing
     starts = document_starts(cu_seqlens, rows, seq_len)
     local = axes.positions(axes.layout(layout, seq_len, documents_of(cu_seqlens)))
     tree = batch.get("prefix_tree")
@@ -245,7 +262,8 @@ def shard_batch(
     positions = (local - select_tokens(origins, local)).to(ids.device)
     sharded = {"input_ids": select_tokens(ids, local), "position_ids": positions}
     if "labels" in batch:
-        sharded["shift_labels"] = select_tokens(_shifted(batch["labels"], starts, cu_seqlens), local)
+        labels = pad(batch["labels"], (0, missing))
+        sharded["shift_labels"] = select_tokens(_shifted(labels, starts, cu_seqlens), local)
     if cu_seqlens is not None:
         sharded["cu_seqlens"] = cu_seqlens.cpu()
     if tree is not None:

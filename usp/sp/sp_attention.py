@@ -162,6 +162,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         documents, *rows = _rows(cu_seqlens, prefix, prefix_tree)
         spec = AttentionSpec(causal, _window(window), None, None, documents, *rows)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
+        seq_len += self.axes.padding(self.layout, seq_len) if documents else 0
         layout = self.axes.layout(self.layout, seq_len, documents)
         return self._plan(spec, heads, batch, layout).wire_bytes(head_dim, dtype, v_head_dim)
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BloomConfig, LlamaConfig
 
+from attention import LAYOUTS
 from parallel import ParallelDims, ParallelMesh
+from tests.attention.dense import relative_l2
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import SEQ_LEN, SIZES, packed_batch, tiny_model
-from usp import apply_unified_sp, shard_batch
+from usp import apply_unified_sp, shard_batch, unshard_sequence
 from usp.sp.sequence import SpAxes
 
 
@@ -90,6 +93,28 @@ def test_rotary_frequencies_follow_the_length_of_each_document(ranks: RankPool, 
     # Within the original length of 16, exactly that long, and two that are longer.
     for layout, cuts in (("contiguous", [0, SEQ_LEN]), ("zigzag", [0, 7, 37, 53, SEQ_LEN]), ("striped", [0, 40, 64])):
         assert max(ranks.run(turned_by_length, 4, ROPES[kind], layout, cuts)) <= 1e-6
+
+
+def odd_length(layout: str, rope: dict[str, Any] | None) -> tuple[float, float]:
+    """Return the errors of the logits, and of a weight's gradient, of rows that the ranks cannot divide."""
+    torch.manual_seed(0)
+    mesh, ids = ParallelMesh.create(ParallelDims(ring=2, ulysses=2)), packed_batch(0)["input_ids"][:, :37]
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"max_position_embeddings": 16}, rope_scaling=rope))
+    alone = copy.deepcopy(model)
+    wanted = alone(input_ids=ids).logits
+    wanted.square().sum().backward()
+    local = shard_batch({"input_ids": ids}, mesh, layout)
+    apply_unified_sp(model, mesh, layout)
+    logits = unshard_sequence(model(**local).logits, mesh, layout, cu_seqlens=local["cu_seqlens"], length=37)
+    (logits.square().sum() / 4).backward()  # the gradient of all ranks' losses
+    found, exact = (x.get_input_embeddings().weight.grad for x in (model, alone))
+    dist.all_reduce(found)
+    return relative_l2(logits, wanted), relative_l2(found, exact)
+
+
+def test_a_model_takes_rows_of_any_length(ranks: RankPool) -> None:
+    for layout, rope in (*((layout, None) for layout in LAYOUTS), ("zigzag", ROPES["dynamic"])):
+        assert all(max(errors) <= 2e-6 for errors in ranks.run(odd_length, 4, layout, rope))
 
 
 def models_of_one_config() -> tuple[bool, str]:

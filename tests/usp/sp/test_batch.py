@@ -53,7 +53,6 @@ def refusals() -> list[str]:
         {"labels": IDS},
         {"input_ids": IDS, "attention_mask": IDS, "position_ids": IDS, "pixels": IDS},
         {"input_ids": IDS, "labels": IDS[:, 1:]},
-        {"input_ids": IDS[:, :22]},
         {"input_ids": IDS, "cu_seqlens": torch.tensor([0, 48])},
         {"input_ids": IDS, "cu_seqlens": torch.tensor([0.0, 24.0])},
     ):
@@ -64,14 +63,40 @@ def refusals() -> list[str]:
 
 
 def test_invalid_batches_raise(ranks: RankPool) -> None:
-    missing, unknown, shapes, length, boundaries, floats = ranks.run(refusals, 2)[0]
+    missing, unknown, shapes, boundaries, floats = ranks.run(refusals, 2)[0]
     assert "input_ids is missing" in missing
     assert "attention_mask is not a key of shard_batch: drop padding and pack documents" in unknown
     assert "position_ids is not a key" in unknown and "pixels is not a key" in unknown
     assert "labels (2, 23) must have the shape of input_ids (2, 24)" in shapes
-    assert "seq_len=22 cannot be divided by layout='zigzag' over ring=2" in length and "use 20 or 24" in length
     assert "cu_seqlens ends at 48, past the 24 tokens of a row" in boundaries
     assert "cu_seqlens must be integers" in floats
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_length_that_no_layout_divides_is_padded(ranks: RankPool, layout: str) -> None:
+    ids = IDS[:, :21]
+    for boundaries in (None, torch.tensor([0, 5, 20])):
+        batch = {"input_ids": ids, "labels": ids} | ({} if boundaries is None else {"cu_seqlens": boundaries})
+        whole = ranks.run(gathered, 4, layout, ParallelDims(ring=2, ulysses=2), batch)[0]
+        assert torch.equal(whole["input_ids"], torch.cat((ids, torch.zeros(2, 3, dtype=ids.dtype)), 1))
+        ends = [20] if boundaries is None else [4, 19, 20]
+        wanted = [-100 if at in ends else at + 1 for at in range(21)]
+        assert whole["shift_labels"][0].tolist() == [*wanted, -100, -100, -100]
+        assert torch.equal(whole["cu_seqlens"], torch.tensor([0, 21]) if boundaries is None else boundaries)
+
+
+def cut() -> list[Tensor]:
+    mesh, x = ParallelMesh.create(ParallelDims(ring=2, ulysses=2)), IDS[:, :21]
+    with pytest.raises(ValueError, match=r"cannot be divided.*pad, with cu_seqlens=\[0, 21\]"):
+        shard_sequence(x, mesh)
+    boundaries = torch.tensor([0, 21])
+    local = shard_sequence(x, mesh, cu_seqlens=boundaries)
+    return [unshard_sequence(local, mesh, cu_seqlens=boundaries, length=21), x]
+
+
+def test_padding_is_cut_off_again(ranks: RankPool) -> None:
+    for found, wanted in ranks.run(cut, 4):
+        assert torch.equal(found, wanted)
 
 
 def test_document_starts_by_row() -> None:
