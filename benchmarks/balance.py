@@ -1,8 +1,8 @@
 """Balance of packed documents over a ring: work and traffic of each layout, and the time of the slowest rank.
 
 Documents have log-normal lengths (median 1,000 tokens, sigma 1.5), as web text has: most are short, and a few hold much
-of the work. Every rank's steps are timed one after another in one process, without a network, so that ranks do not
-share processors as they would here.
+of the work. Every rank's steps are timed one after another on one thread, without a network, by the time of its
+processor: on one machine, ranks would share processors.
 
     python -m benchmarks.balance
 """
@@ -67,7 +67,7 @@ class Plan:
 
 
 def rank_seconds(plan: Plan, rank: int, boundaries: tuple[int, ...]) -> float:
-    """Return the time of forward and backward of one rank's ring steps, after a first call."""
+    """Return the processor's time for forward and backward of one rank's ring steps, after a first call."""
     spec, ring = AttentionSpec(documents=(boundaries,)), len(plan.schedules)
     device, dtype = torch.device("cpu"), torch.float32
     kernel, _ = select_kernel("auto", spec, device, dtype, HEAD_DIM)
@@ -76,10 +76,10 @@ def rank_seconds(plan: Plan, rank: int, boundaries: tuple[int, ...]) -> float:
     leaves, channel = [x.requires_grad_() for x in (q, k, v)], SilentChannel(ring)
     times = []
     for _ in range(2):
-        begin = time.perf_counter()
+        begin = time.process_time()
         out = RingAttention.apply(*leaves, None, program, channel, compute_now)
         torch.autograd.grad(out, leaves, dout)
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     return times[-1]
 
 

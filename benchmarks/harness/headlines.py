@@ -238,6 +238,28 @@ def _host_time(record: Record) -> str:
     )
 
 
+def _balance(record: Record) -> str:
+    def of(column: str, ring: str, layout: str) -> str:
+        (cell,) = cells(record, column, ring=ring, layout=layout)
+        return cell
+
+    worked = [of("work, max/mean", ring, layout) for ring in ("8", "64") for layout in ("balanced", "zigzag")]
+    sent = [of("sent", ring, "balanced") for ring in ("8", "64")]
+    return (
+        f"The busiest of 8 ranks has {worked[0]} of the mean work, and of 64 ranks {worked[2]} (zigzag {worked[1]} and "
+        f"{worked[3]}), and the slowest of 8 takes {of('slowest rank', '8', 'balanced')} of zigzag's time. All ranks "
+        f"together send {sent[0]} and {sent[1]} of its tokens."
+    )
+
+
+def _shared_prefixes(record: Record) -> str:
+    tokens = noted(record, r"the ratio of tokens: (\S+)\.")[0]
+    return (
+        f"8 responses of 256 tokens to a prompt of 2,048 take {tokens} of the tokens, a training step "
+        f"{span(record, 'step')} and log-probabilities {span(record, 'log-probabilities')} of the time on 1 to 4 ranks."
+    )
+
+
 SECTIONS: dict[str, dict[str, Headline]] = {
     "Attention and memory": {
         "attention": Headline("Is attention faster than yunchang's, and does it send less?", _attention),
@@ -245,6 +267,7 @@ SECTIONS: dict[str, dict[str, Headline]] = {
             "And on two hosts with 1 Gbit/s between them?",
             lambda record: f"It takes {span(record, 'of yunchang')} of yunchang's time over four grids of 8 ranks.",
         ),
+        "balance": Headline("What does the balanced layout gain on packed documents?", _balance),
         "host_time": Headline("How long does the host prepare a call?", _host_time),
         "memory": Headline("How much longer may sequences be in the same memory?", _memory),
         "throughput": Headline("Is a training step as fast as that of other systems?", _throughput),
@@ -273,6 +296,7 @@ SECTIONS: dict[str, dict[str, Headline]] = {
     },
     "RLHF": {
         "grpo_step": Headline("What does a GRPO step cost, beside TRL?", _grpo_step),
+        "shared_prefixes": Headline("What does computing a prompt once gain?", _shared_prefixes),
         "decode": Headline("Does one rank generate as fast as transformers?", _decode),
         "learning": Headline("Do policies learn?", _learning),
         "realloc": Headline("What does moving weights between layouts cost?", _realloc),

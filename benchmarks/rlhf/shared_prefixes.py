@@ -79,6 +79,14 @@ def measure(grid: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def _pairs(shared: bool) -> int:
+    """Count the visible pairs of the group."""
+    whole, own = PROMPT + RESPONSE, RESPONSE + 1
+    before = whole - own
+    every = before * (before + 1) // 2
+    return GROUP * own * before + GROUP * own * (own + 1) // 2 + every * (1 if shared else GROUP)
+
+
 def rows_of(data: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     rows = []
     for whole, shared in zip(data[::2], data[1::2], strict=True):
@@ -113,10 +121,12 @@ def main() -> None:
         rows_of(data),
         (
             "tokens of a row of whole samples, and with the prompt once; seconds of whole samples, ratios to these.",
-            "The limit of layers is the ratio of tokens; attention's is 0.31 of the pairs.",
+            f"The limit of layers is the ratio of tokens: {data[1]['tokens'] / data[0]['tokens']:.2f}. Attention's is "
+            f"that of the visible pairs: {_pairs(True) / _pairs(False):.2f}.",
             "Differences: of a log-probability, and of the gradient's norm, relative.",
         ),
         data,
+        command="python -m benchmarks.rlhf.shared_prefixes",
     )
     finish(record, arguments.output)
 
