@@ -187,8 +187,8 @@ class _ForwardGuard:
         cu_seqlens, tree = named.get("cu_seqlens"), named.get("prefix_tree")
         if not self.compared or cu_seqlens is not None or named.get("attention_mask") is not None:
             # If only some ranks raised, or packed documents differently, the others would hang.
-            documents, axes = documents_of(cu_seqlens), self.attention.axes
-            compared = "; ".join(violations) or (documents if tree is None else (documents, tree.tolist()))
+            compared = "; ".join(violations) or (documents_of(cu_seqlens), None if tree is None else tree.tolist())
+            axes = self.attention.axes
             agree(compared, axes.groups, "a forward's errors and cu_seqlens", axes.device_type)
             self.compared = True
         if violations:

@@ -192,12 +192,7 @@ def micro_batches(
         segments = _segments(samples, plan, row)
         boundaries = _boundaries(segments)
 
-        def joined(
-            values: Sequence[Tensor] | Mapping[int, Tensor],
-            padding: int,
-            dtype: torch.dtype,
-            segments: Sequence[Segment] = segments,
-        ) -> Tensor:
+        def joined(values: Tokens, padding: int, dtype: torch.dtype, segments: Sequence[Segment] = segments) -> Tensor:
             whole = torch.full((1, plan.row_len), padding, dtype=dtype)
             if segments:
                 content = torch.cat([segment.of(values).to(dtype) for segment in segments])
