@@ -240,7 +240,7 @@ def test_unsupported_forward_arguments_raise(ranks: RankPool) -> None:
         "4d mask": "prebuilt attention_mask",
         "masks by kind": "prebuilt attention_mask",
         "no positions": "position_ids from shard_batch must be given",
-        "no cu_seqlens": "position_ids do not match layout='zigzag' and cu_seqlens",
+        "no cu_seqlens": "position_ids do not match layout='zigzag', cu_seqlens",
         "cache": "a KV cache",
         "weights": "output_attentions=True",
         "unknown": "block_tables is not supported by unified_sp",
