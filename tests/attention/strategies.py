@@ -31,7 +31,14 @@ def specs(draw: st.DrawFn, seq_len: int, batch: int) -> AttentionSpec:
     if causal and draw(st.booleans()):
         rows = documents or ((0, seq_len),)
         prefixes = tuple(tuple(draw(st.integers(0, b - a)) for a, b in pairwise(row)) for row in rows)
-    parents = None
-    if causal and documents and prefixes is None and draw(st.booleans()):
-        parents = tuple(tuple(draw(st.integers(-1, number - 1)) for number in range(len(row) - 1)) for row in documents)
-    return AttentionSpec(causal=causal, window=window, documents=documents, prefixes=prefixes, parents=parents)
+    return AttentionSpec(causal=causal, window=window, documents=documents, prefixes=prefixes)
+
+
+@st.composite
+def trees(draw: st.DrawFn, seq_len: int, batch: int) -> AttentionSpec:
+    window = (draw(st.just(-1) | st.integers(0, seq_len)), -1)
+    number, rows = draw(st.integers(2, 7)), draw(st.sampled_from((1, batch)))
+    cuts = st.lists(st.integers(0, seq_len), min_size=number, max_size=number)
+    documents = tuple((0, *sorted(draw(cuts))) for _ in range(rows))
+    parents = tuple(tuple(draw(st.integers(-1, at - 1)) for at in range(number)) for _ in range(rows))
+    return AttentionSpec(window=window, documents=documents, parents=parents)

@@ -13,7 +13,7 @@ from attention.bands import _join, tight_task
 from attention.schedule import Message
 
 from .dense import visible
-from .strategies import layouts, specs
+from .strategies import layouts, specs, trees
 
 
 def pairs(task: Task) -> set[tuple[int, int]]:
@@ -64,27 +64,21 @@ def test_causal_zigzag_needs_one_task_per_block() -> None:
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[SequenceLayout, AttentionSpec, int]:
     layout, batch = draw(layouts()), draw(st.integers(1, 2))
-    spec = draw(specs(layout.seq_len, batch))
+    spec = draw(specs(layout.seq_len, batch) | trees(layout.seq_len, batch))
     if layout.kind == "balanced":
         layout = replace(layout, documents=spec.documents)
     return layout, spec, batch
 
 
-@settings(max_examples=150)
+@settings(max_examples=250)
 @given(problems())
 def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_once(problem) -> None:
     layout, spec, batch = problem
     documents = None if spec.documents is None else torch.tensor(spec.documents)
     prefix = None if spec.prefixes is None else torch.tensor(spec.prefixes)
     tree = None if spec.parents is None else torch.tensor(spec.parents)
-    mask = {
-        "causal": spec.causal,
-        "window": spec.window,
-        "cu_seqlens": documents,
-        "prefix": prefix,
-        "prefix_tree": tree,
-    }
-    seen = visible(batch, layout.seq_len, **mask)
+    rows = {"cu_seqlens": documents, "prefix": prefix, "prefix_tree": tree}
+    seen = visible(batch, layout.seq_len, causal=spec.causal, window=spec.window, **rows)
     schedules = [ring_schedule(layout, spec, batch, rank) for rank in range(layout.ring)]
     counted, needed = torch.zeros_like(seen, dtype=torch.int), 0
     for rank, schedule in enumerate(schedules):
