@@ -41,6 +41,8 @@ def test_flash_attn_4_compiles_what_its_back_end_takes(major: int) -> None:
 
 @pytest.mark.parametrize("path", SOURCES)
 def test_signatures_are_those_of_an_installed_package(path: str) -> None:
+    if "cute" in path and release("flash-attn-4") is None:
+        pytest.skip("flash-attn 2 has an older file of this name, which flash-attn-4 replaces")
     top = find_spec(path.split("/")[0])
     roots = [] if top is None else [Path(each).parent for each in top.submodule_search_locations or ()]
     files = [file for root in roots if (file := root / path).exists()]

@@ -298,9 +298,8 @@ def ring_step_seconds(
     sums = 0.0
     if len(ring.steps) > 1:  # as `attention.accumulate` does: the last zigzag rank has all its queries in every step
         queries, itemsize = job.layout.ring_len * job.rows, job.dtype.itemsize
-        cast = itemsize + FLOAT32 if itemsize < FLOAT32 else 0
-        # Gradients are added to the float32 sum; outputs are cast, and the sum is interpolated with them.
-        nbytes = 2 * FLOAT32 + itemsize if backward else cast + 3 * FLOAT32
+        # Gradients are added to the float32 sum, and outputs by one kernel of a GPU; elsewhere these are cast first.
+        nbytes = 2 * FLOAT32 + itemsize if backward or hardware.streams else _casts(itemsize) / 2 + 3 * FLOAT32
         sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * nbytes)
 
     @cache  # most tasks of a ring have the same shape

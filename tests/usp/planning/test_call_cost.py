@@ -57,8 +57,7 @@ def stepped(samples: list[Sample], slots: int, ranks: int, multiple: int) -> tup
         groups = running.prefill_groups(running.admit(), multiple, 16384)
         prefills += [(len(group.prompts), group.padded) for group in groups]
         tokens += sum(rollout is not None for rollout in running.active)
-        number = len(running.active)
-        running.append([0] * number, [0.0] * number, lambda response: False)
+        running.issue()
         steps += 1
     return steps, tokens, prefills
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import AttentionSpec, ring_schedule
@@ -15,6 +16,8 @@ from parallel import load_hardware
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.predict.compute import ring_step_seconds
+from usp.predict.fake_world import HostMemory, stand_ins
+from usp.predict.meter import StepMeter
 from usp.train.resolve import job_of
 
 RANKS, HEADS, TOKENS, DIM = 16, 32, 64, 16
@@ -53,17 +56,32 @@ def merged_bytes(dtype: torch.dtype, backward: bool) -> float:
     return counted.nbytes / part.numel()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merging_a_ring_step_takes_the_bytes_of_what_merges_it(dtype: str, backward: bool) -> None:
+def test_merging_a_ring_step_takes_the_bytes_of_what_merges_it(dtype: str, backward: bool, device: str) -> None:
     config = TrainConfig(model="llama3-8b", seq_len=65536, zero=1, sp_ring=RANKS, dtype=dtype)
     made = job_of(config, load_model_config(config.model), RANKS)
     ring = ring_schedule(made.layout, AttentionSpec(causal=True), 1, 0)
-    slow = replace(load_hardware("a800"), memory_bytes_per_second=1e9, memory_efficiency=1.0)
+    there = device == "cuda"
+    slow = replace(load_hardware("a800"), memory_bytes_per_second=1e9, memory_efficiency=1.0, streams=there)
     fast = replace(slow, memory_bytes_per_second=1e30)
     times = [
         ring_step_seconds(made, hardware, ring, HEADS, "flash-attn-2", backward=backward)[1]
         for hardware in (slow, fast)
     ]
     predicted = (times[0] - times[1]) * 1e9 / (made.tokens * HEADS * made.model.facts.value_dim)
-    assert predicted == pytest.approx(merged_bytes(made.dtype, backward))
+    with stand_ins(torch.device(device), HostMemory()):
+        assert predicted == pytest.approx(merged_bytes(made.dtype, backward))
+    if there:
+        assert predicted == pytest.approx(2 * 4 + made.dtype.itemsize)  # the sum is read and written, and the part read
+
+
+def test_a_merge_is_one_launch_of_a_dry_run_for_a_gpu() -> None:
+    sums = AttentionSum(torch.zeros(TOKENS, 2, DIM, dtype=torch.bfloat16), DIM)
+    part, lse = torch.zeros(1, TOKENS, 2, DIM, dtype=torch.bfloat16), torch.zeros(1, 2, TOKENS)
+    sums.merge(Rows.of(0, TOKENS), part.float(), lse)
+    device, host = torch.device("cuda"), HostMemory()
+    with stand_ins(device, host), FakeTensorMode(allow_non_fake_inputs=True), StepMeter(host) as meter:
+        sums.merge(Rows.of(0, TOKENS), part, lse)
+    assert meter.work.launches == 1

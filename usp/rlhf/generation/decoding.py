@@ -1,9 +1,11 @@
 """Decoding: tokens from logits, the end of a response, and continuous batching.
 
-    waiting --admit--> slot --prefill of all prompt tokens but the last--> decode steps --append--> done, slot is free
+    waiting --admit--> slot --prefill of all prompt tokens but the last--> decode steps --issue, read--> slot is free
 
 The last prompt token is decoded like a generated one, so all sampling happens in decode steps. (Iteration-level
-scheduling: Orca, Yu et al. 2022, section 3.1.) The noise of a token does not depend on layouts and batches.
+scheduling: Orca, Yu et al. 2022, section 3.1.) The noise of a token does not depend on layouts and batches. A step's
+tokens are read after the next one has been issued, so that a device always has work: a sequence that ends before its
+limit is decoded for one more token, which is dropped.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from usp.rlhf.graph import Generate
 
 Decode = Callable[[Iterable[int]], str]
+Ended = Callable[[Sequence[int]], bool]  # whether a response ends with its last token
 
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
@@ -168,6 +171,7 @@ class Rollout:
     Attributes:
         limit: maximum tokens in the response.
         cached: prompt tokens in this rank's cache.
+        unread: tokens after these that decode steps have been issued for.
     """
 
     prompt: list[int]
@@ -176,11 +180,16 @@ class Rollout:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cached: int = 0
+    unread: int = 0
     stopped: bool = False
 
     @property
+    def decoded(self) -> int:
+        return len(self.tokens) + self.unread
+
+    @property
     def done(self) -> bool:
-        return self.stopped or len(self.tokens) == self.limit
+        return self.stopped or self.decoded == self.limit
 
 
 @dataclass(frozen=True)
@@ -245,33 +254,42 @@ class Slots:
         """Return the inputs of the next decode step. The n-th decoded token is cached on rank n % ranks.
 
         Returns:
-            int64 (4, slots): token, position, place in this rank's cache, whether this rank caches it; zeros for empty
-            slots. And the places in use in this rank's cache, including this step's.
+            int64 (4, slots): token, or -1 for that of the step before; position; place in this rank's cache; whether
+            this rank caches it; zeros for empty slots. And the places in use in this rank's cache, with this step's.
         """
         columns, length = [], 1
         for rollout in self.active:
             if rollout is None:
                 columns.append((0, 0, 0, ranks == 1))
                 continue
-            decoded = len(rollout.tokens)
-            token = rollout.tokens[-1] if decoded else rollout.prompt[-1]
+            decoded = rollout.decoded
+            token = -1 if rollout.unread else (rollout.tokens or rollout.prompt)[-1]
             place, own = rollout.cached + decoded // ranks, decoded % ranks == rank
             columns.append((token, len(rollout.prompt) - 1 + decoded, place, own))
             length = max(length, place + 1)
         return torch.tensor(columns).T, length
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float], ended: Callable[[Sequence[int]], bool]) -> None:
-        """Append a step's tokens; free the slots of completed sequences.
+    def issue(self) -> tuple[Rollout | None, ...]:
+        """Count a token of each slot that is yet to be read; free the slots of sequences at their limit."""
+        issued = tuple(self.active)
+        for slot, rollout in enumerate(issued):
+            if rollout is not None:
+                rollout.unread += 1
+                self.active[slot] = None if rollout.done else rollout
+        return issued
 
-        ended: whether a response ends with its last token.
-        """
-        for slot, rollout in enumerate(self.active):
-            if rollout is None:
+    def read(
+        self, issued: Sequence[Rollout | None], tokens: Sequence[int], logprobs: Sequence[float], ended: Ended
+    ) -> None:
+        """Append a step's tokens to those of `issue` that have not ended; free the slots of those that do now."""
+        for slot, rollout in enumerate(issued):
+            if rollout is None or rollout.stopped:
                 continue
+            rollout.unread -= 1
             rollout.tokens.append(tokens[slot])
             rollout.logprobs.append(logprobs[slot])
             rollout.stopped = ended(rollout.tokens)
-            if rollout.done:
+            if rollout.stopped and self.active[slot] is rollout:
                 self.active[slot] = None
 
 

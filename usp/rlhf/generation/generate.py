@@ -9,6 +9,7 @@ decode     one token per slot, replicated over sp: hidden states pass along the 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
@@ -75,6 +76,8 @@ def cache_problems(masks: Collection[MaskKind]) -> list[str]:
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
 _ROW_MULTIPLE = 16  # prompts are padded to a multiple of this, to limit the number of shapes
 _READ_MULTIPLE = 64  # the cache is read up to a multiple of this, to limit the number of shapes
+# The sequences in a decode step; its tokens and log-probabilities on the host, after an event.
+_Step = tuple[Sequence[Rollout | None], tuple[Tensor, torch.cuda.Event | None]]
 
 
 class Generator:
@@ -187,6 +190,7 @@ class Generator:
         slots, ended = Slots(rollouts, self._slots), Stops(work, self._decode_text)
         places = capacity(rollouts, self._sp, self._multiple) if rollouts else 0
         cache = KVCache.allocate(len(slots.active), places, self._device)
+        chosen, steps = torch.zeros(2, len(slots.active), device=self._device), deque[_Step]()
         while True:
             admitted = slots.admit()
             groups = slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS)
@@ -199,10 +203,15 @@ class Generator:
             if not forwards:
                 continue
             if admitted:
-                cache.clear(torch.tensor(admitted, device=self._device))
+                cache.clear(_to_device(torch.tensor(admitted), self._device))
             for group in groups:
                 self._prefill(cache, group, slots.active)
-            slots.append(*self._decode(cache, slots, work), ended)
+            chosen = self._decode(cache, slots, work, chosen)
+            steps.append((slots.issue(), _to_host(chosen)))
+            if len(steps) > 1:  # the device has the next one to do
+                self._read(slots, steps.popleft(), ended)
+        for step in steps:
+            self._read(slots, step, ended)
         self.cache_bytes = cache.nbytes
 
     def _most(self, number: int) -> int:
@@ -229,15 +238,17 @@ class Generator:
             assert rollout is not None
             rollout.cached = cached
         slots, rows, lengths, own_there = (
-            x.to(self._device) for x in (torch.tensor(group.slots), torch.tensor(group.rows), lengths, local)
+            _to_device(x, self._device) for x in (torch.tensor(group.slots), torch.tensor(group.rows), lengths, local)
         )
         prefill = Prefill(cache, own_there, slots, rows, lengths)
-        self._forward(ids[:, local].to(self._device), own_there.expand(len(ids), -1), prefill)
+        self._forward(_to_device(ids[:, local], self._device), own_there.expand(len(ids), -1), prefill)
 
-    def _decode(self, cache: KVCache, slots: Slots, work: Generate) -> tuple[list[int], list[float]]:
-        """Decode one step of every slot; return the next tokens and their log-probabilities."""
+    def _decode(self, cache: KVCache, slots: Slots, work: Generate, before: Tensor) -> Tensor:
+        """Decode one step of every slot; return the next tokens and log-probabilities (2, slots), as `before` of it."""
         columns, places = slots.decode_inputs(self._sp, self._sp_rank)
-        token, position, place, own = columns.to(self._device)
+        keys = [1 if r is None or work.temperature == 0 else sequence_key(r.seed, r.decoded) for r in slots.active]
+        token, position, place, own, keys_B = _to_device(torch.cat((columns, torch.tensor([keys]))), self._device)
+        token = token.where(token >= 0, before[0].long())
         length = min(-(-places // _READ_MULTIPLE) * _READ_MULTIPLE, cache.positions.shape[1])
         group = self._groups.get("sp")
         step = DecodeStep(cache, position, place, None if group is None else own.bool(), length=length, group=group)
@@ -245,22 +256,25 @@ class Generator:
         logits = self._logits(hidden[:, 0]) if self._last and self._sp_rank == 0 else None
         chosen = torch.zeros(2, len(slots.active), dtype=torch.float64, device=self._device)  # exact for every id
         if logits is not None and self._samples:
-            keys = [
-                sequence_key(r.seed, len(r.tokens)) if r is not None and work.temperature else 1 for r in slots.active
-            ]
-            keys_B = torch.tensor(keys, device=self._device)
             chosen[0], chosen[1] = sample(logits, keys_B, self._token_keys, work)
         # Broadcast from the rank that sampled, axis by axis, so that ranks cannot diverge.
         for axis, group in self._groups.items():
             dist.broadcast(chosen, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
+        return chosen
+
+    def _read(self, slots: Slots, step: _Step, ended: Stops) -> None:
+        """Give a step's tokens, once they are on the host, to the sequences that it was issued for."""
+        issued, (chosen, copied) = step
+        if copied is not None:
+            copied.synchronize()
         ids, logprobs = chosen.tolist()
-        for rollout, logprob in zip(slots.active, logprobs, strict=True):
-            if rollout is not None and logprob != logprob:
+        for rollout, logprob in zip(issued, logprobs, strict=True):
+            if rollout is not None and not rollout.stopped and logprob != logprob:
                 raise RuntimeError(
                     f"the model's logits are not finite after {len(rollout.prompt) + len(rollout.tokens)} tokens: "
                     f"its weights, or its activations in {self._dtype}, are nan or infinite"
                 )
-        return [int(token) for token in ids], logprobs
+        slots.read(issued, list(map(int, ids)), logprobs, ended)
 
     def _forward(self, ids: Tensor, position_ids: Tensor, kv_cache: Prefill | DecodeStep) -> Tensor:
         """Return this stage's hidden states (rows, tokens, hidden); receive the previous stage's over the pp axis."""
@@ -288,6 +302,17 @@ class Generator:
         logits = logits.to(softmax_dtype(hidden_BH))
         self._transform.apply_(logits)
         return logits
+
+
+def _to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Begin to copy to the host, from a device to pinned memory; return the copy, and its end on the device."""
+    copy = x.to("cpu", non_blocking=True)
+    return copy, None if x.device.type == "cpu" else torch.cuda.current_stream(x.device).record_event()
+
+
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host without waiting for the device."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def _pass(operation: Callable[..., Any], x: Tensor, pp: dist.ProcessGroup | None, by: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -156,9 +158,37 @@ def test_freed_slots_are_refilled() -> None:
         slots.admit()
         kept = [slots.decode_inputs(2, rank)[0][3] for rank in (0, 1)]
         assert (kept[0] + kept[1]).tolist() == [int(rollout is not None) for rollout in slots.active]
-        slots.append([9] * 3, [0.0] * 3, lambda tokens: False)
+        slots.read(slots.issue(), [9] * 3, [0.0] * 3, lambda tokens: False)
         steps += 1
     assert [len(r.tokens) for r in rollouts] == list(limits) and steps == 4
+
+
+def test_steps_that_are_read_late_give_the_same_responses() -> None:
+    """Token n of sequence i is 10 * i + n; a sequence that has ended is decoded once more, one at its limit is not."""
+
+    def run(late: int) -> tuple[list[tuple[list[int], bool]], list[int]]:
+        rollouts = [Rollout([index], 0, limit) for index, limit in enumerate((3, 5, 1, 4))]
+        slots, steps, decoded = Slots(rollouts, 2), deque[tuple[Any, list[int]]](), [0] * 4
+        while slots.pending or steps:
+            slots.admit()
+            if slots.pending:
+                token = slots.decode_inputs(1, 0)[0][0].tolist()
+                tokens = [0 if r is None else 10 * r.prompt[0] + r.decoded for r in slots.active]
+                for rollout, given in zip(slots.active, token, strict=True):
+                    if rollout is not None:
+                        known = 10 * rollout.prompt[0] + rollout.decoded - 1 if rollout.decoded else rollout.prompt[0]
+                        assert given == (-1 if rollout.unread else known)
+                        decoded[rollout.prompt[0]] += 1
+                steps.append((slots.issue(), tokens))
+            if len(steps) > late or not slots.pending:
+                issued, tokens = steps.popleft()
+                slots.read(issued, tokens, [0.0] * 2, lambda response: response[-1] in (11, 30, 32))
+        assert all(len(r.tokens) == len(r.logprobs) for r in rollouts)
+        return [(r.tokens, r.stopped) for r in rollouts], decoded
+
+    responses = [([0, 1, 2], False), ([10, 11], True), ([20], False), ([30], True)]
+    assert run(0) == (responses, [3, 2, 1, 1])
+    assert run(1) == (responses, [3, 3, 1, 2])
 
 
 def test_equal_prompts_share_a_row_and_groups_are_bounded() -> None:
