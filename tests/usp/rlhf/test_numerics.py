@@ -31,9 +31,10 @@ from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
+from usp.rlhf.roles.rows import micro_batches
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.samples import Samples
-from usp.sp.sequence import shard_batch, shard_sequence
+from usp.sp.sequence import IGNORED_LABEL
 
 STEPS, ALL_STEPS = 2, 5
 TOLERANCE = 1e-5
@@ -221,10 +222,12 @@ def run(
     return told, weights_of(trained)
 
 
-def roll_labels_of_each_part(whole: dict[str, Tensor], mesh: ParallelMesh, layout: str) -> dict[str, Tensor]:
-    batch = shard_batch(whole, mesh, layout)
-    unshifted = shard_sequence(whole["labels"], mesh, layout, cu_seqlens=whole["cu_seqlens"])
-    return {**batch, "shift_labels": unshifted.roll(-1, dims=1)}
+def roll_labels_of_each_part(*args: Any, **options: Any) -> list[dict[str, Tensor]]:
+    batches = micro_batches(*args, **options)
+    for batch in batches:
+        labels = batch["shift_labels"]
+        batch["shift_labels"] = batch["input_ids"].roll(-1, dims=1).where(labels != IGNORED_LABEL, IGNORED_LABEL)
+    return batches
 
 
 def move_those_of_the_first_step(
@@ -239,7 +242,9 @@ def move_those_of_the_first_step(
 
 MOVE = Reallocation.run
 BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
-    "labels are shifted after sharding": lambda: patch("usp.rlhf.roles.rows.shard_batch", roll_labels_of_each_part),
+    "labels are shifted after sharding": lambda: patch(
+        "usp.rlhf.roles.role_model.micro_batches", roll_labels_of_each_part
+    ),
     "gradients are averaged over ranks": lambda: patch.object(
         FSDPModule, "set_gradient_divide_factor", lambda module, factor: None
     ),
