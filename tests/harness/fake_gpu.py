@@ -4,7 +4,8 @@ The real step of a rank runs on fake tensors of a device of its own, `DEVICE`, w
 Two kinds of findings:
 
     synchronization   the host waits for the device: a value that is read back, a shape that depends on values, a copy
-                      between host and device that blocks, such as FSDP2's implicit move of arguments
+                      between host and device that blocks, such as FSDP2's implicit move of arguments; not an event
+                      after which the device still has work
     race              a tensor is used on a stream that has not waited for the one that wrote it, or is freed while
                       another stream than its own may use it; on the host, a tensor is read before its copy arrived
 

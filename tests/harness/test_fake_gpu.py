@@ -142,11 +142,13 @@ def freed_early(x: Tensor, side: Any, record: bool) -> None:
     del y
 
 
-def copied_back(x: Tensor, side: Any, wait: bool) -> None:
+def copied_back(x: Tensor, wait: bool, more: bool = False) -> None:
     host = torch.empty(4, 4, pin_memory=True)
     host.copy_(x, non_blocking=True)
     event = BACKEND.Event()
     event.record()
+    if more:
+        x.add_(1)
     if wait:
         event.synchronize()
     host.add_(1)
@@ -165,11 +167,13 @@ SMALL: dict[str, Callable[[Tensor, Any], object]] = {
     "no wait before a read": lambda x, side: on_side(x, side) + 1,
     "no wait before a write": lambda x, side: on_side(x, side),
     "no record_stream": lambda x, side: freed_early(x, side, record=False),
-    "no wait for a copy": lambda x, side: copied_back(x, side, wait=False),
+    "an event of the last operator": lambda x, _: copied_back(x, wait=True),
+    "no wait for a copy": lambda x, _: copied_back(x, wait=False),
 }
 RIGHT: dict[str, Callable[[Tensor, Any], object]] = {
     "pinned": lambda x, _: torch.zeros(3, pin_memory=True).to(DEVICE, non_blocking=True),
     "to the host without waiting": lambda x, _: x.to("cpu", non_blocking=True),
+    "an event of an earlier operator": lambda x, _: copied_back(x, wait=True, more=True),
     "recorded": lambda x, side: freed_early(x, side, record=True),
     "waited for": lambda x, side: (on_side(x, side), BACKEND.current_stream().wait_stream(side)),
     "in order": lambda x, _: x.clone().add_(x)[1:].sum(),
