@@ -24,7 +24,7 @@ from usp.model.facts import NO_ATTENTION, ModelShape
 from usp.predict.compute import LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
 from usp.predict.job import Job, Output
 from usp.predict.memory import footprint, forward_memory
-from usp.predict.seconds import different_ranks, rank_launches, rank_seconds, sent_seconds, step_seconds
+from usp.predict.seconds import rank_launches, rank_seconds, sent_seconds, step_seconds
 from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, expert_traffic, merged
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
@@ -56,7 +56,7 @@ def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
         parts += [sent.times(number) for sent in layer]
     if stage + 1 < len(job.stage_layers):
         parts.append(Sent("pp", "send", hidden))
-    return merged(sent for sent in parts if job.degree(sent.axis) > 1)
+    return merged(parts, job)
 
 
 def sampling_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
@@ -65,7 +65,7 @@ def sampling_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
     if job.place("pp", rank) == job.dims.pp - 1 and job.place("sp", rank) == 0:
         logits = slots * job.model.facts.vocab_size // job.dims.tp * job.dtype.itemsize
         parts.append(Sent("tp", "_allgather_base_", logits * (job.dims.tp - 1)))
-    return merged(sent for sent in parts if job.degree(sent.axis) > 1)
+    return merged(parts, job)
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class _Calls:
     def inference(self, work: Inference) -> CallCost:
         rows = packed_rows(self.workload.sequences, self.layout)
         job = self._of_rows("logprobs" if work.head == "logprobs" else "values", rows)
-        step, ranks = step_seconds(job, self.hardware, collective=self._collective), different_ranks(job, self.hardware)
-        memory = max((forward_memory(job, rank) for rank in ranks), key=lambda moment: moment.total)
+        step = step_seconds(job, self.hardware, collective=self._collective)
+        memory = max((forward_memory(job, rank) for rank in job.slowest_ranks), key=lambda moment: moment.total)
         seconds = {"forward": step.total - step.bubble, "bubble": step.bubble}
         return CallCost(seconds, memory.total - memory.parameters)
 
@@ -217,8 +217,7 @@ class _Calls:
             parts = {"passes": step.total - step.bubble - step.optimizer, "bubble": step.bubble}
             for part, value in {**parts, "update": step.optimizer}.items():
                 seconds[part] += number * work.epochs * value
-            # Of the stages that are alike, the first has most micro-batches in flight.
-            peaks += [footprint(job, rank) for rank in different_ranks(job, self.hardware)]
+            peaks += [footprint(job, rank) for rank in job.slowest_ranks]
         memory = max(peaks, key=lambda each: each.peak.total)
         return CallCost(seconds, memory.peak.total - memory.parameters - memory.optimizer)
 
@@ -262,10 +261,9 @@ class _Calls:
 
     def _prefill(self, rows: int, tokens: int) -> float:
         """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
-        job, stages = self._job("cache", seq_len=tokens, batch_size=-(-rows // self._micro_batches())), []
-        for rank, number in different_ranks(job, self.hardware).items():
-            busy, _ = rank_seconds(job, self.hardware, rank, collective=self._collective)
-            stages += [busy.total] * number
+        job = self._job("cache", seq_len=tokens, batch_size=-(-rows // self._micro_batches()))
+        ranks = (rank_seconds(job, self.hardware, rank, collective=self._collective) for rank in job.slowest_ranks)
+        stages = [busy.total for busy, _ in ranks]
         return sum(stages) + (self._micro_batches() - 1) * max(stages)
 
     def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
@@ -274,19 +272,16 @@ class _Calls:
         # Where the cache is sharded, attention is computed in float32 copies of it.
         passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
         micro_batches = self._micro_batches()
-        rows, read, fixed, launched = -(-slots // micro_batches), [], [], []
-        for slowest, number in different_ranks(job, self.hardware).items():
-            rank = job.ranks("pp", 0)[job.place("pp", slowest)]
-            sent = decode_traffic(job, rank, rows)
-            read += [float(_bytes_per_place(job, *job.stages(rank)))] * number
-            fixed += [_stage_seconds(job, self.hardware, rank, rows)] * number
-            launched += [rank_launches(job, self.hardware, rank, sent, self._collective)] * number
-
-        def step(stages: list[float]) -> float:
-            return sum(stages) if micro_batches == 1 else micro_batches * max(stages)
-
-        per_place = self.hardware.memory_seconds(rows * step(read) * passes)
-        return step(fixed), per_place, step(launched) * self.hardware.launch_seconds
+        rows, stages = -(-slots // micro_batches), []
+        for rank in job.ranks("pp", 0):
+            launched = rank_launches(job, self.hardware, rank, decode_traffic(job, rank, rows), self._collective)
+            fixed, read = _stage_seconds(job, self.hardware, rank, rows), _bytes_per_place(job, *job.stages(rank))
+            stages.append((fixed, float(read), launched))
+        fixed, read, launched = (
+            sum(each) if micro_batches == 1 else micro_batches * max(each) for each in zip(*stages, strict=True)
+        )
+        per_place = self.hardware.memory_seconds(rows * read * passes)
+        return fixed, per_place, launched * self.hardware.launch_seconds
 
 
 def _bytes_per_place(job: Job, stage: int) -> int:

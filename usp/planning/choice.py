@@ -47,10 +47,6 @@ class Choice:
     proof: StepReport | None = None  # the dry run of the best, which has its memory, where formulas are approximate
 
     @property
-    def question(self) -> Question:
-        return self.search.question
-
-    @property
     def best(self) -> Candidate:
         return self.result.best[0]
 
@@ -63,10 +59,8 @@ def choose(
     data: Callable[[ModelFacts], Data] = lambda facts: ONE_DOCUMENT,
 ) -> Choice:
     """Search the fastest configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
-
-    `report` is as in `Search.run`, `data` what to assume of the data of a model. Raise ConfigurationError for invalid
-    values, for values that the planner chooses, and, naming the one that needs least memory, if no configuration fits.
-    """
+    `report` is as in `Search.run`, `data` what to assume of the data. Raise ConfigurationError for invalid values,
+    for values that the planner chooses, and, naming the one that needs least memory, if no configuration fits."""
     base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
     # On one rank nothing depends on the layout, so whatever is wrong there is wrong with what was asked.
     resolved = resolve(replace(base, **{name: getattr(TrainConfig(), name) for name in CHOSEN}), 1, weights=False)
@@ -94,7 +88,7 @@ def choose(
 
 def _proved(choice: Choice) -> Choice:
     """Return the choice with the best configuration that fits by its dry run."""
-    data, question = replace(choice.job.data, router_imbalance=1.0), choice.question
+    data, question = replace(choice.job.data, router_imbalance=1.0), choice.search.question
     for number, best in enumerate(choice.result.best):
         proof = step_report(best.config, question.world_size, question.hardware, lambda facts: data, None)
         if proof.fits:
@@ -110,13 +104,7 @@ def _proved(choice: Choice) -> Choice:
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
 
-    def of_layout(config: TrainConfig) -> Job:
-        made = replace(job, config=config, dims=_dims(*_degrees(config)))
-        for name in ("micro_batch", "slowest_ranks", "last_stage"):
-            getattr(made, name)  # kept by all options of the layout
-        return made
-
-    layout = _kept_by(_layout, of_layout)
+    layout = _kept_by(_layout, lambda config: replace(job, config=config, dims=_dims(*_degrees(config))))
     like = _kept_by(_chosen, lambda config: changed(layout(config), config=config))
 
     def memory(config: TrainConfig) -> Memory:
@@ -190,19 +178,21 @@ def _nothing_fits(search: Search, job: Job) -> str:
 def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
     """Return the words and the fastest configuration of each of `suppositions`, None if nothing would fit."""
     supposed = []
-    for words, question in suppositions(choice.question):
-        predictor = choice.search.predictor
-        if question.hardware is not choice.question.hardware:  # memory and compute do not depend on links
+    search = choice.search
+    for words, question in suppositions(search.question):
+        predictor = search.predictor
+        if question.hardware is not search.question.hardware:  # memory and compute do not depend on links
             predictor = replace(predictor, seconds=predictor_for(choice.job, question.hardware).seconds)
-        supposed.append((words, Search(question, predictor, choice.search.every).fastest()))
+        supposed.append((words, Search(question, predictor, search.every).fastest()))
     return supposed
 
 
 def contradicted(choice: Choice) -> Iterator[str]:
     """Yield the tips of the USP paper that the choice contradicts, each with the fastest configuration that follows."""
-    for tip, followed in broken_tips(choice.best.config, choice.question.facts):
-        following = list(filter(followed, choice.search.every))
-        if other := Search(choice.question, choice.search.predictor, following).fastest():
+    search = choice.search
+    for tip, followed in broken_tips(choice.best.config, search.question.facts):
+        following = list(filter(followed, search.every))
+        if other := Search(search.question, search.predictor, following).fastest():
             yield (
                 f"{tip}. The fastest that follows it, {candidate_text(other)}, takes "
                 f"{seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"
@@ -261,7 +251,7 @@ def bound(candidate: Candidate, memory_bytes: float) -> str:
 
 def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]) -> Group:
     """Return the report for rich to print; `supposed` is what `suppose` returns."""
-    result, memory, first = choice.result, choice.question.usable, choice.best
+    result, memory, first = choice.result, choice.search.question.usable, choice.best
     host = f" and {memory.host / GIB:.0f} GiB of a host" if math.isfinite(memory.host) else ""
     lines = [
         f"{result.layouts} layouts, {result.tried} checked against {memory.device / GIB:.0f} GiB of a device{host}",
@@ -330,33 +320,22 @@ def candidate_text(candidate: Candidate) -> str:
 
 def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[tuple[str, Callable[[TrainConfig], bool]]]:
     """Yield the tips of arXiv 2405.07719, section 4, that a configuration breaks, each with whether another follows."""
-    sp = config.sp_ring * config.sp_ulysses
+    ring, ulysses, sp = config.sp_ring, config.sp_ulysses, config.sp_ring * config.sp_ulysses
     left = facts.num_heads // config.tp
-    if config.sp_ring > 1 and config.sp_ulysses == 1 and left > 1:
-        yield (
-            f"tip 1: pure ring attention (ring {config.sp_ring}), although {left} heads per rank would allow Ulysses",
-            lambda other: other.sp_ring == 1 or other.sp_ulysses > 1,
-        )
+    if ring > 1 and ulysses == 1 and left > 1:
+        words = f"tip 1: pure ring attention (ring {ring}), although {left} heads per rank would allow Ulysses"
+        yield words, lambda other: other.sp_ring == 1 or other.sp_ulysses > 1
     if sp > 1 and config.batch_size > 1 and config.pp == 1:
-        yield (
-            f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them; "
-            f"data parallelism would communicate less",
-            lambda other: other.sp_ring * other.sp_ulysses == 1,
-        )
+        words = f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them"
+        yield f"{words}; data parallelism would communicate less", lambda other: other.sp_ring * other.sp_ulysses == 1
     if sp > 1 and config.zero == 0:
-        yield (
-            "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank",
-            lambda other: other.zero > 0,
+        words = "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank"
+        yield words, lambda other: other.zero > 0
+    if config.tp > 1 and config.tp > ulysses and left > 1:
+        words = f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off"
+        yield f"{words} only where it saves memory", lambda other: other.tp == 1 or other.tp <= other.sp_ulysses
+    if config.sp_order != "ring-outer" and ring > 1 and ulysses > 1:
+        words = (
+            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}"
         )
-    if config.tp > 1 and config.tp > config.sp_ulysses and left > 1:
-        yield (
-            f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off "
-            f"only where it saves memory",
-            lambda other: other.tp == 1 or other.tp <= other.sp_ulysses,
-        )
-    if config.sp_order != "ring-outer" and config.sp_ring > 1 and config.sp_ulysses > 1:
-        yield (
-            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}; "
-            f"the planner keeps --sp-order",
-            lambda other: other.sp_ring == 1 or other.sp_ulysses == 1,
-        )
+        yield f"{words}; the planner keeps --sp-order", lambda other: other.sp_ring == 1 or other.sp_ulysses == 1

@@ -2,8 +2,6 @@
 
 The search is best first by a lower bound that grows from step to step:
 
-    a group       layouts with the same degrees, bounded by compute with the largest micro-batches and no bubble, then
-                  also by the traffic of activations
     a layout      bounded by its compute, and by the traffic of activations as in the largest micro-batches
     an option     a way to save activations, bounded likewise with its recomputation and copies to the host, and, where
                   no sharding fits without offloading the optimizer, with the host's; those of a mode after the first of
@@ -177,14 +175,6 @@ def _inner(config: TrainConfig) -> tuple[int, ...]:
     return config.sp_ring, config.sp_ulysses, config.tp, config.ep
 
 
-def _degrees(config: TrainConfig) -> tuple[int, ...]:
-    return config.pp, config.dp_shard, *_inner(config)
-
-
-def _bubble(config: TrainConfig) -> float:
-    return bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
-
-
 def without_parameters(time: StepTime) -> float:
     """Return the time of a step without the exposed traffic of parameters and gradients."""
     exposed = sum(time.communication[axis].exposed for axis in PARAMETER_AXES if axis in time.communication)
@@ -199,10 +189,10 @@ class Search:
         on_device = question.base.optimizer == "muon"  # which multiplies matrices
         self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
         self.waits: dict[tuple[int, ...], float] = {}
-        self.groups: dict[tuple[int, ...], list[TrainConfig]] = {}  # by degrees, the largest micro-batches first
-        self.largest: dict[tuple[int, ...], TrainConfig] = {}  # by inner degrees
+        self.largest: dict[
+            tuple[int, ...], TrainConfig
+        ] = {}  # the layout with the largest micro-batches by inner degrees
         for layout in sorted(every, key=lambda layout: layout.micro_batches / layout.batch_size):
-            self.groups.setdefault(_degrees(layout), []).append(layout)
             self.largest.setdefault(_inner(layout), layout)
 
     def run(
@@ -217,52 +207,56 @@ class Search:
         def push(least: float, state: str, config: TrainConfig, candidate: Candidate | None = None) -> None:
             heappush(queue, (least, next(order), state, config, candidate))
 
-        for layout, *_ in self.groups.values():
-            push(self.predictor.least_seconds(layout) * (1 - _bubble(layout)), "group", layout)
+        for layout in self.every:
+            push(self._least(layout), "layout", layout)
         while queue and len(best) < keep:
-            least, _, state, config, candidate = heappop(queue)
+            _, _, state, config, candidate = heappop(queue)
             if family(config) in best:
                 continue
-            if state == "option" or (state == "layout" and self._can_fit(config)):
-                for option in self._next_options(config, state):
-                    push(self.predictor.least_seconds(option) + self._waiting(option), "option", option)
             if candidate:
                 best[family(config)] = candidate
-            elif state == "group":
-                push(least + self._waiting(config) * (1 - _bubble(config)), "waiting group", config)
-            elif state == "waiting group":
-                for layout in self.groups[_degrees(config)]:
-                    push(self.predictor.least_seconds(layout) + self._waiting(layout), "layout", layout)
-            elif state == "option" and not self._fits(config):  # with the sharding that saves most
-                offloaded = changed(config, optim_offload=True)
-                if self.can_offload and self._fits(offloaded):
-                    push(self.predictor.least_seconds(offloaded) + self._waiting(config), "offloaded", config)
-            elif state == "layout":
+                continue
+            if state == "layout":
                 report(tried, len(self.every))
                 tried += 1
-            else:
-                candidates, bound = self._candidates(config, state)
+            if state == "option" or (state == "layout" and self._can_fit(config)):
+                for option in self._next_options(config, state):
+                    push(self._least(option), "option", option)
+            if state == "option" and not self._fits(config):  # with the sharding that saves most
+                offloaded = changed(config, optim_offload=True)
+                if self.can_offload and self._fits(offloaded):
+                    push(self._least(offloaded), "offloaded", config)
+            elif state != "layout":
+                first, *more = replications(config)
+                candidates: list[Candidate] = []
+                for replicas in more if state == "replicas" else [first]:
+                    sharded = self._sharded(config, replicas)
+                    if not sharded:  # more replicas need more memory
+                        break
+                    candidates += sharded
                 for candidate in candidates:
                     push(candidate.time.total, "candidate", candidate.config, candidate)
-                if bound < math.inf:
-                    push(bound, "more replicas" if state == "two replicas" else "two replicas", config)
+                if candidates and state != "replicas":
+                    push(min(without_parameters(each.time) for each in candidates), "replicas", config)
         return SearchResult(tuple(best.values()), len(self.every), tried)
 
     def fastest(self) -> Candidate | None:
         """Search the fastest configuration that fits; None if none does."""
         return next(iter(self.run(keep=1).best), None)
 
-    def _waiting(self, config: TrainConfig) -> float:
-        """Return the seconds in which a step waits for the traffic of activations: as long, for each sequence and
-        layer, as with the same inner degrees in the largest micro-batches, which send the fewest messages."""
+    def _least(self, config: TrainConfig) -> float:
+        """Return a lower bound of a step: compute, and the traffic of activations, for which it waits as long, for each
+        sequence and layer, as with the same inner degrees in the largest micro-batches, which send the fewest messages.
+        """
         key = _inner(config)
         if key not in self.waits:
             largest = self.largest[key]
             communication = self.predictor.seconds(largest).communication
             exposed = sum(communication[axis].exposed for axis in ACTIVATION_AXES if axis in communication)
             self.waits[key] = exposed * largest.pp / largest.batch_size
+        bubble = bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
         waits = self.waits[key] * config.batch_size / config.pp
-        return waits / (1 - _bubble(config))
+        return self.predictor.least_seconds(config) + waits / (1 - bubble)
 
     def _fits(self, config: TrainConfig) -> bool:
         needed, usable = self.predictor.memory(config), self.question.usable
@@ -278,28 +272,6 @@ class Search:
         if not (config.ac_offload or config.mlp_tile):
             number = AC_MODES.index(config.ac) + (state == "option")
             yield from recomputations(config, self.question.facts, AC_MODES[number : number + 1])
-
-    def _candidates(self, config: TrainConfig, state: str) -> tuple[list[Candidate], float]:
-        """Return the configuration without replicas, with two and with one on every host, or with more; and a lower
-        bound of those with more replicas, inf if there are none."""
-        every, host = replications(config), self.question.hardware.tiers[0].devices
-        ranks = config.dp_replicate * config.dp_shard * config.sp_ring * config.sp_ulysses * config.tp
-        inside = [replicas for replicas in every[2:] if ranks // replicas <= host]
-        groups = {"two replicas": [*every[1:2], *inside[:1]], "more replicas": every[2:]}
-        candidates: list[Candidate] = []
-        for replicas in groups.get(state, every[:1]):
-            sharded = self._sharded(config, replicas)
-            if not sharded:  # more replicas need more memory
-                break
-            candidates += sharded
-        if not candidates or state == "more replicas":
-            return candidates, math.inf
-        fastest = min((candidate.time for candidate in candidates), key=lambda time: time.total)
-        bound = min(without_parameters(candidate.time) for candidate in candidates)
-        if state == "two replicas":  # gathers and reductions take a time that is linear in the number of shards
-            first = min(candidate.time.total for candidate in self._sharded(config, every[0]))
-            bound = max(bound, 2 * fastest.total - first)
-        return candidates, bound
 
     def _sharded(self, config: TrainConfig, replicas: int) -> list[Candidate]:
         """Return the lowest ZeRO stage that fits, and a lower one if it fits with optimizer offload."""

@@ -153,18 +153,14 @@ def is_matrix(parameter: ParameterShape) -> bool:
     return len(parameter.shape) == 2
 
 
-def _linear(job: Job, parameter: ParameterShape) -> Product:
-    columns, inner = parameter.local(job.dims.tp)
-    # A matrix that tp does not shard multiplies only this rank's share of the tokens.
-    tokens = job.tokens if parameter.tp_dim is not None else job.outer_tokens
-    return Product.of(tokens, inner, columns, job.dtype.itemsize)
-
-
 def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
     """Return (products of one micro-batch's forward, those that its backward recomputes): not a layer's last, because
     nothing needs its result, and none with `selective`."""
-    linears, rows = [p for p in layer.parameters if is_matrix(p)], job.expert_rows
-    forward = [_linear(job, p) for p in linears]
+    linears, rows, forward = [p for p in layer.parameters if is_matrix(p)], job.expert_rows, []
+    for p in linears:  # one that tp does not shard multiplies only this rank's share of the tokens
+        columns, inner = p.local(job.dims.tp)
+        tokens = job.outer_tokens if p.tp_dim is None else job.tokens
+        forward.append(Product.of(tokens, inner, columns, job.dtype.itemsize))
     for p in layer.experts:
         elements = p.numel / job.dims.ep + rows * sum(p.shape[1:])
         forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, job.dtype.itemsize))
@@ -213,11 +209,7 @@ def kernel_rates(hardware: Hardware) -> Hashable:
     return id(hardware.peak_flops), id(hardware.attention), id(hardware.matmul), hardware.device, *rates
 
 
-def _work(job: Job, hardware: Hardware) -> Hashable:
-    return job.micro_batch, job.config.ac, job.config.mlp_tile, kernel_rates(hardware)
-
-
-@shared(lambda job, hardware, index: (_work(job, hardware), index))
+@shared(lambda job, hardware, index: (job.work, kernel_rates(hardware), index))
 def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
     """Return the time of a decoder layer's passes."""
     layer = job.model.layers[index]
@@ -258,7 +250,7 @@ def _layer_bytes(job: Job, layer: LayerShape, window: int) -> Iterator[float]:
         yield MLP_PASSES * job.tokens * facts.intermediate_size / job.dims.tp * itemsize
 
 
-@shared(lambda job, hardware: (_work(job, hardware), job.output))
+@shared(lambda job, hardware: (job.work, kernel_rates(hardware)))
 def head_seconds(job: Job, hardware: Hardware) -> tuple[Seconds, Seconds]:
     """Return the time of the output head in one micro-batch's (forward, backward)."""
     logits = job.tokens * job.model.facts.vocab_size / job.dims.tp

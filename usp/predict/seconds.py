@@ -39,7 +39,7 @@ from .compute import (
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
-from .traffic import FLOAT32, Sent, attention_plan, attention_spec, gather_counts, pass_parts
+from .traffic import FLOAT32, Sent, attention_plan, attention_spec, pass_parts
 
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
 _LAYERS = "the compute of the neighbouring layers"
@@ -108,14 +108,13 @@ def _group(job: Job, hardware: Hardware, *group: Hashable) -> Hashable:
 @shared(_group)
 def _free_part(job: Job, hardware: Hardware, axis: str, rank: int) -> float:
     """Return the part of overlapped transfers in the group of `rank` along an axis that does not slow down compute."""
-    return overlap_of(hardware, job.linked(job.ranks(axis, rank)))
+    return overlap_of(hardware, job.linked(axis, rank))
 
 
 @shared(_group)
 def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
     """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
-    ranks = job.linked(job.ranks(axis, rank))
-    seconds = partial(transfer_seconds, hardware, ranks, kind, active=job.global_ranks)
+    seconds = partial(transfer_seconds, hardware, job.linked(axis, rank), kind, active=job.global_ranks)
     return seconds(1.0, 0.0), seconds(0.0, 1.0)
 
 
@@ -178,7 +177,7 @@ class AttentionKernels(NamedTuple):
 def _attending(job: Job, hardware: Hardware, rank: int) -> Hashable:
     """Return what determines the attention of a micro-batch on `rank`, besides its window."""
     places = job.place("ring", rank), job.place("ulysses", rank)
-    return job.micro_batch, job.config.attention_kernel, kernel_rates(hardware), places
+    return job.micro_batch, kernel_rates(hardware), places
 
 
 @shared(lambda job, hardware, rank, window: (_attending(job, hardware, rank), window))
@@ -214,7 +213,7 @@ def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tup
     return (sum(forward), overlapped(arriving, forward)), (sum(backward), overlapped(both, backward))
 
 
-@shared(lambda job, hardware: (job.micro_batch, job.config.attention_kernel, kernel_rates(hardware)))
+@shared(lambda job, hardware: (job.micro_batch, kernel_rates(hardware)))
 def kernel_names(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """Return the attention kernels that run; "X as Y" if the hardware states no rates of X, and those of Y stand in."""
     windows = sorted(set(job.model.facts.windows) - {NO_ATTENTION})
@@ -265,17 +264,8 @@ def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = Tru
 
 def _computing(job: Job, hardware: Hardware, rank: int) -> Hashable:
     """Return what determines the compute of a micro-batch on `rank`."""
-    config, stages = job.config, job.stages(rank)
-    layers = job.kinds(*stages), job.last_stage in stages
-    return (
-        _attending(job, hardware, rank),
-        *layers,
-        config.ac,
-        config.mlp_tile,
-        job.output,
-        job.counts_choices,
-        job.visible,
-    )
+    stages = job.stages(rank)
+    return job.work, _attending(job, hardware, rank), job.kinds(*stages), job.last_stage in stages
 
 
 @shared(_computing)
@@ -377,7 +367,7 @@ class StepTime(PassSeconds):
 def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True, collective: float = 0.0) -> StepTime:
     """Predict the time of a step, with options as those of `rank_seconds`; raise ValueError if the hardware has no peak
     for the job's dtype, or connects too few devices."""
-    ranks = [rank_seconds(job, hardware, rank, prefetches, collective) for rank in different_ranks(job, hardware)]
+    ranks = [rank_seconds(job, hardware, rank, prefetches, collective) for rank in job.slowest_ranks]
     slowest, _ = max(ranks, key=lambda pair: pair[0].total)
     return whole_step(job, hardware, slowest, max(optimizer for _, optimizer in ranks), kernel_names(job, hardware))
 
@@ -419,35 +409,11 @@ def rank_seconds(
     return found + launching(job, hardware, operators, found.total), update.compute.total
 
 
-def _placing(job: Job, hardware: Hardware | None = None) -> Hashable:
-    stages = job.model, job.dims.pp, job.config.pp_schedule, job.world_size, job.slowest_ranks[0]
-    gathers = job.config.micro_batches, job.config.zero, job.counts_choices, job.trained
-    return stages if hardware is None else (*stages, *gathers, job.placed, id(hardware))
-
-
-@shared(_placing)
-def different_ranks(job: Job, hardware: Hardware | None = None) -> Mapping[int, int]:
-    """Return those of `Job.slowest_ranks` that compute differently or, on given hardware, send something else or over
-    other links, each with the number of pipeline ranks that are like it."""
-    size, first, numbers = job.world_size // job.dims.pp, dict[object, int](), Counter[int]()
-    for place, rank in enumerate(job.slowest_ranks):
-        stages = job.stages(rank)
-        work: list[object] = [job.kinds(*stages), job.last_stage in stages]
-        begin, end = job.global_ranks[place * size], job.global_ranks[(place + 1) * size - 1]
-        for devices in [tier.devices for tier in hardware.tiers if tier.devices] if hardware else ():
-            work.append(begin % devices if begin // devices < end // devices else None)  # what it crosses
-        for stage in stages if hardware else ():
-            ends = stage == 0, stage - 1 in stages, stage + 1 in stages
-            work.append((job.kinds(stage), gather_counts(job, rank, stage), ends))
-        numbers[first.setdefault(tuple(work), rank)] += 1
-    return numbers
-
-
 def least_seconds(job: Job, hardware: Hardware) -> float:
     """Return a lower bound of `step_seconds` for ZeRO stages from 1 and more replicas: the compute of the slowest
     pipeline rank and its copies to and from the host, with the bubble, and the optimizer if it is the host's."""
     busy, updates, number = [], [0.0], job.config.micro_batches
-    for rank in different_ranks(job):
+    for rank in job.slowest_ranks:
         compute = _compute(job, hardware, rank)
         forward, backward = compute["forward"].total, compute["recompute"].total + compute["backward"].total
         busy.append(number * (forward + backward))

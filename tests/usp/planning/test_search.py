@@ -143,11 +143,11 @@ def test_the_bounds_hold_and_the_optimum_is_that_of_every_configuration(
     asked: TrainConfig, world_size: int, exhaustive: bool
 ) -> None:
     choice = choose(asked, world_size, H100)
-    predictor, usable = predictor_for(choice.job, H100), choice.question.usable
+    predictor, usable = predictor_for(choice.job, H100), choice.search.question.usable
     fastest: dict[tuple[str, ...], float] = {}
-    every = list(layouts(choice.question))
+    every = list(layouts(choice.search.question))
     for layout in every if exhaustive else every[::61]:
-        for config in savings(layout, choice.question.facts):
+        for config in savings(layout, choice.search.question.facts):
             time, needed = predictor.seconds(config), predictor.memory(config)
             assert max(predictor.least_seconds(config), without_parameters(time)) <= time.total * (1 + 1e-9)
             if needed.device <= usable.device and needed.host <= usable.host:

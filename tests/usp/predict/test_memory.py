@@ -15,9 +15,8 @@ from parallel import PP_SCHEDULES, load_hardware
 from tests.usp.tiny import tiny_model
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.predict.job import Job
+from usp.predict.job import Action, Job, Schedule, actions
 from usp.predict.memory import footprint, rank_host_bytes
-from usp.predict.order import Action, Schedule, actions
 from usp.predict.seconds import least_seconds, step_seconds
 from usp.predict.traffic import step_traffic
 from usp.train.dry_run import dry_run
