@@ -3,9 +3,7 @@
 The search is best first by a lower bound that grows from step to step:
 
     a layout      bounded by its compute, and by the traffic of activations as in the largest micro-batches
-    an option     a way to save activations, bounded likewise with its recomputation and copies to the host, and, where
-                  no sharding fits without offloading the optimizer, with the host's; those of a mode after the first of
-                  the mode before, which recomputes less
+    an option     a way to save activations, bounded likewise with its recomputation
     replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters:
                   ranks then have larger shards to update
     a candidate   with a ZeRO stage and a number of replicas that fit, timed
@@ -55,7 +53,7 @@ class Predictor:
     """Functions of a configuration."""
 
     seconds: Callable[[TrainConfig], StepTime]  # of its step
-    least_seconds: Callable[[TrainConfig], float]  # a lower bound for ZeRO stages from 1 and more replicas
+    least_seconds: Callable[[TrainConfig], float]  # a lower bound: compute
     memory: Callable[[TrainConfig], Memory]  # of the rank and the host that need most
 
 
@@ -143,11 +141,11 @@ def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:
     return [number for number in fitting if number <= MOST_MICRO_BATCHES * pp] or fitting[:1]
 
 
-def recomputations(config: TrainConfig, facts: ModelFacts, modes: Sequence[str] = AC_MODES) -> Iterator[TrainConfig]:
-    """Yield a layout, in the smallest shards, with every way to save activations of some `modes`, the most last."""
+def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
+    """Yield a layout, in the smallest shards, with every way to save activations, the most last."""
     local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
     most = shardings(config, 1)[-1]
-    for ac in modes:
+    for ac in AC_MODES:
         if ac != "none" and config.pp_schedule == "zero-bubble":
             return
         tiled = local > MLP_TILE and not facts.num_experts and ac not in ("none", "selective")
@@ -219,25 +217,23 @@ class Search:
             if state == "layout":
                 report(tried, len(self.every))
                 tried += 1
-            if state == "option" or (state == "layout" and self._can_fit(config)):
-                for option in self._next_options(config, state):
-                    push(self._least(option), "option", option)
-            if state == "option" and not self._fits(config):  # with the sharding that saves most
-                offloaded = changed(config, optim_offload=True)
-                if self.can_offload and self._fits(offloaded):
-                    push(self._least(offloaded), "offloaded", config)
-            elif state != "layout":
-                first, *more = replications(config)
-                candidates: list[Candidate] = []
-                for replicas in more if state == "replicas" else [first]:
-                    sharded = self._sharded(config, replicas)
-                    if not sharded:  # more replicas need more memory
-                        break
-                    candidates += sharded
-                for candidate in candidates:
-                    push(candidate.time.total, "candidate", candidate.config, candidate)
-                if candidates and state != "replicas":
-                    push(min(without_parameters(each.time) for each in candidates), "replicas", config)
+                *_, smallest = options = list(recomputations(config, self.question.facts))
+                smallest = changed(smallest, optim_offload=self.can_offload)
+                if self.predictor.memory(smallest).device <= self.question.usable.device:
+                    for option in options:
+                        push(self._least(option), "option", option)
+                continue
+            first, *more = replications(config)
+            candidates: list[Candidate] = []
+            for replicas in more if state == "replicas" else [first]:
+                sharded = self._sharded(config, replicas)
+                if not sharded:  # more replicas need more memory
+                    break
+                candidates += sharded
+            for each in candidates:
+                push(each.time.total, "candidate", each.config, each)
+            if candidates and state == "option":
+                push(min(without_parameters(each.time) for each in candidates), "replicas", config)
         return SearchResult(tuple(best.values()), len(self.every), tried)
 
     def fastest(self) -> Candidate | None:
@@ -261,17 +257,6 @@ class Search:
     def _fits(self, config: TrainConfig) -> bool:
         needed, usable = self.predictor.memory(config), self.question.usable
         return needed.device <= usable.device and needed.host <= usable.host
-
-    def _can_fit(self, layout: TrainConfig) -> bool:
-        *_, smallest = recomputations(layout, self.question.facts)
-        smallest = changed(smallest, optim_offload=self.can_offload)
-        return self.predictor.memory(smallest).device <= self.question.usable.device
-
-    def _next_options(self, config: TrainConfig, state: str) -> Iterator[TrainConfig]:
-        """Yield the options of a layout that recompute nothing, or after the first of a mode those of the next mode."""
-        if not (config.ac_offload or config.mlp_tile):
-            number = AC_MODES.index(config.ac) + (state == "option")
-            yield from recomputations(config, self.question.facts, AC_MODES[number : number + 1])
 
     def _sharded(self, config: TrainConfig, replicas: int) -> list[Candidate]:
         """Return the lowest ZeRO stage that fits, and a lower one if it fits with optimizer offload."""

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from attention import AttentionSpec, RingSchedule, Task, band_pairs
 from parallel import Hardware
-from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape, training_flops
+from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape, training_flops, visible_pairs
 from usp.sp.kernel_choice import kernel_on
 
 from .job import ADAPTER, Job, shared
@@ -348,29 +348,23 @@ def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
 def model_flops(job: Job, *, masked: bool = False) -> int:
     """Return the model FLOPs of forward and backward of the global batch, recomputation not counted; `masked` counts
     what the causal mask and windows hide as work, too."""
-    facts, tokens = job.model.facts, job.config.seq_len
-    flops, weights = _sequence_flops(job)
-    if masked:
-        layers = sum(window != NO_ATTENTION for window in facts.windows)
-        flops = 6 * weights * tokens + 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * layers * tokens**2
-    return job.config.batch_size * job.dims.batch * flops
+    flops, hidden = _sequence_flops(job)
+    return job.config.batch_size * job.dims.batch * (flops + (hidden if masked else 0))
 
 
 @shared(lambda job: (job.model, job.boundaries))
 def _sequence_flops(job: Job) -> tuple[int, int]:
-    """Return (the model FLOPs of a sequence, the weights that multiply each token, without those of adapters)."""
-    model, adapters = job.model, 0
+    """Return (the model FLOPs of a sequence, those that its mask and windows hide)."""
+    model, facts, tokens, adapters = job.model, job.model.facts, job.config.seq_len, 0
     weights = sum(p.numel for p in model.head or model.embedding if is_matrix(p))
     for index, number in Counter(model.alike).items():
         layer = model.layers[index]
         weights += number * sum(p.numel for p in layer.parameters if is_matrix(p) and ADAPTER not in p.name)
         weights += number * sum(p.numel // p.shape[0] * model.experts_per_token for p in layer.experts)
         adapters += number * sum(p.numel for p in layer.parameters if ADAPTER in p.name)
-    flops = training_flops(
-        model.facts,
-        matmul_parameters=weights,
-        tokens=job.config.seq_len,
-        cu_seqlens=torch.tensor([job.boundaries]),
-        adapter_parameters=adapters,
-    )
-    return flops, weights
+    cut = torch.tensor([job.boundaries])
+    windows = Counter(window for window in facts.windows if window != NO_ATTENTION)
+    pairs = sum(number * (tokens**2 - visible_pairs(cut, window)) for window, number in windows.items())
+    sizes = {"matmul_parameters": weights, "tokens": tokens, "adapter_parameters": adapters}
+    flops = training_flops(facts, cu_seqlens=cut, **sizes)
+    return flops, 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * pairs

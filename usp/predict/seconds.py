@@ -126,7 +126,6 @@ def host_copies(
     backward: float,
     *,
     saved: int | None = None,
-    zero: int | None = None,
 ) -> dict[str, TransferSeconds]:
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
 
@@ -135,11 +134,10 @@ def host_copies(
 
     Of the seconds of compute of a micro-batch in `forward` and `backward`, recomputation included, those of layers hide
     copies. `saved` are the bytes that --ac-offload copies in a forward, and back in a backward; None: by formula.
-    `zero` is the ZeRO stage if it is not the job's.
     """
     if saved is None:
         saved = sum(stage_bytes(job, stage).layers for stage in job.stages(rank)) if job.config.ac_offload else 0
-    number, zero = job.config.micro_batches, job.config.zero if zero is None else zero
+    number, zero = job.config.micro_batches, job.config.zero
     shard = FLOAT32 * trained_elements(job, rank) if job.config.optim_offload else 0
     if not saved + shard:
         return {}
@@ -410,16 +408,7 @@ def rank_seconds(
 
 
 def least_seconds(job: Job, hardware: Hardware) -> float:
-    """Return a lower bound of `step_seconds` for ZeRO stages from 1 and more replicas: the compute of the slowest
-    pipeline rank and its copies to and from the host, with the bubble, and the optimizer if it is the host's."""
-    busy, updates, number = [], [0.0], job.config.micro_batches
-    for rank in job.slowest_ranks:
-        compute = _compute(job, hardware, rank)
-        forward, backward = compute["forward"].total, compute["recompute"].total + compute["backward"].total
-        busy.append(number * (forward + backward))
-        if job.config.ac_offload or job.config.optim_offload:
-            copies = host_copies(job, hardware, rank, forward, backward, zero=1)
-            busy[-1] += sum(transfers.exposed for transfers in copies.values())
-        if job.config.optim_offload:
-            updates.append(optimizer_seconds(job, hardware, rank))
-    return max(busy) / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)) + max(updates)
+    """Return a lower bound of `step_seconds`: the compute of the slowest pipeline rank, with the bubble."""
+    number = job.config.micro_batches
+    busy = max(sum(compute.total for compute in _compute(job, hardware, rank).values()) for rank in job.slowest_ranks)
+    return number * busy / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number))

@@ -240,18 +240,6 @@ def test_if_nothing_fits_the_smallest_is_named() -> None:
     assert smallest.memory.device == min(needed.device for _, _, needed in every_candidate(DENSE))
 
 
-def test_what_recomputes_more_is_bounded_only_once_less_is_reached() -> None:
-    predictor, bounded = made_up(), list[TrainConfig]()
-
-    def least(config: TrainConfig) -> float:
-        bounded.append(config)
-        return predictor.least_seconds(config)
-
-    long = question(DENSE, device=10**6)
-    best = Search(long, replace(predictor, least_seconds=least), tuple(layouts(long))).fastest()
-    assert best and best.config.ac == "none" and {config.ac for config in bounded} == {"none", "selective"}
-
-
 def test_muon_stays_on_the_device() -> None:
     """Check what train.py refuses to offload."""
     for optimizer, offloads in (("adamw", True), ("muon", False)):
