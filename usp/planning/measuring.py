@@ -102,10 +102,6 @@ class _Run:
             self.model = RoleModel(random, self.asked.layout, self.mesh, trained=trained, slots=slots)
             self.model.fill()
 
-    def timings(self) -> Timings:
-        """Time calls, and yield what they took."""
-        raise NotImplementedError
-
     def seconds(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
         """Return the seconds of calls that are timed in turns. Collective over the world."""
         names = {str(key): key for key in calls}
