@@ -96,26 +96,18 @@ def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
     """Return the time of an axis' collectives of one kind, one after another, while all groups of the axis send; raise
     KeyError for a collective that `parallel.wire` does not know either."""
     kind, rounds = _KINDS[sent.collective]
-    per_byte, per_step = _link_seconds(job, hardware, sent.axis, rank, kind)
+    per_byte, per_step, _ = _links(job, hardware, sent.axis, rank, kind)
     steps = sent.calls * (rounds * (job.degree(sent.axis) - 1) if rounds else 1)
     return sent.nbytes * per_byte + steps * per_step
 
 
-def _group(job: Job, hardware: Hardware, *group: Hashable) -> Hashable:
-    return id(hardware), job.extents[group[0]], job.placed or job.world_size, group  # type: ignore[index]
-
-
-@shared(_group)
-def _free_part(job: Job, hardware: Hardware, axis: str, rank: int) -> float:
-    """Return the part of overlapped transfers in the group of `rank` along an axis that does not slow down compute."""
-    return overlap_of(hardware, job.linked(axis, rank))
-
-
-@shared(_group)
-def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
-    """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
-    seconds = partial(transfer_seconds, hardware, job.linked(axis, rank), kind, active=job.global_ranks)
-    return seconds(1.0, 0.0), seconds(0.0, 1.0)
+@shared(lambda job, hardware, axis, *of: (id(hardware), job.extents[axis], job.placed or job.world_size, axis, of))
+def _links(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float, float]:
+    """Return the seconds of a byte and of a message in the group of `rank` along an axis, and the part of overlapped
+    transfers that does not slow down compute."""
+    ranks = job.linked(axis, rank)
+    seconds = partial(transfer_seconds, hardware, ranks, kind, active=job.global_ranks)
+    return seconds(1.0, 0.0), seconds(0.0, 1.0), overlap_of(hardware, ranks)
 
 
 def host_copies(
@@ -199,7 +191,7 @@ def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tup
     """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
     kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
     forward, backward = kernels.forward, kernels.backward if job.trained else ()
-    per_byte, per_message = _link_seconds(job, hardware, "ring", rank, "send")
+    per_byte, per_message, _ = _links(job, hardware, "ring", rank, "send")
 
     def seconds(elements: int, itemsize: int) -> float:
         return elements * itemsize * per_byte + per_message if elements else 0.0
@@ -329,7 +321,7 @@ def sent_by_axis(
             by_axis[axis] += once.times(times * seconds / together)
     by_axis["ring"] = ring
     return {
-        axis: each.with_free_part(_free_part(job, hardware, axis, rank)) if each.overlapped else each
+        axis: each.with_free_part(_links(job, hardware, axis, rank, "send")[2]) if each.overlapped else each
         for axis, each in by_axis.items()
         if any(each)
     }

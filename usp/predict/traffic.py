@@ -147,25 +147,12 @@ def _unit(
 def fsdp_traffic(job: Job, rank: int) -> Iterator[tuple[Pass, Sent]]:
     """Yield, by pass, the gathers of parameters and the reductions of gradients in a step of `rank`, also over tp."""
     for stage in job.stages(rank):
-        yield from _sharded_traffic(job, stage_units(job, stage), gather_counts(job, rank, stage))
-
-
-def _reducing(job: Job) -> Hashable:
-    """Return what determines the traffic of units, besides them and their gathers."""
-    config, replicas = job.config, (job.degree("dp_replicate"), job.degree("loss"))
-    return job.dtype, config.zero, config.micro_batches, config.pp_schedule, job.trained, job.dims.tp, *replicas
-
-
-@shared(lambda job, units, gathers: (_reducing(job), id(units), gathers))
-def _sharded_traffic(job: Job, units: StageUnits, gathers: StageGathers) -> tuple[tuple[Pass, Sent], ...]:
-    last, *experts = units.layers[-1]  # experts run before the rest of their layer
-    counts = Counter((unit, gathers.layer) for layer in (*units.layers[:-1], experts) for unit in layer)
-    counts.update([(last, gathers.last), *((unit, gathers.root) for unit in units.root)])
-    by_pass: defaultdict[Pass, list[Sent]] = defaultdict(list)
-    for (unit, each), number in counts.items():
-        for kind, sent in _unit_traffic(job, unit, each):
-            by_pass[kind].append(sent.times(number))
-    return tuple((kind, sent) for kind in by_pass for sent in merged(by_pass[kind]))
+        units, gathers = stage_units(job, stage), gather_counts(job, rank, stage)
+        last, *experts = units.layers[-1]  # experts run before the rest of their layer
+        counts = Counter((unit, gathers.layer) for layer in (*units.layers[:-1], experts) for unit in layer)
+        counts.update([(last, gathers.last), *((unit, gathers.root) for unit in units.root)])
+        for (unit, each), number in counts.items():
+            yield from ((kind, sent.times(number)) for kind, sent in _unit_traffic(job, unit, each))
 
 
 def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
@@ -370,11 +357,13 @@ def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
         parts["backward"] += _tensor_traffic(job, 1, 0)
     parts["count"] = list(parts["forward"])
     # Hidden states go to the next stage and their gradients to the previous one, if these are on another rank.
-    if stage + 1 < len(job.stage_layers) and stage + 1 not in job.stages(rank):
-        parts["forward"] += _stage_messages(job)
-        parts["count"] += _stage_messages(job)
+    messages = [Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)]
+    messages += [Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32)] if job.balance else []
+    if stage < job.last_stage and stage + 1 not in job.stages(rank):
+        parts["forward"] += messages
+        parts["count"] += messages
     if stage > 0 and stage - 1 not in job.stages(rank):
-        parts["backward"] += _stage_messages(job)
+        parts["backward"] += messages
     if stage == job.last_stage:
         head, gradients = _head_traffic(job, rank)
         parts["count"] += _tensor_traffic(job, 1, 0)
@@ -425,13 +414,6 @@ def _choice_sums(job: Job) -> list[Sent]:
     """Return the sums of the routers' choices over the ranks that route different tokens."""
     axes = ("loss", "tp") if job.config.tp_sequence_parallel else ("loss",)
     return _sums(job, job.model.facts.num_experts * FLOAT32, *axes)
-
-
-def _stage_messages(job: Job) -> Iterator[Sent]:
-    """Yield what a stage sends to a neighbor for one micro-batch."""
-    yield Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)
-    if job.balance:
-        yield Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32)
 
 
 def expert_traffic(job: Job, tokens: int, gathers: bool) -> Iterator[Sent]:
