@@ -37,6 +37,7 @@ MEMORY, TO_HOST, FROM_HOST, LAUNCHES = "memory", "copy to the host", "copy from 
 PINNED, ISSUED = 1 << 28, 256  # bytes of a copy, launches of a call
 AGAIN = "Measure again while the machine does nothing else"
 MASKS = {"": True, "_full": False}  # suffix of a curve's name: causal
+PASSES = {"forward": FORWARD, "backward": BACKWARD}  # of attention: products
 
 
 @dataclass(frozen=True)
@@ -187,16 +188,13 @@ class Measured:
     other_load: float | None  # the fraction of the processors' time that other programs used; None if unknown
 
 
-def calibrate(plan: Plan, name: str) -> dict[str, Any]:
-    """Measure the contents of a hardware file. Collective over the default process group, if there is one."""
-    return contents(plan, name, measure(plan))
-
-
 def measure(plan: Plan) -> Measured:
     """Time everything. Collective over the default process group, if there is one."""
     load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds)
     kernels, tiers = _kernels(plan), LinkTier.all(_ranks(), plan.host_size)
-    local = [*_products(plan), *_attention(plan, kernels), _memory(plan), *_host(plan)]
+    sizes = itertools.product(plan.dtypes, plan.sizes)
+    local = [Timed(_of_product(n, dtype), _product(plan, n, dtype)) for dtype, n in sizes]
+    local += [*_attention(plan, kernels), _memory(plan), *_host(plan)]
     turns = rounds.turns([*local, *(timed for tier in tiers for timed in tier.timed(plan.device))])
     seconds = {name: each.seconds for name, each in rounds.estimates(turns).items()}
     n, dtype = plan.sizes[-2], plan.trained
@@ -210,20 +208,17 @@ def contents(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
     between turns, or a rate is above what is possible."""
     times = measured.times
     # Latencies depend on who runs first: they are warned of, like any wide spread.
-    rates = {name: time for name, time in times.items() if not name.endswith(f" of {SMALL} bytes")}
-    if useless := [f"{name} ({time.spread:.0%})" for name, time in rates.items() if time.spread > USELESS]:
+    wide = {name: time for name, time in times.items() if time.spread > USELESS}
+    if useless := [f"{name} ({time.spread:.0%})" for name, time in wide.items() if f" of {SMALL} bytes" not in name]:
         raise ValueError(
             f"times differ by more than {USELESS:.0%} between thirds of their turns: {', '.join(useless)}. {AGAIN}"
         )
     values = {"name": name, **_values(plan, measured, {name: time.seconds for name, time in times.items()})}
     if problems := _impossible(plan, values):
         raise ValueError("; ".join(problems) + f". {AGAIN}")
-    notes = {
-        "turns": plan.rounds,
-        "other_load": None if measured.other_load is None else round(measured.other_load, 3),
-        "spread": {name: round(time.spread, 3) for name, time in times.items()},
-    }
-    return {**values, "measured": notes}
+    load = None if measured.other_load is None else round(measured.other_load, 3)
+    spread = {name: round(time.spread, 3) for name, time in times.items()}
+    return {**values, "measured": {"turns": plan.rounds, "other_load": load, "spread": spread}}
 
 
 def cautions(found: Mapping[str, Any]) -> list[str]:
@@ -254,14 +249,14 @@ def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dic
             "launch_seconds": seconds[LAUNCHES] / ISSUED,
         }
 
-    def curve(kernel: str, backward: bool, suffix: str) -> list[list[float]]:
-        points = []
-        for length in plan.lengths:
-            pairs = length * (length + 1) // 2 if MASKS[suffix] else length**2  # visible ones
-            heads, products = max(plan.lengths) // length * plan.heads, BACKWARD if backward else FORWARD
-            took = seconds[_of_attention(kernel, backward, suffix, length)]
-            points.append([length, 2 * products * heads * plan.head_dim * pairs / (took * peak)])
-        return points
+    def curves(kernel: str) -> Iterator[tuple[str, list[list[float]]]]:
+        for (kind, products), (suffix, causal) in itertools.product(PASSES.items(), MASKS.items()):
+            points = []
+            for length in plan.lengths:
+                pairs = length * (length + 1) // 2 if causal else length**2  # visible ones
+                flops = 2 * products * (max(plan.lengths) // length * plan.heads) * plan.head_dim * pairs
+                points.append([length, flops / (seconds[f"{kernel} {kind}{suffix} of {length} tokens"] * peak)])
+            yield f"{kind}{suffix}", points
 
     return {
         "source": [f"python -m usp calibrate: {_ranks()} ranks, {plan.host_size} on a host, torch {torch.__version__}"],
@@ -278,14 +273,7 @@ def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dic
         "streams": plan.device.type == "cuda",
         "efficiency": {
             "matmul": [[flops, rate / peak] for flops, rate in products[plan.trained]],
-            "attention": {
-                kernel: {
-                    f"{'backward' if backward else 'forward'}{suffix}": curve(kernel, backward, suffix)
-                    for backward in (False, True)
-                    for suffix in MASKS
-                }
-                for kernel in measured.kernels
-            },
+            "attention": {kernel: dict(curves(kernel)) for kernel in measured.kernels},
         },
     }
 
@@ -322,12 +310,6 @@ def _known(plan: Plan, what: str) -> float | None:
 # What is timed
 
 
-def _products(plan: Plan) -> Iterator[Timed]:
-    for dtype in plan.dtypes:
-        for n in plan.sizes:
-            yield Timed(_of_product(n, dtype), _product(plan, n, dtype))
-
-
 def _of_product(n: int, dtype: torch.dtype) -> str:
     return f"product of {n} in {dtype_name(dtype)}"
 
@@ -348,27 +330,18 @@ def _kernels(plan: Plan) -> dict[str, str]:
 
 
 def _attention(plan: Plan, kernels: Mapping[str, str]) -> Iterator[Timed]:
-    """Time `UnifiedSPAttention` on one rank.
-    The number of tokens is constant over lengths, as in FlashAttention's benchmarks (arXiv 2307.08691, section 4.1): a
-    batch of short sequences keeps a device as busy as one long sequence.
-    """
+    """Time `UnifiedSPAttention` on one rank, with as many tokens at every length, as in FlashAttention's benchmarks
+    (arXiv 2307.08691, section 4.1): a batch of short sequences keeps a device as busy as one long sequence."""
     mesh = ParallelMesh.create(ParallelDims(dp_shard=_ranks()), device_type=plan.device.type)
     for rated, kernel in kernels.items():
         attention = UnifiedSPAttention(mesh, layout="contiguous", kernel=kernel)
         for suffix, causal in MASKS.items():
             for length in plan.lengths:
-                forward, backward = _passes(plan, attention, length, causal)
-                yield Timed(_of_attention(rated, False, suffix, length), forward)
-                yield Timed(_of_attention(rated, True, suffix, length), backward)
+                for kind, call in zip(PASSES, _passes(plan, attention, length, causal), strict=True):
+                    yield Timed(f"{rated} {kind}{suffix} of {length} tokens", call)
 
 
-def _of_attention(kernel: str, backward: bool, suffix: str, length: int) -> str:
-    return f"{kernel} {'backward' if backward else 'forward'}{suffix} of {length} tokens"
-
-
-def _passes(
-    plan: Plan, attention: UnifiedSPAttention, length: int, causal: bool
-) -> tuple[Callable[[], object], Callable[[], object]]:
+def _passes(plan: Plan, attention: UnifiedSPAttention, length: int, causal: bool) -> list[Callable[[], object]]:
     """Return a forward, and the backward of one forward that has run. A difference of times would double the noise."""
     shape = (max(plan.lengths) // length, length, plan.heads, plan.head_dim)
     qkv = [torch.randn(shape, device=plan.device, dtype=plan.trained, requires_grad=True) for _ in range(3)]
@@ -379,7 +352,7 @@ def _passes(
     def forward() -> torch.Tensor:
         return attention(*qkv, causal=causal)
 
-    return forward, lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    return [forward, lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True)]
 
 
 def _memory(plan: Plan) -> Timed:
