@@ -188,27 +188,24 @@ def choose_plan(
 
 def _next_best(problem: Problem, plan: ExecutionPlan) -> Iterator[tuple[str, tuple[float, CallLayout]]]:
     for name in problem.options:
-        best: tuple[float, CallLayout] | None = None
+        least, best = math.inf, plan[name]
         for bound, other in problem.alternatives(plan, name):
-            if best and bound >= best[0]:
+            if bound >= least:
                 break
-            if (len(other[name].ranks), other[name].dims) == (len(plan[name].ranks), plan[name].dims):
-                continue
-            if not problem.shared_ranks(other):
+            same = (len(other[name].ranks), other[name].dims) == (len(plan[name].ranks), plan[name].dims)
+            if not same and not problem.shared_ranks(other):
                 took, peak = problem.simulator.measure(other)
-                if peak <= problem.memory_bytes and (best is None or took < best[0]):
-                    best = took, other[name]
-        if best:
-            yield name, best
+                if peak <= problem.memory_bytes and took < least:
+                    least, best = took, other[name]
+        if least < math.inf:
+            yield name, (least, best)
 
 
 def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Callable[[], Problem]]]:
     """Yield what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
     for words, other in suppositions(question):
-        if other.hardware is question.hardware:
-            yield words, replace(problem, memory_bytes=other.usable.device).that_fit
-        else:
-            yield words, other.problem
+        more_memory = replace(problem, memory_bytes=other.usable.device)
+        yield words, more_memory.that_fit if other.hardware is question.hardware else other.problem
     for words, times in (("twice", 2.0), ("half", 0.5)):
         yield f"with responses {words} as long", replace(question, workload=question.workload.longer(times)).problem
 
@@ -308,12 +305,9 @@ def _plans(choice: RlhfChoice) -> Grid:
     memory, best = choice.problem.memory_bytes, choice.simulation.seconds
     rows = [("search", seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
     for named in choice.named:
-        if named.plan is None:
-            rows.append((named.name, "", "", "", named.why))
-            continue
         over = "" if named.peak_bytes <= memory else f"does not fit into {memory / GIB:.0f} GiB"
-        peak = f"{named.peak_bytes / GIB:.1f}"
-        rows.append((named.name, seconds(named.seconds), f"{named.seconds / best:.2f}", peak, over))
+        step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over
+        rows.append((named.name, *(step if named.plan else ("", "", "", named.why))))
     return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
 
 
