@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +37,8 @@ _OPTIONS = ("zero", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "ml
 
 
 def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
-    """Return what `rank` sends in the forward of one decode step of `slots` sequences, all of whose tokens every rank
-    of ring x ulysses computes, each with its part of the cache."""
+    """Return what `rank` sends in the forward of one decode step of `slots` sequences: every rank of ring x ulysses
+    computes all of their tokens, with its part of the cache."""
     facts, tp, sp = job.model.facts, job.dims.tp, job.dims.sp
     hidden = slots * job.model.hidden_size * job.dtype.itemsize
     partial = slots * facts.num_heads // tp * (facts.value_dim * job.dtype.itemsize + FLOAT32)  # outputs, log-sum-exps
@@ -56,15 +56,6 @@ def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
         parts += [sent.times(number) for sent in layer]
     if stage + 1 < len(job.stage_layers):
         parts.append(Sent("pp", "send", hidden))
-    return merged(parts, job)
-
-
-def sampling_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
-    """Return what `rank` sends after it: logits are gathered, and tokens broadcast with their log-probabilities."""
-    parts = [Sent(axis, "broadcast_", 2 * slots * FLOAT64) for axis in ("tp", "sp", "pp")]
-    if job.place("pp", rank) == job.dims.pp - 1 and job.place("sp", rank) == 0:
-        logits = slots * job.model.facts.vocab_size // job.dims.tp * job.dtype.itemsize
-        parts.append(Sent("tp", "_allgather_base_", logits * (job.dims.tp - 1)))
     return merged(parts, job)
 
 
@@ -139,8 +130,7 @@ def _prefill_multiple(layout: CallLayout) -> int:
     return _row_multiple(layout) * -(-ROW_MULTIPLE // _row_multiple(layout))
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Micro-batches of packed sequences."""
 
     number: int
@@ -255,23 +245,20 @@ class _Calls:
         job = self._job(output, trained, seq_len=rows.tokens, batch_size=rows.number, micro_batches=rows.number)
         return replace(job, visible=rows.visible)
 
-    def _micro_batches(self) -> int:
-        """Return the micro-batches of generation; with one for each stage, the slowest stage sets the pace."""
-        return self.layout.dims.pp if self.options.pipelined else 1
-
     def _prefill(self, rows: int, tokens: int) -> float:
         """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
-        job = self._job("cache", seq_len=tokens, batch_size=-(-rows // self._micro_batches()))
+        micro_batches = self.layout.dims.pp if self.options.pipelined else 1
+        job = self._job("cache", seq_len=tokens, batch_size=-(-rows // micro_batches))
         ranks = (rank_seconds(job, self.hardware, rank, collective=self._collective) for rank in job.slowest_ranks)
         stages = [busy.total for busy, _ in ranks]
-        return sum(stages) + (self._micro_batches() - 1) * max(stages)
+        return sum(stages) + (micro_batches - 1) * max(stages)
 
     def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
         """Return the seconds of a decode step: of products, communication and sampling; to read a place of the cache of
         every slot; and in which the host launches its operators, the least that the step takes."""
         # Where the cache is sharded, attention is computed in float32 copies of it.
         passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
-        micro_batches = self._micro_batches()
+        micro_batches = self.layout.dims.pp if self.options.pipelined else 1  # the slowest stage sets the pace
         rows, stages = -(-slots // micro_batches), []
         for rank in job.ranks("pp", 0):
             launched = rank_launches(job, self.hardware, rank, decode_traffic(job, rank, rows), self._collective)
@@ -304,9 +291,14 @@ def _stage_seconds(job: Job, hardware: Hardware, rank: int, slots: int) -> float
             chosen = min(p.numel / job.dims.ep, rows * p.numel / p.shape[0])  # weights of experts that have a token
             products.append(Product(2.0 * rows / job.dims.ep * p.numel / p.shape[0], chosen, job.dtype.itemsize))
         total += number * sum(product.seconds(hardware, dtype) for product in products)
-    traffic = decode_traffic(job, rank, slots) + sampling_traffic(job, rank, slots)
+    # To sample, logits are gathered, and tokens broadcast with their log-probabilities.
+    sampling = [Sent(axis, "broadcast_", 2 * slots * FLOAT64) for axis in ("tp", "sp", "pp")]
+    if stage == job.last_stage and job.place("sp", rank) == 0:
+        logits = slots * job.model.facts.vocab_size // tp * job.dtype.itemsize
+        sampling.append(Sent("tp", "_allgather_base_", logits * (tp - 1)))
+    traffic = decode_traffic(job, rank, slots) + merged(sampling, job)
     total += sum(sent_seconds(job, hardware, sent, rank) for sent in traffic)
-    if stage == len(job.stage_layers) - 1:
+    if stage == job.last_stage:
         for p in filter(is_matrix, job.model.head or job.model.embedding):
             total += Product.of(slots, p.shape[1], p.shape[0] / tp, job.dtype.itemsize).seconds(hardware, dtype)
             total += hardware.memory_seconds(sum(LOGPROB_PASSES) * slots * p.shape[0] * FLOAT32)

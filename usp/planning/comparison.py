@@ -3,7 +3,7 @@ memory, whether it fits, and which flags would make it fit; as tables and as JSO
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -77,21 +77,15 @@ class Compared:
         """Why the method does not fit, and what would make it; empty if it fits."""
         if self.step.fits:
             return ""
-        words = " ".join(self._excesses())
-        none = "ZeRO-3, recomputation, MLP tiles, and activations and optimizer on the host do not suffice"
-        return f"{words} It fits {self.short}." if self.remedy else f"{words} {none}."
-
-    def _excesses(self) -> Iterator[str]:
-        """Yield what exceeds the device's memory, and the host's."""
-        step, peak = self.step, self.step.memory.peak.total
+        step, peak, words = self.step, self.step.memory.peak.total, ""
         if peak > step.limits.device:
             largest, nbytes = max(memory_parts(step.memory).items(), key=lambda item: item[1])
-            yield (
-                f"Needs {size(peak)} of a device where {size(step.limits.device)} are usable, most for {largest}: "
-                f"{size(nbytes)}."
-            )
+            usable = f"{size(step.limits.device)} are usable, most for {largest}: {size(nbytes)}"
+            words = f"Needs {size(peak)} of a device where {usable}. "
         if step.on_host > step.limits.host:
-            yield f"Needs {size(step.on_host)} of a host's memory where {size(step.limits.host)} are usable."
+            words += f"Needs {size(step.on_host)} of a host's memory where {size(step.limits.host)} are usable. "
+        none = "ZeRO-3, recomputation, MLP tiles, and activations and optimizer on the host do not suffice"
+        return words + (f"It fits {self.short}." if self.remedy else f"{none}.")
 
     @property
     def short(self) -> str:
@@ -157,9 +151,13 @@ def _remedy(step: StepReport, setting: Setting) -> tuple[str, StepReport] | None
 
 def comparison_tables(compared: Sequence[Compared], problems: Mapping[str, str] | None = None) -> list[Grid]:
     """Return tables of traffic on the wire, memory, the paper's costs, overlap, and infeasible methods."""
-    tables = [_communication(compared), _memory(compared), _paper(compared), _overlap(compared)] if compared else []
-    tables.append(Grid("Not feasible", ("method", "reason"), tuple((problems or {}).items())))
-    return [table for table in tables if table.rows]
+    axes = sorted({sent.axis for each in compared for sent in each.sent if sent.nbytes > 1024})
+    overlap = Grid(
+        "Overlap of communication", ("axis", "communication"), tuple((axis, exposure(axis)) for axis in axes)
+    )
+    infeasible = Grid("Not feasible", ("method", "reason"), tuple((problems or {}).items()))
+    tables = [_communication(compared), _memory(compared), _paper(compared), overlap] if compared else []
+    return [table for table in (*tables, infeasible) if table.rows]
 
 
 def _communication(compared: Sequence[Compared]) -> Grid:
@@ -190,11 +188,6 @@ def _paper(compared: Sequence[Compared]) -> Grid:
         if (paper := each.paper) is not None
     )
     return Grid("As the paper counts: sent per rank and block, and memory", columns, rows)
-
-
-def _overlap(compared: Sequence[Compared]) -> Grid:
-    axes = sorted({sent.axis for each in compared for sent in each.sent if sent.nbytes > 1024})
-    return Grid("Overlap of communication", ("axis", "communication"), tuple((axis, exposure(axis)) for axis in axes))
 
 
 def _sent(sent: Sequence[Sent]) -> str:

@@ -97,8 +97,8 @@ class _Prompt:
 
 
 def batching(samples: Sequence[Sample], limit: int, *, slots: int, ranks: int, multiple: int) -> Batching:
-    """Return what `usp.rlhf.generation.decoding` does with samples of these lengths, of which there is at least one. A
-    response has at most `limit` tokens, `ranks` share a sequence, and divide the `multiple` of tokens in a prefill's row.
+    """Return what `usp.rlhf.generation.decoding` does with samples of these lengths, of which there is at least one.
+    A response has at most `limit` tokens; `ranks` share a sequence, and divide the `multiple` of a prefill's tokens.
     """
     # Rollouts read the length of prompts and responses, and compare prompts.
     rollouts = [Rollout(cast(Any, _Prompt(s.group, s.prompt)), 0, s.response, cast(Any, range(0))) for s in samples]
