@@ -138,20 +138,14 @@ def _refused(asked: TrainConfig, world_size: int) -> Iterator[str]:
     if world_size < 1:
         yield f"--world-size = {world_size} must be at least 1"
     if asked.global_batch_size < 1:
-        yield (
-            f"--global-batch-size = {asked.global_batch_size} must be at least 1: the fastest layout depends on the "
-            f"number of sequences per step over all devices"
-        )
+        words = "the fastest layout depends on the number of sequences per step over all devices"
+        yield f"--global-batch-size = {asked.global_batch_size} must be at least 1: {words}"
     if asked.curriculum:
-        yield (
-            "--curriculum: the planner chooses one layout, and its stages have different steps: plan each by itself, "
-            "and write its degrees into the curriculum"
-        )
-    default = TrainConfig()
-    changed = [name for name in CHOSEN if getattr(asked, name) != getattr(default, name)]
-    if changed:
-        values = ", ".join(f"{flag(name)} = {getattr(asked, name)}" for name in changed)
-        yield f"{values}: chosen by the planner, remove it from the flags and from the --config file"
+        words = "plan each by itself, and write its degrees into the curriculum"
+        yield f"--curriculum: the planner chooses one layout, and its stages have different steps: {words}"
+    values = {name: getattr(asked, name) for name in CHOSEN}
+    if given := [f"{flag(name)} = {value}" for name, value in values.items() if value != getattr(TrainConfig(), name)]:
+        yield f"{', '.join(given)}: chosen by the planner, remove it from the flags and from the --config file"
 
 
 def _nothing_fits(search: Search, job: Job) -> str:
@@ -220,8 +214,8 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         print(f"plan: searching the fastest layout of {launch.world_size} ranks", flush=True)
     choice = choose(replace(config, device=device.type), launch.world_size, hardware)
     best = choice.best
-    on_host = f"({best.memory.host / GIB:.1f} GiB of a host's memory) " if best.memory.host else ""
     if launch.rank == 0:
+        on_host = f"({best.memory.host / GIB:.1f} GiB of a host's memory) " if best.memory.host else ""
         print(
             f"plan: {candidate_text(best)}, the fastest of {choice.result.layouts} "
             f"layouts, {seconds(best.time.total)} per step and {best.memory.device / GIB:.1f} GiB {on_host}predicted "
@@ -232,18 +226,17 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
 
 def why_slower(candidate: Candidate, first: Candidate) -> str:
     """Return the two components that take longest compared with the first candidate."""
-    mine, its = parts(candidate.time), parts(first.time)
-    longer = {name: seconds - its.get(name, 0.0) for name, seconds in mine.items()}
-    largest = sorted(longer, key=lambda name: -longer[name])[:2]
-    words = [f"{name} +{seconds(longer[name])}" for name in largest if longer[name] > 0.001 * first.time.total]
+    its = parts(first.time)
+    longer = ((name, took - its.get(name, 0.0)) for name, took in parts(candidate.time).items())
+    largest = sorted(longer, key=lambda item: -item[1])[:2]
+    words = [f"{name} +{seconds(more)}" for name, more in largest if more > 0.001 * first.time.total]
     return ", ".join(words) or "equally fast"
 
 
 def bound(candidate: Candidate, memory_bytes: float) -> str:
     """Return the component that takes longest, and memory if saving it costs time."""
-    by_part = parts(candidate.time)
-    largest = max(by_part, key=lambda name: by_part[name])
-    words = f"{largest} ({by_part[largest] / candidate.time.total:.0%})"
+    largest, took = max(parts(candidate.time).items(), key=lambda item: item[1])
+    words = f"{largest} ({took / candidate.time.total:.0%})"
     if candidate.config.ac != "none" and candidate.memory.device > 0.5 * memory_bytes:
         words += ", and by memory, which requires recomputation"
     return words
@@ -273,18 +266,10 @@ def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]
 
 
 def _configurations(result: SearchResult) -> Grid:
-    rows = (
-        (
-            str(number),
-            degrees(candidate.config),
-            memory_options(candidate.config),
-            seconds(candidate.time.total),
-            f"{candidate.time.mfu:.2f}",
-            f"{candidate.memory.device / GIB:.1f}",
-            f"{candidate.memory.host / GIB:.1f}",
-        )
-        for number, candidate in enumerate(result.best, start=1)
-    )
+    rows = []
+    for number, each in enumerate(result.best, start=1):
+        numbers = seconds(each.time.total), f"{each.time.mfu:.2f}", *(f"{nbytes / GIB:.1f}" for nbytes in each.memory)
+        rows.append((str(number), degrees(each.config), memory_options(each.config), *numbers))
     kernels = ", ".join(sorted({kernel for candidate in result.best for kernel in candidate.time.kernels}))
     title = f"Fastest configurations, one for each set of axes; MFU with attention by {kernels}"
     return Grid(title, ("", "degrees", "memory options", "step", "MFU", "GiB", "host GiB"), tuple(rows))
@@ -299,18 +284,15 @@ def degrees(config: TrainConfig) -> str:
 
 def memory_options(config: TrainConfig) -> str:
     """Return the options that determine the memory, including those of the pipeline."""
-    words = [f"ZeRO-{config.zero}"]
-    if config.ac != "none":
-        words.append(f"ac {config.ac}" + (" with offload" if config.ac_offload else ""))
-    if config.optim_offload:
-        words.append("optimizer offload")
-    if config.mlp_tile:
-        words.append(f"MLP tiles of {config.mlp_tile} tokens")
-    if config.micro_batches > 1:
-        words.append(f"{config.micro_batches} micro-batches")
-    if config.pp > 1:
-        words.append(config.pp_schedule)
-    return ", ".join(words)
+    words = {
+        f"ZeRO-{config.zero}": True,
+        f"ac {config.ac}" + (" with offload" if config.ac_offload else ""): config.ac != "none",
+        "optimizer offload": config.optim_offload,
+        f"MLP tiles of {config.mlp_tile} tokens": config.mlp_tile,
+        f"{config.micro_batches} micro-batches": config.micro_batches > 1,
+        config.pp_schedule: config.pp > 1,
+    }
+    return ", ".join(word for word, holds in words.items() if holds)
 
 
 def candidate_text(candidate: Candidate) -> str:

@@ -56,14 +56,12 @@ class LinkTier:
         """Return the tiers that connect `ranks`, with `host_size` neighbours on each host. Collective."""
         hosts = [list(range(first, first + host_size)) for first in range(0, ranks, host_size)]
         across = [list(range(place, ranks, host_size)) for place in range(host_size)]
-        tiers = []
-        if host_size > 1:
-            group, _ = dist.new_subgroups_by_enumeration(hosts)
-            tiers.append(LinkTier("inside a host", host_size, group, host_size, host_size))
-        if len(hosts) > 1:
-            group, _ = dist.new_subgroups_by_enumeration(across)
-            tiers.append(LinkTier("between hosts", 0, group, len(hosts), host_size, shared=True))
-        return tiers
+        every = (("inside a host", host_size, hosts, False), ("between hosts", 0, across, True))
+        return [
+            LinkTier(name, devices, dist.new_subgroups_by_enumeration(groups)[0], len(groups[0]), host_size, shared)
+            for name, devices, groups, shared in every
+            if len(groups[0]) > 1
+        ]
 
     def timed(self, device: torch.device) -> Iterator[Timed]:
         """Yield the messages of both sizes and all kinds; of a shared link, from every rank as well."""
@@ -224,9 +222,9 @@ def contents(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
 def cautions(found: Mapping[str, Any]) -> list[str]:
     """Return what to say about the trust in a calibration: its wide spreads, and other work on the machine."""
     measured = found["measured"]
-    wide = {name: spread for name, spread in measured["spread"].items() if spread > WIDE}
-    listed = ", ".join(f"{name} ({spread:.0%})" for name, spread in sorted(wide.items(), key=lambda x: -x[1]))
-    said = [f"times of a call differ by more than {WIDE:.0%} between turns: {listed}"] if wide else []
+    widest = sorted(measured["spread"].items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{name} ({spread:.0%})" for name, spread in widest if spread > WIDE)
+    said = [f"times of a call differ by more than {WIDE:.0%} between turns: {listed}"] if listed else []
     if (share := measured["other_load"]) is not None and share > OTHERS:
         said.append(f"other programs used {share:.0%} of the processors meanwhile: rates may be too low")
     return said

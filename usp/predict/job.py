@@ -36,11 +36,12 @@ class Data:
     router_imbalance: float = 1.0  # tokens that the busiest expert-parallel rank computes, relative to the mean
 
     def __post_init__(self) -> None:
-        problems = [f"documents={each} must be at least 1" for each in self.documents if each < 1]
+        if min(self.documents, default=1) < 1:
+            raise ValueError(f"documents={min(self.documents)} must be at least 1")
         if not 1 <= self.router_imbalance < math.inf:
-            problems.append(f"router_imbalance={self.router_imbalance:g} must be at least 1: the maximum over the mean")
-        if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError(
+                f"router_imbalance={self.router_imbalance:g} must be at least 1: the maximum over the mean"
+            )
 
     def boundaries(self, seq_len: int) -> tuple[int, ...]:
         """Return the `cu_seqlens` of a sequence, whose last document is cut."""

@@ -111,13 +111,7 @@ def _links(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tup
 
 
 def host_copies(
-    job: Job,
-    hardware: Hardware,
-    rank: int,
-    forward: float,
-    backward: float,
-    *,
-    saved: int | None = None,
+    job: Job, hardware: Hardware, rank: int, forward: float, backward: float, *, saved: int | None = None
 ) -> dict[str, TransferSeconds]:
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
 
