@@ -121,9 +121,7 @@ def judge(compared: Iterable[Compared], setting: Setting) -> list[Compared]:
     def order(method: Compared) -> tuple[int, float]:
         if method.step.fits:
             return 0, method.step.time.total
-        if method.remedy is None:
-            return 2, method.step.memory.peak.total
-        return 1, method.remedy[1].time.total
+        return (1, method.remedy[1].time.total) if method.remedy else (2, method.step.memory.peak.total)
 
     return sorted((replace(each, remedy=_remedy(each.step, setting)) for each in compared), key=order)
 
@@ -173,9 +171,9 @@ def _memory(compared: Sequence[Compared]) -> Grid:
     largest = max(each.step.memory.peak.total for each in compared)
     unit, name = (GIB, "GiB") if largest >= GIB else (2**20, "MiB")
     rows = []
-    for memory, method in ((each.step.memory, each.method) for each in compared):
-        sizes = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.host)
-        rows.append((method, *(f"{nbytes / unit:.1f}" for nbytes in (*sizes, memory.peak.total)), memory.peak.name))
+    for each in compared:
+        *sizes, peak = vars(each.step.memory).values()
+        rows.append((each.method, *(f"{nbytes / unit:.1f}" for nbytes in (*sizes, peak.total)), peak.name))
     columns = ("method", "params", "grads", "optim", "activ", "host", "peak", "at")
     return Grid(f"Memory of the rank that needs most, {name}", columns, tuple(rows))
 
@@ -203,9 +201,9 @@ def _sent(sent: Sequence[Sent]) -> str:
 def verdict_table(judged: Iterable[Compared], hardware: str) -> Grid:
     """Return the methods with their step and peak memory, in the order of `judge`."""
     rows = []
-    for step, each in ((each.step, each) for each in judged):
-        speed = seconds(step.time.total), f"{step.tokens_per_second:,.0f}", f"{step.time.mfu:.2f}"
-        rows.append((each.method, *speed, size(step.memory.peak.total), each.short))
+    for each in judged:
+        time, tokens, memory = each.step.time, each.step.tokens_per_second, each.step.memory.peak.total
+        rows.append((each.method, seconds(time.total), f"{tokens:,.0f}", f"{time.mfu:.2f}", size(memory), each.short))
     columns = ("method", "step", "tokens/s per device", "MFU", "memory", "fits")
     return Grid(f"A step on {hardware}, the fastest that fits first", columns, tuple(rows))
 
@@ -221,17 +219,12 @@ def comparison_json(
 
 def _json(compared: Compared) -> dict[str, Any]:
     memory, step = compared.step.memory, report_json(compared.step)
+    traffic = {"block_parameters": compared.block_parameters, "block_activations": compared.block_activations}
     return {
-        "method": compared.method,
-        "rank": compared.rank,
-        "sender": compared.sender,
-        "block_parameters": [sent._asdict() for sent in compared.block_parameters],
-        "block_activations": [sent._asdict() for sent in compared.block_activations],
+        **{name: getattr(compared, name) for name in ("method", "rank", "sender", "degrees", "reason")},
+        **{name: [each._asdict() for each in sent] for name, sent in (traffic | {"step": compared.sent}).items()},
         "paper": None if compared.paper is None else asdict(compared.paper),
-        "degrees": compared.degrees,
-        "step": [sent._asdict() for sent in compared.sent],
         "sent": compared.sent_bytes,
         "memory": asdict(memory) | {"moment": memory.peak._asdict(), "peak": memory.peak.total},
         **{name: step[name] for name in ("seconds", "parts", "kernels", "mfu", "memory_limit_bytes", "fits")},
-        "reason": compared.reason,
     }

@@ -96,10 +96,8 @@ class Method:
         number, rest = divmod(sequences, dp * rows)
         if rest:
             ranks = f"{dp} data-parallel ranks" + (f" x --micro-batch {rows}" if rows > 1 else "")
-            raise ValueError(
-                f"--global-batch-size {sequences} must be a multiple of the {ranks}: use --global-batch-size "
-                f"{(number + 1) * dp * rows}"
-            )
+            use = f"use --global-batch-size {(number + 1) * dp * rows}"
+            raise ValueError(f"--global-batch-size {sequences} must be a multiple of the {ranks}: {use}")
         pp = flags.get("pp", 1)
         if number < pp:
             raise ValueError(

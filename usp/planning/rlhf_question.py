@@ -267,9 +267,7 @@ def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, Mo
         if violation := formula_violation(source, config):
             raise ValueError(f"the {role}'s model: {violation}")
         key = repr((source, config.to_dict()))
-        if key not in shapes:
-            shapes[key] = model_shape(model_facts(source, config), config)
-        by_role[role] = shapes[key]
+        by_role[role] = shapes[key] = shapes.get(key) or model_shape(model_facts(source, config), config)
     return by_role
 
 
@@ -278,10 +276,8 @@ def render_choice(
 ) -> RenderableType:
     """Return the report of a choice for rich to print; `supposed` is what `suppose` yields."""
     found, plan = choice.found, choice.plan
-    lines = [
-        f"{choice.problem.plans:.1g} plans, {found.simulated} simulated in {found.seconds:.1f} s",
-        f"offloaded between calls: {', '.join(sorted(plan.offload)) or 'nothing'}",
-    ]
+    lines = [f"{choice.problem.plans:.1g} plans, {found.simulated} simulated in {found.seconds:.1f} s"]
+    lines.append(f"offloaded between calls: {', '.join(sorted(plan.offload)) or 'nothing'}")
     for words, other, loss in supposed:
         same = other is not None and (other.calls, other.offload) == (plan.calls, plan.offload)
         lines.append(what_if_line(words, _verdict(plan, other, loss) if other else None, same=same))

@@ -263,11 +263,9 @@ def memory_parts(memory: Footprint) -> dict[str, int]:
 
 
 def _memory(report: StepReport) -> Grid:
-    memory = report.memory
+    memory, on_host = report.memory, report.on_host if report.memory.host else 0
     sizes = {**memory_parts(memory), f"peak, at: {memory.peak.name}": memory.peak.total}
-    if memory.host:
-        sizes["in host memory"] = memory.host
-        sizes["in host memory, all ranks of a host"] = report.on_host
+    sizes |= {"in host memory": memory.host, "in host memory, all ranks of a host": on_host}
     rows = tuple((name, f"{nbytes / GIB:.2f}") for name, nbytes in sizes.items() if nbytes)
     return Grid("Memory of the rank that needs most", ("category", "GiB"), rows)
 
@@ -275,7 +273,7 @@ def _memory(report: StepReport) -> Grid:
 def _comparison(report: StepReport, run: Measured) -> Grid:
     compared: list[tuple[str, float, float | None, Callable[[float], str]]] = [
         ("step", report.time.total, run.seconds, seconds),
-        ("peak memory, GiB", report.memory.peak.total, run.memory_bytes, lambda nbytes: f"{nbytes / GIB:.2f}"),
+        ("peak memory, GiB", report.memory.peak.total / GIB, run.memory_bytes / GIB, "{:.2f}".format),
         ("MFU", report.time.mfu, run.mfu, "{:.1%}".format),
     ]
     rows = ((name, text(ours), text(its), f"{ours / its - 1:+.1%}") for name, ours, its, text in compared if its)
