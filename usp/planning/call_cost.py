@@ -194,7 +194,7 @@ class _Calls:
     def inference(self, work: Inference) -> CallCost:
         rows = packed_rows(self.workload.sequences, self.layout)
         job = self._of_rows("logprobs" if work.head == "logprobs" else "values", rows)
-        step = step_seconds(job, self.hardware, collective=self._collective)
+        step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
         memory = max((forward_memory(job, rank) for rank in job.slowest_ranks), key=lambda moment: moment.total)
         seconds = {"forward": step.total - step.bubble, "bubble": step.bubble}
         return CallCost(seconds, memory.total - memory.parameters)
@@ -203,7 +203,7 @@ class _Calls:
         seconds, peaks = defaultdict[str, float](float), []
         for rows, number in mini_batch_rows(work, self.layout, self.workload).items():
             job = self._of_rows(work.objective.head, rows, trained=True)
-            step = step_seconds(job, self.hardware, collective=self._collective)
+            step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
             parts = {"passes": step.total - step.bubble - step.optimizer, "bubble": step.bubble}
             for part, value in {**parts, "update": step.optimizer}.items():
                 seconds[part] += number * work.epochs * value
@@ -234,10 +234,6 @@ class _Calls:
         work = max((moment.total - moment.parameters for moment in moments), default=0)
         return CallCost({"prefill": prefill, "decode": decode}, cache_bytes + work, cache_bytes)
 
-    @property
-    def _collective(self) -> float:
-        return self.options.collective_launches
-
     def _job(self, output: Output, trained: bool = False, **sizes: int) -> Job:
         return _job(self.layout, self.model, self.options, output, trained, **sizes)
 
@@ -249,8 +245,10 @@ class _Calls:
         """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
         micro_batches = self.layout.dims.pp if self.options.pipelined else 1
         job = self._job("cache", seq_len=tokens, batch_size=-(-rows // micro_batches))
-        ranks = (rank_seconds(job, self.hardware, rank, collective=self._collective) for rank in job.slowest_ranks)
-        stages = [busy.total for busy, _ in ranks]
+        stages = []
+        for rank in job.slowest_ranks:
+            busy, _ = rank_seconds(job, self.hardware, rank, collective=self.options.collective_launches)
+            stages.append(busy.total)
         return sum(stages) + (micro_batches - 1) * max(stages)
 
     def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
@@ -261,7 +259,8 @@ class _Calls:
         micro_batches = self.layout.dims.pp if self.options.pipelined else 1  # the slowest stage sets the pace
         rows, stages = -(-slots // micro_batches), []
         for rank in job.ranks("pp", 0):
-            launched = rank_launches(job, self.hardware, rank, decode_traffic(job, rank, rows), self._collective)
+            sent, each = decode_traffic(job, rank, rows), self.options.collective_launches
+            launched = rank_launches(job, self.hardware, rank, sent, each)
             fixed, read = _stage_seconds(job, self.hardware, rank, rows), _bytes_per_place(job, *job.stages(rank))
             stages.append((fixed, float(read), launched))
         fixed, read, launched = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -26,15 +25,13 @@ from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 from usp.train.validate import parallel_dims
 
-from .question import CHOSEN, LAYOUT, enough_devices, from_rank_0, suppositions, what_if_line
-from .search import Candidate, Predictor, Question, Search, SearchResult, changed, layouts
+from .question import CHOSEN, enough_devices, from_rank_0, suppositions, what_if_line
+from .search import Candidate, Predictor, Question, Search, SearchResult, layouts
 from .step_report import StepReport, parts, step_report
 
 T = TypeVar("T")
 _chosen = attrgetter(*CHOSEN)
 _degrees = attrgetter("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep", "sp_order")
-_layout = attrgetter(*LAYOUT)
-_dims = lru_cache(maxsize=4096)(ParallelDims)
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,7 @@ def _proved(choice: Choice) -> Choice:
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
 
-    layout = _kept_by(_layout, lambda config: replace(job, config=config, dims=_dims(*_degrees(config))))
-    like = _kept_by(_chosen, lambda config: changed(layout(config), config=config))
+    like = _kept_by(_chosen, lambda config: replace(job, config=config, dims=ParallelDims(*_degrees(config))))
 
     def memory(config: TrainConfig) -> Memory:
         # The first pipeline stage has most activations in flight, the last has the vocabulary loss.

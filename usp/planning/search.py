@@ -2,14 +2,13 @@
 
 The search is best first by a lower bound that grows from step to step:
 
-    a layout      bounded by its compute, and by the traffic of activations as in the largest micro-batches
-    an option     a way to save activations, bounded likewise with its recomputation
-    replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters:
-                  ranks then have larger shards to update
+    a layout      compute, and the traffic of activations as in the largest micro-batches
+    an option     likewise, with the recomputation of a way to save activations
+    replicas      more of them (HSDP): the step with one, without the traffic of parameters
     a candidate   with a ZeRO stage and a number of replicas that fit, timed
 
-so a candidate that is reached is faster than everything that has not been reached. Of each family, the configurations
-with the same axes, only the fastest is of interest. Only the lowest ZeRO stage that fits is timed, because higher ones
+so a candidate that is reached is faster than all that has not been reached. Only the fastest of each family, the
+configurations with the same axes, is of interest. Only the lowest ZeRO stage that fits is timed, because higher ones
 communicate more; optimizer offload, which saves no time, is tried only for lower ones."""
 
 from __future__ import annotations
@@ -90,10 +89,7 @@ def family(config: TrainConfig) -> tuple[str, ...]:
 
 def layouts(question: Question) -> Iterator[TrainConfig]:
     """Yield every valid choice of degrees, micro-batches and schedule, with all activations saved and ZeRO-1 over all
-    data-parallel ranks.
-
-    tp stays inside a host and always includes Megatron's sequence parallelism; the heads bound tp x ulysses.
-    """
+    data-parallel ranks. tp stays inside a host, with Megatron's sequence parallelism; heads bound tp x ulysses."""
     world, facts = question.world_size, question.facts
     inside = question.hardware.tiers[0].devices or world
     for tp, pp in product(divisors(world), divisors(world)):
@@ -274,9 +270,7 @@ class Search:
 
     def tightest(self) -> Candidate | None:
         """Return the configuration that needs least memory of a device, of those that fit the host; None if none does.
-
-        Of all layouts the ones that need least with most savings are tried with every option.
-        """
+        Of all layouts the ones that need least with most savings are tried with every option."""
         host, memory = self.question.usable.host, self.predictor.memory
 
         def placements(config: TrainConfig) -> list[TrainConfig]:

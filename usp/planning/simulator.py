@@ -1,13 +1,11 @@
 """Simulate the steps of an execution plan: the executor's own list of operations, in its order, on a clock per rank.
 
-An operation begins when all of its ranks have ended what they did before, and occupies them until it ends; so calls on
-common ranks run one after another, and calls on other ranks at once. A call waits until the calls that make its inputs
-have ended; sending samples takes no time, for they are small beside weights. At the end of a step all ranks exchange
-metrics, so the next one begins everywhere at once.
+An operation begins when all of its ranks have ended what they did before, and a call also when the calls that make its
+inputs have; it occupies its ranks until it ends. Sending samples takes no time, for they are small beside weights. At
+the end of a step all ranks exchange metrics, so the next one begins everywhere at once.
 
-Memory is counted as the executor holds it: trained copies with their optimizer states always, copies that are filled
-from the first operation that needs them to their release, offloaded ones while they are loaded, and what a call takes
-while it runs."""
+Memory is counted as the executor holds it: trained copies with their optimizer states always, filled copies from the
+first operation that needs them to their release, offloaded ones while loaded, and what a call takes while it runs."""
 
 from __future__ import annotations
 

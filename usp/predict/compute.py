@@ -131,11 +131,9 @@ class Product:
         return Product(2.0 * rows * inner * columns, rows * inner + inner * columns + rows * columns, itemsize)
 
     def seconds(self, hardware: Hardware, dtype: str) -> float:
-        """Return the time of the kernel or of reading and writing its operands, whichever is longer.
-
-        The kernel runs at the rate of a square product: with as many FLOPs on a GPU, which a large product fills in any
-        shape; on a processor with as many FLOPs per element, because caches must serve narrow products more often.
-        """
+        """Return the time of the kernel or of reading and writing its operands, whichever is longer. The kernel runs at
+        the rate of a square product: with as many FLOPs on a GPU, which a large product fills in any shape; on a
+        processor with as many FLOPs per element, because caches must serve narrow products more often."""
         if not self.flops:
             return 0.0
         side = 1.5 * self.flops / self.elements  # of squares: 2 side^3 FLOPs of 3 side^2 elements

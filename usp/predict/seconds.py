@@ -116,10 +116,9 @@ def host_copies(
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
 
     ZeRO-3 copies the weights of each gather, the other stages once; stages 2 and 3 copy the gradients of each backward,
-    and those that are added to earlier ones are exposed, because the host adds them.
-
-    Of the seconds of compute of a micro-batch in `forward` and `backward`, recomputation included, those of layers hide
-    copies. `saved` are the bytes that --ac-offload copies in a forward, and back in a backward; None: by formula.
+    and those that are added to earlier ones are exposed, because the host adds them. Of a micro-batch's seconds of
+    compute in `forward` and `backward`, recomputation included, those of layers hide copies. `saved` are the bytes that
+    --ac-offload copies in a forward, and back in a backward; None: by formula.
     """
     if saved is None:
         saved = sum(stage_bytes(job, stage).layers for stage in job.stages(rank)) if job.config.ac_offload else 0
@@ -292,11 +291,9 @@ def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfer
 def sent_by_axis(
     job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds
 ) -> dict[str, TransferSeconds]:
-    """Return the communication of a pass, with the `ring`'s as it overlaps with attention.
-
-    ZeRO-3 gathers in both passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in
-    every backward, the others in the last. The seconds of `compute` of one micro-batch hide both.
-    """
+    """Return the communication of a pass, with the `ring`'s as it overlaps with attention. ZeRO-3 gathers in both
+    passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in every backward, the
+    others in the last. The seconds of `compute` of one micro-batch hide both."""
     zero, number = job.config.zero, job.config.micro_batches
     by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
     transfers: defaultdict[int, Counter[str]] = defaultdict(Counter)
