@@ -104,9 +104,9 @@ class _Run:
 
     def seconds(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
         """Return the seconds of calls that are timed in turns. Collective over the world."""
-        names = {str(key): key for key in calls}
-        turns = self.rounds.turns([Timed(name, calls[key] if self.model else None, 1) for name, key in names.items()])
-        return {names[name]: estimate.seconds for name, estimate in self.rounds.estimates(turns).items()}
+        turns = self.rounds.turns([Timed(str(key), call if self.model else None, 1) for key, call in calls.items()])
+        took = [estimate.seconds for estimate in self.rounds.estimates(turns).values()]
+        return dict(zip(calls, took, strict=True))
 
     def of_rank(self, samples: int) -> int:
         """Return the samples of a data-parallel rank."""

@@ -154,7 +154,7 @@ def is_matrix(parameter: ParameterShape) -> bool:
 def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
     """Return (products of one micro-batch's forward, those that its backward recomputes): not a layer's last, because
     nothing needs its result, and none with `selective`."""
-    linears, rows, forward = [p for p in layer.parameters if is_matrix(p)], job.expert_rows, []
+    linears, rows, forward = [p for p in layer.parameters if is_matrix(p)], job.expert_rows(job.outer_tokens), []
     for p in linears:  # one that tp does not shard multiplies only this rank's share of the tokens
         columns, inner = p.local(job.dims.tp)
         tokens = job.outer_tokens if p.tp_dim is None else job.tokens
@@ -241,7 +241,7 @@ def _layer_bytes(job: Job, layer: LayerShape, window: int) -> Iterator[float]:
     head_dim = (facts.head_dim + facts.value_dim) / 2 if window != NO_ATTENTION else 0.0
     yield ROTARY_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
     if layer.experts:
-        rows = job.expert_rows
+        rows = job.expert_rows(job.outer_tokens)
         yield MLP_PASSES * rows * job.model.expert_size * itemsize
         yield 4 * rows * job.model.hidden_size * itemsize  # gathered by expert, and added back
     else:

@@ -186,12 +186,7 @@ class Job:
         saving = config.ac, config.ac_offload, config.mlp_tile, config.loss_chunk
         return _same((self.micro_batch, *saving, *routers, self.output, self.visible))
 
-    @cached_property
-    def expert_rows(self) -> int:
-        """Rows that the experts of the busiest rank compute in a micro-batch."""
-        return self.busiest_rows(self.outer_tokens)
-
-    def busiest_rows(self, tokens: int) -> int:
+    def expert_rows(self, tokens: int) -> int:
         """Return the rows that the busiest expert-parallel rank gets where each rank sends so many tokens."""
         return math.ceil(tokens * self.model.experts_per_token * min(self.data.router_imbalance, self.dims.ep))
 

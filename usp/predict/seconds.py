@@ -237,8 +237,7 @@ def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = Tru
         hides["backward"] += hides["recompute"]
     passes: dict[Pass, PassSeconds] = {}
     for kind, sent in pass_parts(job, rank).items():
-        ring = messages.get(kind, TransferSeconds()).times(number)
-        communication = sent_by_axis(job, hardware, sent, rank, hides[kind], ring)
+        communication = sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number))
         passes[kind] = PassSeconds(compute[kind].times(number), communication)
     if job.trained:
         passes["update"] += PassSeconds(Seconds(memory=optimizer_seconds(job, hardware, rank)))
@@ -275,15 +274,14 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
 
 
 def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, TransferSeconds]:
-    """Return the messages of the ring in one micro-batch by pass, none without a ring."""
-    passes: dict[Pass, TransferSeconds] = {}
+    """Return the messages of the ring in one micro-batch by pass."""
+    passes = dict.fromkeys(PASSES, TransferSeconds())
     for index, number in job.kinds(*job.stages(rank)) if job.dims.ring > 1 else ():
         (_, forward), (_, backward) = attention_passes(job, hardware, rank, index)
-        again = forward if job.config.ac == "full" else TransferSeconds()
-        every: list[tuple[Pass, TransferSeconds]] = [("forward", forward), ("recompute", again), ("backward", backward)]
-        for kind, each in every if job.trained else every[:1]:
-            passes[kind] = passes.get(kind, TransferSeconds()) + each.times(number)
-    if job.counts_choices and passes:
+        passes["forward"] += forward.times(number)
+        passes["recompute"] += forward.times(number if job.config.ac == "full" else 0)
+        passes["backward"] += backward.times(number)
+    if job.counts_choices:
         passes["count"] = passes["forward"]
     return passes
 

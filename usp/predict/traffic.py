@@ -421,7 +421,7 @@ def expert_traffic(job: Job, tokens: int, gathers: bool) -> Iterator[Sent]:
     Tensor-parallel ranks with the same tokens send a part of them each, and one that `gathers` gets all results. If
     routers are uneven, rows are those of the busiest rank, which receives as many as it sends back.
     """
-    ep, itemsize, rows = job.dims.ep, job.dtype.itemsize, job.busiest_rows(tokens)
+    ep, itemsize, rows = job.dims.ep, job.dtype.itemsize, job.expert_rows(tokens)
     yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
     yield Sent("ep", "alltoall_base_", rows * (ep - 1) // ep * job.model.hidden_size * itemsize).times(2)
     if gathers:
