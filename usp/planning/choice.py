@@ -23,7 +23,6 @@ from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
 from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
-from usp.train.validate import parallel_dims
 
 from .question import CHOSEN, enough_devices, from_rank_0, suppositions, what_if_line
 from .search import Candidate, Predictor, Question, Search, SearchResult, layouts
@@ -104,11 +103,9 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     like = _kept_by(_chosen, lambda config: replace(job, config=config, dims=ParallelDims(*_degrees(config))))
 
     def memory(config: TrainConfig) -> Memory:
-        # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
-        made = like(config)
-        ranks = made.ranks("pp", 0)
-        device = max(peak_moment(made, rank).total for rank in {ranks[0], ranks[-1]})
-        offloads = config.ac_offload or config.optim_offload
+        made, offloads = like(config), config.ac_offload or config.optim_offload
+        ends = {0, made.ranks("pp", 0)[-1]}  # with most activations in flight, and with the vocabulary loss
+        device = max(peak_moment(made, rank).total for rank in ends)
         return Memory(device, host_bytes(made, hardware.host_devices) if offloads else 0)
 
     return Predictor(
@@ -149,9 +146,7 @@ def _nothing_fits(search: Search, job: Job) -> str:
 
     def fits(larger: Question) -> bool:
         every = tuple(layouts(larger))
-        dims = parallel_dims(every[0]).resolve(larger.world_size)
-        predictor = predictor_for(replace(job, config=every[0], dims=dims), larger.hardware)
-        return Search(larger, predictor, every).fastest() is not None
+        return Search(larger, predictor_for(job, larger.hardware), every).fastest() is not None
 
     smallest = search.tightest()
     assert smallest is not None

@@ -95,36 +95,24 @@ def layouts(question: Question) -> Iterator[TrainConfig]:
     for tp, pp in product(divisors(world), divisors(world)):
         if tp > inside or facts.num_heads % tp or world % (tp * pp) or pp > len(facts.windows):
             continue
+        base = changed(question.base, tp=tp, tp_sequence_parallel=tp > 1, pp=pp, zero=1)
         for sp in divisors(world // (tp * pp)):
             dp = world // (tp * pp * sp)
-            if question.sequences % dp:
-                continue
-            for ulysses in divisors(sp):
-                if ulysses * tp <= facts.num_heads:
-                    layout = changed(
-                        question.base,
-                        tp=tp,
-                        tp_sequence_parallel=tp > 1,
-                        pp=pp,
-                        dp_shard=dp,
-                        sp_ulysses=ulysses,
-                        sp_ring=sp // ulysses,
-                        batch_size=question.sequences // dp,
-                        zero=1,
-                    )
-                    yield from _completed(question, layout)
+            for ulysses in divisors(sp, facts.num_heads // tp) if question.sequences % dp == 0 else ():
+                size = question.sequences // dp
+                layout = changed(base, dp_shard=dp, sp_ulysses=ulysses, sp_ring=sp // ulysses, batch_size=size)
+                yield from _completed(question, layout)
 
 
 def _completed(question: Question, layout: TrainConfig) -> Iterator[TrainConfig]:
     """Yield a layout with every schedule, number of micro-batches and expert degree."""
     world, experts = question.world_size, question.facts.num_experts
-    schedules = PP_SCHEDULES if layout.pp > 1 else ("1f1b",)
-    for ep in [ep for ep in divisors(experts) if world // layout.pp % ep == 0] if experts else [1]:
-        for schedule in schedules:
-            numbers = _micro_batches(layout.batch_size, layout.pp, schedule)
-            configs = [changed(layout, ep=ep, pp_schedule=schedule, micro_batches=number) for number in numbers]
-            if configs and not violations(configs[0], world, question.facts):  # no rule tells such numbers apart
-                yield from configs
+    degrees = [ep for ep in divisors(experts) if world // layout.pp % ep == 0] if experts else [1]
+    for ep, schedule in product(degrees, PP_SCHEDULES if layout.pp > 1 else ("1f1b",)):
+        numbers = _micro_batches(layout.batch_size, layout.pp, schedule)
+        configs = [changed(layout, ep=ep, pp_schedule=schedule, micro_batches=number) for number in numbers]
+        if configs and not violations(configs[0], world, question.facts):  # no rule tells such numbers apart
+            yield from configs
 
 
 def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:

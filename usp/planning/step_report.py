@@ -226,12 +226,10 @@ def _times(report: StepReport) -> Grid:
     total, names = report.time.total, {"attention": f"attention by {', '.join(report.time.kernels)}"}
     slowest = sorted(parts(report.time).items(), key=lambda item: -item[1])
     rows = [(names.get(part, part), seconds(took), f"{took / total:.1%}") for part, took in slowest if took]
-    rows += [
-        ("step", seconds(total), "100%"),
-        ("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""),
-        ("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""),
-        ("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""),
-    ]
+    rows.append(("step", seconds(total), "100%"))
+    rows.append(("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""))
+    rows.append(("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""))
+    rows.append(("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""))
     return Grid("Time of a step", ("part", "time", "share"), tuple(rows))
 
 
