@@ -13,27 +13,16 @@ from typing import Any
 
 from rich.console import Group
 
-from attention import AttentionSpec
 from parallel import Hardware
 from usp.config import TrainConfig
 from usp.hf.models import formula_violation, model_facts
 from usp.model.facts import ModelFacts
-from usp.predict.compute import attention_kernel, dtype_name, model_flops, sharing
+from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
 from usp.predict.meter import CATEGORIES, FSDP_COLLECTIVES
-from usp.predict.seconds import (
-    PassSeconds,
-    StepTime,
-    host_copies,
-    launching,
-    overlapped,
-    sent_by_axis,
-    sent_seconds,
-    step_seconds,
-    whole_step,
-)
+from usp.predict.seconds import StepTime, counted_seconds, step_seconds
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
 from usp.run.metrics import METRICS_FILE, seconds
@@ -65,7 +54,14 @@ class StepReport:
     def time(self) -> StepTime:
         if not self.runs:
             return step_seconds(self.job, self.hardware)
-        return max((counted_time(run, self.job, self.hardware) for run in self.runs), key=lambda time: time.total)
+        return max((self._counted(run) for run in self.runs), key=lambda time: time.total)
+
+    def _counted(self, run: DryRun) -> StepTime:
+        sent = []
+        for each in run.sent:
+            axes = [x for x in each.axes if "fsdp" in x and each.collective in FSDP_COLLECTIVES] or each.axes
+            sent.append(Sent(axes[0], each.collective, each.nbytes, each.calls))
+        return counted_seconds(self.job, self.hardware, run.rank, sent, run.work, run.update, run.offloaded_bytes)
 
     @cached_property
     def memory(self) -> Footprint:
@@ -109,28 +105,6 @@ class StepReport:
     def tokens_per_second(self) -> float:
         """Tokens that a device processes per second."""
         return self.tokens / self.time.total / self.job.world_size
-
-
-def counted_time(run: DryRun, job: Job, hardware: Hardware) -> StepTime:
-    """Return the time of a step whose operators and messages a dry run of one rank has counted, overlapped as usual."""
-    dtype, kernel = dtype_name(job.dtype), attention_kernel(job, hardware, AttentionSpec())
-    busy, micro_batches = run.work.seconds(hardware, dtype, kernel), job.config.micro_batches
-    sent = []
-    for each in run.sent:
-        axes = [x for x in each.axes if "fsdp" in x and each.collective in FSDP_COLLECTIVES] or each.axes
-        sent.append(Sent(axes[0], each.collective, each.nbytes, each.calls))
-    messages = sum(sent_seconds(job, hardware, each, run.rank) for each in sent if each.axis == "ring")
-    hides, ring = busy.total / micro_batches if hardware.streams else 0.0, overlapped([messages], [busy.attention])
-    communication = sent_by_axis(job, hardware, sent, run.rank, hides, ring)
-    forward = busy.total / (4 if job.config.ac != "none" else 3)
-    passes = forward / micro_batches, (busy.total - forward) / micro_batches
-    communication |= host_copies(job, hardware, run.rank, *passes, saved=run.offloaded_bytes // micro_batches)
-    update = run.update.seconds(hardware, dtype, kernel).total
-    if job.config.optim_offload:
-        update = hardware.host_memory_seconds(run.update.nbytes, sharing(job, hardware))
-    found = PassSeconds(busy, communication)
-    found += launching(job, hardware, run.work.launches, found.total)
-    return whole_step(job, hardware, found, update, (kernel,))
 
 
 def step_report(

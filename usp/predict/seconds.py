@@ -19,8 +19,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from attention import AttentionSpec
 from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
 from usp.model.facts import NO_ATTENTION
 
@@ -40,6 +41,9 @@ from .compute import (
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
 from .traffic import FLOAT32, Sent, attention_plan, attention_spec, pass_parts
+
+if TYPE_CHECKING:
+    from .meter import Work
 
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
 _LAYERS = "the compute of the neighbouring layers"
@@ -359,6 +363,27 @@ def whole_step(
     bubble, flops = slowest.total * fraction / (1 - fraction), model_flops(job) / job.world_size
     peak = hardware.peak(dtype_name(job.dtype))
     return StepTime(slowest.compute, slowest.communication, bubble, optimizer, flops, peak, kernels)
+
+
+def counted_seconds(
+    job: Job, hardware: Hardware, rank: int, sent: Sequence[Sent], work: Work, update: Work, offloaded: int
+) -> StepTime:
+    """Return the time of a step whose operators, messages and bytes offloaded by --ac-offload a dry run of a rank has
+    counted, overlapped as usual."""
+    dtype, kernel = dtype_name(job.dtype), attention_kernel(job, hardware, AttentionSpec())
+    busy, micro_batches = work.seconds(hardware, dtype, kernel), job.config.micro_batches
+    messages = sum(sent_seconds(job, hardware, each, rank) for each in sent if each.axis == "ring")
+    hides, ring = busy.total / micro_batches if hardware.streams else 0.0, overlapped([messages], [busy.attention])
+    communication = sent_by_axis(job, hardware, sent, rank, hides, ring)
+    forward = busy.total / (4 if job.config.ac != "none" else 3)
+    passes = forward / micro_batches, (busy.total - forward) / micro_batches
+    communication |= host_copies(job, hardware, rank, *passes, saved=offloaded // micro_batches)
+    optimizer = update.seconds(hardware, dtype, kernel).total
+    if job.config.optim_offload:
+        optimizer = hardware.host_memory_seconds(update.nbytes, sharing(job, hardware))
+    found = PassSeconds(busy, communication)
+    found += launching(job, hardware, work.launches, found.total)
+    return whole_step(job, hardware, found, optimizer, (kernel,))
 
 
 def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> PassSeconds:
