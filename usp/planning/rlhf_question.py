@@ -143,10 +143,10 @@ class RlhfChoice:
 def answer(question: Question, *, seed: int = 0, budget: float = 60.0, report: Progress) -> RlhfChoice:
     """Search the fastest plan in `budget` seconds, predictions included; in too few only the named plans are compared.
     Raise as `Question.problem`, and NothingFits with the plan that needs least memory."""
-    begin = time.monotonic()
+    end = time.monotonic() + budget
     try:
         problem = question.problem()
-        left = budget - (time.monotonic() - begin)
+        left = end - time.monotonic()
         return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
     except NothingFits as error:
         enough = enough_devices(question, _fits, _MORE_RANKS)
@@ -168,10 +168,8 @@ def choose_plan(
 ) -> RlhfChoice:
     """Measure the named plans and search from them in `budget` seconds, and simulate the best plan in full; raise
     NothingFits with the plan that needs least memory."""
-    begin = time.monotonic()
-    named = baselines(problem, space, facts)
-    starts = [one.plan for one in named if one.plan]
-    left = budget - (time.monotonic() - begin)
+    end, named = time.monotonic() + budget, baselines(problem, space, facts)
+    starts, left = [one.plan for one in named if one.plan], end - time.monotonic()
     found = search(problem, seed=seed, budget=left, starts=starts, progress=report)
     if found.best:
         _, plan = found.best[0]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import chain, count, product, takewhile
 from typing import TypeVar
 
 from parallel import PP_SCHEDULES, bubble_fraction, divisors, micro_batch_violation
@@ -170,10 +170,8 @@ class Search:
         self.question, self.predictor, self.every = question, predictor, every
         on_device = question.base.optimizer == "muon"  # which multiplies matrices
         self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
-        self.waits: dict[tuple[int, ...], float] = {}
-        self.largest: dict[
-            tuple[int, ...], TrainConfig
-        ] = {}  # the layout with the largest micro-batches by inner degrees
+        self.waits: dict[tuple[int, ...], float] = {}  # by inner degrees, as the layouts with the largest micro-batches
+        self.largest: dict[tuple[int, ...], TrainConfig] = {}
         for layout in sorted(every, key=lambda layout: layout.micro_batches / layout.batch_size):
             self.largest.setdefault(_inner(layout), layout)
 
@@ -197,27 +195,23 @@ class Search:
                 continue
             if candidate:
                 best[family(config)] = candidate
-                continue
-            if state == "layout":
+            elif state == "layout":
                 report(tried, len(self.every))
                 tried += 1
-                *_, smallest = options = list(recomputations(config, self.question.facts))
-                smallest = changed(smallest, optim_offload=self.can_offload)
-                if self.predictor.memory(smallest).device <= self.question.usable.device:
-                    for option in options:
-                        push(self._least(option), "option", option)
-                continue
-            first, *more = replications(config)
-            candidates: list[Candidate] = []
-            for replicas in more if state == "replicas" else [first]:
-                sharded = self._sharded(config, replicas)
-                if not sharded:  # more replicas need more memory
-                    break
-                candidates += sharded
-            for each in candidates:
-                push(each.time.total, "candidate", each.config, each)
-            if candidates and state == "option":
-                push(min(without_parameters(each.time) for each in candidates), "replicas", config)
+                *_, most = options = list(recomputations(config, self.question.facts))
+                smallest = self.predictor.memory(changed(most, optim_offload=self.can_offload))
+                for option in options if smallest.device <= self.question.usable.device else ():
+                    push(self._least(option), "option", option)
+            else:
+                first, *more = replications(config)  # more replicas need more memory
+                fitting = takewhile(
+                    bool, (self._sharded(config, n) for n in (more if state == "replicas" else [first]))
+                )
+                candidates = list(chain(*fitting))
+                for each in candidates:
+                    push(each.time.total, "candidate", each.config, each)
+                if candidates and state == "option":
+                    push(min(without_parameters(each.time) for each in candidates), "replicas", config)
         return SearchResult(tuple(best.values()), len(self.every), tried)
 
     def fastest(self) -> Candidate | None:
@@ -225,9 +219,8 @@ class Search:
         return next(iter(self.run(keep=1).best), None)
 
     def _least(self, config: TrainConfig) -> float:
-        """Return a lower bound of a step: compute, and the traffic of activations, for which it waits as long, for each
-        sequence and layer, as with the same inner degrees in the largest micro-batches, which send the fewest messages.
-        """
+        """Return a lower bound of a step: compute, and the traffic of activations as with the same inner degrees in the
+        largest micro-batches, which send the fewest messages, for each sequence and layer."""
         key = _inner(config)
         if key not in self.waits:
             largest = self.largest[key]

@@ -278,10 +278,12 @@ def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dic
 
 def _impossible(plan: Plan, found: dict[str, Any]) -> list[str]:
     """Return the rates that no machine has; lower those that exceed a bound by no more than measurement error."""
-    problems = []
-    memory, peaks = found["memory_bytes_per_second"], found["peak_flops"]
-    limits = [(f"{dtype} products", peak, "the device's peak", _known(plan, dtype)) for dtype, peak in peaks.items()]
-    limits.append(("memory", memory, "the device's", _known(plan, "memory")))
+    problems, memory, peaks = [], found["memory_bytes_per_second"], found["peak_flops"]
+    node = node_of(_device_name(plan)) if plan.device.type == "cuda" else None
+    sheet = {} if node is None else vars(load_hardware(node))  # the datasheet's rates
+    known = sheet.get("peak_flops", {})
+    limits = [(f"{dtype} products", peak, "the device's peak", known.get(dtype)) for dtype, peak in peaks.items()]
+    limits.append(("memory", memory, "the device's", sheet.get("memory_bytes_per_second")))
     for tier, kind in itertools.product(found["tiers"], KINDS):
         if kind in tier:
             limits.append((f"{tier['name']}, {kind}", tier[kind]["bytes_per_second"], "memory", memory))
@@ -294,15 +296,6 @@ def _impossible(plan: Plan, found: dict[str, Any]) -> list[str]:
                 problems.append(f"{kernel} {name} of {point[0]} tokens is {point[1]:.1f} times the fastest product")
             point[1] = min(point[1], 1.0)
     return problems
-
-
-def _known(plan: Plan, what: str) -> float | None:
-    """Return the datasheet's peak of a dtype, or rate of "memory", for a device that has a node file; else None."""
-    node = node_of(_device_name(plan)) if plan.device.type == "cuda" else None
-    if node is None:
-        return None
-    hardware = load_hardware(node)
-    return hardware.memory_bytes_per_second if what == "memory" else hardware.peak_flops.get(what)
 
 
 # What is timed

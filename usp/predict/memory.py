@@ -156,18 +156,15 @@ class Moment(NamedTuple):
 
 
 class StageBytes(NamedTuple):
-    """What a micro-batch takes in one pipeline stage, whatever shards the parameters; `saved` is for its backward.
-    `at_last` and `at_first` are saved by layers at the backward of the last and of the first layer, `left` is what the
-    input half of a split backward leaves for the weight half, and `handed` are hidden states from one neighbour.
-    """
+    """What a micro-batch takes in one pipeline stage, whatever shards the parameters."""
 
-    saved: int
+    saved: int  # for its backward
     layers: int  # of this by layers, be it in host memory
-    at_first: int
-    at_last: int
+    at_first: int  # saved by layers at the backward of the first layer
+    at_last: int  # likewise of the last layer
     backward: int  # added by the backward of a layer
-    left: int
-    handed: int
+    left: int  # by the input half of a split backward for the weight half
+    handed: int  # hidden states from one neighbour
     outside: int  # rotary cosines and sines, and `handed`
     head: int  # of the last stage: saved by its head,
     logits: int  # added by the head's forward and backward,

@@ -144,7 +144,7 @@ def test_every_micro_batch_passes_each_stage_once(schedule: str, micro_batches: 
     asked = job(4, model="llama3-8b", pp=4, **flags)
     kinds = ("forward", "inputs", "weights") if schedule == "zero-bubble" else ("forward", "backward")
     for rank in range(4):
-        order, stages = actions(Schedule.of(asked, rank)), asked.stages(rank)
+        order, stages = actions(asked.schedule(rank)), asked.stages(rank)
         assert len(order) == len(set(order)) == len(kinds) * len(stages) * micro_batches
         for stage in stages:
             for number in range(micro_batches):
