@@ -79,9 +79,7 @@ class Question(Devices):
     def estimates(self) -> Estimates:
         """What the calls of a plan take."""
         by_formula = Estimates(self.graph, self.models, self.workload, self.hardware, self.options)
-        if self.measurements is None:
-            return by_formula
-        return by_formula.with_factors(self.measurements.factors(by_formula, self.layouts))
+        return by_formula.with_factors(self.measurements.factors(by_formula, self.layouts) if self.measurements else {})
 
     @property
     def facts(self) -> Facts:
@@ -92,18 +90,12 @@ class Question(Devices):
         return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=any(f.num_experts for f in models))
 
     def problem(self, estimates: Estimates | None = None) -> Problem:
-        """Return the search for the fastest plan that fits into the memory of the hardware.
-
-        Untrained models and the optimizer states of trained ones may be offloaded. Raise NothingFits naming the calls
-        that no layout fits, and ValueError for devices that are not whole hosts, or that the hardware does not connect.
-        """
-        simulator = Simulator(
-            self.graph,
-            estimates or self.estimates,
-            self.world_size,
-            staleness=self.staleness,
-            step_seconds=self.measurements.step_seconds if self.measurements else 0.0,
-        )
+        """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
+        models and optimizer states. Raise NothingFits naming the calls that no layout fits, and ValueError for devices
+        that are not whole hosts, or that the hardware does not connect."""
+        beside = self.measurements.step_seconds if self.measurements else 0.0
+        estimates = estimates or self.estimates
+        simulator = Simulator(self.graph, estimates, self.world_size, staleness=self.staleness, step_seconds=beside)
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload).that_fit()
