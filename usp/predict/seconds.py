@@ -283,8 +283,9 @@ def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfer
     for index, number in job.kinds(*job.stages(rank)) if job.dims.ring > 1 else ():
         (_, forward), (_, backward) = attention_passes(job, hardware, rank, index)
         passes["forward"] += forward.times(number)
-        passes["recompute"] += forward.times(number if job.config.ac == "full" else 0)
-        passes["backward"] += backward.times(number)
+        if job.trained:
+            passes["recompute"] += forward.times(number if job.config.ac == "full" else 0)
+            passes["backward"] += backward.times(number)
     if job.counts_choices:
         passes["count"] = passes["forward"]
     return passes
