@@ -68,7 +68,7 @@ def attention_seconds(job: Job, hardware: Hardware, *, backward: bool) -> float:
     """Return the time of the first layer's forward (or both passes) of attention and Ulysses on the slowest rank."""
     rank = job.slowest_ranks[0]
     traffic = attention_traffic(job, rank, job.model.facts.windows[0])
-    free = overlap_of(hardware, job.linked(job.ranks("ring", rank)))
+    free = overlap_of(hardware, job.linked("ring", rank))
     seconds = [
         kernels + messages.with_free_part(free).exposed + sent_seconds(job, hardware, exchange, rank)
         for (kernels, messages), (exchange, *_) in zip(attention_passes(job, hardware, rank, 0), traffic, strict=True)

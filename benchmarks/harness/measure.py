@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel.wire import SentBytes
 from tests.harness.memory import track_memory
-from usp.predict.calibrate import Plan, calibrate
+from usp.predict.calibrate import Plan, contents, measure
 
 T = TypeVar("T")
 
@@ -57,15 +57,15 @@ def calibrated(plan: Plan, name: str, attempts: int = 4) -> dict[str, Any]:
     """Return a hardware file's values, measured again where other work disturbs it, which every rank finds alike.
 
     Raises:
-        ValueError: as `calibrate`, if it disturbs every attempt.
+        ValueError: as `contents`, if it disturbs every attempt.
     """
     for _ in range(attempts - 1):
         try:
-            return calibrate(plan, name)
+            return contents(plan, name, measure(plan))
         except ValueError as error:
             if dist.get_rank() == 0:
                 print(f"{error}: again", flush=True)
-    return calibrate(plan, name)
+    return contents(plan, name, measure(plan))
 
 
 def in_turns(names: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:

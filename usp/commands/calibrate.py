@@ -42,14 +42,15 @@ class CalibrateConfig:
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Measure on every rank that torchrun launched, or in this process only, and write the file on rank 0."""
     asked = tyro.cli(CalibrateConfig, args=argv, prog=prog)
-    from usp.predict.calibrate import Plan, calibrate, cautions
+    from usp.predict.calibrate import Plan, cautions, contents, measure
 
     check(*value_violations(asked).values(), output_problem("--out", asked.out))
     launch = Launch.from_environment(environ)
     set_library_defaults(launch, environ)
     device = choose_device(asked.device, launch)
     with process_group(launch, device):
-        found = calibrate(Plan.of(device, launch.local_world_size, asked.heads, asked.head_dim), asked.name)
+        plan = Plan.of(device, launch.local_world_size, asked.heads, asked.head_dim)
+        found = contents(plan, asked.name, measure(plan))
         if launch.rank == 0:
             asked.out.write_text(json.dumps(found, indent=1) + "\n")
             hardware = load_hardware(str(asked.out))

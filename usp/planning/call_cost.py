@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from usp.model.facts import NO_ATTENTION, ModelShape
 from usp.predict.compute import LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
 from usp.predict.job import Job, Output
 from usp.predict.memory import footprint, forward_memory
-from usp.predict.seconds import different_ranks, rank_launches, rank_seconds, sent_seconds, step_seconds
+from usp.predict.seconds import rank_launches, rank_seconds, sent_seconds, step_seconds
 from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, expert_traffic, merged
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
@@ -37,8 +37,8 @@ _OPTIONS = ("zero", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "ml
 
 
 def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
-    """Return what `rank` sends in the forward of one decode step of `slots` sequences, all of whose tokens every rank
-    of ring x ulysses computes, each with its part of the cache."""
+    """Return what `rank` sends in the forward of one decode step of `slots` sequences: every rank of ring x ulysses
+    computes all of their tokens, with its part of the cache."""
     facts, tp, sp = job.model.facts, job.dims.tp, job.dims.sp
     hidden = slots * job.model.hidden_size * job.dtype.itemsize
     partial = slots * facts.num_heads // tp * (facts.value_dim * job.dtype.itemsize + FLOAT32)  # outputs, log-sum-exps
@@ -56,16 +56,7 @@ def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
         parts += [sent.times(number) for sent in layer]
     if stage + 1 < len(job.stage_layers):
         parts.append(Sent("pp", "send", hidden))
-    return merged(sent for sent in parts if job.degree(sent.axis) > 1)
-
-
-def sampling_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
-    """Return what `rank` sends after it: logits are gathered, and tokens broadcast with their log-probabilities."""
-    parts = [Sent(axis, "broadcast_", 2 * slots * FLOAT64) for axis in ("tp", "sp", "pp")]
-    if job.place("pp", rank) == job.dims.pp - 1 and job.place("sp", rank) == 0:
-        logits = slots * job.model.facts.vocab_size // job.dims.tp * job.dtype.itemsize
-        parts.append(Sent("tp", "_allgather_base_", logits * (job.dims.tp - 1)))
-    return merged(sent for sent in parts if job.degree(sent.axis) > 1)
+    return merged(parts, job)
 
 
 @dataclass(frozen=True)
@@ -139,8 +130,7 @@ def _prefill_multiple(layout: CallLayout) -> int:
     return _row_multiple(layout) * -(-ROW_MULTIPLE // _row_multiple(layout))
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Micro-batches of packed sequences."""
 
     number: int
@@ -204,8 +194,8 @@ class _Calls:
     def inference(self, work: Inference) -> CallCost:
         rows = packed_rows(self.workload.sequences, self.layout)
         job = self._of_rows("logprobs" if work.head == "logprobs" else "values", rows)
-        step, ranks = step_seconds(job, self.hardware, collective=self._collective), different_ranks(job, self.hardware)
-        memory = max((forward_memory(job, rank) for rank in ranks), key=lambda moment: moment.total)
+        step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
+        memory = max((forward_memory(job, rank) for rank in job.slowest_ranks), key=lambda moment: moment.total)
         seconds = {"forward": step.total - step.bubble, "bubble": step.bubble}
         return CallCost(seconds, memory.total - memory.parameters)
 
@@ -213,12 +203,11 @@ class _Calls:
         seconds, peaks = defaultdict[str, float](float), []
         for rows, number in mini_batch_rows(work, self.layout, self.workload).items():
             job = self._of_rows(work.objective.head, rows, trained=True)
-            step = step_seconds(job, self.hardware, collective=self._collective)
+            step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
             parts = {"passes": step.total - step.bubble - step.optimizer, "bubble": step.bubble}
             for part, value in {**parts, "update": step.optimizer}.items():
                 seconds[part] += number * work.epochs * value
-            # Of the stages that are alike, the first has most micro-batches in flight.
-            peaks += [footprint(job, rank) for rank in different_ranks(job, self.hardware)]
+            peaks += [footprint(job, rank) for rank in job.slowest_ranks]
         memory = max(peaks, key=lambda each: each.peak.total)
         return CallCost(seconds, memory.peak.total - memory.parameters - memory.optimizer)
 
@@ -245,10 +234,6 @@ class _Calls:
         work = max((moment.total - moment.parameters for moment in moments), default=0)
         return CallCost({"prefill": prefill, "decode": decode}, cache_bytes + work, cache_bytes)
 
-    @property
-    def _collective(self) -> float:
-        return self.options.collective_launches
-
     def _job(self, output: Output, trained: bool = False, **sizes: int) -> Job:
         return _job(self.layout, self.model, self.options, output, trained, **sizes)
 
@@ -256,37 +241,33 @@ class _Calls:
         job = self._job(output, trained, seq_len=rows.tokens, batch_size=rows.number, micro_batches=rows.number)
         return replace(job, visible=rows.visible)
 
-    def _micro_batches(self) -> int:
-        """Return the micro-batches of generation; with one for each stage, the slowest stage sets the pace."""
-        return self.layout.dims.pp if self.options.pipelined else 1
-
     def _prefill(self, rows: int, tokens: int) -> float:
         """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
-        job, stages = self._job("cache", seq_len=tokens, batch_size=-(-rows // self._micro_batches())), []
-        for rank, number in different_ranks(job, self.hardware).items():
-            busy, _ = rank_seconds(job, self.hardware, rank, collective=self._collective)
-            stages += [busy.total] * number
-        return sum(stages) + (self._micro_batches() - 1) * max(stages)
+        micro_batches = self.layout.dims.pp if self.options.pipelined else 1
+        job = self._job("cache", seq_len=tokens, batch_size=-(-rows // micro_batches))
+        stages = []
+        for rank in job.slowest_ranks:
+            busy, _ = rank_seconds(job, self.hardware, rank, collective=self.options.collective_launches)
+            stages.append(busy.total)
+        return sum(stages) + (micro_batches - 1) * max(stages)
 
     def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
         """Return the seconds of a decode step: of products, communication and sampling; to read a place of the cache of
         every slot; and in which the host launches its operators, the least that the step takes."""
         # Where the cache is sharded, attention is computed in float32 copies of it.
         passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
-        micro_batches = self._micro_batches()
-        rows, read, fixed, launched = -(-slots // micro_batches), [], [], []
-        for slowest, number in different_ranks(job, self.hardware).items():
-            rank = job.ranks("pp", 0)[job.place("pp", slowest)]
-            sent = decode_traffic(job, rank, rows)
-            read += [float(_bytes_per_place(job, *job.stages(rank)))] * number
-            fixed += [_stage_seconds(job, self.hardware, rank, rows)] * number
-            launched += [rank_launches(job, self.hardware, rank, sent, self._collective)] * number
-
-        def step(stages: list[float]) -> float:
-            return sum(stages) if micro_batches == 1 else micro_batches * max(stages)
-
-        per_place = self.hardware.memory_seconds(rows * step(read) * passes)
-        return step(fixed), per_place, step(launched) * self.hardware.launch_seconds
+        micro_batches = self.layout.dims.pp if self.options.pipelined else 1  # the slowest stage sets the pace
+        rows, stages = -(-slots // micro_batches), []
+        for rank in job.ranks("pp", 0):
+            sent, each = decode_traffic(job, rank, rows), self.options.collective_launches
+            launched = rank_launches(job, self.hardware, rank, sent, each)
+            fixed, read = _stage_seconds(job, self.hardware, rank, rows), _bytes_per_place(job, *job.stages(rank))
+            stages.append((fixed, float(read), launched))
+        fixed, read, launched = (
+            sum(each) if micro_batches == 1 else micro_batches * max(each) for each in zip(*stages, strict=True)
+        )
+        per_place = self.hardware.memory_seconds(rows * read * passes)
+        return fixed, per_place, launched * self.hardware.launch_seconds
 
 
 def _bytes_per_place(job: Job, stage: int) -> int:
@@ -309,9 +290,14 @@ def _stage_seconds(job: Job, hardware: Hardware, rank: int, slots: int) -> float
             chosen = min(p.numel / job.dims.ep, rows * p.numel / p.shape[0])  # weights of experts that have a token
             products.append(Product(2.0 * rows / job.dims.ep * p.numel / p.shape[0], chosen, job.dtype.itemsize))
         total += number * sum(product.seconds(hardware, dtype) for product in products)
-    traffic = decode_traffic(job, rank, slots) + sampling_traffic(job, rank, slots)
+    # To sample, logits are gathered, and tokens broadcast with their log-probabilities.
+    sampling = [Sent(axis, "broadcast_", 2 * slots * FLOAT64) for axis in ("tp", "sp", "pp")]
+    if stage == job.last_stage and job.place("sp", rank) == 0:
+        logits = slots * job.model.facts.vocab_size // tp * job.dtype.itemsize
+        sampling.append(Sent("tp", "_allgather_base_", logits * (tp - 1)))
+    traffic = decode_traffic(job, rank, slots) + merged(sampling, job)
     total += sum(sent_seconds(job, hardware, sent, rank) for sent in traffic)
-    if stage == len(job.stage_layers) - 1:
+    if stage == job.last_stage:
         for p in filter(is_matrix, job.model.head or job.model.embedding):
             total += Product.of(slots, p.shape[1], p.shape[0] / tp, job.dtype.itemsize).seconds(hardware, dtype)
             total += hardware.memory_seconds(sum(LOGPROB_PASSES) * slots * p.shape[0] * FLOAT32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -24,17 +23,14 @@ from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
 from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
-from usp.train.validate import parallel_dims
 
-from .question import CHOSEN, LAYOUT, enough_devices, from_rank_0, suppositions, what_if_line
-from .search import Candidate, Predictor, Question, Search, SearchResult, changed, layouts
+from .question import CHOSEN, enough_devices, from_rank_0, suppositions, what_if_line
+from .search import Candidate, Predictor, Question, Search, SearchResult, layouts
 from .step_report import StepReport, parts, step_report
 
 T = TypeVar("T")
 _chosen = attrgetter(*CHOSEN)
 _degrees = attrgetter("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep", "sp_order")
-_layout = attrgetter(*LAYOUT)
-_dims = lru_cache(maxsize=4096)(ParallelDims)
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,6 @@ class Choice:
     result: SearchResult
     job: Job  # of an arbitrary layout, for its model
     proof: StepReport | None = None  # the dry run of the best, which has its memory, where formulas are approximate
-
-    @property
-    def question(self) -> Question:
-        return self.search.question
 
     @property
     def best(self) -> Candidate:
@@ -63,10 +55,8 @@ def choose(
     data: Callable[[ModelFacts], Data] = lambda facts: ONE_DOCUMENT,
 ) -> Choice:
     """Search the fastest configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
-
-    `report` is as in `Search.run`, `data` what to assume of the data of a model. Raise ConfigurationError for invalid
-    values, for values that the planner chooses, and, naming the one that needs least memory, if no configuration fits.
-    """
+    `report` is as in `Search.run`, `data` what to assume of the data. Raise ConfigurationError for invalid values,
+    for values that the planner chooses, and, naming the one that needs least memory, if no configuration fits."""
     base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
     # On one rank nothing depends on the layout, so whatever is wrong there is wrong with what was asked.
     resolved = resolve(replace(base, **{name: getattr(TrainConfig(), name) for name in CHOSEN}), 1, weights=False)
@@ -94,7 +84,7 @@ def choose(
 
 def _proved(choice: Choice) -> Choice:
     """Return the choice with the best configuration that fits by its dry run."""
-    data, question = replace(choice.job.data, router_imbalance=1.0), choice.question
+    data, question = replace(choice.job.data, router_imbalance=1.0), choice.search.question
     for number, best in enumerate(choice.result.best):
         proof = step_report(best.config, question.world_size, question.hardware, lambda facts: data, None)
         if proof.fits:
@@ -110,21 +100,12 @@ def _proved(choice: Choice) -> Choice:
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
 
-    def of_layout(config: TrainConfig) -> Job:
-        made = replace(job, config=config, dims=_dims(*_degrees(config)))
-        for name in ("micro_batch", "slowest_ranks", "last_stage"):
-            getattr(made, name)  # kept by all options of the layout
-        return made
-
-    layout = _kept_by(_layout, of_layout)
-    like = _kept_by(_chosen, lambda config: changed(layout(config), config=config))
+    like = _kept_by(_chosen, lambda config: replace(job, config=config, dims=ParallelDims(*_degrees(config))))
 
     def memory(config: TrainConfig) -> Memory:
-        # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
-        made = like(config)
-        ranks = made.ranks("pp", 0)
-        device = max(peak_moment(made, rank).total for rank in {ranks[0], ranks[-1]})
-        offloads = config.ac_offload or config.optim_offload
+        made, offloads = like(config), config.ac_offload or config.optim_offload
+        ends = {0, made.ranks("pp", 0)[-1]}  # with most activations in flight, and with the vocabulary loss
+        device = max(peak_moment(made, rank).total for rank in ends)
         return Memory(device, host_bytes(made, hardware.host_devices) if offloads else 0)
 
     return Predictor(
@@ -150,20 +131,14 @@ def _refused(asked: TrainConfig, world_size: int) -> Iterator[str]:
     if world_size < 1:
         yield f"--world-size = {world_size} must be at least 1"
     if asked.global_batch_size < 1:
-        yield (
-            f"--global-batch-size = {asked.global_batch_size} must be at least 1: the fastest layout depends on the "
-            f"number of sequences per step over all devices"
-        )
+        words = "the fastest layout depends on the number of sequences per step over all devices"
+        yield f"--global-batch-size = {asked.global_batch_size} must be at least 1: {words}"
     if asked.curriculum:
-        yield (
-            "--curriculum: the planner chooses one layout, and its stages have different steps: plan each by itself, "
-            "and write its degrees into the curriculum"
-        )
-    default = TrainConfig()
-    changed = [name for name in CHOSEN if getattr(asked, name) != getattr(default, name)]
-    if changed:
-        values = ", ".join(f"{flag(name)} = {getattr(asked, name)}" for name in changed)
-        yield f"{values}: chosen by the planner, remove it from the flags and from the --config file"
+        words = "plan each by itself, and write its degrees into the curriculum"
+        yield f"--curriculum: the planner chooses one layout, and its stages have different steps: {words}"
+    values = {name: getattr(asked, name) for name in CHOSEN}
+    if given := [f"{flag(name)} = {value}" for name, value in values.items() if value != getattr(TrainConfig(), name)]:
+        yield f"{', '.join(given)}: chosen by the planner, remove it from the flags and from the --config file"
 
 
 def _nothing_fits(search: Search, job: Job) -> str:
@@ -171,9 +146,7 @@ def _nothing_fits(search: Search, job: Job) -> str:
 
     def fits(larger: Question) -> bool:
         every = tuple(layouts(larger))
-        dims = parallel_dims(every[0]).resolve(larger.world_size)
-        predictor = predictor_for(replace(job, config=every[0], dims=dims), larger.hardware)
-        return Search(larger, predictor, every).fastest() is not None
+        return Search(larger, predictor_for(job, larger.hardware), every).fastest() is not None
 
     smallest = search.tightest()
     assert smallest is not None
@@ -190,19 +163,21 @@ def _nothing_fits(search: Search, job: Job) -> str:
 def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
     """Return the words and the fastest configuration of each of `suppositions`, None if nothing would fit."""
     supposed = []
-    for words, question in suppositions(choice.question):
-        predictor = choice.search.predictor
-        if question.hardware is not choice.question.hardware:  # memory and compute do not depend on links
+    search = choice.search
+    for words, question in suppositions(search.question):
+        predictor = search.predictor
+        if question.hardware is not search.question.hardware:  # memory and compute do not depend on links
             predictor = replace(predictor, seconds=predictor_for(choice.job, question.hardware).seconds)
-        supposed.append((words, Search(question, predictor, choice.search.every).fastest()))
+        supposed.append((words, Search(question, predictor, search.every).fastest()))
     return supposed
 
 
 def contradicted(choice: Choice) -> Iterator[str]:
     """Yield the tips of the USP paper that the choice contradicts, each with the fastest configuration that follows."""
-    for tip, followed in broken_tips(choice.best.config, choice.question.facts):
-        following = list(filter(followed, choice.search.every))
-        if other := Search(choice.question, choice.search.predictor, following).fastest():
+    search = choice.search
+    for tip, followed in broken_tips(choice.best.config, search.question.facts):
+        following = list(filter(followed, search.every))
+        if other := Search(search.question, search.predictor, following).fastest():
             yield (
                 f"{tip}. The fastest that follows it, {candidate_text(other)}, takes "
                 f"{seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"
@@ -230,8 +205,8 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         print(f"plan: searching the fastest layout of {launch.world_size} ranks", flush=True)
     choice = choose(replace(config, device=device.type), launch.world_size, hardware)
     best = choice.best
-    on_host = f"({best.memory.host / GIB:.1f} GiB of a host's memory) " if best.memory.host else ""
     if launch.rank == 0:
+        on_host = f"({best.memory.host / GIB:.1f} GiB of a host's memory) " if best.memory.host else ""
         print(
             f"plan: {candidate_text(best)}, the fastest of {choice.result.layouts} "
             f"layouts, {seconds(best.time.total)} per step and {best.memory.device / GIB:.1f} GiB {on_host}predicted "
@@ -242,18 +217,17 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
 
 def why_slower(candidate: Candidate, first: Candidate) -> str:
     """Return the two components that take longest compared with the first candidate."""
-    mine, its = parts(candidate.time), parts(first.time)
-    longer = {name: seconds - its.get(name, 0.0) for name, seconds in mine.items()}
-    largest = sorted(longer, key=lambda name: -longer[name])[:2]
-    words = [f"{name} +{seconds(longer[name])}" for name in largest if longer[name] > 0.001 * first.time.total]
+    its = parts(first.time)
+    longer = ((name, took - its.get(name, 0.0)) for name, took in parts(candidate.time).items())
+    largest = sorted(longer, key=lambda item: -item[1])[:2]
+    words = [f"{name} +{seconds(more)}" for name, more in largest if more > 0.001 * first.time.total]
     return ", ".join(words) or "equally fast"
 
 
 def bound(candidate: Candidate, memory_bytes: float) -> str:
     """Return the component that takes longest, and memory if saving it costs time."""
-    by_part = parts(candidate.time)
-    largest = max(by_part, key=lambda name: by_part[name])
-    words = f"{largest} ({by_part[largest] / candidate.time.total:.0%})"
+    largest, took = max(parts(candidate.time).items(), key=lambda item: item[1])
+    words = f"{largest} ({took / candidate.time.total:.0%})"
     if candidate.config.ac != "none" and candidate.memory.device > 0.5 * memory_bytes:
         words += ", and by memory, which requires recomputation"
     return words
@@ -261,7 +235,7 @@ def bound(candidate: Candidate, memory_bytes: float) -> str:
 
 def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]) -> Group:
     """Return the report for rich to print; `supposed` is what `suppose` returns."""
-    result, memory, first = choice.result, choice.question.usable, choice.best
+    result, memory, first = choice.result, choice.search.question.usable, choice.best
     host = f" and {memory.host / GIB:.0f} GiB of a host" if math.isfinite(memory.host) else ""
     lines = [
         f"{result.layouts} layouts, {result.tried} checked against {memory.device / GIB:.0f} GiB of a device{host}",
@@ -283,18 +257,10 @@ def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]
 
 
 def _configurations(result: SearchResult) -> Grid:
-    rows = (
-        (
-            str(number),
-            degrees(candidate.config),
-            memory_options(candidate.config),
-            seconds(candidate.time.total),
-            f"{candidate.time.mfu:.2f}",
-            f"{candidate.memory.device / GIB:.1f}",
-            f"{candidate.memory.host / GIB:.1f}",
-        )
-        for number, candidate in enumerate(result.best, start=1)
-    )
+    rows = []
+    for number, each in enumerate(result.best, start=1):
+        numbers = seconds(each.time.total), f"{each.time.mfu:.2f}", *(f"{nbytes / GIB:.1f}" for nbytes in each.memory)
+        rows.append((str(number), degrees(each.config), memory_options(each.config), *numbers))
     kernels = ", ".join(sorted({kernel for candidate in result.best for kernel in candidate.time.kernels}))
     title = f"Fastest configurations, one for each set of axes; MFU with attention by {kernels}"
     return Grid(title, ("", "degrees", "memory options", "step", "MFU", "GiB", "host GiB"), tuple(rows))
@@ -309,18 +275,15 @@ def degrees(config: TrainConfig) -> str:
 
 def memory_options(config: TrainConfig) -> str:
     """Return the options that determine the memory, including those of the pipeline."""
-    words = [f"ZeRO-{config.zero}"]
-    if config.ac != "none":
-        words.append(f"ac {config.ac}" + (" with offload" if config.ac_offload else ""))
-    if config.optim_offload:
-        words.append("optimizer offload")
-    if config.mlp_tile:
-        words.append(f"MLP tiles of {config.mlp_tile} tokens")
-    if config.micro_batches > 1:
-        words.append(f"{config.micro_batches} micro-batches")
-    if config.pp > 1:
-        words.append(config.pp_schedule)
-    return ", ".join(words)
+    words = {
+        f"ZeRO-{config.zero}": True,
+        f"ac {config.ac}" + (" with offload" if config.ac_offload else ""): config.ac != "none",
+        "optimizer offload": config.optim_offload,
+        f"MLP tiles of {config.mlp_tile} tokens": config.mlp_tile,
+        f"{config.micro_batches} micro-batches": config.micro_batches > 1,
+        config.pp_schedule: config.pp > 1,
+    }
+    return ", ".join(word for word, holds in words.items() if holds)
 
 
 def candidate_text(candidate: Candidate) -> str:
@@ -330,33 +293,22 @@ def candidate_text(candidate: Candidate) -> str:
 
 def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[tuple[str, Callable[[TrainConfig], bool]]]:
     """Yield the tips of arXiv 2405.07719, section 4, that a configuration breaks, each with whether another follows."""
-    sp = config.sp_ring * config.sp_ulysses
+    ring, ulysses, sp = config.sp_ring, config.sp_ulysses, config.sp_ring * config.sp_ulysses
     left = facts.num_heads // config.tp
-    if config.sp_ring > 1 and config.sp_ulysses == 1 and left > 1:
-        yield (
-            f"tip 1: pure ring attention (ring {config.sp_ring}), although {left} heads per rank would allow Ulysses",
-            lambda other: other.sp_ring == 1 or other.sp_ulysses > 1,
-        )
+    if ring > 1 and ulysses == 1 and left > 1:
+        words = f"tip 1: pure ring attention (ring {ring}), although {left} heads per rank would allow Ulysses"
+        yield words, lambda other: other.sp_ring == 1 or other.sp_ulysses > 1
     if sp > 1 and config.batch_size > 1 and config.pp == 1:
-        yield (
-            f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them; "
-            f"data parallelism would communicate less",
-            lambda other: other.sp_ring * other.sp_ulysses == 1,
-        )
+        words = f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them"
+        yield f"{words}; data parallelism would communicate less", lambda other: other.sp_ring * other.sp_ulysses == 1
     if sp > 1 and config.zero == 0:
-        yield (
-            "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank",
-            lambda other: other.zero > 0,
+        words = "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank"
+        yield words, lambda other: other.zero > 0
+    if config.tp > 1 and config.tp > ulysses and left > 1:
+        words = f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off"
+        yield f"{words} only where it saves memory", lambda other: other.tp == 1 or other.tp <= other.sp_ulysses
+    if config.sp_order != "ring-outer" and ring > 1 and ulysses > 1:
+        words = (
+            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}"
         )
-    if config.tp > 1 and config.tp > config.sp_ulysses and left > 1:
-        yield (
-            f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off "
-            f"only where it saves memory",
-            lambda other: other.tp == 1 or other.tp <= other.sp_ulysses,
-        )
-    if config.sp_order != "ring-outer" and config.sp_ring > 1 and config.sp_ulysses > 1:
-        yield (
-            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}; "
-            f"the planner keeps --sp-order",
-            lambda other: other.sp_ring == 1 or other.sp_ulysses == 1,
-        )
+        yield f"{words}; the planner keeps --sp-order", lambda other: other.sp_ring == 1 or other.sp_ulysses == 1

@@ -3,7 +3,7 @@ memory, whether it fits, and which flags would make it fit; as tables and as JSO
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -77,21 +77,15 @@ class Compared:
         """Why the method does not fit, and what would make it; empty if it fits."""
         if self.step.fits:
             return ""
-        words = " ".join(self._excesses())
-        none = "ZeRO-3, recomputation, MLP tiles, and activations and optimizer on the host do not suffice"
-        return f"{words} It fits {self.short}." if self.remedy else f"{words} {none}."
-
-    def _excesses(self) -> Iterator[str]:
-        """Yield what exceeds the device's memory, and the host's."""
-        step, peak = self.step, self.step.memory.peak.total
+        step, peak, words = self.step, self.step.memory.peak.total, ""
         if peak > step.limits.device:
             largest, nbytes = max(memory_parts(step.memory).items(), key=lambda item: item[1])
-            yield (
-                f"Needs {size(peak)} of a device where {size(step.limits.device)} are usable, most for {largest}: "
-                f"{size(nbytes)}."
-            )
+            usable = f"{size(step.limits.device)} are usable, most for {largest}: {size(nbytes)}"
+            words = f"Needs {size(peak)} of a device where {usable}. "
         if step.on_host > step.limits.host:
-            yield f"Needs {size(step.on_host)} of a host's memory where {size(step.limits.host)} are usable."
+            words += f"Needs {size(step.on_host)} of a host's memory where {size(step.limits.host)} are usable. "
+        none = "ZeRO-3, recomputation, MLP tiles, and activations and optimizer on the host do not suffice"
+        return words + (f"It fits {self.short}." if self.remedy else f"{none}.")
 
     @property
     def short(self) -> str:
@@ -127,9 +121,7 @@ def judge(compared: Iterable[Compared], setting: Setting) -> list[Compared]:
     def order(method: Compared) -> tuple[int, float]:
         if method.step.fits:
             return 0, method.step.time.total
-        if method.remedy is None:
-            return 2, method.step.memory.peak.total
-        return 1, method.remedy[1].time.total
+        return (1, method.remedy[1].time.total) if method.remedy else (2, method.step.memory.peak.total)
 
     return sorted((replace(each, remedy=_remedy(each.step, setting)) for each in compared), key=order)
 
@@ -157,9 +149,13 @@ def _remedy(step: StepReport, setting: Setting) -> tuple[str, StepReport] | None
 
 def comparison_tables(compared: Sequence[Compared], problems: Mapping[str, str] | None = None) -> list[Grid]:
     """Return tables of traffic on the wire, memory, the paper's costs, overlap, and infeasible methods."""
-    tables = [_communication(compared), _memory(compared), _paper(compared), _overlap(compared)] if compared else []
-    tables.append(Grid("Not feasible", ("method", "reason"), tuple((problems or {}).items())))
-    return [table for table in tables if table.rows]
+    axes = sorted({sent.axis for each in compared for sent in each.sent if sent.nbytes > 1024})
+    overlap = Grid(
+        "Overlap of communication", ("axis", "communication"), tuple((axis, exposure(axis)) for axis in axes)
+    )
+    infeasible = Grid("Not feasible", ("method", "reason"), tuple((problems or {}).items()))
+    tables = [_communication(compared), _memory(compared), _paper(compared), overlap] if compared else []
+    return [table for table in (*tables, infeasible) if table.rows]
 
 
 def _communication(compared: Sequence[Compared]) -> Grid:
@@ -175,9 +171,9 @@ def _memory(compared: Sequence[Compared]) -> Grid:
     largest = max(each.step.memory.peak.total for each in compared)
     unit, name = (GIB, "GiB") if largest >= GIB else (2**20, "MiB")
     rows = []
-    for memory, method in ((each.step.memory, each.method) for each in compared):
-        sizes = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.host)
-        rows.append((method, *(f"{nbytes / unit:.1f}" for nbytes in (*sizes, memory.peak.total)), memory.peak.name))
+    for each in compared:
+        *sizes, peak = vars(each.step.memory).values()
+        rows.append((each.method, *(f"{nbytes / unit:.1f}" for nbytes in (*sizes, peak.total)), peak.name))
     columns = ("method", "params", "grads", "optim", "activ", "host", "peak", "at")
     return Grid(f"Memory of the rank that needs most, {name}", columns, tuple(rows))
 
@@ -190,11 +186,6 @@ def _paper(compared: Sequence[Compared]) -> Grid:
         if (paper := each.paper) is not None
     )
     return Grid("As the paper counts: sent per rank and block, and memory", columns, rows)
-
-
-def _overlap(compared: Sequence[Compared]) -> Grid:
-    axes = sorted({sent.axis for each in compared for sent in each.sent if sent.nbytes > 1024})
-    return Grid("Overlap of communication", ("axis", "communication"), tuple((axis, exposure(axis)) for axis in axes))
 
 
 def _sent(sent: Sequence[Sent]) -> str:
@@ -210,9 +201,9 @@ def _sent(sent: Sequence[Sent]) -> str:
 def verdict_table(judged: Iterable[Compared], hardware: str) -> Grid:
     """Return the methods with their step and peak memory, in the order of `judge`."""
     rows = []
-    for step, each in ((each.step, each) for each in judged):
-        speed = seconds(step.time.total), f"{step.tokens_per_second:,.0f}", f"{step.time.mfu:.2f}"
-        rows.append((each.method, *speed, size(step.memory.peak.total), each.short))
+    for each in judged:
+        time, tokens, memory = each.step.time, each.step.tokens_per_second, each.step.memory.peak.total
+        rows.append((each.method, seconds(time.total), f"{tokens:,.0f}", f"{time.mfu:.2f}", size(memory), each.short))
     columns = ("method", "step", "tokens/s per device", "MFU", "memory", "fits")
     return Grid(f"A step on {hardware}, the fastest that fits first", columns, tuple(rows))
 
@@ -228,17 +219,12 @@ def comparison_json(
 
 def _json(compared: Compared) -> dict[str, Any]:
     memory, step = compared.step.memory, report_json(compared.step)
+    traffic = {"block_parameters": compared.block_parameters, "block_activations": compared.block_activations}
     return {
-        "method": compared.method,
-        "rank": compared.rank,
-        "sender": compared.sender,
-        "block_parameters": [sent._asdict() for sent in compared.block_parameters],
-        "block_activations": [sent._asdict() for sent in compared.block_activations],
+        **{name: getattr(compared, name) for name in ("method", "rank", "sender", "degrees", "reason")},
+        **{name: [each._asdict() for each in sent] for name, sent in (traffic | {"step": compared.sent}).items()},
         "paper": None if compared.paper is None else asdict(compared.paper),
-        "degrees": compared.degrees,
-        "step": [sent._asdict() for sent in compared.sent],
         "sent": compared.sent_bytes,
         "memory": asdict(memory) | {"moment": memory.peak._asdict(), "peak": memory.peak.total},
         **{name: step[name] for name in ("seconds", "parts", "kernels", "mfu", "memory_limit_bytes", "fits")},
-        "reason": compared.reason,
     }

@@ -49,11 +49,11 @@ def sweep(methods: Sequence[Method], setting: Setting) -> list[Panel]:
     by_length = {length: replace(setting, base=replace(setting.base, seq_len=length)) for length in lengths}
     panels = []
     for settings, below in ((by_number, "devices"), (by_length, "tokens of a sequence")):
-        sent = defaultdict[str, dict[int, float]](dict)
-        memory = defaultdict[str, dict[int, float]](dict)
-        for place, each in ((place, each) for place, at in settings.items() for each in compare(methods, at)[0]):
-            sent[each.method][place] = each.sent_bytes / GIB
-            memory[each.method][place] = each.step.memory.peak.total / GIB
+        sent, memory = defaultdict[str, dict[int, float]](dict), defaultdict[str, dict[int, float]](dict)
+        for place, at in settings.items():
+            for each in compare(methods, at)[0]:
+                sent[each.method][place] = each.sent_bytes / GIB
+                memory[each.method][place] = each.step.memory.peak.total / GIB
         places, limit = tuple(settings), setting.usable.device / GIB
         panels += [
             Panel("GiB that the busiest rank sends in a step", below, places, sent),
@@ -156,21 +156,18 @@ def _headline(judged: Sequence[Compared]) -> str:
         return "None of the methods can run as asked; the reasons are below."
     first, *others = judged
     if first.step.fits:
-        step = first.step
+        time, memory = first.step.time, f"{size(first.step.memory.peak.total)} of {size(first.step.limits.device)}"
         words = (
-            f"{first.method} is the fastest that fits: {seconds(step.time.total)} per step, "
-            f"{step.time.mfu:.0%} MFU, {size(step.memory.peak.total)} of {size(step.limits.device)}."
+            f"{first.method} is the fastest that fits: {seconds(time.total)} per step, {time.mfu:.0%} MFU, {memory}."
         )
         if others and others[0].step.fits:
-            words += f" {others[0].method} takes {others[0].step.time.total / step.time.total - 1:.0%} longer."
+            words += f" {others[0].method} takes {others[0].step.time.total / time.total - 1:.0%} longer."
         return words
     if first.remedy is None:
         return "None of the methods fits, whatever saves memory: use more devices or shorter sequences."
     flags, step = first.remedy
-    return (
-        f"None of the methods fits as asked. {first.method} does with {flags}: "
-        f"{size(step.memory.peak.total)} of {size(step.limits.device)}, {seconds(step.time.total)} per step."
-    )
+    words = f"{size(step.memory.peak.total)} of {size(step.limits.device)}, {seconds(step.time.total)} per step"
+    return f"None of the methods fits as asked. {first.method} does with {flags}: {words}."
 
 
 def _bar(values: Mapping[str, float], text: Any) -> Bar:

@@ -130,12 +130,11 @@ class Estimates:
 
     def state_load_seconds(self, copy: WeightCopy) -> float:
         """Return the time to move a trained copy's moments from the host to the device, or back."""
-        elements = self._elements(copy.role, self._placed(copy.layout))
-        return elements * 2 * FLOAT32 / self.hardware.host_link_bytes_per_second
+        moments = 2 * FLOAT32 * self._elements(copy.role, self._placed(copy.layout))
+        return moments / self.hardware.host_link_bytes_per_second
 
     def _fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
-        """Return the time to fill a copy from another one: how much hosts and ranks lack, by the rates of their links.
-        `parallel.realloc_seconds` has the time of the real messages."""
+        """Return the time to fill a copy from another one by what hosts and ranks lack; cf. `realloc_seconds`."""
         if source.layout.of_weights == copy.layout.of_weights:
             return 0.0
         total = self.models[copy.role].numel * self.options.dtype.itemsize
@@ -149,8 +148,8 @@ class Estimates:
 
         arriving = max(nbytes / rate(copy.layout, host) for host, nbytes in missing.items())
         sending = sum(missing.values()) / sum(rate(source.layout, host) for host in has)
-        stays = self.weight_bytes(source) / total if set(copy.layout.ranks) <= set(source.layout.ranks) else 0.0
-        stays = self.weight_bytes(copy) * min(1.0, stays)
+        kept = self.weight_bytes(source) / total if set(copy.layout.ranks) <= set(source.layout.ranks) else 0.0
+        stays = self.weight_bytes(copy) * min(1.0, kept)
         within = (self.weight_bytes(copy) - stays) / inside.send.bytes_per_second
         received = (max(arriving, sending) + within) / self.hardware.link_efficiency
         return max(received, self.hardware.memory_seconds(2 * stays))

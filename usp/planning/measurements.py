@@ -11,7 +11,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -92,21 +91,9 @@ class Measurements:
 
     def at(self, part: Part, layers: int, sequences: float, tokens: float) -> float:
         """Return the seconds of a part; nan if it was not measured, or only at another depth."""
-        grid = self._grids.get(part)
-        if grid is None or (len(grid) == 1 and layers not in grid):
-            return math.nan
-        by_layers = {
-            depth: _along({n: _along(of_n, tokens) for n, of_n in grid[depth].items()}, sequences) for depth in grid
-        }
-        return by_layers[layers] if layers in by_layers else _along(by_layers, layers)
-
-    @cached_property
-    def _grids(self) -> dict[Part, dict[int, dict[int, dict[int, float]]]]:
-        grids: dict[Part, dict[int, dict[int, dict[int, float]]]] = {}
-        for part, points in self.points.items():
-            for (layers, sequences, tokens), seconds in points.items():
-                grids.setdefault(part, {}).setdefault(layers, {}).setdefault(sequences, {})[tokens] = seconds
-        return grids
+        points = self.points.get(part, {})
+        depths = {depth for depth, *_ in points}
+        return _along(points, layers, sequences, tokens) if len(depths) > 1 or layers in depths else math.nan
 
     def factors(self, estimates: Estimates, layouts: Mapping[str, Iterable[CallLayout]]) -> Factors:
         """Return the measured seconds over those by formula, of the layouts of calls that were measured."""
@@ -129,9 +116,8 @@ class Measurements:
         if isinstance(call.work, Generate):
             return self._generation(part, depth, layout, estimates)
         if isinstance(call.work, TrainStep):
-            rows = mini_batch_rows(call.work, layout, workload).items()
-            mini_batches = ((self._rows(part, depth, each, layout, workload), number) for each, number in rows)
-            return call.work.epochs * sum(number * seconds for seconds, number in mini_batches)
+            mini_batches = mini_batch_rows(call.work, layout, workload).elements()
+            return call.work.epochs * sum(self._rows(part, depth, rows, layout, workload) for rows in mini_batches)
         return self._rows(part, depth, packed_rows(workload.sequences, layout), layout, workload)
 
     def _rows(self, part: Part, depth: int, rows: Rows, layout: CallLayout, workload: Workload) -> float:
@@ -162,11 +148,11 @@ class Measurements:
             {**asdict(part), "points": [[*at, seconds] for at, seconds in points.items()]}
             for part, points in sorted(self.points.items())
         ]
-        values = {name: getattr(self, name) for name in ("device", "dtype", "ranks")}
+        values = {"version": VERSION, "device": self.device, "dtype": self.dtype, "ranks": self.ranks}
         values |= {"sizes": asdict(self.sizes), "step": [self.step_seconds]}
-        lines = ",\n  ".join(json.dumps(part) for part in parts)
+        lines = ",\n  ".join(map(json.dumps, parts))
         new = path.with_name(f"{path.name}.new")
-        new.write_text(f'{{"version": {VERSION}, {json.dumps(values)[1:-1]}, "parts": [\n  {lines}\n]}}\n')
+        new.write_text(f'{json.dumps(values)[:-1]}, "parts": [\n  {lines}\n]}}\n')
         new.replace(path)
 
     @staticmethod
@@ -177,27 +163,30 @@ class Measurements:
             if values["version"] != VERSION:
                 raise ValueError(f"its version must be {VERSION}")
             # Points and steps may end with the seconds of processors, which are not used.
-            points = {
-                Part(part["model"], part["work"], part["layout"]): {
-                    (layers, sequences, tokens): float(seconds)
-                    for layers, sequences, tokens, seconds, *_ in part["points"]
-                }
-                for part in values["parts"]
-            }
+            points = {}
+            for part in values["parts"]:
+                measured = {tuple(at): float(seconds) for *at, seconds in (point[:4] for point in part["points"])}
+                points[Part(part["model"], part["work"], part["layout"])] = measured
             sizes: dict[str, Any] = {
-                name: tuple(size) if isinstance(size, list) else size for name, size in values["sizes"].items()
+                name: tuple(x) if isinstance(x, list) else x for name, x in values["sizes"].items()
             }
-            device, dtype, ranks = (values[name] for name in ("device", "dtype", "ranks"))
-            return Measurements(device, dtype, ranks, Sizes(**sizes), points, values["step"][0])
+            made_of = values["device"], values["dtype"], values["ranks"]
+            return Measurements(*made_of, Sizes(**sizes), points, values["step"][0])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is not a profile of python -m usp rlhf-profile: {error!r}") from error
 
 
-def _along(known: Mapping[int, float], x: float) -> float:
-    """Return what lies at x: on the line through the two nearest known ones, or in proportion to a single one."""
-    xs = sorted(known)
+def _along(known: Mapping[Any, float], x: float, *others: float) -> float:
+    """Return what lies at x, then at the other coordinates: on the line through the two nearest known ones, or in
+    proportion to a single one."""
+    xs = sorted({first for first, *_ in known})
+
+    def at(first: int) -> float:
+        line = {place[1:]: seconds for place, seconds in known.items() if place[0] == first}
+        return _along(line, *others) if others else line[()]
+
     if len(xs) == 1:
-        return known[xs[0]] * x / xs[0]
+        return at(xs[0]) * x / xs[0]
     right = min(max(bisect_right(xs, x), 1), len(xs) - 1)
-    low, high = xs[right - 1], xs[right]
-    return max(0.0, known[low] + (x - low) / (high - low) * (known[high] - known[low]))
+    low, high = at(xs[right - 1]), at(xs[right])
+    return max(0.0, low + (x - xs[right - 1]) / (xs[right] - xs[right - 1]) * (high - low))

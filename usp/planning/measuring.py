@@ -59,11 +59,9 @@ def measure_calls(
     known: Mapping[Part, Points] = MappingProxyType({}),
     keep: Callable[[Measurements], None] = lambda measured: None,
 ) -> Measurements:
-    """Measure every call once for each model and layout. Collective over the world, all of whose ranks ask the same.
-    There is at least one call, and all are of one dtype. What is `known` is in the result without being measured again.
-    `keep` gets what is measured so far after each call. Raise ValueError for a model whose layers are of several kinds,
-    or that does not support a layout.
-    """
+    """Measure every call, of which there is at least one and all are of one dtype, once for each model and layout.
+    Collective over the world, all of whose ranks ask the same. What is `known` is not measured again; `keep` gets what
+    is measured so far after each call. Raise ValueError for layers of several kinds, and unsupported layouts."""
     points = {part: dict(measured) for part, measured in known.items()}
     result = Measurements(device_name, dtype_name(asked[0].spec.dtype), dist.get_world_size(), sizes, points)
     for one in asked:
@@ -102,15 +100,11 @@ class _Run:
             self.model = RoleModel(random, self.asked.layout, self.mesh, trained=trained, slots=slots)
             self.model.fill()
 
-    def timings(self) -> Timings:
-        """Time calls, and yield what they took."""
-        raise NotImplementedError
-
     def seconds(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
         """Return the seconds of calls that are timed in turns. Collective over the world."""
-        names = {str(key): key for key in calls}
-        turns = self.rounds.turns([Timed(name, calls[key] if self.model else None, 1) for name, key in names.items()])
-        return {names[name]: estimate.seconds for name, estimate in self.rounds.estimates(turns).items()}
+        turns = self.rounds.turns([Timed(str(key), call if self.model else None, 1) for key, call in calls.items()])
+        took = [estimate.seconds for estimate in self.rounds.estimates(turns).values()]
+        return dict(zip(calls, took, strict=True))
 
     def of_rank(self, samples: int) -> int:
         """Return the samples of a data-parallel rank."""

@@ -1,29 +1,15 @@
 """Parallelization methods by name, translated to train.py's flags, and their cost in the convention of the USP paper.
 
 A name such as `ulysses`, `usp+zero1` or `tp-sp8+ring2+zero3` has parts: each is an axis and its degree, which one part
-may omit to take the remaining ranks.
-
-Table 2 of the paper (arXiv 2405.07719v5): cost = elements x algorithm bandwidth factor. Each method is a list of the
-collectives of one transformer block, forward and backward, from which its costs follow.
-
-    O(d^2)       a block has 12 d^2 parameters: 4 attention matrices, and 2 MLP matrices of 4 d^2 each
-    O(bs L d)    elements of one activation
-    N            number of ranks; P, G: bytes of parameters and gradients; A: bytes of activations
-
-The factors hold for large N: an all-reduce moves its elements twice, everything else once (section 4.1; an all-to-all
-or a gather over N ranks moves (N - 1) / N of them). By these factors an all-reduce of 12 O(d^2) costs 24 O(d^2), but
-the table prints 12: its parameter costs are half of what its factors give, its activation costs are not.
-`parameter_cost` follows the factors, `printed_parameter_cost` the table."""
+may omit to take the remaining ranks. `benchmarks/cost_tables.py` derives the paper's costs from its collectives."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from parallel import divisors
 from usp.config import TrainConfig
 from usp.model.facts import ModelFacts
 from usp.predict.job import Job
@@ -45,10 +31,24 @@ DEFAULT = (
     *("ulysses", "ring", "usp", "dp", "zero1", "zero2", "zero3", "usp+zero1", "usp+zero2", "usp+zero3"),
     *("tp", "tp-sp", "pp", "ep", "tp-sp2+usp+zero1", "pp2+usp+zero1"),
 )
-FACTORS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "all2all": 1, "P2P": 1}
-BLOCK = 12  # parameters of a block, in d^2
 BF16 = 2  # bytes: the paper's P, G and activations are in half precision
-_METHODS = ("ulysses", "ring", "dp", "zero1", "usp+zero1", "usp+zero2", "usp+zero3", "tp", "tp-sp")  # as TABLE_2
+_SHARDED = ("(P+G)/N", "6P/N", "A/N")
+# Table 2 of arXiv 2405.07719v5, then what it lacks. By method, of one block: cost of parameters in O(d^2) by the
+# paper's factors, which it prints halved; cost of activations in O(bs L d) without sequence parallelism; and bytes of
+# parameters P and gradients G, of optimizer states, and of activations A, on N ranks with M micro-batches.
+PAPER: dict[str, tuple[int, int, tuple[str, str, str]]] = {
+    "ulysses": (24, 8, ("P+G", "6P", "A/N")),
+    "ring": (24, 4, ("P+G", "6P", "A/N")),
+    "dp": (24, 0, ("P+G", "6P", "A/N")),
+    "zero1": (24, 0, ("P+G", "6P/N", "A/N")),
+    "usp+zero1": (24, 0, ("P+G", "6P/N", "A/N")),
+    "usp+zero2": (24, 0, ("P+G/N", "6P/N", "A/N")),
+    "usp+zero3": (36, 0, _SHARDED),
+    "tp": (0, 8, ("(P+G)/N", "6P/N", "αA")),
+    "tp-sp": (0, 10, _SHARDED),
+    "ep": (8, 4, ("P+G, experts' /N", "6P, experts' /N", "A/N")),  # activations: times experts per token / N
+    "pp": (0, 2, ("(P+G)/N", "6P/N", "A/M")),
+}
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,8 @@ class Method:
         number, rest = divmod(sequences, dp * rows)
         if rest:
             ranks = f"{dp} data-parallel ranks" + (f" x --micro-batch {rows}" if rows > 1 else "")
-            raise ValueError(
-                f"--global-batch-size {sequences} must be a multiple of the {ranks}: use --global-batch-size "
-                f"{(number + 1) * dp * rows}"
-            )
+            use = f"use --global-batch-size {(number + 1) * dp * rows}"
+            raise ValueError(f"--global-batch-size {sequences} must be a multiple of the {ranks}: {use}")
         pp = flags.get("pp", 1)
         if number < pp:
             raise ValueError(
@@ -129,110 +127,6 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Collective:
-    """`count` collectives on `elements` times bs L d, or times the block's parameters; `shared`: on 1/N of that."""
-
-    name: str
-    count: int = 1
-    elements: Fraction = Fraction(1)
-    shared: bool = False
-
-    def cost(self, ranks: int) -> Fraction:
-        return self.count * self.elements * FACTORS[self.name] / (ranks if self.shared else 1)
-
-    def __str__(self) -> str:
-        return self.name if self.count == 1 or self.name == "P2P" else f"{self.count}*{self.name}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A method of the table, with the collectives of one block."""
-
-    method: str
-    parameters: tuple[Collective, ...]
-    activations: tuple[Collective, ...]
-    split: str  # dims of attention and MLP: heads hc, tokens L, hidden size d, batch bs, layers l, experts E
-    states: tuple[str, str, str]  # bytes of parameters and gradients, of optimizer states, and of activations
-    bound: bool = False  # the activation cost is the maximum over all splits of N into Ulysses and ring
-
-    def parameter_cost(self) -> Fraction:
-        """Return the cost in O(d^2) by the paper's factors."""
-        return BLOCK * collective_cost(self.parameters, 1)
-
-    def printed_parameter_cost(self) -> Fraction:
-        """Return the cost in O(d^2) as the table prints it: half of what its factors give."""
-        return self.parameter_cost() / 2
-
-    def activation_cost(self, ranks: int) -> Fraction:
-        """Return the cost in O(bs L d)."""
-        if self.bound:
-            return max(unified_cost(ulysses, ranks // ulysses) for ulysses in divisors(ranks))
-        return collective_cost(self.activations, ranks)
-
-
-def collective_cost(collectives: Iterable[Collective], ranks: int) -> Fraction:
-    """Return the sum of the costs over a number of ranks."""
-    return sum((part.cost(ranks) for part in collectives), Fraction(0))
-
-
-def ulysses_collectives(group: int = 1) -> tuple[Collective, ...]:
-    """Return the exchanges of q, k, v and the output, and of their gradients, with `group` query heads per KV head."""
-    if group == 1:
-        return (Collective("all2all", 8, shared=True),)
-    return (Collective("all2all", 4, shared=True), Collective("all2all", 4, Fraction(1, group), shared=True))
-
-
-def ring_collectives(group: int = 1) -> tuple[Collective, ...]:
-    """Return the passing of keys and values in forward and backward; the paper leaves out their gradients."""
-    return (Collective("P2P", 4, Fraction(1, group)),)
-
-
-def unified_cost(ulysses: int, ring: int, group: int = 1) -> Fraction:
-    """Return the cost in O(bs L d) of ulysses x ring, whose ring passes the keys and values of one Ulysses rank."""
-    exchange = collective_cost(ulysses_collectives(group), ulysses * ring) if ulysses > 1 else Fraction(0)
-    return exchange + (collective_cost(ring_collectives(group), 1) / ulysses if ring > 1 else Fraction(0))
-
-
-REDUCE = (Collective("allreduce"),)
-_SHARDED = (Collective("allgather"), Collective("reducescatter"))
-_SHARDED_3 = (Collective("allgather", 2), Collective("reducescatter"))
-_UNIFIED = (*ring_collectives(), *ulysses_collectives())
-WHOLE, _ALL = ("P+G", "6P", "A/N"), ("(P+G)/N", "6P/N", "A/N")
-
-TABLE_2 = (
-    Row("SP-Ulysses", REDUCE, ulysses_collectives(), "hc/L", WHOLE),
-    Row("SP-Ring", REDUCE, ring_collectives(), "L/L", WHOLE),
-    Row("DP", REDUCE, (), "bs/bs", WHOLE),
-    Row("ZeRO1", _SHARDED, (), "hc/L", ("P+G", "6P/N", "A/N")),
-    Row("SP-Unified+ZeRO1", _SHARDED, _UNIFIED, "hc/L", ("P+G", "6P/N", "A/N"), bound=True),
-    Row("SP-Unified+ZeRO2", _SHARDED, _UNIFIED, "hc/L", ("P+G/N", "6P/N", "A/N"), bound=True),
-    Row("SP-Unified+ZeRO3", _SHARDED_3, _UNIFIED, "hc/L", _ALL, bound=True),
-    # Attention and MLP each all-reduce once in the forward and once in the backward.
-    Row("TP", (), (Collective("allreduce", 4),), "hc/d", ("(P+G)/N", "6P/N", "αA")),
-    # Each all-reduce becomes a gather and a scatter; the backward gathers the inputs again for the weight gradients.
-    Row("TP-sp", (), (Collective("allgather", 6), Collective("reducescatter", 4)), "hc/d", _ALL),
-)
-
-
-def expert_row(experts_per_token: int) -> Row:
-    """Return a row for expert parallelism, which the table lacks: rows and their gradients go to the experts and back;
-    each expert has one owner, so only the gradients of attention's 4 d^2 are reduced."""
-    return Row(
-        "EP",
-        (Collective("allreduce", elements=Fraction(4, BLOCK)),),
-        (Collective("all2all", 4, Fraction(experts_per_token), shared=True),),
-        "bs/E",
-        ("P+G, experts' /N", "6P, experts' /N", "A/N"),
-    )
-
-
-def pipeline_row() -> Row:
-    """Return a row for pipeline parallelism, which the table lacks: the cost of a block at a stage boundary, which
-    sends hidden states and receives gradients. At most N of M micro-batches are in flight, each with l / N layers."""
-    return Row("PP", (), (Collective("P2P", 2),), "l/l", ("(P+G)/N", "6P/N", "A/M"))
-
-
-@dataclass(frozen=True)
 class PaperCost:
     """Bytes of one block, forward and backward, as the paper counts."""
 
@@ -242,16 +136,22 @@ class PaperCost:
     states: tuple[str, str, str]
 
 
+def unified_cost(ulysses: int, ring: int, group: int = 1) -> Fraction:
+    """Return the paper's cost in O(bs L d) of ulysses x ring with `group` query heads per KV head: Ulysses exchanges q,
+    k, v, the output and their gradients; the ring passes the keys and values of one Ulysses rank in both passes."""
+    exchanged = (4 + Fraction(4, group)) / (ulysses * ring) if ulysses > 1 else Fraction(0)
+    return exchanged + (Fraction(4, group * ulysses) if ring > 1 else 0)
+
+
 def paper_cost(method: str, job: Job, sequences: int) -> PaperCost | None:
     """Return the cost that the paper gives a method for this model's d, L and GQA group size; None if it has none."""
-    facts, hidden = job.model.facts, job.model.hidden_size
-    rows = {**dict(zip(_METHODS, TABLE_2, strict=True)), "pp": pipeline_row()}
-    row = expert_row(job.model.experts_per_token) if method == "ep" else rows.get(method)
-    if row is None:
+    if method not in PAPER:
         return None
-    cost = row.activation_cost(job.world_size)
+    facts, hidden, (parameters, activations, states) = job.model.facts, job.model.hidden_size, PAPER[method]
+    cost = Fraction(activations)
     if job.dims.sp > 1:
         cost = unified_cost(job.dims.ulysses, job.dims.ring, facts.num_heads // facts.num_kv_heads)
-    block = hidden**2 * BF16
-    printed, parameters = int(row.printed_parameter_cost() * block), int(row.parameter_cost() * block)
-    return PaperCost(printed, parameters, int(cost * sequences * job.config.seq_len * hidden * BF16), row.states)
+    elif method == "ep":
+        cost *= Fraction(job.model.experts_per_token, job.world_size)
+    block, moved = hidden**2 * BF16, int(cost * sequences * job.config.seq_len * hidden * BF16)
+    return PaperCost(parameters * block // 2, parameters * block, moved, states)

@@ -45,12 +45,12 @@ def suppositions(question: Q) -> Iterator[tuple[str, Q]]:
     """Yield (words, question) with other memory, and with other links between hosts if the devices use any; where only
     the memory differs, the hardware is the same object, so that predictions of seconds stay valid."""
     *inner, last = question.hardware.tiers
-    for words, factor in (("twice", 2.0), ("half", 0.5)):
+    factors = {"twice": 2.0, "half": 0.5}
+    for words, factor in factors.items():
         yield f"with {words} the memory", replace(question, memory_factor=factor)
-    for words, factor in (("twice", 2.0), ("half", 0.5)):
-        if inner and question.world_size > inner[-1].devices:
-            hardware = replace(question.hardware, tiers=(*inner, last.faster(factor)))
-            yield f"with {words} the bandwidth between hosts", replace(question, hardware=hardware)
+    for words, factor in factors.items() if inner and question.world_size > inner[-1].devices else ():
+        hardware = replace(question.hardware, tiers=(*inner, last.faster(factor)))
+        yield f"with {words} the bandwidth between hosts", replace(question, hardware=hardware)
 
 
 def enough_devices(question: Q, fits: Callable[[Q], bool], times: Sequence[int] = MORE_DEVICES) -> int | None:

@@ -79,9 +79,7 @@ class Question(Devices):
     def estimates(self) -> Estimates:
         """What the calls of a plan take."""
         by_formula = Estimates(self.graph, self.models, self.workload, self.hardware, self.options)
-        if self.measurements is None:
-            return by_formula
-        return by_formula.with_factors(self.measurements.factors(by_formula, self.layouts))
+        return by_formula.with_factors(self.measurements.factors(by_formula, self.layouts) if self.measurements else {})
 
     @property
     def facts(self) -> Facts:
@@ -92,18 +90,12 @@ class Question(Devices):
         return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=any(f.num_experts for f in models))
 
     def problem(self, estimates: Estimates | None = None) -> Problem:
-        """Return the search for the fastest plan that fits into the memory of the hardware.
-
-        Untrained models and the optimizer states of trained ones may be offloaded. Raise NothingFits naming the calls
-        that no layout fits, and ValueError for devices that are not whole hosts, or that the hardware does not connect.
-        """
-        simulator = Simulator(
-            self.graph,
-            estimates or self.estimates,
-            self.world_size,
-            staleness=self.staleness,
-            step_seconds=self.measurements.step_seconds if self.measurements else 0.0,
-        )
+        """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
+        models and optimizer states. Raise NothingFits naming the calls that no layout fits, and ValueError for devices
+        that are not whole hosts, or that the hardware does not connect."""
+        beside = self.measurements.step_seconds if self.measurements else 0.0
+        estimates = estimates or self.estimates
+        simulator = Simulator(self.graph, estimates, self.world_size, staleness=self.staleness, step_seconds=beside)
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload).that_fit()
@@ -143,10 +135,10 @@ class RlhfChoice:
 def answer(question: Question, *, seed: int = 0, budget: float = 60.0, report: Progress) -> RlhfChoice:
     """Search the fastest plan in `budget` seconds, predictions included; in too few only the named plans are compared.
     Raise as `Question.problem`, and NothingFits with the plan that needs least memory."""
-    begin = time.monotonic()
+    end = time.monotonic() + budget
     try:
         problem = question.problem()
-        left = budget - (time.monotonic() - begin)
+        left = end - time.monotonic()
         return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
     except NothingFits as error:
         enough = enough_devices(question, _fits, _MORE_RANKS)
@@ -168,10 +160,8 @@ def choose_plan(
 ) -> RlhfChoice:
     """Measure the named plans and search from them in `budget` seconds, and simulate the best plan in full; raise
     NothingFits with the plan that needs least memory."""
-    begin = time.monotonic()
-    named = baselines(problem, space, facts)
-    starts = [one.plan for one in named if one.plan]
-    left = budget - (time.monotonic() - begin)
+    end, named = time.monotonic() + budget, baselines(problem, space, facts)
+    starts, left = [one.plan for one in named if one.plan], end - time.monotonic()
     found = search(problem, seed=seed, budget=left, starts=starts, progress=report)
     if found.best:
         _, plan = found.best[0]
@@ -188,27 +178,24 @@ def choose_plan(
 
 def _next_best(problem: Problem, plan: ExecutionPlan) -> Iterator[tuple[str, tuple[float, CallLayout]]]:
     for name in problem.options:
-        best: tuple[float, CallLayout] | None = None
+        least, best = math.inf, plan[name]
         for bound, other in problem.alternatives(plan, name):
-            if best and bound >= best[0]:
+            if bound >= least:
                 break
-            if (len(other[name].ranks), other[name].dims) == (len(plan[name].ranks), plan[name].dims):
-                continue
-            if not problem.shared_ranks(other):
+            same = (len(other[name].ranks), other[name].dims) == (len(plan[name].ranks), plan[name].dims)
+            if not same and not problem.shared_ranks(other):
                 took, peak = problem.simulator.measure(other)
-                if peak <= problem.memory_bytes and (best is None or took < best[0]):
-                    best = took, other[name]
-        if best:
-            yield name, best
+                if peak <= problem.memory_bytes and took < least:
+                    least, best = took, other[name]
+        if least < math.inf:
+            yield name, (least, best)
 
 
 def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Callable[[], Problem]]]:
     """Yield what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
     for words, other in suppositions(question):
-        if other.hardware is question.hardware:
-            yield words, replace(problem, memory_bytes=other.usable.device).that_fit
-        else:
-            yield words, other.problem
+        more_memory = replace(problem, memory_bytes=other.usable.device)
+        yield words, more_memory.that_fit if other.hardware is question.hardware else other.problem
     for words, times in (("twice", 2.0), ("half", 0.5)):
         yield f"with responses {words} as long", replace(question, workload=question.workload.longer(times)).problem
 
@@ -270,9 +257,7 @@ def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, Mo
         if violation := formula_violation(source, config):
             raise ValueError(f"the {role}'s model: {violation}")
         key = repr((source, config.to_dict()))
-        if key not in shapes:
-            shapes[key] = model_shape(model_facts(source, config), config)
-        by_role[role] = shapes[key]
+        by_role[role] = shapes[key] = shapes.get(key) or model_shape(model_facts(source, config), config)
     return by_role
 
 
@@ -281,10 +266,8 @@ def render_choice(
 ) -> RenderableType:
     """Return the report of a choice for rich to print; `supposed` is what `suppose` yields."""
     found, plan = choice.found, choice.plan
-    lines = [
-        f"{choice.problem.plans:.1g} plans, {found.simulated} simulated in {found.seconds:.1f} s",
-        f"offloaded between calls: {', '.join(sorted(plan.offload)) or 'nothing'}",
-    ]
+    lines = [f"{choice.problem.plans:.1g} plans, {found.simulated} simulated in {found.seconds:.1f} s"]
+    lines.append(f"offloaded between calls: {', '.join(sorted(plan.offload)) or 'nothing'}")
     for words, other, loss in supposed:
         same = other is not None and (other.calls, other.offload) == (plan.calls, plan.offload)
         lines.append(what_if_line(words, _verdict(plan, other, loss) if other else None, same=same))
@@ -308,12 +291,9 @@ def _plans(choice: RlhfChoice) -> Grid:
     memory, best = choice.problem.memory_bytes, choice.simulation.seconds
     rows = [("search", seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
     for named in choice.named:
-        if named.plan is None:
-            rows.append((named.name, "", "", "", named.why))
-            continue
         over = "" if named.peak_bytes <= memory else f"does not fit into {memory / GIB:.0f} GiB"
-        peak = f"{named.peak_bytes / GIB:.1f}"
-        rows.append((named.name, seconds(named.seconds), f"{named.seconds / best:.2f}", peak, over))
+        step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over
+        rows.append((named.name, *(step if named.plan else ("", "", "", named.why))))
     return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
 
 

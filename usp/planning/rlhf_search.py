@@ -81,17 +81,12 @@ def rank_sets(space: OptionSpace) -> Iterator[tuple[int, ...]]:
 def degrees(ranks: int, space: OptionSpace) -> Iterator[ParallelDims]:
     """Yield the ways to divide a number of ranks, all data-parallel ranks in dp_shard."""
     host = space.ranks_per_host
-    for tp in divisors(ranks, min(space.max_tp, host)):
-        if host % tp:
-            continue
+    for tp in (tp for tp in divisors(ranks, min(space.max_tp, host)) if host % tp == 0):
         for pp in divisors(ranks // tp):
             stage = ranks // pp
-            if host % stage and stage % host:
-                continue
-            for sequence in divisors(stage // tp, space.max_sequence):
+            for sequence in divisors(stage // tp, space.max_sequence) if 0 in (host % stage, stage % host) else ():
                 for ulysses in divisors(sequence):
-                    shards = stage // tp // sequence
-                    yield ParallelDims(pp, 1, shards, sequence // ulysses, ulysses, tp)
+                    yield ParallelDims(pp, 1, stage // tp // sequence, sequence // ulysses, ulysses, tp)
 
 
 def options(call: ModelCall, space: OptionSpace) -> Iterator[CallLayout]:
@@ -106,13 +101,9 @@ def options(call: ModelCall, space: OptionSpace) -> Iterator[CallLayout]:
             if not allows(call, dims, space):
                 continue
             stages = space.zero if dims.dp_shard * dims.sp > 1 and call.kind != "generate" else (0,)
-            for zero, (ac, offload) in product(stages, recompute):
-                sequence_parallel = trains and dims.tp > 1
-                layout = CallLayout(
-                    ranks, dims, zero, tp_sequence_parallel=sequence_parallel, ac=ac, ac_offload=offload
-                )
-                if space.allowed(call, layout):
-                    yield layout
+            whole = CallLayout(ranks, dims, tp_sequence_parallel=trains and dims.tp > 1)
+            every = (replace(whole, zero=zero, ac=ac, ac_offload=out) for zero, (ac, out) in product(stages, recompute))
+            yield from (layout for layout in every if space.allowed(call, layout))
 
 
 def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
@@ -152,7 +143,7 @@ class Problem:
         limit, work = self.memory_bytes, self.simulator.estimates.call_bytes
         options, nearest = {}, []
         for name, layouts in self.options.items():
-            # What a call takes beside its weights is only predicted where these fit.
+            # What a call takes beside its weights is only predicted where these fit, or need less than what is known.
             weights = {layout: self._weight_bytes(name, layout) for layout in layouts}
             options[name] = [o for o in layouts if weights[o] <= limit and weights[o] + work(name, o) <= limit]
             if not options[name]:
@@ -329,13 +320,11 @@ def _at_its_best(name: str, problem: Problem, space: OptionSpace, facts: Facts) 
         every = product(variants, degrees(ranks, space), space.zero)
         variants = [replace(saving, dims=dims, zero=zero) for saving, dims, zero in every]
 
-    def order(pair: tuple[Facts, Baseline]) -> tuple[bool, float]:
-        fits = pair[1].peak_bytes <= problem.memory_bytes
-        return not fits, pair[1].seconds if fits else pair[1].peak_bytes
-
     def best(variants: Iterable[Facts]) -> tuple[Facts, Baseline] | None:
         measured = [(facts, one) for facts in variants if (one := _measured(name, facts, problem, space))]
-        return min(measured, key=order, default=None)
+        fit = [pair for pair in measured if pair[1].peak_bytes <= problem.memory_bytes]
+        fastest = min(fit, key=lambda pair: pair[1].seconds, default=None)
+        return fastest or min(measured, key=lambda pair: pair[1].peak_bytes, default=None)
 
     found = best(variants)
     if found and name == "separation":
@@ -350,8 +339,9 @@ def _measured(name: str, facts: Facts, problem: Problem, space: OptionSpace) -> 
         plan = named_plan(name, graph, facts)
     except ValueError:
         return None
-    layouts = [(call, plan[call.name]) for call in graph.calls]
-    if not all(allows(call, layout.dims, space) and space.allowed(call, layout) for call, layout in layouts):
+    if not all(
+        allows(call, plan[call.name].dims, space) and space.allowed(call, plan[call.name]) for call in graph.calls
+    ):
         return None
     seconds, peak = problem.simulator.measure(plan)
     if peak > problem.memory_bytes:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from math import exp, log
 from pathlib import Path
 from statistics import median
@@ -46,12 +46,12 @@ _NEWEST = 0.5  # the weight of the steps since the last decision, against all be
 _STATES = 3  # the float32 tensors of a trained parameter: its values and two moments, sharded alike
 
 
+@dataclass
 class SearchedPlan:
     """The planner of a run, which searches once, or takes the plan of the run that is resumed: what the run prepares
     again, as after its supervised steps, gets the same plan."""
 
-    def __init__(self) -> None:
-        self._plan: ExecutionPlan | None = None
+    _plan: ExecutionPlan | None = None
 
     def __call__(self, run: PreparedRlhf) -> ExecutionPlan:
         """Return the same plan on every rank, collectively through torchrun's store; raise ValueError on every rank for
@@ -118,12 +118,7 @@ def question_of(run: PreparedRlhf) -> Question:
         workload=_workload(run),
         hardware=hardware,
         world_size=run.launch.world_size,
-        options=CallOptions(
-            dtype=dtype,
-            slots=config.slots,
-            loss_chunk=config.loss_chunk,
-            kernel=config.attention_kernel,
-        ),
+        options=CallOptions(dtype, config.slots, config.loss_chunk, config.attention_kernel),
         staleness=config.staleness,
         allowed=allowed,
     )
@@ -135,11 +130,12 @@ def _workload(run: PreparedRlhf) -> Workload:
     examples = [run.examples[index] for index in drawn]
     group, limit = run.graph.group_size, run.config.max_new_tokens
     if run.algorithm.data == "prompts":
-        prompts = tuple(len(example.prompt) for example in examples for _ in range(group))
-        return Workload(prompts, (limit,) * len(prompts), group, limit)
-    pairs = run.algorithm.data == "pairs"
-    whole = [len(ids) for example in examples for ids, _ in sequences_of(example, run.tokenizer, pairs)]
-    return Workload(tuple(length - 1 for length in whole), (1,) * len(whole), 2 if pairs else 1, 1)
+        prompts = [len(example.prompt) for example in examples for _ in range(group)]
+    else:
+        pairs = run.algorithm.data == "pairs"
+        prompts = [len(ids) - 1 for example in examples for ids, _ in sequences_of(example, run.tokenizer, pairs)]
+        group, limit = 2 if pairs else 1, 1
+    return Workload(tuple(prompts), (limit,) * len(prompts), group, limit)
 
 
 def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping[str, float], Estimates]]) -> Factors:
@@ -178,20 +174,16 @@ def moves(
 ) -> Iterator[tuple[ReallocPlan, int]]:
     """Yield the reallocations between two plans, of trained copies and of untrained ones (in `dtype`) that only `after`
     has, each with the number of tensors per parameter that it runs for."""
-    stay = kept_copies(graph, before, after)
+    stay, options = kept_copies(graph, before, after), {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
     for role in graph.roles:
-        trains = graph.train_call(role) is not None
-        sources, targets = (  # the copies that have their values between steps
-            [c for c in weight_copies(graph, plan) if c.role == role and trained_copy(graph, plan, role) in (None, c)]
-            for plan in (before, after)
-        )
-        kind = torch.float32 if trains else dtype
-        held, wanted = (
-            [weight_layout(models[role], c.layout.dims, c.layout.ranks, zero=c.layout.zero, dtype=kind) for c in copies]
-            for copies in (sources, [copy for copy in targets if copy not in stay])
-        )
+        trains, layouts = graph.train_call(role) is not None, []
+        for plan, without in ((before, ()), (after, stay)):  # of the copies that have their values between steps
+            copies = [c for c in weight_copies(graph, plan) if c.role == role and c not in without]
+            at = [c.layout for c in copies if trained_copy(graph, plan, role) in (None, c)]
+            of_role = partial(weight_layout, models[role], dtype=torch.float32 if trains else dtype)
+            layouts.append([of_role(each.dims, each.ranks, zero=each.zero) for each in at])
+        held, wanted = layouts
         for target in wanted:
-            options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
             yield plan_realloc(held[0], target, copies=held[1:], **options), _STATES if trains else 1
 
 
@@ -267,11 +259,10 @@ def _completed(plan: ExecutionPlan, prepared: PreparedRlhf) -> ExecutionPlan:
     """Return a plan with what is not searched as the run has it: how calls divide tokens, and offloading by flags."""
     config, graph = prepared.config, prepared.graph
     names = ("micro_batch_tokens", "sp_layout", "mlp_tile", "loss_chunk")
-    offload = set(plan.offload)
-    if config.offload:
-        offload |= set(graph.roles) - set(graph.trained_roles)
-    if config.offload_optimizer:
-        offload |= set(map(optimizer_of, graph.trained_roles))
-    of_run = {call: {name: getattr(prepared.plan[call], name) for name in names} for call in plan.calls}
-    calls = {call: replace(layout, **of_run[call]) for call, layout in plan.calls.items()}
-    return ExecutionPlan(plan.name, calls, frozenset(offload))
+    weights = set(graph.roles) - set(graph.trained_roles) if config.offload else set()
+    states = map(optimizer_of, graph.trained_roles) if config.offload_optimizer else ()
+    calls = {
+        call: replace(layout, **{name: getattr(prepared.plan[call], name) for name in names})
+        for call, layout in plan.calls.items()
+    }
+    return ExecutionPlan(plan.name, calls, plan.offload.union(weights, states))

@@ -2,18 +2,13 @@
 
 The search is best first by a lower bound that grows from step to step:
 
-    a group       layouts with the same degrees, bounded by compute with the largest micro-batches and no bubble, then
-                  also by the traffic of activations
-    a layout      bounded by its compute, and by the traffic of activations as in the largest micro-batches
-    an option     a way to save activations, bounded likewise with its recomputation and copies to the host, and, where
-                  no sharding fits without offloading the optimizer, with the host's; those of a mode after the first of
-                  the mode before, which recomputes less
-    replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters:
-                  ranks then have larger shards to update
+    a layout      compute, and the traffic of activations as in the largest micro-batches
+    an option     likewise, with the recomputation of a way to save activations
+    replicas      more of them (HSDP): the step with one, without the traffic of parameters
     a candidate   with a ZeRO stage and a number of replicas that fit, timed
 
-so a candidate that is reached is faster than everything that has not been reached. Of each family, the configurations
-with the same axes, only the fastest is of interest. Only the lowest ZeRO stage that fits is timed, because higher ones
+so a candidate that is reached is faster than all that has not been reached. Only the fastest of each family, the
+configurations with the same axes, is of interest. Only the lowest ZeRO stage that fits is timed, because higher ones
 communicate more; optimizer offload, which saves no time, is tried only for lower ones."""
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import chain, count, product, takewhile
 from typing import TypeVar
 
 from parallel import PP_SCHEDULES, bubble_fraction, divisors, micro_batch_violation
@@ -57,7 +52,7 @@ class Predictor:
     """Functions of a configuration."""
 
     seconds: Callable[[TrainConfig], StepTime]  # of its step
-    least_seconds: Callable[[TrainConfig], float]  # a lower bound for ZeRO stages from 1 and more replicas
+    least_seconds: Callable[[TrainConfig], float]  # a lower bound: compute
     memory: Callable[[TrainConfig], Memory]  # of the rank and the host that need most
 
 
@@ -94,45 +89,30 @@ def family(config: TrainConfig) -> tuple[str, ...]:
 
 def layouts(question: Question) -> Iterator[TrainConfig]:
     """Yield every valid choice of degrees, micro-batches and schedule, with all activations saved and ZeRO-1 over all
-    data-parallel ranks.
-
-    tp stays inside a host and always includes Megatron's sequence parallelism; the heads bound tp x ulysses.
-    """
+    data-parallel ranks. tp stays inside a host, with Megatron's sequence parallelism; heads bound tp x ulysses."""
     world, facts = question.world_size, question.facts
     inside = question.hardware.tiers[0].devices or world
     for tp, pp in product(divisors(world), divisors(world)):
         if tp > inside or facts.num_heads % tp or world % (tp * pp) or pp > len(facts.windows):
             continue
+        base = changed(question.base, tp=tp, tp_sequence_parallel=tp > 1, pp=pp, zero=1)
         for sp in divisors(world // (tp * pp)):
             dp = world // (tp * pp * sp)
-            if question.sequences % dp:
-                continue
-            for ulysses in divisors(sp):
-                if ulysses * tp <= facts.num_heads:
-                    layout = changed(
-                        question.base,
-                        tp=tp,
-                        tp_sequence_parallel=tp > 1,
-                        pp=pp,
-                        dp_shard=dp,
-                        sp_ulysses=ulysses,
-                        sp_ring=sp // ulysses,
-                        batch_size=question.sequences // dp,
-                        zero=1,
-                    )
-                    yield from _completed(question, layout)
+            for ulysses in divisors(sp, facts.num_heads // tp) if question.sequences % dp == 0 else ():
+                size = question.sequences // dp
+                layout = changed(base, dp_shard=dp, sp_ulysses=ulysses, sp_ring=sp // ulysses, batch_size=size)
+                yield from _completed(question, layout)
 
 
 def _completed(question: Question, layout: TrainConfig) -> Iterator[TrainConfig]:
     """Yield a layout with every schedule, number of micro-batches and expert degree."""
     world, experts = question.world_size, question.facts.num_experts
-    schedules = PP_SCHEDULES if layout.pp > 1 else ("1f1b",)
-    for ep in [ep for ep in divisors(experts) if world // layout.pp % ep == 0] if experts else [1]:
-        for schedule in schedules:
-            numbers = _micro_batches(layout.batch_size, layout.pp, schedule)
-            configs = [changed(layout, ep=ep, pp_schedule=schedule, micro_batches=number) for number in numbers]
-            if configs and not violations(configs[0], world, question.facts):  # no rule tells such numbers apart
-                yield from configs
+    degrees = [ep for ep in divisors(experts) if world // layout.pp % ep == 0] if experts else [1]
+    for ep, schedule in product(degrees, PP_SCHEDULES if layout.pp > 1 else ("1f1b",)):
+        numbers = _micro_batches(layout.batch_size, layout.pp, schedule)
+        configs = [changed(layout, ep=ep, pp_schedule=schedule, micro_batches=number) for number in numbers]
+        if configs and not violations(configs[0], world, question.facts):  # no rule tells such numbers apart
+            yield from configs
 
 
 def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:
@@ -145,11 +125,11 @@ def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:
     return [number for number in fitting if number <= MOST_MICRO_BATCHES * pp] or fitting[:1]
 
 
-def recomputations(config: TrainConfig, facts: ModelFacts, modes: Sequence[str] = AC_MODES) -> Iterator[TrainConfig]:
-    """Yield a layout, in the smallest shards, with every way to save activations of some `modes`, the most last."""
+def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
+    """Yield a layout, in the smallest shards, with every way to save activations, the most last."""
     local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
     most = shardings(config, 1)[-1]
-    for ac in modes:
+    for ac in AC_MODES:
         if ac != "none" and config.pp_schedule == "zero-bubble":
             return
         tiled = local > MLP_TILE and not facts.num_experts and ac not in ("none", "selective")
@@ -177,14 +157,6 @@ def _inner(config: TrainConfig) -> tuple[int, ...]:
     return config.sp_ring, config.sp_ulysses, config.tp, config.ep
 
 
-def _degrees(config: TrainConfig) -> tuple[int, ...]:
-    return config.pp, config.dp_shard, *_inner(config)
-
-
-def _bubble(config: TrainConfig) -> float:
-    return bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
-
-
 def without_parameters(time: StepTime) -> float:
     """Return the time of a step without the exposed traffic of parameters and gradients."""
     exposed = sum(time.communication[axis].exposed for axis in PARAMETER_AXES if axis in time.communication)
@@ -198,11 +170,9 @@ class Search:
         self.question, self.predictor, self.every = question, predictor, every
         on_device = question.base.optimizer == "muon"  # which multiplies matrices
         self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
-        self.waits: dict[tuple[int, ...], float] = {}
-        self.groups: dict[tuple[int, ...], list[TrainConfig]] = {}  # by degrees, the largest micro-batches first
-        self.largest: dict[tuple[int, ...], TrainConfig] = {}  # by inner degrees
+        self.waits: dict[tuple[int, ...], float] = {}  # by inner degrees, as the layouts with the largest micro-batches
+        self.largest: dict[tuple[int, ...], TrainConfig] = {}
         for layout in sorted(every, key=lambda layout: layout.micro_batches / layout.batch_size):
-            self.groups.setdefault(_degrees(layout), []).append(layout)
             self.largest.setdefault(_inner(layout), layout)
 
     def run(
@@ -217,89 +187,53 @@ class Search:
         def push(least: float, state: str, config: TrainConfig, candidate: Candidate | None = None) -> None:
             heappush(queue, (least, next(order), state, config, candidate))
 
-        for layout, *_ in self.groups.values():
-            push(self.predictor.least_seconds(layout) * (1 - _bubble(layout)), "group", layout)
+        for layout in self.every:
+            push(self._least(layout), "layout", layout)
         while queue and len(best) < keep:
-            least, _, state, config, candidate = heappop(queue)
+            _, _, state, config, candidate = heappop(queue)
             if family(config) in best:
                 continue
-            if state == "option" or (state == "layout" and self._can_fit(config)):
-                for option in self._next_options(config, state):
-                    push(self.predictor.least_seconds(option) + self._waiting(option), "option", option)
             if candidate:
                 best[family(config)] = candidate
-            elif state == "group":
-                push(least + self._waiting(config) * (1 - _bubble(config)), "waiting group", config)
-            elif state == "waiting group":
-                for layout in self.groups[_degrees(config)]:
-                    push(self.predictor.least_seconds(layout) + self._waiting(layout), "layout", layout)
-            elif state == "option" and not self._fits(config):  # with the sharding that saves most
-                offloaded = changed(config, optim_offload=True)
-                if self.can_offload and self._fits(offloaded):
-                    push(self.predictor.least_seconds(offloaded) + self._waiting(config), "offloaded", config)
             elif state == "layout":
                 report(tried, len(self.every))
                 tried += 1
+                *_, most = options = list(recomputations(config, self.question.facts))
+                smallest = self.predictor.memory(changed(most, optim_offload=self.can_offload))
+                for option in options if smallest.device <= self.question.usable.device else ():
+                    push(self._least(option), "option", option)
             else:
-                candidates, bound = self._candidates(config, state)
-                for candidate in candidates:
-                    push(candidate.time.total, "candidate", candidate.config, candidate)
-                if bound < math.inf:
-                    push(bound, "more replicas" if state == "two replicas" else "two replicas", config)
+                first, *more = replications(config)  # more replicas need more memory
+                fitting = takewhile(
+                    bool, (self._sharded(config, n) for n in (more if state == "replicas" else [first]))
+                )
+                candidates = list(chain(*fitting))
+                for each in candidates:
+                    push(each.time.total, "candidate", each.config, each)
+                if candidates and state == "option":
+                    push(min(without_parameters(each.time) for each in candidates), "replicas", config)
         return SearchResult(tuple(best.values()), len(self.every), tried)
 
     def fastest(self) -> Candidate | None:
         """Search the fastest configuration that fits; None if none does."""
         return next(iter(self.run(keep=1).best), None)
 
-    def _waiting(self, config: TrainConfig) -> float:
-        """Return the seconds in which a step waits for the traffic of activations: as long, for each sequence and
-        layer, as with the same inner degrees in the largest micro-batches, which send the fewest messages."""
+    def _least(self, config: TrainConfig) -> float:
+        """Return a lower bound of a step: compute, and the traffic of activations as with the same inner degrees in the
+        largest micro-batches, which send the fewest messages, for each sequence and layer."""
         key = _inner(config)
         if key not in self.waits:
             largest = self.largest[key]
             communication = self.predictor.seconds(largest).communication
             exposed = sum(communication[axis].exposed for axis in ACTIVATION_AXES if axis in communication)
             self.waits[key] = exposed * largest.pp / largest.batch_size
+        bubble = bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
         waits = self.waits[key] * config.batch_size / config.pp
-        return waits / (1 - _bubble(config))
+        return self.predictor.least_seconds(config) + waits / (1 - bubble)
 
     def _fits(self, config: TrainConfig) -> bool:
         needed, usable = self.predictor.memory(config), self.question.usable
         return needed.device <= usable.device and needed.host <= usable.host
-
-    def _can_fit(self, layout: TrainConfig) -> bool:
-        *_, smallest = recomputations(layout, self.question.facts)
-        smallest = changed(smallest, optim_offload=self.can_offload)
-        return self.predictor.memory(smallest).device <= self.question.usable.device
-
-    def _next_options(self, config: TrainConfig, state: str) -> Iterator[TrainConfig]:
-        """Yield the options of a layout that recompute nothing, or after the first of a mode those of the next mode."""
-        if not (config.ac_offload or config.mlp_tile):
-            number = AC_MODES.index(config.ac) + (state == "option")
-            yield from recomputations(config, self.question.facts, AC_MODES[number : number + 1])
-
-    def _candidates(self, config: TrainConfig, state: str) -> tuple[list[Candidate], float]:
-        """Return the configuration without replicas, with two and with one on every host, or with more; and a lower
-        bound of those with more replicas, inf if there are none."""
-        every, host = replications(config), self.question.hardware.tiers[0].devices
-        ranks = config.dp_replicate * config.dp_shard * config.sp_ring * config.sp_ulysses * config.tp
-        inside = [replicas for replicas in every[2:] if ranks // replicas <= host]
-        groups = {"two replicas": [*every[1:2], *inside[:1]], "more replicas": every[2:]}
-        candidates: list[Candidate] = []
-        for replicas in groups.get(state, every[:1]):
-            sharded = self._sharded(config, replicas)
-            if not sharded:  # more replicas need more memory
-                break
-            candidates += sharded
-        if not candidates or state == "more replicas":
-            return candidates, math.inf
-        fastest = min((candidate.time for candidate in candidates), key=lambda time: time.total)
-        bound = min(without_parameters(candidate.time) for candidate in candidates)
-        if state == "two replicas":  # gathers and reductions take a time that is linear in the number of shards
-            first = min(candidate.time.total for candidate in self._sharded(config, every[0]))
-            bound = max(bound, 2 * fastest.total - first)
-        return candidates, bound
 
     def _sharded(self, config: TrainConfig, replicas: int) -> list[Candidate]:
         """Return the lowest ZeRO stage that fits, and a lower one if it fits with optimizer offload."""
@@ -317,9 +251,7 @@ class Search:
 
     def tightest(self) -> Candidate | None:
         """Return the configuration that needs least memory of a device, of those that fit the host; None if none does.
-
-        Of all layouts the ones that need least with most savings are tried with every option.
-        """
+        Of all layouts the ones that need least with most savings are tried with every option."""
         host, memory = self.question.usable.host, self.predictor.memory
 
         def placements(config: TrainConfig) -> list[TrainConfig]:

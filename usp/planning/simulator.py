@@ -1,13 +1,11 @@
 """Simulate the steps of an execution plan: the executor's own list of operations, in its order, on a clock per rank.
 
-An operation begins when all of its ranks have ended what they did before, and occupies them until it ends; so calls on
-common ranks run one after another, and calls on other ranks at once. A call waits until the calls that make its inputs
-have ended; sending samples takes no time, for they are small beside weights. At the end of a step all ranks exchange
-metrics, so the next one begins everywhere at once.
+An operation begins when all of its ranks have ended what they did before, and a call also when the calls that make its
+inputs have; it occupies its ranks until it ends. Sending samples takes no time, for they are small beside weights. At
+the end of a step all ranks exchange metrics, so the next one begins everywhere at once.
 
-Memory is counted as the executor holds it: trained copies with their optimizer states always, copies that are filled
-from the first operation that needs them to their release, offloaded ones while they are loaded, and what a call takes
-while it runs."""
+Memory is counted as the executor holds it: trained copies with their optimizer states always, filled copies from the
+first operation that needs them to their release, offloaded ones while loaded, and what a call takes while it runs."""
 
 from __future__ import annotations
 
@@ -50,13 +48,11 @@ class Simulator:
         """Simulate a plan, with everything that happens."""
         clock = self._clock(plan)
         events = (Event(step, rank, kind, op.name, *at) for step, kind, op, ranks, at in clock.ran for rank in ranks)
-        return Simulation(*self._totals(clock), tuple(events))
+        return Simulation(*self.measure(plan), tuple(events))
 
     def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
         """Return the seconds of a step, and the most bytes that a rank holds."""
-        return self._totals(self._clock(plan))
-
-    def _totals(self, clock: _Clock) -> tuple[float, float]:
+        clock = self._clock(plan)
         return float(clock.free.max()) / self.steps + self.step_seconds, float(clock.most.max())
 
     def _clock(self, plan: ExecutionPlan) -> _Clock:
@@ -116,7 +112,7 @@ class _Clock:
         elif operation.calls and operation.copy:
             copy = self._of_call[operation.calls[0]]
             source = self.sources[copy] if kind == "reallocate" else None
-            ranks = _union(copy.layout.ranks, source.layout.ranks) if source else copy.layout.ranks
+            ranks = tuple(sorted({*copy.layout.ranks, *(source.layout.ranks if source else ())}))
             seconds = self._move(kind, copy, source)
         at = rank_index(ranks)
         start = max(begins, float(self.free[at].max()))
@@ -152,16 +148,12 @@ def shares_memory(copy: WeightCopy, source: WeightCopy | None) -> bool:
     if source is None or source == copy or copy.layout.zero:
         return False
     trained, other = source.layout, copy.layout
-    if trained.zero and trained.dims.dp_shard * trained.dims.sp > 1:
-        return False
+    sharded = trained.zero and trained.dims.dp_shard * trained.dims.sp > 1
     same = (trained.dims.pp, trained.dims.tp, trained.dims.ep) == (other.dims.pp, other.dims.tp, other.dims.ep)
-    if not same or not set(other.ranks) <= set(trained.ranks):
+    if sharded or not same or not set(other.ranks) <= set(trained.ranks):
         return False
-    for rank in other.ranks:
-        ours, its = (each.dims.coordinates(each.ranks.index(rank)) for each in (other, trained))
-        if (ours["pp"], ours["tp"]) != (its["pp"], its["tp"]):
-            return False
-    return True
+    places = [[each.dims.coordinates(each.ranks.index(rank)) for rank in other.ranks] for each in (other, trained)]
+    return all((ours["pp"], ours["tp"]) == (its["pp"], its["tp"]) for ours, its in zip(*places, strict=True))
 
 
 @lru_cache(1 << 16)
@@ -170,8 +162,3 @@ def rank_index(ranks: tuple[int, ...]) -> slice | list[int]:
     if ranks and ranks[-1] - ranks[0] == len(ranks) - 1:
         return slice(ranks[0], ranks[-1] + 1)
     return list(ranks)
-
-
-@lru_cache(1 << 16)
-def _union(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted({*some, *others}))

@@ -13,33 +13,22 @@ from typing import Any
 
 from rich.console import Group
 
-from attention import AttentionSpec
 from parallel import Hardware
 from usp.config import TrainConfig
 from usp.hf.models import formula_violation, model_facts
 from usp.model.facts import ModelFacts
-from usp.predict.compute import attention_kernel, dtype_name, model_flops, sharing
+from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
 from usp.predict.meter import CATEGORIES, FSDP_COLLECTIVES
-from usp.predict.seconds import (
-    PassSeconds,
-    StepTime,
-    host_copies,
-    launching,
-    overlapped,
-    sent_by_axis,
-    sent_seconds,
-    step_seconds,
-    whole_step,
-)
+from usp.predict.seconds import StepTime, counted_seconds, step_seconds
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
 from usp.run.metrics import METRICS_FILE, seconds
 from usp.run.tables import GIB, Grid
 from usp.train.dry_run import DryRun, dry_run
-from usp.train.resolve import job_of, resolve, trained_model
+from usp.train.resolve import job_of, trained_model
 
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 _COMMUNICATION = {
@@ -65,7 +54,14 @@ class StepReport:
     def time(self) -> StepTime:
         if not self.runs:
             return step_seconds(self.job, self.hardware)
-        return max((counted_time(run, self.job, self.hardware) for run in self.runs), key=lambda time: time.total)
+        return max((self._counted(run) for run in self.runs), key=lambda time: time.total)
+
+    def _counted(self, run: DryRun) -> StepTime:
+        sent = []
+        for each in run.sent:
+            axes = [x for x in each.axes if "fsdp" in x and each.collective in FSDP_COLLECTIVES] or each.axes
+            sent.append(Sent(axes[0], each.collective, each.nbytes, each.calls))
+        return counted_seconds(self.job, self.hardware, run.rank, sent, run.work, run.update, run.offloaded_bytes)
 
     @cached_property
     def memory(self) -> Footprint:
@@ -111,32 +107,6 @@ class StepReport:
         return self.tokens / self.time.total / self.job.world_size
 
 
-def counted_time(run: DryRun, job: Job, hardware: Hardware) -> StepTime:
-    """Return the time of a step whose operators and messages a dry run of one rank has counted, overlapped as usual."""
-    dtype, kernel = dtype_name(job.dtype), attention_kernel(job, hardware, AttentionSpec())
-    busy, micro_batches = run.work.seconds(hardware, dtype, kernel), job.config.micro_batches
-    axes = (
-        next((x for x in each.axes if "fsdp" in x and each.collective in FSDP_COLLECTIVES), each.axes[0])
-        for each in run.sent
-    )
-    sent = [Sent(axis, each.collective, each.nbytes, each.calls) for axis, each in zip(axes, run.sent, strict=True)]
-    messages = sum(sent_seconds(job, hardware, each, run.rank) for each in sent if each.axis == "ring")
-    hides, ring = busy.total / micro_batches if hardware.streams else 0.0, overlapped([messages], [busy.attention])
-    communication = sent_by_axis(job, hardware, sent, run.rank, hides, ring)
-    forward = busy.total / (4 if job.config.ac != "none" else 3)
-    passes = forward / micro_batches, (busy.total - forward) / micro_batches
-    communication |= host_copies(job, hardware, run.rank, *passes, saved=run.offloaded_bytes // micro_batches)
-    update = run.update.seconds(hardware, dtype, kernel).total
-    if job.config.optim_offload:
-        update = hardware.host_memory_seconds(run.update.nbytes, sharing(job, hardware))
-    found = PassSeconds(busy, communication)
-    found += launching(job, hardware, run.work.launches, found.total)
-    with_adapters = job
-    if job.config.lora_rank:  # whose frozen weights have no gradients
-        with_adapters = job_of(job.config, trained_model(job.config, weights=False), job.world_size, data=job.data)
-    return whole_step(with_adapters, hardware, found, update, (kernel,))
-
-
 def step_report(
     config: TrainConfig, world_size: int, hardware: Hardware, data: Callable[[ModelFacts], Data], run: Measured | None
 ) -> StepReport:
@@ -144,15 +114,11 @@ def step_report(
     that train.py refuses, and for DeepSpeed."""
     model = trained_model(config, weights=False)
     found = data(model_facts(config.model, model))
-    formulas = not (config.lora_rank or config.optimizer != "adamw" or formula_violation(config.model, model))
-    if formulas or config.engine != "fsdp2":
-        return StepReport(job_of(config, model, world_size, data=found), hardware, run)
+    job = job_of(config, model, world_size, data=found)
+    if not (config.lora_rank or config.optimizer != "adamw" or formula_violation(config.model, model)):
+        return StepReport(job, hardware, run)
     if found.router_imbalance != 1:
         raise ConfigurationError("--router-imbalance: a dry run's routers choose experts evenly: remove it")
-    resolved = resolve(config, world_size, model)
-    resolved.valid()
-    largest = resolved.largest
-    job = Job(largest.config, resolved.shape, largest.dims, data=found)
     # The last rank of a stage has the end of the sequence: with contiguous shards, most of the attention.
     ranks = {world_size // job.dims.pp - 1, world_size - 1}
     eager = replace(config, compile=False)
@@ -175,20 +141,17 @@ def measured(folder: Path) -> Measured:
     if not path.exists():
         raise ConfigurationError(f"--against = {folder} holds no {METRICS_FILE}: give the folder of a run of train.py")
     lines = path.read_text().splitlines()
+    if len(lines) <= _FIRST_STEPS:
+        raise ConfigurationError(
+            f"--against = {folder} has {len(lines)} steps, and the first {_FIRST_STEPS} are left out because they "
+            "allocate and connect: let it run longer"
+        )
     try:
         records = [json.loads(line) for line in lines][_FIRST_STEPS:]
-        if not records:
-            raise ConfigurationError(
-                f"--against = {folder} has {len(lines)} steps, and the first {_FIRST_STEPS} are left out because they "
-                "allocate and connect: let it run longer"
-            )
         known = [record["mfu"] for record in records if record["mfu"] is not None]
-        return Measured(
-            steps=len(records),
-            seconds=median(record["seconds"] for record in records),
-            mfu=median(known) if known else None,
-            memory_bytes=max(record["memory_bytes"] for record in records),
-        )
+        took = median(record["seconds"] for record in records)
+        memory_bytes = max(record["memory_bytes"] for record in records)
+        return Measured(len(records), took, median(known) if known else None, memory_bytes)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"--against = {folder}: {path} is no log of train.py: {error!r}") from error
 
@@ -196,15 +159,20 @@ def measured(folder: Path) -> Measured:
 def render(report: StepReport) -> Group:
     """Return the tables of a report for rich to print."""
     config = report.job.config
-    asked = (
-        f"{config.model} on {report.job.world_size} x {report.hardware.name} ({report.job.dims}): {report.tokens:,} "
-        f"tokens per step, ZeRO-{config.zero}, activation checkpointing {config.ac}"
-    )
     how = "by formula; `dry-run` counts its memory and bytes exactly"
     if report.runs:
         how = f"from a dry run, which took {sum(run.seconds for run in report.runs):.0f} s"
+    asked = (
+        f"{config.model} on {report.job.world_size} x {report.hardware.name} ({report.job.dims}): {report.tokens:,} "
+        f"tokens per step, ZeRO-{config.zero}, activation checkpointing {config.ac}, {how}"
+    )
+    hardware, limits = report.hardware, report.limits
+    into = f"{limits.device / GIB:.1f} GiB, the usable part of {hardware.memory_bytes / GIB:.1f} GiB"
+    if report.on_host and math.isfinite(limits.host):
+        into += f", and {limits.host / GIB:.0f} of a host's {hardware.host_memory_bytes / GIB:.0f} GiB"
+    verdict = f"the step {'fits' if report.fits else 'does not fit'} into {into}"
     compared = [] if report.measured is None else [_comparison(report, report.measured).table()]
-    return Group(f"{asked}, {how}", _times(report).table(), _memory(report).table(), _verdict(report), *compared)
+    return Group(asked, _times(report).table(), _memory(report).table(), verdict, *compared)
 
 
 def report_json(report: StepReport) -> dict[str, Any]:
@@ -232,12 +200,10 @@ def _times(report: StepReport) -> Grid:
     total, names = report.time.total, {"attention": f"attention by {', '.join(report.time.kernels)}"}
     slowest = sorted(parts(report.time).items(), key=lambda item: -item[1])
     rows = [(names.get(part, part), seconds(took), f"{took / total:.1%}") for part, took in slowest if took]
-    rows += [
-        ("step", seconds(total), "100%"),
-        ("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""),
-        ("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""),
-        ("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""),
-    ]
+    rows.append(("step", seconds(total), "100%"))
+    rows.append(("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""))
+    rows.append(("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""))
+    rows.append(("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""))
     return Grid("Time of a step", ("part", "time", "share"), tuple(rows))
 
 
@@ -268,21 +234,10 @@ def memory_parts(memory: Footprint) -> dict[str, int]:
     }
 
 
-def _verdict(report: StepReport) -> str:
-    """Return whether the step fits, and into what."""
-    hardware = report.hardware
-    words = f"{report.limits.device / GIB:.1f} GiB, the usable part of {hardware.memory_bytes / GIB:.1f} GiB"
-    if report.on_host and math.isfinite(report.limits.host):
-        words += f", and {report.limits.host / GIB:.0f} of a host's {hardware.host_memory_bytes / GIB:.0f} GiB"
-    return f"the step {'fits' if report.fits else 'does not fit'} into {words}"
-
-
 def _memory(report: StepReport) -> Grid:
-    memory = report.memory
+    memory, on_host = report.memory, report.on_host if report.memory.host else 0
     sizes = {**memory_parts(memory), f"peak, at: {memory.peak.name}": memory.peak.total}
-    if memory.host:
-        sizes["in host memory"] = memory.host
-        sizes["in host memory, all ranks of a host"] = report.on_host
+    sizes |= {"in host memory": memory.host, "in host memory, all ranks of a host": on_host}
     rows = tuple((name, f"{nbytes / GIB:.2f}") for name, nbytes in sizes.items() if nbytes)
     return Grid("Memory of the rank that needs most", ("category", "GiB"), rows)
 
@@ -290,7 +245,7 @@ def _memory(report: StepReport) -> Grid:
 def _comparison(report: StepReport, run: Measured) -> Grid:
     compared: list[tuple[str, float, float | None, Callable[[float], str]]] = [
         ("step", report.time.total, run.seconds, seconds),
-        ("peak memory, GiB", report.memory.peak.total, run.memory_bytes, lambda nbytes: f"{nbytes / GIB:.2f}"),
+        ("peak memory, GiB", report.memory.peak.total / GIB, run.memory_bytes / GIB, "{:.2f}".format),
         ("MFU", report.time.mfu, run.mfu, "{:.1%}".format),
     ]
     rows = ((name, text(ours), text(its), f"{ours / its - 1:+.1%}") for name, ours, its, text in compared if its)

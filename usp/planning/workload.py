@@ -45,11 +45,9 @@ class Workload:
 
     @staticmethod
     def of(prompts: int, group_size: int, prompt_tokens: int, quantiles: Sequence[int]) -> Workload:
-        """Return prompts of equal length, with responses whose lengths follow a distribution, in any order.
-
-        The quantiles are lengths of responses at equal steps of probability, ascending, such as the minimum, the median
-        and the maximum; one for responses of one length. Linear in between. The last is their limit.
-        """
+        """Return prompts of equal length, with responses whose lengths follow a distribution, in any order. Quantiles
+        are lengths at equal steps of probability, ascending, such as minimum, median and maximum, or a single one;
+        linear in between. The last is the limit."""
         number = prompts * group_size
         places = [(index + 0.5) / number * (len(quantiles) - 1) for index in range(number)]
         lengths = [max(1, round(float(length))) for length in np.interp(places, range(len(quantiles)), quantiles)]
@@ -100,9 +98,7 @@ class _Prompt:
 
 def batching(samples: Sequence[Sample], limit: int, *, slots: int, ranks: int, multiple: int) -> Batching:
     """Return what `usp.rlhf.generation.decoding` does with samples of these lengths, of which there is at least one.
-
-    A response has at most `limit` tokens, `ranks` share a sequence, and the tokens in a row of a prefill are a
-    `multiple`, which `ranks` divide.
+    A response has at most `limit` tokens; `ranks` share a sequence, and divide the `multiple` of a prefill's tokens.
     """
     # Rollouts read the length of prompts and responses, and compare prompts.
     rollouts = [Rollout(cast(Any, _Prompt(s.group, s.prompt)), 0, s.response, cast(Any, range(0))) for s in samples]

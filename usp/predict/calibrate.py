@@ -37,6 +37,7 @@ MEMORY, TO_HOST, FROM_HOST, LAUNCHES = "memory", "copy to the host", "copy from 
 PINNED, ISSUED = 1 << 28, 256  # bytes of a copy, launches of a call
 AGAIN = "Measure again while the machine does nothing else"
 MASKS = {"": True, "_full": False}  # suffix of a curve's name: causal
+PASSES = {"forward": FORWARD, "backward": BACKWARD}  # of attention: products
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,12 @@ class LinkTier:
         """Return the tiers that connect `ranks`, with `host_size` neighbours on each host. Collective."""
         hosts = [list(range(first, first + host_size)) for first in range(0, ranks, host_size)]
         across = [list(range(place, ranks, host_size)) for place in range(host_size)]
-        tiers = []
-        if host_size > 1:
-            group, _ = dist.new_subgroups_by_enumeration(hosts)
-            tiers.append(LinkTier("inside a host", host_size, group, host_size, host_size))
-        if len(hosts) > 1:
-            group, _ = dist.new_subgroups_by_enumeration(across)
-            tiers.append(LinkTier("between hosts", 0, group, len(hosts), host_size, shared=True))
-        return tiers
+        every = (("inside a host", host_size, hosts, False), ("between hosts", 0, across, True))
+        return [
+            LinkTier(name, devices, dist.new_subgroups_by_enumeration(groups)[0], len(groups[0]), host_size, shared)
+            for name, devices, groups, shared in every
+            if len(groups[0]) > 1
+        ]
 
     def timed(self, device: torch.device) -> Iterator[Timed]:
         """Yield the messages of both sizes and all kinds; of a shared link, from every rank as well."""
@@ -187,16 +186,13 @@ class Measured:
     other_load: float | None  # the fraction of the processors' time that other programs used; None if unknown
 
 
-def calibrate(plan: Plan, name: str) -> dict[str, Any]:
-    """Measure the contents of a hardware file. Collective over the default process group, if there is one."""
-    return contents(plan, name, measure(plan))
-
-
 def measure(plan: Plan) -> Measured:
     """Time everything. Collective over the default process group, if there is one."""
     load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds)
     kernels, tiers = _kernels(plan), LinkTier.all(_ranks(), plan.host_size)
-    local = [*_products(plan), *_attention(plan, kernels), _memory(plan), *_host(plan)]
+    sizes = itertools.product(plan.dtypes, plan.sizes)
+    local = [Timed(_of_product(n, dtype), _product(plan, n, dtype)) for dtype, n in sizes]
+    local += [*_attention(plan, kernels), _memory(plan), *_host(plan)]
     turns = rounds.turns([*local, *(timed for tier in tiers for timed in tier.timed(plan.device))])
     seconds = {name: each.seconds for name, each in rounds.estimates(turns).items()}
     n, dtype = plan.sizes[-2], plan.trained
@@ -210,28 +206,25 @@ def contents(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
     between turns, or a rate is above what is possible."""
     times = measured.times
     # Latencies depend on who runs first: they are warned of, like any wide spread.
-    rates = {name: time for name, time in times.items() if not name.endswith(f" of {SMALL} bytes")}
-    if useless := [f"{name} ({time.spread:.0%})" for name, time in rates.items() if time.spread > USELESS]:
+    wide = {name: time for name, time in times.items() if time.spread > USELESS}
+    if useless := [f"{name} ({time.spread:.0%})" for name, time in wide.items() if f" of {SMALL} bytes" not in name]:
         raise ValueError(
             f"times differ by more than {USELESS:.0%} between thirds of their turns: {', '.join(useless)}. {AGAIN}"
         )
     values = {"name": name, **_values(plan, measured, {name: time.seconds for name, time in times.items()})}
     if problems := _impossible(plan, values):
         raise ValueError("; ".join(problems) + f". {AGAIN}")
-    notes = {
-        "turns": plan.rounds,
-        "other_load": None if measured.other_load is None else round(measured.other_load, 3),
-        "spread": {name: round(time.spread, 3) for name, time in times.items()},
-    }
-    return {**values, "measured": notes}
+    load = None if measured.other_load is None else round(measured.other_load, 3)
+    spread = {name: round(time.spread, 3) for name, time in times.items()}
+    return {**values, "measured": {"turns": plan.rounds, "other_load": load, "spread": spread}}
 
 
 def cautions(found: Mapping[str, Any]) -> list[str]:
     """Return what to say about the trust in a calibration: its wide spreads, and other work on the machine."""
     measured = found["measured"]
-    wide = {name: spread for name, spread in measured["spread"].items() if spread > WIDE}
-    listed = ", ".join(f"{name} ({spread:.0%})" for name, spread in sorted(wide.items(), key=lambda x: -x[1]))
-    said = [f"times of a call differ by more than {WIDE:.0%} between turns: {listed}"] if wide else []
+    widest = sorted(measured["spread"].items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{name} ({spread:.0%})" for name, spread in widest if spread > WIDE)
+    said = [f"times of a call differ by more than {WIDE:.0%} between turns: {listed}"] if listed else []
     if (share := measured["other_load"]) is not None and share > OTHERS:
         said.append(f"other programs used {share:.0%} of the processors meanwhile: rates may be too low")
     return said
@@ -254,14 +247,14 @@ def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dic
             "launch_seconds": seconds[LAUNCHES] / ISSUED,
         }
 
-    def curve(kernel: str, backward: bool, suffix: str) -> list[list[float]]:
-        points = []
-        for length in plan.lengths:
-            pairs = length * (length + 1) // 2 if MASKS[suffix] else length**2  # visible ones
-            heads, products = max(plan.lengths) // length * plan.heads, BACKWARD if backward else FORWARD
-            took = seconds[_of_attention(kernel, backward, suffix, length)]
-            points.append([length, 2 * products * heads * plan.head_dim * pairs / (took * peak)])
-        return points
+    def curves(kernel: str) -> Iterator[tuple[str, list[list[float]]]]:
+        for (kind, products), (suffix, causal) in itertools.product(PASSES.items(), MASKS.items()):
+            points = []
+            for length in plan.lengths:
+                pairs = length * (length + 1) // 2 if causal else length**2  # visible ones
+                flops = 2 * products * (max(plan.lengths) // length * plan.heads) * plan.head_dim * pairs
+                points.append([length, flops / (seconds[f"{kernel} {kind}{suffix} of {length} tokens"] * peak)])
+            yield f"{kind}{suffix}", points
 
     return {
         "source": [f"python -m usp calibrate: {_ranks()} ranks, {plan.host_size} on a host, torch {torch.__version__}"],
@@ -278,24 +271,19 @@ def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dic
         "streams": plan.device.type == "cuda",
         "efficiency": {
             "matmul": [[flops, rate / peak] for flops, rate in products[plan.trained]],
-            "attention": {
-                kernel: {
-                    f"{'backward' if backward else 'forward'}{suffix}": curve(kernel, backward, suffix)
-                    for backward in (False, True)
-                    for suffix in MASKS
-                }
-                for kernel in measured.kernels
-            },
+            "attention": {kernel: dict(curves(kernel)) for kernel in measured.kernels},
         },
     }
 
 
 def _impossible(plan: Plan, found: dict[str, Any]) -> list[str]:
     """Return the rates that no machine has; lower those that exceed a bound by no more than measurement error."""
-    problems = []
-    memory, peaks = found["memory_bytes_per_second"], found["peak_flops"]
-    limits = [(f"{dtype} products", peak, "the device's peak", _known(plan, dtype)) for dtype, peak in peaks.items()]
-    limits.append(("memory", memory, "the device's", _known(plan, "memory")))
+    problems, memory, peaks = [], found["memory_bytes_per_second"], found["peak_flops"]
+    node = node_of(_device_name(plan)) if plan.device.type == "cuda" else None
+    sheet = {} if node is None else vars(load_hardware(node))  # the datasheet's rates
+    known = sheet.get("peak_flops", {})
+    limits = [(f"{dtype} products", peak, "the device's peak", known.get(dtype)) for dtype, peak in peaks.items()]
+    limits.append(("memory", memory, "the device's", sheet.get("memory_bytes_per_second")))
     for tier, kind in itertools.product(found["tiers"], KINDS):
         if kind in tier:
             limits.append((f"{tier['name']}, {kind}", tier[kind]["bytes_per_second"], "memory", memory))
@@ -310,22 +298,7 @@ def _impossible(plan: Plan, found: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _known(plan: Plan, what: str) -> float | None:
-    """Return the datasheet's peak of a dtype, or rate of "memory", for a device that has a node file; else None."""
-    node = node_of(_device_name(plan)) if plan.device.type == "cuda" else None
-    if node is None:
-        return None
-    hardware = load_hardware(node)
-    return hardware.memory_bytes_per_second if what == "memory" else hardware.peak_flops.get(what)
-
-
 # What is timed
-
-
-def _products(plan: Plan) -> Iterator[Timed]:
-    for dtype in plan.dtypes:
-        for n in plan.sizes:
-            yield Timed(_of_product(n, dtype), _product(plan, n, dtype))
 
 
 def _of_product(n: int, dtype: torch.dtype) -> str:
@@ -348,27 +321,18 @@ def _kernels(plan: Plan) -> dict[str, str]:
 
 
 def _attention(plan: Plan, kernels: Mapping[str, str]) -> Iterator[Timed]:
-    """Time `UnifiedSPAttention` on one rank.
-    The number of tokens is constant over lengths, as in FlashAttention's benchmarks (arXiv 2307.08691, section 4.1): a
-    batch of short sequences keeps a device as busy as one long sequence.
-    """
+    """Time `UnifiedSPAttention` on one rank, with as many tokens at every length, as in FlashAttention's benchmarks
+    (arXiv 2307.08691, section 4.1): a batch of short sequences keeps a device as busy as one long sequence."""
     mesh = ParallelMesh.create(ParallelDims(dp_shard=_ranks()), device_type=plan.device.type)
     for rated, kernel in kernels.items():
         attention = UnifiedSPAttention(mesh, layout="contiguous", kernel=kernel)
         for suffix, causal in MASKS.items():
             for length in plan.lengths:
-                forward, backward = _passes(plan, attention, length, causal)
-                yield Timed(_of_attention(rated, False, suffix, length), forward)
-                yield Timed(_of_attention(rated, True, suffix, length), backward)
+                for kind, call in zip(PASSES, _passes(plan, attention, length, causal), strict=True):
+                    yield Timed(f"{rated} {kind}{suffix} of {length} tokens", call)
 
 
-def _of_attention(kernel: str, backward: bool, suffix: str, length: int) -> str:
-    return f"{kernel} {'backward' if backward else 'forward'}{suffix} of {length} tokens"
-
-
-def _passes(
-    plan: Plan, attention: UnifiedSPAttention, length: int, causal: bool
-) -> tuple[Callable[[], object], Callable[[], object]]:
+def _passes(plan: Plan, attention: UnifiedSPAttention, length: int, causal: bool) -> list[Callable[[], object]]:
     """Return a forward, and the backward of one forward that has run. A difference of times would double the noise."""
     shape = (max(plan.lengths) // length, length, plan.heads, plan.head_dim)
     qkv = [torch.randn(shape, device=plan.device, dtype=plan.trained, requires_grad=True) for _ in range(3)]
@@ -379,7 +343,7 @@ def _passes(
     def forward() -> torch.Tensor:
         return attention(*qkv, causal=causal)
 
-    return forward, lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    return [forward, lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True)]
 
 
 def _memory(plan: Plan) -> Timed:

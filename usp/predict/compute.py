@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from attention import AttentionSpec, RingSchedule, Task, band_pairs
 from parallel import Hardware
-from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape, training_flops
+from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape, training_flops, visible_pairs
 from usp.sp.kernel_choice import kernel_on
 
 from .job import ADAPTER, Job, shared
@@ -131,11 +131,9 @@ class Product:
         return Product(2.0 * rows * inner * columns, rows * inner + inner * columns + rows * columns, itemsize)
 
     def seconds(self, hardware: Hardware, dtype: str) -> float:
-        """Return the time of the kernel or of reading and writing its operands, whichever is longer.
-
-        The kernel runs at the rate of a square product: with as many FLOPs on a GPU, which a large product fills in any
-        shape; on a processor with as many FLOPs per element, because caches must serve narrow products more often.
-        """
+        """Return the time of the kernel or of reading and writing its operands, whichever is longer. The kernel runs at
+        the rate of a square product: with as many FLOPs on a GPU, which a large product fills in any shape; on a
+        processor with as many FLOPs per element, because caches must serve narrow products more often."""
         if not self.flops:
             return 0.0
         side = 1.5 * self.flops / self.elements  # of squares: 2 side^3 FLOPs of 3 side^2 elements
@@ -153,18 +151,14 @@ def is_matrix(parameter: ParameterShape) -> bool:
     return len(parameter.shape) == 2
 
 
-def _linear(job: Job, parameter: ParameterShape) -> Product:
-    columns, inner = parameter.local(job.dims.tp)
-    # A matrix that tp does not shard multiplies only this rank's share of the tokens.
-    tokens = job.tokens if parameter.tp_dim is not None else job.outer_tokens
-    return Product.of(tokens, inner, columns, job.dtype.itemsize)
-
-
 def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
     """Return (products of one micro-batch's forward, those that its backward recomputes): not a layer's last, because
     nothing needs its result, and none with `selective`."""
-    linears, rows = [p for p in layer.parameters if is_matrix(p)], job.expert_rows
-    forward = [_linear(job, p) for p in linears]
+    linears, rows, forward = [p for p in layer.parameters if is_matrix(p)], job.expert_rows(job.outer_tokens), []
+    for p in linears:  # one that tp does not shard multiplies only this rank's share of the tokens
+        columns, inner = p.local(job.dims.tp)
+        tokens = job.outer_tokens if p.tp_dim is None else job.tokens
+        forward.append(Product.of(tokens, inner, columns, job.dtype.itemsize))
     for p in layer.experts:
         elements = p.numel / job.dims.ep + rows * sum(p.shape[1:])
         forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, job.dtype.itemsize))
@@ -213,11 +207,7 @@ def kernel_rates(hardware: Hardware) -> Hashable:
     return id(hardware.peak_flops), id(hardware.attention), id(hardware.matmul), hardware.device, *rates
 
 
-def _work(job: Job, hardware: Hardware) -> Hashable:
-    return job.micro_batch, job.config.ac, job.config.mlp_tile, kernel_rates(hardware)
-
-
-@shared(lambda job, hardware, index: (_work(job, hardware), index))
+@shared(lambda job, hardware, index: (job.work, kernel_rates(hardware), index))
 def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
     """Return the time of a decoder layer's passes."""
     layer = job.model.layers[index]
@@ -251,14 +241,14 @@ def _layer_bytes(job: Job, layer: LayerShape, window: int) -> Iterator[float]:
     head_dim = (facts.head_dim + facts.value_dim) / 2 if window != NO_ATTENTION else 0.0
     yield ROTARY_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
     if layer.experts:
-        rows = job.expert_rows
+        rows = job.expert_rows(job.outer_tokens)
         yield MLP_PASSES * rows * job.model.expert_size * itemsize
         yield 4 * rows * job.model.hidden_size * itemsize  # gathered by expert, and added back
     else:
         yield MLP_PASSES * job.tokens * facts.intermediate_size / job.dims.tp * itemsize
 
 
-@shared(lambda job, hardware: (_work(job, hardware), job.output))
+@shared(lambda job, hardware: (job.work, kernel_rates(hardware)))
 def head_seconds(job: Job, hardware: Hardware) -> tuple[Seconds, Seconds]:
     """Return the time of the output head in one micro-batch's (forward, backward)."""
     logits = job.tokens * job.model.facts.vocab_size / job.dims.tp
@@ -355,29 +345,23 @@ def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
 def model_flops(job: Job, *, masked: bool = False) -> int:
     """Return the model FLOPs of forward and backward of the global batch, recomputation not counted; `masked` counts
     what the causal mask and windows hide as work, too."""
-    facts, tokens = job.model.facts, job.config.seq_len
-    flops, weights = _sequence_flops(job)
-    if masked:
-        layers = sum(window != NO_ATTENTION for window in facts.windows)
-        flops = 6 * weights * tokens + 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * layers * tokens**2
-    return job.config.batch_size * job.dims.batch * flops
+    flops, hidden = _sequence_flops(job)
+    return job.config.batch_size * job.dims.batch * (flops + (hidden if masked else 0))
 
 
 @shared(lambda job: (job.model, job.boundaries))
 def _sequence_flops(job: Job) -> tuple[int, int]:
-    """Return (the model FLOPs of a sequence, the weights that multiply each token, without those of adapters)."""
-    model, adapters = job.model, 0
+    """Return (the model FLOPs of a sequence, those that its mask and windows hide)."""
+    model, facts, tokens, adapters = job.model, job.model.facts, job.config.seq_len, 0
     weights = sum(p.numel for p in model.head or model.embedding if is_matrix(p))
     for index, number in Counter(model.alike).items():
         layer = model.layers[index]
         weights += number * sum(p.numel for p in layer.parameters if is_matrix(p) and ADAPTER not in p.name)
         weights += number * sum(p.numel // p.shape[0] * model.experts_per_token for p in layer.experts)
         adapters += number * sum(p.numel for p in layer.parameters if ADAPTER in p.name)
-    flops = training_flops(
-        model.facts,
-        matmul_parameters=weights,
-        tokens=job.config.seq_len,
-        cu_seqlens=torch.tensor([job.boundaries]),
-        adapter_parameters=adapters,
-    )
-    return flops, weights
+    cut = torch.tensor([job.boundaries])
+    windows = Counter(window for window in facts.windows if window != NO_ATTENTION)
+    pairs = sum(number * (tokens**2 - visible_pairs(cut, window)) for window, number in windows.items())
+    sizes = {"matmul_parameters": weights, "tokens": tokens, "adapter_parameters": adapters}
+    flops = training_flops(facts, cu_seqlens=cut, **sizes)
+    return flops, 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * pairs

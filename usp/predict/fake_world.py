@@ -3,14 +3,9 @@ never communicates, and stand-ins for a GPU.
 
 A fake tensor has a shape and no values. The values that a step reads (positions, `cu_seqlens`, the number of rows per
 rank, the optimizer's step count) are integers and scalars derived from other integers and scalars: these are computed
-for real beside their fake tensors as long as all inputs are known. All other tensors have no values and need none.
-
-Two results cannot be computed, and are the same on every rank instead:
-
-- Routers choose experts evenly: choice k of token t is expert (t K + k) mod E.
-- A floating-point number read from unknown values (the gradient norm) is 1.
-
-In collectives every other rank is assumed to have the values of this one."""
+for real beside their fake tensors as long as all inputs are known. Two results are assumed instead: routers choose
+experts evenly (choice k of token t is expert (t K + k) mod E), and a floating-point number read from unknown values,
+such as the gradient norm, is 1. In collectives every other rank is assumed to have the values of this one."""
 
 from __future__ import annotations
 
@@ -212,10 +207,8 @@ def kernel_for(
 
 @contextmanager
 def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
-    """Patch the code to decide as on `device` although tensors are on the CPU.
-
-    The agreements that ranks make once, in the first step of a run, are skipped.
-    """
+    """Patch the code to decide as on `device` although tensors are on the CPU, and to skip the agreements that ranks
+    make once, in the first step of a run."""
 
     def choose(name: str, spec: AttentionSpec, _: torch.device, *dtype_and_sizes: Any) -> tuple[Kernel, str, str]:
         return *kernel_for(name, spec, device, *dtype_and_sizes[:3]), ""

@@ -1,4 +1,5 @@
-"""A training step, or forwards alone, as numbers: the model's shapes, the degrees, and every switch for bytes.
+"""A training step, or only forwards, as numbers: the model's shapes, the degrees, every option that affects memory or
+traffic, and the order of forwards and backwards on a pipeline rank.
 
 `usp.train.resolve.job_of` reads it from a configuration; all predictions are pure functions of it."""
 
@@ -10,9 +11,11 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
 from itertools import accumulate, cycle, takewhile
-from typing import Any, Literal, TypeVar, cast, get_args
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from attention import SequenceLayout
 from parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
@@ -33,16 +36,56 @@ class Data:
     router_imbalance: float = 1.0  # tokens that the busiest expert-parallel rank computes, relative to the mean
 
     def __post_init__(self) -> None:
-        problems = [f"documents={each} must be at least 1" for each in self.documents if each < 1]
+        if min(self.documents, default=1) < 1:
+            raise ValueError(f"documents={min(self.documents)} must be at least 1")
         if not 1 <= self.router_imbalance < math.inf:
-            problems.append(f"router_imbalance={self.router_imbalance:g} must be at least 1: the maximum over the mean")
-        if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError(
+                f"router_imbalance={self.router_imbalance:g} must be at least 1: the maximum over the mean"
+            )
 
     def boundaries(self, seq_len: int) -> tuple[int, ...]:
         """Return the `cu_seqlens` of a sequence, whose last document is cut."""
         ends = takewhile(lambda end: end < seq_len, accumulate(cycle(self.documents)))
         return (0, *ends, seq_len)
+
+
+class Action(NamedTuple):
+    """A `forward`, a `backward`, or half of one: the gradients of the `inputs` first, those of the `weights` later."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+class Schedule(NamedTuple):
+    """What determines the actions of a rank: `place` is its own of `pp` pipeline ranks."""
+
+    name: str
+    place: int
+    pp: int
+    micro_batches: int
+
+
+_TORCH: dict[str, Any] = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zero-bubble": ScheduleZBVZeroBubble}
+_KINDS = {"FULL_BACKWARD": "backward", "BACKWARD_INPUT": "inputs", "BACKWARD_WEIGHT": "weights", "FORWARD": "forward"}
+
+
+@lru_cache(maxsize=256)
+def actions(schedule: Schedule) -> tuple[Action, ...]:
+    """Return the actions of a step, in order: torch's own for schedules of two stages on a rank; torch states none for
+    1F1B, which starts with one forward per stage from its own to the last."""
+    place, pp, number = schedule.place, schedule.pp, schedule.micro_batches
+    if pp > 1 and schedule.name in _TORCH:
+        sizes = {"n_local_stages": 2, "num_stages": 2 * pp, "pp_group_size": pp, "_n_microbatches": number}
+        fields = SimpleNamespace(**sizes, microbatches_per_round=number // max(1, number // pp))
+        order = filter(None, _TORCH[schedule.name]._calculate_single_rank_operations(fields, place))
+        return tuple(Action(_KINDS[x.computation_type.name], x.stage_index, x.microbatch_index) for x in order)
+    ahead = min(number, pp - place)
+    alternating = [Action("forward", place, each) for each in range(ahead)]
+    for each in range(number):
+        alternating.append(Action("backward", place, each))
+        alternating += [Action("forward", place, ahead + each)] if ahead + each < number else []
+    return tuple(alternating)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,12 +95,9 @@ ONE_DOCUMENT = Data()  # in each sequence, and routers that choose experts evenl
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that results for a job can be cached
 class Job:
-    """One optimizer step of `Fsdp2Engine`, or the forwards of one.
-
-    Its ranks are those of its mesh, from 0; only links between devices depend on the global ranks. The output of the
-    last stage is the loss of train.py; of each token the log-probability or the value, and a loss of these if the job
-    is trained; or a KV cache alone (`usp.rlhf.generation`).
-    """
+    """One optimizer step of `Fsdp2Engine`, or the forwards of one. Its ranks are those of its mesh, from 0; only links
+    between devices depend on the global ranks. The output of the last stage is the loss of train.py, the
+    log-probability or the value of each token with a loss of these if the job is trained, or only a KV cache."""
 
     config: TrainConfig  # with the batch size of a rank
     model: ModelShape
@@ -72,15 +112,12 @@ class Job:
     approximate: str = ""  # why predictions are approximate, to be proved by a dry run; empty if they are not
 
     def __post_init__(self) -> None:
-        violations = []
         if self.placed is not None and len({*self.placed}) != self.world_size:
-            violations.append(f"placed={self.placed} must be {self.world_size} different ranks")
+            raise ValueError(f"placed={self.placed} must be {self.world_size} different ranks")
         if not self.trained and (self.balance or self.config.ac != "none"):
-            violations.append(f"forwards alone have no balance={self.balance} and no ac={self.config.ac}")
+            raise ValueError(f"forwards alone have no balance={self.balance} and no ac={self.config.ac}")
         if self.trained and self.output == "cache":
-            violations.append("output=cache is that of forwards alone: set trained=False")
-        if violations:
-            raise ValueError("; ".join(violations))
+            raise ValueError("output=cache is that of forwards alone: set trained=False")
 
     @cached_property
     def world_size(self) -> int:
@@ -140,19 +177,16 @@ class Job:
         dims, config = self.dims, self.config
         axes = dims.ring, dims.ulysses, dims.tp, dims.ep, config.tp_sequence_parallel, config.sp_layout
         sizes = self.rows, config.seq_len, self.trained, self.frozen
-        return _same((self.model, self.dtype, *sizes, *axes, self.data))
-
-    @property
-    def routed_rows(self) -> int:
-        """Rows that one rank sends to experts in a micro-batch."""
-        return self.outer_tokens * self.model.experts_per_token
+        return _same((self.model, self.dtype, *sizes, *axes, self.data, config.attention_kernel))
 
     @cached_property
-    def expert_rows(self) -> int:
-        """Rows that the experts of the busiest rank compute in a micro-batch."""
-        return self.busiest_rows(self.outer_tokens)
+    def work(self) -> object:
+        """The same object for all jobs with the same work of a micro-batch, with recomputation, head and routers."""
+        config, routers = self.config, (self.balance, self.counts_choices)
+        saving = config.ac, config.ac_offload, config.mlp_tile, config.loss_chunk
+        return _same((self.micro_batch, *saving, *routers, self.output, self.visible))
 
-    def busiest_rows(self, tokens: int) -> int:
+    def expert_rows(self, tokens: int) -> int:
         """Return the rows that the busiest expert-parallel rank gets where each rank sends so many tokens."""
         return math.ceil(tokens * self.model.experts_per_token * min(self.data.router_imbalance, self.dims.ep))
 
@@ -174,6 +208,9 @@ class Job:
         """Return the pipeline stages of a rank."""
         return _rank_stages(self.config.pp_schedule, self.dims.pp, self.place("pp", rank))
 
+    def schedule(self, rank: int) -> Schedule:
+        return Schedule(self.config.pp_schedule, self.place("pp", rank), self.dims.pp, self.config.micro_batches)
+
     def kinds(self, *stages: int) -> tuple[tuple[int, int], ...]:
         """Return (a layer, how many equal it: `ModelShape.alike`) of the layers of stages."""
         return _kinds(self.model, len(self.stage_layers), stages)
@@ -183,9 +220,9 @@ class Job:
         """The global ranks, in the order of the mesh."""
         return range(self.world_size) if self.placed is None else self.placed
 
-    def linked(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Return the global ranks of some ranks, which determine the links between them."""
-        return ranks if self.placed is None else tuple(self.placed[rank] for rank in ranks)
+    def linked(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the global ranks of the group of `rank` along an axis, which determine the links between them."""
+        return tuple(self.global_ranks[each] for each in self.ranks(axis, rank))
 
     @cached_property
     def slowest_ranks(self) -> tuple[int, ...]:
@@ -210,7 +247,6 @@ class Job:
 
     @cached_property
     def extents(self) -> Mapping[str, tuple[int, int]]:
-        """The degree of each axis, and the distance between neighbours along it."""
         return _extents(self.dims)
 
 

@@ -21,15 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter
 from typing import NamedTuple
 
 from attention import HeadPlan
 from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape
 
 from .compute import held_elements, trained_elements
-from .job import ADAPTER, Job, shared
-from .order import Schedule, actions
+from .job import ADAPTER, Job, Schedule, actions, shared
 from .traffic import FLOAT32, INT64, Unit, muon_elements, stage_units
 
 _RECURRENT = re.compile(r"A_log|conv|dt_bias")  # in the names of parameters
@@ -85,7 +83,7 @@ def _results(job: Job, layer: LayerShape, attends: bool) -> tuple[int, int, int]
     return elements([p for p in layer.parameters if len(p.shape) == 2]), mlp, others
 
 
-@shared(lambda job, index: (job.micro_batch, job.config.ac, job.config.mlp_tile, index))
+@shared(lambda job, index: (job.work, index))
 def layer_memory(job: Job, index: int) -> LayerMemory:
     """Return the activations of a decoder layer."""
     layer, facts, size, ac = job.model.layers[index], job.model.facts, job.dtype.itemsize, job.config.ac
@@ -113,8 +111,11 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
     if job.config.mlp_tile:
         in_mlp, of_mlp = 0, 3 * into_mlp * min(1.0, job.config.mlp_tile / job.layout.local_len)
     if layer.experts:
-        routed, rows = job.routed_rows * job.model.hidden_size, job.expert_rows * job.model.hidden_size * size
-        columns = job.expert_rows * job.model.expert_size * size
+        routed, rows = (
+            hidden * job.model.experts_per_token,
+            job.expert_rows(job.outer_tokens) * job.model.hidden_size * size,
+        )
+        columns = job.expert_rows(job.outer_tokens) * job.model.expert_size * size
         in_mlp += routed * size + (3 * columns if job.frozen else rows + 4 * columns)
         of_mlp += routed * FLOAT32 + 2 * rows  # of the weighted sum, and the rows in transit
         into_mlp, products = into_mlp + 2 * columns, products + rows + 2 * columns
@@ -155,28 +156,22 @@ class Moment(NamedTuple):
 
 
 class StageBytes(NamedTuple):
-    """What a micro-batch takes in one pipeline stage, whatever shards the parameters; `saved` is for its backward.
-    `at_last` and `at_first` are saved by layers at the backward of the last and of the first layer, `left` is what the
-    input half of a split backward leaves for the weight half, and `handed` are hidden states from one neighbour.
-    """
+    """What a micro-batch takes in one pipeline stage, whatever shards the parameters."""
 
-    saved: int
+    saved: int  # for its backward
     layers: int  # of this by layers, be it in host memory
-    at_first: int
-    at_last: int
+    at_first: int  # saved by layers at the backward of the first layer
+    at_last: int  # likewise of the last layer
     backward: int  # added by the backward of a layer
-    left: int
-    handed: int
+    left: int  # by the input half of a split backward for the weight half
+    handed: int  # hidden states from one neighbour
     outside: int  # rotary cosines and sines, and `handed`
     head: int  # of the last stage: saved by its head,
     logits: int  # added by the head's forward and backward,
     of_head: int  # and the elements of its gradient
 
 
-_OPTIONS = attrgetter("pp_schedule", "ac", "ac_offload", "mlp_tile", "loss_chunk")  # that a micro-batch depends on
-
-
-@shared(lambda job, stage: (job.micro_batch, job.dims.pp, stage, _OPTIONS(job.config)))
+@shared(lambda job, stage: (job.work, job.dims.pp, job.config.pp_schedule, stage))
 def stage_bytes(job: Job, stage: int) -> StageBytes:
     """Return what a micro-batch takes in a stage."""
     size, width, layers = job.dtype.itemsize, job.model.hidden_size, job.stage_layers[stage]
@@ -259,7 +254,7 @@ class Footprint:
 
 def footprint(job: Job, rank: int) -> Footprint:
     """Return the memory of `rank`."""
-    flights = chain(*_backwards(Schedule.of(job, rank)).values())
+    flights = chain(*_backwards(job.schedule(rank)).values())
     activations = _most(flights, {stage: stage_bytes(job, stage).saved for stage in job.stages(rank)})
     return Footprint(*_states(job, rank), activations, rank_host_bytes(job, rank), peak_moment(job, rank))
 
@@ -290,7 +285,7 @@ def _moments(job: Job, rank: int, shards: int) -> Iterator[Moment]:
         most = FLOAT32 * max(unit.trained_shard for stage in stages for unit in stage_units(job, stage).all)
     bytes_of = {stage: here.saved for stage, here in stages.items()}
     bytes_of |= {~stage: here.left for stage, here in stages.items()}
-    for (stage, half, later), flights in _backwards(Schedule.of(job, rank)).items():
+    for (stage, half, later), flights in _backwards(job.schedule(rank)).items():
         others = _most(flights, bytes_of) - bytes_of[stage]
         idle = sum(_idle(job, other, later) for other in stages if other != stage)
         moments = _backward(job, stage, later)
@@ -320,7 +315,7 @@ def rank_host_bytes(job: Job, rank: int) -> int:
     """Return `Footprint.host` of `rank`."""
     saved = 0
     if job.config.ac_offload:
-        flights = chain(*_backwards(Schedule.of(job, rank)).values())
+        flights = chain(*_backwards(job.schedule(rank)).values())
         saved = _most(flights, {stage: stage_bytes(job, stage).layers for stage in job.stages(rank)})
     if not job.config.optim_offload:
         return saved
@@ -380,7 +375,8 @@ def forward_memory(job: Job, rank: int) -> Moment:
     mlp = min(job.config.mlp_tile or job.tokens, job.layout.local_len) * job.rows * 3 * facts.intermediate_size
     mlp //= job.dims.tp
     if job.model.experts_per_token:
-        mlp = job.routed_rows * (2 * job.model.hidden_size + 3 * job.model.expert_size)
+        rows = job.outer_tokens * job.model.experts_per_token
+        mlp = rows * (2 * job.model.hidden_size + 3 * job.model.expert_size)
     work = inside + max(hidden + mlp * size, attention * size)
     if job.last_stage in job.stages(rank) and job.output in ("loss", "logprobs"):
         logits = min(job.config.loss_chunk, job.tokens) * facts.vocab_size // job.dims.tp

@@ -43,10 +43,8 @@ class _Storage:
 
 class LiveMemory:
     """The storages that are alive, and those that were alive at the peak; `host` counts those that `offload` moves.
-
     `peak_bytes` is the maximum since `restart`, `at_peak` the peak by category: a storage counts under its last label,
-    even if that came after the peak. `now` is a clock, the number of `see` calls so far.
-    """
+    even if that came after the peak. `now` is a clock, the number of `see` calls so far."""
 
     def __init__(self, host: HostMemory) -> None:
         self._host = host
@@ -202,11 +200,9 @@ FSDP_COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_")
 
 
 class StepMeter(TorchDispatchMode):
-    """A mode inside `FakeTensorMode` that runs operators and counts them; `host` counts what is offloaded.
-
-    `memory` has the storages of all results, in which FSDP2's buffers are labelled; `wire` the bytes of collectives;
-    `work` the operators of forward and backward, and `update` the optimizer's once `counting` is that.
-    """
+    """A mode inside `FakeTensorMode` that runs operators and counts them; `host` counts what is offloaded. `memory` has
+    the storages of all results, in which FSDP2's buffers are labelled, `wire` the bytes of collectives, `work` the
+    operators of forward and backward, and `update` the optimizer's once `counting` is that."""
 
     def __init__(self, host: HostMemory) -> None:
         super().__init__()

@@ -19,8 +19,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from attention import AttentionSpec
 from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
 from usp.model.facts import NO_ATTENTION
 
@@ -39,7 +40,10 @@ from .compute import (
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
-from .traffic import FLOAT32, Sent, attention_plan, attention_spec, gather_counts, pass_parts
+from .traffic import FLOAT32, Sent, attention_plan, attention_spec, pass_parts
+
+if TYPE_CHECKING:
+    from .meter import Work
 
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
 _LAYERS = "the compute of the neighbouring layers"
@@ -96,51 +100,33 @@ def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
     """Return the time of an axis' collectives of one kind, one after another, while all groups of the axis send; raise
     KeyError for a collective that `parallel.wire` does not know either."""
     kind, rounds = _KINDS[sent.collective]
-    per_byte, per_step = _link_seconds(job, hardware, sent.axis, rank, kind)
+    per_byte, per_step, _ = _links(job, hardware, sent.axis, rank, kind)
     steps = sent.calls * (rounds * (job.degree(sent.axis) - 1) if rounds else 1)
     return sent.nbytes * per_byte + steps * per_step
 
 
-def _group(job: Job, hardware: Hardware, *group: Hashable) -> Hashable:
-    return id(hardware), job.extents[group[0]], job.placed or job.world_size, group  # type: ignore[index]
-
-
-@shared(_group)
-def _free_part(job: Job, hardware: Hardware, axis: str, rank: int) -> float:
-    """Return the part of overlapped transfers in the group of `rank` along an axis that does not slow down compute."""
-    return overlap_of(hardware, job.linked(job.ranks(axis, rank)))
-
-
-@shared(_group)
-def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
-    """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
-    ranks = job.linked(job.ranks(axis, rank))
+@shared(lambda job, hardware, axis, *of: (id(hardware), job.extents[axis], job.placed or job.world_size, axis, of))
+def _links(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float, float]:
+    """Return the seconds of a byte and of a message in the group of `rank` along an axis, and the part of overlapped
+    transfers that does not slow down compute."""
+    ranks = job.linked(axis, rank)
     seconds = partial(transfer_seconds, hardware, ranks, kind, active=job.global_ranks)
-    return seconds(1.0, 0.0), seconds(0.0, 1.0)
+    return seconds(1.0, 0.0), seconds(0.0, 1.0), overlap_of(hardware, ranks)
 
 
 def host_copies(
-    job: Job,
-    hardware: Hardware,
-    rank: int,
-    forward: float,
-    backward: float,
-    *,
-    saved: int | None = None,
-    zero: int | None = None,
+    job: Job, hardware: Hardware, rank: int, forward: float, backward: float, *, saved: int | None = None
 ) -> dict[str, TransferSeconds]:
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
 
     ZeRO-3 copies the weights of each gather, the other stages once; stages 2 and 3 copy the gradients of each backward,
-    and those that are added to earlier ones are exposed, because the host adds them.
-
-    Of the seconds of compute of a micro-batch in `forward` and `backward`, recomputation included, those of layers hide
-    copies. `saved` are the bytes that --ac-offload copies in a forward, and back in a backward; None: by formula.
-    `zero` is the ZeRO stage if it is not the job's.
+    and those that are added to earlier ones are exposed, because the host adds them. Of a micro-batch's seconds of
+    compute in `forward` and `backward`, recomputation included, those of layers hide copies. `saved` are the bytes that
+    --ac-offload copies in a forward, and back in a backward; None: by formula.
     """
     if saved is None:
         saved = sum(stage_bytes(job, stage).layers for stage in job.stages(rank)) if job.config.ac_offload else 0
-    number, zero = job.config.micro_batches, job.config.zero if zero is None else zero
+    number, zero = job.config.micro_batches, job.config.zero
     shard = FLOAT32 * trained_elements(job, rank) if job.config.optim_offload else 0
     if not saved + shard:
         return {}
@@ -178,7 +164,7 @@ class AttentionKernels(NamedTuple):
 def _attending(job: Job, hardware: Hardware, rank: int) -> Hashable:
     """Return what determines the attention of a micro-batch on `rank`, besides its window."""
     places = job.place("ring", rank), job.place("ulysses", rank)
-    return job.micro_batch, job.config.attention_kernel, kernel_rates(hardware), places
+    return job.micro_batch, kernel_rates(hardware), places
 
 
 @shared(lambda job, hardware, rank, window: (_attending(job, hardware, rank), window))
@@ -202,7 +188,7 @@ def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tup
     """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
     kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
     forward, backward = kernels.forward, kernels.backward if job.trained else ()
-    per_byte, per_message = _link_seconds(job, hardware, "ring", rank, "send")
+    per_byte, per_message, _ = _links(job, hardware, "ring", rank, "send")
 
     def seconds(elements: int, itemsize: int) -> float:
         return elements * itemsize * per_byte + per_message if elements else 0.0
@@ -214,7 +200,7 @@ def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tup
     return (sum(forward), overlapped(arriving, forward)), (sum(backward), overlapped(both, backward))
 
 
-@shared(lambda job, hardware: (job.micro_batch, job.config.attention_kernel, kernel_rates(hardware)))
+@shared(lambda job, hardware: (job.micro_batch, kernel_rates(hardware)))
 def kernel_names(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """Return the attention kernels that run; "X as Y" if the hardware states no rates of X, and those of Y stand in."""
     windows = sorted(set(job.model.facts.windows) - {NO_ATTENTION})
@@ -255,8 +241,7 @@ def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = Tru
         hides["backward"] += hides["recompute"]
     passes: dict[Pass, PassSeconds] = {}
     for kind, sent in pass_parts(job, rank).items():
-        ring = messages.get(kind, TransferSeconds()).times(number)
-        communication = sent_by_axis(job, hardware, sent, rank, hides[kind], ring)
+        communication = sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number))
         passes[kind] = PassSeconds(compute[kind].times(number), communication)
     if job.trained:
         passes["update"] += PassSeconds(Seconds(memory=optimizer_seconds(job, hardware, rank)))
@@ -265,17 +250,8 @@ def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = Tru
 
 def _computing(job: Job, hardware: Hardware, rank: int) -> Hashable:
     """Return what determines the compute of a micro-batch on `rank`."""
-    config, stages = job.config, job.stages(rank)
-    layers = job.kinds(*stages), job.last_stage in stages
-    return (
-        _attending(job, hardware, rank),
-        *layers,
-        config.ac,
-        config.mlp_tile,
-        job.output,
-        job.counts_choices,
-        job.visible,
-    )
+    stages = job.stages(rank)
+    return job.work, _attending(job, hardware, rank), job.kinds(*stages), job.last_stage in stages
 
 
 @shared(_computing)
@@ -302,15 +278,15 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
 
 
 def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, TransferSeconds]:
-    """Return the messages of the ring in one micro-batch by pass, none without a ring."""
-    passes: dict[Pass, TransferSeconds] = {}
+    """Return the messages of the ring in one micro-batch by pass."""
+    passes = dict.fromkeys(PASSES, TransferSeconds())
     for index, number in job.kinds(*job.stages(rank)) if job.dims.ring > 1 else ():
         (_, forward), (_, backward) = attention_passes(job, hardware, rank, index)
-        again = forward if job.config.ac == "full" else TransferSeconds()
-        every: list[tuple[Pass, TransferSeconds]] = [("forward", forward), ("recompute", again), ("backward", backward)]
-        for kind, each in every if job.trained else every[:1]:
-            passes[kind] = passes.get(kind, TransferSeconds()) + each.times(number)
-    if job.counts_choices and passes:
+        passes["forward"] += forward.times(number)
+        if job.trained:
+            passes["recompute"] += forward.times(number if job.config.ac == "full" else 0)
+            passes["backward"] += backward.times(number)
+    if job.counts_choices:
         passes["count"] = passes["forward"]
     return passes
 
@@ -318,11 +294,9 @@ def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfer
 def sent_by_axis(
     job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds
 ) -> dict[str, TransferSeconds]:
-    """Return the communication of a pass, with the `ring`'s as it overlaps with attention.
-
-    ZeRO-3 gathers in both passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in
-    every backward, the others in the last. The seconds of `compute` of one micro-batch hide both.
-    """
+    """Return the communication of a pass, with the `ring`'s as it overlaps with attention. ZeRO-3 gathers in both
+    passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in every backward, the
+    others in the last. The seconds of `compute` of one micro-batch hide both."""
     zero, number = job.config.zero, job.config.micro_batches
     by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
     transfers: defaultdict[int, Counter[str]] = defaultdict(Counter)
@@ -341,7 +315,7 @@ def sent_by_axis(
             by_axis[axis] += once.times(times * seconds / together)
     by_axis["ring"] = ring
     return {
-        axis: each.with_free_part(_free_part(job, hardware, axis, rank)) if each.overlapped else each
+        axis: each.with_free_part(_links(job, hardware, axis, rank, "send")[2]) if each.overlapped else each
         for axis, each in by_axis.items()
         if any(each)
     }
@@ -377,7 +351,7 @@ class StepTime(PassSeconds):
 def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True, collective: float = 0.0) -> StepTime:
     """Predict the time of a step, with options as those of `rank_seconds`; raise ValueError if the hardware has no peak
     for the job's dtype, or connects too few devices."""
-    ranks = [rank_seconds(job, hardware, rank, prefetches, collective) for rank in different_ranks(job, hardware)]
+    ranks = [rank_seconds(job, hardware, rank, prefetches, collective) for rank in job.slowest_ranks]
     slowest, _ = max(ranks, key=lambda pair: pair[0].total)
     return whole_step(job, hardware, slowest, max(optimizer for _, optimizer in ranks), kernel_names(job, hardware))
 
@@ -390,6 +364,27 @@ def whole_step(
     bubble, flops = slowest.total * fraction / (1 - fraction), model_flops(job) / job.world_size
     peak = hardware.peak(dtype_name(job.dtype))
     return StepTime(slowest.compute, slowest.communication, bubble, optimizer, flops, peak, kernels)
+
+
+def counted_seconds(
+    job: Job, hardware: Hardware, rank: int, sent: Sequence[Sent], work: Work, update: Work, offloaded: int
+) -> StepTime:
+    """Return the time of a step whose operators, messages and bytes offloaded by --ac-offload a dry run of a rank has
+    counted, overlapped as usual."""
+    dtype, kernel = dtype_name(job.dtype), attention_kernel(job, hardware, AttentionSpec())
+    busy, micro_batches = work.seconds(hardware, dtype, kernel), job.config.micro_batches
+    messages = sum(sent_seconds(job, hardware, each, rank) for each in sent if each.axis == "ring")
+    hides, ring = busy.total / micro_batches if hardware.streams else 0.0, overlapped([messages], [busy.attention])
+    communication = sent_by_axis(job, hardware, sent, rank, hides, ring)
+    forward = busy.total / (4 if job.config.ac != "none" else 3)
+    passes = forward / micro_batches, (busy.total - forward) / micro_batches
+    communication |= host_copies(job, hardware, rank, *passes, saved=offloaded // micro_batches)
+    optimizer = update.seconds(hardware, dtype, kernel).total
+    if job.config.optim_offload:
+        optimizer = hardware.host_memory_seconds(update.nbytes, sharing(job, hardware))
+    found = PassSeconds(busy, communication)
+    found += launching(job, hardware, work.launches, found.total)
+    return whole_step(job, hardware, found, optimizer, (kernel,))
 
 
 def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> PassSeconds:
@@ -419,41 +414,8 @@ def rank_seconds(
     return found + launching(job, hardware, operators, found.total), update.compute.total
 
 
-def _placing(job: Job, hardware: Hardware | None = None) -> Hashable:
-    stages = job.model, job.dims.pp, job.config.pp_schedule, job.world_size, job.slowest_ranks[0]
-    gathers = job.config.micro_batches, job.config.zero, job.counts_choices, job.trained
-    return stages if hardware is None else (*stages, *gathers, job.placed, id(hardware))
-
-
-@shared(_placing)
-def different_ranks(job: Job, hardware: Hardware | None = None) -> Mapping[int, int]:
-    """Return those of `Job.slowest_ranks` that compute differently or, on given hardware, send something else or over
-    other links, each with the number of pipeline ranks that are like it."""
-    size, first, numbers = job.world_size // job.dims.pp, dict[object, int](), Counter[int]()
-    for place, rank in enumerate(job.slowest_ranks):
-        stages = job.stages(rank)
-        work: list[object] = [job.kinds(*stages), job.last_stage in stages]
-        begin, end = job.global_ranks[place * size], job.global_ranks[(place + 1) * size - 1]
-        for devices in [tier.devices for tier in hardware.tiers if tier.devices] if hardware else ():
-            work.append(begin % devices if begin // devices < end // devices else None)  # what it crosses
-        for stage in stages if hardware else ():
-            ends = stage == 0, stage - 1 in stages, stage + 1 in stages
-            work.append((job.kinds(stage), gather_counts(job, rank, stage), ends))
-        numbers[first.setdefault(tuple(work), rank)] += 1
-    return numbers
-
-
 def least_seconds(job: Job, hardware: Hardware) -> float:
-    """Return a lower bound of `step_seconds` for ZeRO stages from 1 and more replicas: the compute of the slowest
-    pipeline rank and its copies to and from the host, with the bubble, and the optimizer if it is the host's."""
-    busy, updates, number = [], [0.0], job.config.micro_batches
-    for rank in different_ranks(job):
-        compute = _compute(job, hardware, rank)
-        forward, backward = compute["forward"].total, compute["recompute"].total + compute["backward"].total
-        busy.append(number * (forward + backward))
-        if job.config.ac_offload or job.config.optim_offload:
-            copies = host_copies(job, hardware, rank, forward, backward, zero=1)
-            busy[-1] += sum(transfers.exposed for transfers in copies.values())
-        if job.config.optim_offload:
-            updates.append(optimizer_seconds(job, hardware, rank))
-    return max(busy) / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)) + max(updates)
+    """Return a lower bound of `step_seconds`: the compute of the slowest pipeline rank, with the bubble."""
+    number = job.config.micro_batches
+    busy = max(sum(compute.total for compute in _compute(job, hardware, rank).values()) for rank in job.slowest_ranks)
+    return number * busy / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number))

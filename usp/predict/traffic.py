@@ -13,8 +13,7 @@ from typing import NamedTuple
 from attention import AttentionSpec, HeadPlan, UnifiedPlan, ring_schedule
 from usp.model.facts import NO_ATTENTION, ParameterShape
 
-from .job import ADAPTER, PASSES, Job, Pass, shared
-from .order import Schedule, actions
+from .job import ADAPTER, PASSES, Job, Pass, Schedule, actions, shared
 
 BFLOAT16, FLOAT32 = 2, 4  # bytes: FLOAT32 of sharded parameters and of gradient reductions
 FLOAT64 = INT64 = 8
@@ -38,14 +37,14 @@ def all_reduce(axis: str, nbytes: int, ranks: int, functional: bool = False) -> 
     return Sent(axis, "all_reduce" if functional else "allreduce_", 2 * (nbytes * (ranks - 1) // ranks))
 
 
-def merged(parts: Iterable[Sent]) -> tuple[Sent, ...]:
-    """Return one entry per axis and collective, the most bytes first."""
-    sums = defaultdict[tuple[str, str], list[int]](lambda: [0, 0])
+def merged(parts: Iterable[Sent], job: Job | None = None) -> tuple[Sent, ...]:
+    """Return one entry per axis and collective, the most bytes first; with a job without its groups of one rank."""
+    nbytes, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for part in parts:
-        both = sums[part.axis, part.collective]
-        both[0] += part.nbytes
-        both[1] += part.calls
-    found = [Sent(*key, nbytes, calls) for key, (nbytes, calls) in sums.items() if calls]
+        if job is None or job.extents[part.axis][0] > 1:
+            nbytes[part[:2]] += part.nbytes
+            calls[part[:2]] += part.calls
+    found = [Sent(*key, nbytes[key], number) for key, number in calls.items() if number]
     return tuple(sorted(found, key=lambda sent: (-sent.nbytes, sent.axis, sent.collective)))
 
 
@@ -101,7 +100,7 @@ class StageUnits:
 
 def _sharding(job: Job, stage: int) -> Hashable:
     """Return what determines the units of a stage."""
-    over = [job.degree(axis) if job.config.zero else 1 for axis in ("fsdp", "efsdp")]
+    over = (job.degree("fsdp"), job.degree("efsdp")) if job.config.zero else (1, 1)
     across = job.dims.ep, job.dims.tp, job.config.tp_sequence_parallel, job.frozen
     return job.model, *over, *across, job.stage_layers[stage], stage == 0, stage == job.last_stage
 
@@ -146,32 +145,14 @@ def _unit(
 
 
 def fsdp_traffic(job: Job, rank: int) -> Iterator[tuple[Pass, Sent]]:
-    """Yield, by pass, the gathers of parameters and the reductions of gradients in a step of `rank`."""
+    """Yield, by pass, the gathers of parameters and the reductions of gradients in a step of `rank`, also over tp."""
     for stage in job.stages(rank):
-        yield from _sharded_traffic(job, stage_units(job, stage), gather_counts(job, rank, stage))
-
-
-def _reducing(job: Job) -> Hashable:
-    """Return what determines the traffic of units, besides them and their gathers."""
-    config, replicas = job.config, (job.degree("dp_replicate"), job.degree("loss"))
-    return job.dtype, config.zero, config.micro_batches, config.pp_schedule, job.trained, job.dims.tp, *replicas
-
-
-@shared(lambda job, units, gathers: (_reducing(job), id(units), gathers))
-def _sharded_traffic(job: Job, units: StageUnits, gathers: StageGathers) -> tuple[tuple[Pass, Sent], ...]:
-    last, *experts = units.layers[-1]  # experts run before the rest of their layer
-    counts = Counter((unit, gathers.layer) for layer in (*units.layers[:-1], experts) for unit in layer)
-    counts.update([(last, gathers.last), *((unit, gathers.root) for unit in units.root)])
-    by_pass: defaultdict[Pass, list[Sent]] = defaultdict(list)
-    for (unit, each), number in counts.items():
-        for kind, sent in _unit_traffic(job, unit, each):
-            by_pass[kind].append(sent.times(number))
-    return tuple((kind, sent) for kind in by_pass for sent in merged(by_pass[kind]))
-
-
-def fsdp_sent_bytes(job: Job, rank: int) -> int:
-    """Return the bytes that `rank` sends in a step for parameters and gradients, including gradients summed over tp."""
-    return sum(sent.nbytes for _, sent in fsdp_traffic(job, rank))
+        units, gathers = stage_units(job, stage), gather_counts(job, rank, stage)
+        last, *experts = units.layers[-1]  # experts run before the rest of their layer
+        counts = Counter((unit, gathers.layer) for layer in (*units.layers[:-1], experts) for unit in layer)
+        counts.update([(last, gathers.last), *((unit, gathers.root) for unit in units.root)])
+        for (unit, each), number in counts.items():
+            yield from ((kind, sent.times(number)) for kind, sent in _unit_traffic(job, unit, each))
 
 
 def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
@@ -233,7 +214,7 @@ def gather_counts(job: Job, rank: int, stage: int) -> StageGathers:
         return StageGathers(*[Gathers(counting, 1)] * 3)
     if not job.trained:
         return StageGathers(Gathers(0, 1), *[Gathers(0, number if job.config.zero == 3 else 1)] * 2)
-    turns, drained = _turns(Schedule.of(job, rank), stage)
+    turns, drained = _turns(job.schedule(rank), stage)
     rootless = not job.model.around_layers(stage == 0, stage == job.last_stage)
     prefetches = rootless and len(job.stage_layers[stage]) > 1
     if job.config.zero < 3:
@@ -318,16 +299,11 @@ def attention_traffic(job: Job, rank: int, window: int) -> tuple[tuple[Sent, ...
     )
 
 
-ByPass = Mapping[Pass, tuple[Sent, ...]]
+ByPass = Mapping[Pass, Sequence[Sent]]
 
 
-def pass_traffic(job: Job, rank: int) -> ByPass:
-    """Return what `rank` sends in each pass of all micro-batches, without groups of one rank, the most bytes first."""
-    return {kind: merged(sents) for kind, sents in pass_parts(job, rank).items()}
-
-
-def pass_parts(job: Job, rank: int) -> Mapping[Pass, Sequence[Sent]]:
-    """Return the parts of `pass_traffic`, of which several may have the same axis and collective."""
+def pass_parts(job: Job, rank: int) -> ByPass:
+    """Return what `rank` sends in each pass of all micro-batches, without groups of one rank; not `merged`."""
     parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
     for stage in job.stages(rank):
         for kind, sents in _stage_traffic(job, rank, stage).items():
@@ -358,21 +334,19 @@ def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
         recompute += entering if job.config.ac == "full" else ()
         recompute += [*_tensor_traffic(job, blocks, 1), *exchanges]
     backward = [*leaving, *_tensor_traffic(job, blocks, blocks), *exchanges[1:]]
-    return {"forward": tuple(forward), "recompute": tuple(recompute), "backward": tuple(backward)}
+    return {"forward": forward, "recompute": recompute, "backward": backward}
 
 
 def _activations(job: Job, rank: int, stage: int) -> Hashable:
     """Return what determines the traffic of a stage's activations."""
-    config, places = job.config, [job.place(axis, rank) for axis in ("ring", "ulysses")]
-    of_stages = stage, job.dims.pp, config.pp_schedule, job.degree("loss")
-    of_head = config.loss_chunk, job.output, job.balance, job.counts_choices
-    return job.micro_batch, config.ac, *places, *of_stages, *of_head
+    places = job.place("ring", rank), job.place("ulysses", rank)
+    return job.work, *places, stage, job.dims.pp, job.config.pp_schedule, job.degree("loss")
 
 
 @shared(_activations)
 def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
     """Return what a stage sends for one micro-batch, besides parameters and their gradients, without groups of one."""
-    parts: dict[Pass, list[Sent]] = {kind: [] for kind in PASSES}
+    parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
     for index, number in job.kinds(stage):
         for kind, sent in layer_traffic(job, rank, index).items():
             parts[kind] += [each.times(number) for each in sent]
@@ -383,18 +357,19 @@ def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
         parts["backward"] += _tensor_traffic(job, 1, 0)
     parts["count"] = list(parts["forward"])
     # Hidden states go to the next stage and their gradients to the previous one, if these are on another rank.
-    if stage + 1 < len(job.stage_layers) and stage + 1 not in job.stages(rank):
-        parts["forward"] += _stage_messages(job)
-        parts["count"] += _stage_messages(job)
+    messages = [Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)]
+    messages += [Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32)] if job.balance else []
+    if stage < job.last_stage and stage + 1 not in job.stages(rank):
+        parts["forward"] += messages
+        parts["count"] += messages
     if stage > 0 and stage - 1 not in job.stages(rank):
-        parts["backward"] += _stage_messages(job)
+        parts["backward"] += messages
     if stage == job.last_stage:
-        last = list(_tensor_traffic(job, 1, 0))
-        parts["count"] += last
         head, gradients = _head_traffic(job, rank)
-        parts["forward"] += [*(last if job.output != "cache" else ()), *head]
+        parts["count"] += _tensor_traffic(job, 1, 0)
+        parts["forward"] += [*(_tensor_traffic(job, 1, 0) if job.output != "cache" else ()), *head]
         parts["backward"] += gradients
-    return {kind: merged(s for s in sent if job.degree(s.axis) > 1) for kind, sent in parts.items()}
+    return {kind: merged(sent, job) for kind, sent in parts.items()}
 
 
 def _sums(job: Job, nbytes: int, *axes: str) -> list[Sent]:
@@ -441,19 +416,12 @@ def _choice_sums(job: Job) -> list[Sent]:
     return _sums(job, job.model.facts.num_experts * FLOAT32, *axes)
 
 
-def _stage_messages(job: Job) -> Iterator[Sent]:
-    """Yield what a stage sends to a neighbor for one micro-batch."""
-    yield Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)
-    if job.balance:
-        yield Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32)
-
-
 def expert_traffic(job: Job, tokens: int, gathers: bool) -> Iterator[Sent]:
     """Yield the counts of rows, and the rows of `tokens` to the experts and back, which in a backward are gradients.
     Tensor-parallel ranks with the same tokens send a part of them each, and one that `gathers` gets all results. If
     routers are uneven, rows are those of the busiest rank, which receives as many as it sends back.
     """
-    ep, itemsize, rows = job.dims.ep, job.dtype.itemsize, job.busiest_rows(tokens)
+    ep, itemsize, rows = job.dims.ep, job.dtype.itemsize, job.expert_rows(tokens)
     yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
     yield Sent("ep", "alltoall_base_", rows * (ep - 1) // ep * job.model.hidden_size * itemsize).times(2)
     if gathers:
@@ -469,10 +437,6 @@ def block_traffic(job: Job, rank: int) -> tuple[tuple[Sent, ...], tuple[Sent, ..
     """Return what the first decoder layer of `rank` sends in a step: (for parameters, for activations)."""
     stage, number = job.stages(rank)[0], job.config.micro_batches
     layer, gathers = stage_units(job, stage).layers[0], gather_counts(job, rank, stage).layer
-    inside = layer_traffic(job, rank, job.stage_layers[stage][0])
+    inside = chain(*layer_traffic(job, rank, job.stage_layers[stage][0]).values())
     parameters = (sent for unit in layer for _, sent in _unit_traffic(job, unit, gathers))
-    activations = (sent.times(number) for sents in inside.values() for sent in sents)
-    of_parameters, of_activations = (
-        merged(s for s in sents if job.degree(s.axis) > 1) for sents in (parameters, activations)
-    )
-    return of_parameters, of_activations
+    return merged(parameters, job), merged((sent.times(number) for sent in inside), job)

@@ -39,27 +39,18 @@ _PREFILL_TOKENS = 16384  # of a prefill's forward, unless one prompt is longer
 
 @dataclass(frozen=True)
 class CallRun:
-    """What a call takes on the rank.
-
-    Attributes:
-        samples, tokens: of the rank's data-parallel index in a mini-batch, and the tokens of each sample.
-        micro_batches: of these samples; 0 for a generate call.
-        by_category: the parts of the call's peak.
-        others_bytes: weights and optimizer states that other calls keep on the device meanwhile.
-        host_bytes: peak host memory of `ac_offload`.
-        sent: by the rank, in one mini-batch.
-    """
+    """What a call takes on the rank."""
 
     call: str
     kind: str
     layout: str
-    samples: int
-    tokens: int
-    micro_batches: int
-    by_category: Mapping[str, int]
-    others_bytes: int
-    host_bytes: int
-    sent: tuple[GroupSent, ...]
+    samples: int  # of the rank's data-parallel index in a mini-batch
+    tokens: int  # of each sample
+    micro_batches: int  # of these samples; 0 for a generate call
+    by_category: Mapping[str, int]  # the parts of the call's peak
+    others_bytes: int  # weights and optimizer states that other calls keep on the device meanwhile
+    host_bytes: int  # peak host memory of `ac_offload`
+    sent: tuple[GroupSent, ...]  # in one mini-batch
 
     @property
     def own_bytes(self) -> int:
@@ -72,14 +63,9 @@ class CallRun:
 
 
 def dry_run_calls(run: PreparedRlhf, device: torch.device) -> tuple[CallRun, ...]:
-    """Run the model calls of a step in which the rank of `run.launch` takes part, in the order of the step.
-
-    device: whose attention kernels, optimizer and offload are meant; tensors are on the CPU and have no memory.
-
-    Raises:
-        ValueError: for a model that does not support a layout.
-        RuntimeError: in a process that has a default process group.
-    """
+    """Run the model calls of a step in which the rank of `run.launch` takes part, in the order of the step, with the
+    attention kernels, optimizer and offload of `device`; tensors are on the CPU and have no memory. Raise ValueError
+    for a model that does not support a layout, and RuntimeError in a process that has a default process group."""
     resident, prompt_tokens = _resident(run), _prompt_tokens(run)
     calls = [call for call in run.graph.order if call.role and run.launch.rank in run.plan[call.name].ranks]
     return tuple(_run(run, call, prompt_tokens, device, resident[call.name]) for call in calls)
@@ -120,8 +106,7 @@ class _Blank(RoleModel):
 
 
 def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.device, others_bytes: int) -> CallRun:
-    layout, host = run.plan[call.name], HostMemory()
-    meter = StepMeter(host)
+    layout, meter = run.plan[call.name], StepMeter(host := HostMemory())
     most, new_tokens = samples_of(run, call), run.config.max_new_tokens if run.algorithm.data == "prompts" else 0
     samples, tokens = most, prompt_tokens + new_tokens
     generates = isinstance(call.work, Generate)
@@ -148,18 +133,8 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         if generates:
             places = capacity([Rollout([0] * prompt_tokens, 0, new_tokens)], mesh.size("sp"), mesh.size("sp"))
             by_category[KV_CACHE] = min(run.config.slots, most) * places * _place_bytes(model)
-    return CallRun(
-        call=call.name,
-        kind=call.kind,
-        layout=str(layout),
-        samples=most,
-        tokens=prompt_tokens + new_tokens,
-        micro_batches=len(rows),
-        by_category=by_category,
-        others_bytes=others_bytes,
-        host_bytes=host.peak_bytes,
-        sent=sent,
-    )
+    sizes = most, prompt_tokens + new_tokens, len(rows)
+    return CallRun(call.name, call.kind, str(layout), *sizes, by_category, others_bytes, host.peak_bytes, sent)
 
 
 def _samples(call: ModelCall, samples: int, tokens: int) -> Samples:

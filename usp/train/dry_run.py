@@ -41,48 +41,33 @@ from .validate import parallel_dims
 
 @dataclass(frozen=True)
 class GroupSent:
-    """The bytes that one collective sent over one process group in the step.
+    """The bytes that one collective sent over one process group in the step."""
 
-    axes: all mesh axes that this group spans.
-    ranks: of the group, global.
-    collective: the c10d name; see `parallel.wire`.
-    nbytes: payload bytes that left the rank.
-    """
-
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    collective: str
-    nbytes: int
+    axes: tuple[str, ...]  # all mesh axes that this group spans
+    ranks: tuple[int, ...]  # of the group, global
+    collective: str  # the c10d name: see `parallel.wire`
+    nbytes: int  # payload bytes that left the rank
     calls: int
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """One optimizer step of one rank, after the first.
+    """One optimizer step of one rank, after the first."""
 
-    config: without any `auto` or -1.
-    peak_bytes: of all tensor storage on the device; start_bytes: before the step, parameters and optimizer state.
-    by_category: the parts of the peak.
-    host_bytes: peak host memory of `--ac-offload` and `--optim-offload`; offloaded_bytes: that the former copies.
-    work, update: operators of forward and backward, recomputation included, and of the optimizer.
-    kernel: the attention kernel, and those refused before it.
-    seconds, process_bytes: wall clock of the dry run, and the peak memory of this process.
-    """
-
-    config: TrainConfig
+    config: TrainConfig  # without any `auto` or -1
     world_size: int
     rank: int
     sent: tuple[GroupSent, ...]
-    peak_bytes: int
-    start_bytes: int
-    by_category: Mapping[str, int]
-    host_bytes: int
-    offloaded_bytes: int
-    work: Work
-    update: Work
-    kernel: str
-    seconds: float
-    process_bytes: int
+    peak_bytes: int  # of all tensor storage on the device
+    start_bytes: int  # before the step: parameters and optimizer state
+    by_category: Mapping[str, int]  # the parts of the peak
+    host_bytes: int  # peak host memory of `--ac-offload` and `--optim-offload`
+    offloaded_bytes: int  # that `--ac-offload` copies
+    work: Work  # operators of forward and backward, recomputation included
+    update: Work  # operators of the optimizer
+    kernel: str  # the attention kernel, and those refused before it
+    seconds: float  # wall clock of the dry run
+    process_bytes: int  # the peak memory of this process
 
     @property
     def flops(self) -> int:
@@ -107,10 +92,8 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
     optimizer implementation and offload are those of CUDA; the other code is the same on both. Workspaces of operators,
     memory held by streams and allocator overhead are not seen.
 
-    Raises:
-        ConfigurationError: for configurations that train.py refuses without looking at data or machine, for DeepSpeed,
-            and for a rank outside of the world.
-        RuntimeError: in a process that has a default process group.
+    Raise ConfigurationError for configurations that train.py refuses without looking at data or machine, for DeepSpeed,
+    and for a rank outside of the world; RuntimeError in a process that has a default process group.
     """
     started = time.perf_counter()
     config, model_config, kernel = _checked(config, world_size, rank)
@@ -158,8 +141,7 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
 
 
 def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConfig, ModelConfig, str]:
-    """Return the configuration without `auto`, its model's, and the choice of the attention kernel. Raises
-    ConfigurationError for what `dry_run` refuses."""
+    """Return the configuration without `auto`, its model's, and the attention kernel; raise as `dry_run`."""
     if world_size < 1:
         raise ConfigurationError(f"--world-size = {world_size} must be at least 1")
     problems = []
@@ -175,12 +157,11 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
     device = torch.device("cpu" if config.device == "cpu" else "cuda")
     dtype = computation_dtype(config.dtype, device)
     try:
-        head_dims = facts.head_dim, facts.value_dim
-        _, kernel = kernel_for(config.attention_kernel, AttentionSpec(), device, dtype, *head_dims)
+        _, kernel = kernel_for(config.attention_kernel, AttentionSpec(), device, dtype, facts.head_dim, facts.value_dim)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    name = str(dtype).removeprefix("torch.")
-    return replace(config, device=device.type, dtype=name, dp_shard=dims.dp_shard), model_config, kernel
+    config = replace(config, device=device.type, dtype=str(dtype).removeprefix("torch."), dp_shard=dims.dp_shard)
+    return config, model_config, kernel
 
 
 def follow_step(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, meter: StepMeter) -> None:

@@ -42,7 +42,7 @@ from usp.data.rows import PackedRows, WholeRows
 from usp.hf.models import hide_progress_bars
 from usp.hf.stage import CausalLMStage
 from usp.model.facts import training_flops
-from usp.predict.traffic import fsdp_sent_bytes
+from usp.predict.traffic import fsdp_traffic
 from usp.run.failures import ConfigurationError, TrainingDiverged
 from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
 from usp.run.metrics import StepProfiler, StepRecord, count, parse_steps, peak_memory
@@ -394,7 +394,8 @@ class Trainer(TrainingLoop):
     def _predict(self) -> None:
         """Predict a step of the stage, and what this rank sends in it to keep weights and gradients sharded."""
         self.job = predicted_job(self.config, self.prepared)
-        self.fsdp_bytes = None if self.job is None else fsdp_sent_bytes(self.job, dist.get_rank())
+        sent = fsdp_traffic(self.job, dist.get_rank()) if self.job else ()
+        self.fsdp_bytes = sum(each.nbytes for _, each in sent) if self.job else None
 
     def _resume(self, saved: TrainingState) -> None:
         assert self.prepared.start.checkpoint is not None

@@ -6,8 +6,18 @@ from fractions import Fraction
 
 import pytest
 
-from benchmarks.cost_tables import DOCUMENT, document, expression, grouped_rows, markdown
-from usp.planning.methods import TABLE_2, Row, expert_row, pipeline_row, unified_cost
+from benchmarks.cost_tables import (
+    DOCUMENT,
+    EXPERTS,
+    PIPELINE,
+    TABLE_2,
+    Row,
+    document,
+    expression,
+    grouped_rows,
+    markdown,
+)
+from usp.planning.methods import PAPER, unified_cost
 
 # method: parameters' collectives and cost in O(d^2), activations' and cost in O(bs L d), split, P and G, OS, Act
 PRINTED = {
@@ -36,7 +46,7 @@ def test_a_row_is_as_printed(row: Row) -> None:
     assert "+".join(map(str, row.activations)) == activations
     assert expression(row) == activation_cost
     assert row.split == split
-    assert list(row.states) == states
+    assert list(PAPER[row.key][2]) == states
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 16, 64])
@@ -50,13 +60,22 @@ def test_grouped_queries_shrink_keys_and_values() -> None:
     ulysses, ring = grouped_rows(4)
     assert ulysses.activation_cost(8) == Fraction(4, 8) + Fraction(4, 8 * 4)
     assert ring.activation_cost(8) == 1
+    assert (unified_cost(8, 1, 4), unified_cost(1, 8, 4)) == (ulysses.activation_cost(8), ring.activation_cost(8))
 
 
 def test_rows_that_the_table_lacks() -> None:
-    assert expert_row(2).activation_cost(8) == 1
-    assert expert_row(2).printed_parameter_cost() == 4
-    assert pipeline_row().activation_cost(8) == 2
-    assert "| PP | 0 | 0 | 0 | P2P | 2 O(bs L d) |" in markdown((pipeline_row(),))
+    assert EXPERTS.activation_cost(8) == 1
+    assert EXPERTS.printed_parameter_cost() == 4
+    assert PIPELINE.activation_cost(8) == 2
+    assert "| PP | 0 | 0 | 0 | P2P | 2 O(bs L d) |" in markdown((PIPELINE,))
+
+
+@pytest.mark.parametrize("row", [*TABLE_2, EXPERTS, PIPELINE], ids=lambda row: row.method)
+def test_the_planner_has_the_costs_of_the_table(row: Row) -> None:
+    parameters, activations, _ = PAPER[row.key]
+    assert parameters == row.parameter_cost()
+    if not row.bound:
+        assert activations * (2 if row.key == "ep" else 1) == row.activation_cost(1)
 
 
 def test_the_document_is_up_to_date() -> None:

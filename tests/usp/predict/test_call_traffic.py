@@ -20,7 +20,7 @@ from usp.hf.models import model_facts, scalar_config
 from usp.hf.tensor_parallel import model_shape
 from usp.planning.call_cost import decode_traffic
 from usp.predict.job import Job
-from usp.predict.traffic import FLOAT32, INT64, Sent, all_reduce, merged, pass_traffic
+from usp.predict.traffic import FLOAT32, INT64, Sent, all_reduce, merged, pass_parts
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate, Inference
 from usp.rlhf.plan.plan import CallLayout
@@ -119,7 +119,7 @@ def counts(counter: Any) -> Counts:
 
 def inference_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
     """Return what `rank` sends in an inference call: its forwards, the number and length of rows, and the outputs."""
-    parts = [*pass_traffic(job, rank)["forward"], all_reduce("batch", 2 * INT64, job.degree("batch"))]
+    parts = [*pass_parts(job, rank)["forward"], all_reduce("batch", 2 * INT64, job.degree("batch"))]
     if len(job.stage_layers) - 1 in job.stages(rank):
         values = job.config.micro_batches * job.tokens * FLOAT32
         for axis in ("ulysses", "ring"):  # one after the other
@@ -180,7 +180,7 @@ def predicted(job: Job, rank: int, parts: Iterable[Sent]) -> Counts:
     nbytes: Counter[GroupOp] = Counter()
     calls: Counter[GroupOp] = Counter()
     for sent in parts:
-        key = tuple(job.linked(job.ranks(sent.axis, rank))), sent.collective
+        key = job.linked(sent.axis, rank), sent.collective
         nbytes[key] += sent.nbytes
         calls[key] += sent.calls
     return {key: (nbytes[key], calls[key]) for key in calls}
@@ -204,8 +204,8 @@ def test_every_byte_of_prefill_and_decode_is_predicted(ranks: RankPool) -> None:
             job = case.job(4, "cache", rows=SLOTS, parts=1)
             if wire is not None:
                 place = job.global_ranks.index(rank)
-                prefill = pass_traffic(job, place)
+                prefill = pass_parts(job, place)
                 assert not any(prefill[kind] for kind in ("count", "recompute", "backward", "update"))
-                assert predicted(job, place, prefill["forward"]) == wire[0], f"prefill, rank {rank}: {case}"
+                assert predicted(job, place, merged(prefill["forward"])) == wire[0], f"prefill, rank {rank}: {case}"
                 forward = decode_traffic(job, place, SLOTS)
                 assert predicted(job, place, forward) == wire[1], f"decode, rank {rank}: {case}"

@@ -15,9 +15,8 @@ from parallel import PP_SCHEDULES, load_hardware
 from tests.usp.tiny import tiny_model
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.predict.job import Job
+from usp.predict.job import Action, Job, Schedule, actions
 from usp.predict.memory import footprint, rank_host_bytes
-from usp.predict.order import Action, Schedule, actions
 from usp.predict.seconds import least_seconds, step_seconds
 from usp.predict.traffic import step_traffic
 from usp.train.dry_run import dry_run
@@ -145,7 +144,7 @@ def test_every_micro_batch_passes_each_stage_once(schedule: str, micro_batches: 
     asked = job(4, model="llama3-8b", pp=4, **flags)
     kinds = ("forward", "inputs", "weights") if schedule == "zero-bubble" else ("forward", "backward")
     for rank in range(4):
-        order, stages = actions(Schedule.of(asked, rank)), asked.stages(rank)
+        order, stages = actions(asked.schedule(rank)), asked.stages(rank)
         assert len(order) == len(set(order)) == len(kinds) * len(stages) * micro_batches
         for stage in stages:
             for number in range(micro_batches):

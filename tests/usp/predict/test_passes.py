@@ -16,7 +16,7 @@ from usp.hf.tensor_parallel import model_shape
 from usp.predict.job import PASSES, Job
 from usp.predict.memory import forward_memory
 from usp.predict.seconds import pass_seconds, step_seconds
-from usp.predict.traffic import pass_traffic, step_traffic
+from usp.predict.traffic import pass_parts, step_traffic
 from usp.train.resolve import job_of
 
 A800 = load_hardware("a800")
@@ -29,7 +29,7 @@ def job(world_size: int = 8, **flags: object) -> Job:
 
 def test_a_step_has_five_passes_and_forwards_alone_have_one() -> None:
     made = job(sp_ulysses=4, zero=3, ac="full", batch_size=2, micro_batches=2)
-    passes, traffic = pass_seconds(made, A800, 0), pass_traffic(made, 0)
+    passes, traffic = pass_seconds(made, A800, 0), pass_parts(made, 0)
     assert sum(sent.nbytes for parts in traffic.values() for sent in parts) == sum(
         sent.nbytes for sent in step_traffic(made, 0)
     )
@@ -38,7 +38,7 @@ def test_a_step_has_five_passes_and_forwards_alone_have_one() -> None:
     assert 0 < times["recompute"] < times["forward"] < times["backward"]
     assert times["count"] == 0 and times["update"] > 0
     forwards = replace(made, config=replace(made.config, ac="none"), trained=False, output="logprobs")
-    alone, sent = pass_seconds(forwards, A800, 0), pass_traffic(forwards, 0)
+    alone, sent = pass_seconds(forwards, A800, 0), pass_parts(forwards, 0)
     assert all(not sent[kind] for kind in PASSES if kind != "forward")
     assert sum(passed.total for passed in alone.values()) == alone["forward"].total
     assert alone["forward"].compute.total < times["forward"]
