@@ -50,7 +50,8 @@ def measure(grid: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
     mesh, samples = ParallelMesh.create(layout.dims), group()
     config = load_model_config("tiny")
     spec = RoleSpec("actor", "tiny", config, optimizer=AdamW(0.0), learning_rate=0.0)
-    models, found = {}, {}
+    models: dict[bool, RoleModel] = {}
+    found: dict[bool, dict[str, Any]] = {}
     for share in (False, True):
         models[share] = RoleModel(replace(spec, share_prefixes=share), layout, mesh, trained=True)
         models[share].fill()
@@ -88,7 +89,7 @@ def _pairs(shared: bool) -> int:
 
 
 def rows_of(data: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for whole, shared in zip(data[::2], data[1::2], strict=True):
         step, logprobs = ([a / b for a, b in zip(shared[key], whole[key], strict=True)] for key in ("step", "logprobs"))
         rows.append(
