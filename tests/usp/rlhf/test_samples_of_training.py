@@ -27,7 +27,7 @@ from usp.train.trainer import Trainer, train
 
 PROMPTS = ["def f(", "import os", "x = "]
 TOKENS = 12
-RUN = TrainConfig(seq_len=64, steps=3, warmup_steps=1, batch_size=4, adam_eps=1e-4, learning_rate=1e-2, device="cpu")
+RUN = TrainConfig(seq_len=64, steps=3, warmup_steps=1, batch_size=4, adam_eps=1e-4, learning_rate=3e-2, device="cpu")
 RUN = replace(RUN, tokenizer="bytes", sample_every=2, sample_tokens=TOKENS, hang_timeout=0)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 u2": (4, {"sp_ulysses": 2, "batch_size": 2, "ac": "full"}),
