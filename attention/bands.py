@@ -169,6 +169,8 @@ def below(pieces: Pieces, spec: AttentionSpec) -> Pieces:
 
     Adjacent ones are one piece where no window tells them apart: all of them see the whole document.
     """
+    if spec.parents is None:
+        return {}
     following: dict[tuple[int, int], list[tuple[Piece, int]]] = defaultdict(list)  # first pieces, and ends of runs
     joining = spec.one_sided
     for (row, document), of_document in pieces.items():

@@ -172,8 +172,10 @@ def _memory(compared: Sequence[Compared]) -> Grid:
     unit, name = (GIB, "GiB") if largest >= GIB else (2**20, "MiB")
     rows = []
     for each in compared:
-        *sizes, peak = vars(each.step.memory).values()
-        rows.append((each.method, *(f"{nbytes / unit:.1f}" for nbytes in (*sizes, peak.total)), peak.name))
+        memory = each.step.memory
+        sizes = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.host)
+        sizes_and_peak = (f"{nbytes / unit:.1f}" for nbytes in (*sizes, memory.peak.total))
+        rows.append((each.method, *sizes_and_peak, memory.peak.name))
     columns = ("method", "params", "grads", "optim", "activ", "host", "peak", "at")
     return Grid(f"Memory of the rank that needs most, {name}", columns, tuple(rows))
 
