@@ -187,9 +187,8 @@ def micro_batches(
     labels = [pad(ids[1:], (0, 1), value=IGNORED_LABEL) for ids in tokens]
     if counts and samples.ids:
         labels = [x.where(each != 0, IGNORED_LABEL) for x, each in zip(labels, samples[counts], strict=True)]
-    batches = []
-    for row in plan.rows:
-        segments = _segments(samples, plan, row)
+    batches, sharing = [], any(shared for _, shared in plan.families)
+    for row, segments in zip(plan.rows, _segments(samples, plan), strict=True):
         boundaries = _boundaries(segments)
 
         def joined(values: Tokens, padding: int, dtype: torch.dtype, segments: Sequence[Segment] = segments) -> Tensor:
@@ -200,7 +199,7 @@ def micro_batches(
             return whole.to(mesh.device_type)
 
         whole = {"input_ids": joined(tokens, 0, torch.int64), "cu_seqlens": boundaries.unsqueeze(0)}
-        if any(shared for _, shared in plan.families):
+        if sharing:
             whole["prefix_tree"] = torch.tensor([[segment.parent for segment in segments] or [-1]], dtype=torch.int32)
         batch = shard_batch(whole, mesh, layout.sp_layout)
         places = {index: torch.full(tokens[index].shape, number) for number, index in enumerate(row)}
@@ -216,18 +215,21 @@ def micro_batches(
     return batches
 
 
-def _segments(samples: Samples, plan: RowPlan, row: Sequence[int]) -> list[Segment]:
-    """Return the documents of a row of samples, in order."""
+def _segments(samples: Samples, plan: RowPlan) -> list[list[Segment]]:
+    """Return the documents of each row, in order."""
     family_of = {index: family for family in plan.families for index in family[0]}
-    segments: list[Segment] = []
-    for index in row:
-        members, shared = family_of.get(index, ((index,), 0))
-        if shared and index == members[0]:
-            segments.append(Segment(index, 0, shared, -1, tuple(members)))
-            parent = len(segments) - 1
-        length = len(samples["tokens"][index])
-        segments.append(Segment(index, shared, length, parent if shared else -1, (index,)))
-    return segments
+    rows: list[list[Segment]] = []
+    for row in plan.rows:
+        segments: list[Segment] = []
+        for index in row:
+            members, shared = family_of.get(index, ((index,), 0))
+            if shared and index == members[0]:
+                segments.append(Segment(index, 0, shared, -1, tuple(members)))
+                parent = len(segments) - 1
+            length = len(samples["tokens"][index])
+            segments.append(Segment(index, shared, length, parent if shared else -1, (index,)))
+        rows.append(segments)
+    return rows
 
 
 def unpack(
@@ -237,7 +239,7 @@ def unpack(
 
     Collective over the sp axis, all of whose ranks get all values.
     """
-    rows = [_segments(samples, plan, row) for row in plan.rows]
+    rows = _segments(samples, plan)
     boundaries = list(map(_boundaries, rows))
     longest = max(map(len, boundaries))
     padded = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in boundaries])
