@@ -29,6 +29,7 @@ setup(
         "jinja2",
         "matplotlib",
         "numpy",
+        "psutil",
         "pyarrow",
         "pyyaml",
         "rich",

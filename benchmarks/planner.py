@@ -106,7 +106,7 @@ class Measured:
     calibration: dict[str, Any]
     seconds: list[list[float]]
     processor: list[list[float]]
-    other_load: float | None
+    other_load: float
 
 
 def measure(configs: Sequence[TrainConfig], host_size: int, rounds: int) -> Measured:
@@ -152,14 +152,14 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def notes(rows: Sequence[dict[str, Any]], other_load: float | None) -> tuple[str, ...]:
+def notes(rows: Sequence[dict[str, Any]], other_load: float) -> tuple[str, ...]:
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
     pick, best = min(rows, key=lambda row: row["predicted"]), min(rows, key=lambda row: row["measured"])
     return (
         f"Mean absolute error over {len(rows)} mixtures: {statistics.mean(errors):.1%}, worst {max(errors):.1%}.",
         f"The predicted fastest, {pick['mixture']}, takes {pick['measured'] / best['measured']:.2f}x the time of the "
         f"measured fastest, {best['mixture']}.",
-        f"Other programs used {'an unknown part' if other_load is None else f'{other_load:.0%}'} of the processors. "
+        f"Other programs used {other_load:.0%} of the processors. "
         f"Thirds of a step's rounds differ by up to {max(row['spread'] for row in rows):.0%}.",
         "No constant is fitted to these rows; the model's terms were chosen after earlier runs of them.",
     )

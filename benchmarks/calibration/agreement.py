@@ -119,10 +119,9 @@ COLUMNS = (
 
 
 def cells(found: dict[str, Any]) -> tuple[str, ...]:
-    shares = [share for share in found["other_load"] if share is not None]
     return (
         found["case"],
-        " / ".join(f"{share:.0%}" for share in shares) or "unknown",
+        " / ".join(f"{share:.0%}" for share in found["other_load"]),
         str(found["times"]),
         *(f"{found['mean'][name]:.1%} (worst {found['worst'][name]:.0%})" for name in ESTIMATES),
         str(len(found["far"])),

@@ -32,9 +32,8 @@ from tests.harness.ranks import RankPool
 from usp.hf.models import load_model_config, model_facts, with_layers
 from usp.hf.tensor_parallel import model_shape
 from usp.planning.call_cost import CallOptions
-from usp.planning.estimates import Estimates, layout_key
-from usp.planning.measurements import Measurements, Sizes
-from usp.planning.measuring import Asked, measure_calls, measure_step
+from usp.planning.estimates import Estimates, Measurements, Sizes, layout_key
+from usp.planning.measuring import Asked, measure_calls
 from usp.planning.rlhf_question import layout_text
 from usp.planning.simulator import Simulator
 from usp.planning.workload import Workload
@@ -244,20 +243,17 @@ def merged(profiles: Sequence[Measurements]) -> Measurements:
         part: {at: median(one.points[part][at] for one in profiles) for at in first}
         for part, first in profiles[0].points.items()
     }
-    return replace(profiles[0], points=points, step_seconds=median(one.step_seconds for one in profiles))
+    return replace(profiles[0], points=points)
 
 
 def on_a_rank(case: Case) -> tuple[Measurements, list[Taken]]:
     """Measure the profile and steps of all plans, in passes."""
     torch.set_num_threads(1)
-    groups, device, profiles = ProcessGroups(), torch.device("cpu"), []
-    workload = Workload.of(case.samples, 1, case.prompt, (case.response,))
+    groups, profiles = ProcessGroups(), []
     running = start(case, groups)
     for number in range(case.passes):
         say(f"{case.world} ranks, pass {number + 1}: profile")
-        measured = profile(case, groups)
-        step = measure_step(ppo(case), workload, groups, device)
-        profiles.append(replace(measured, step_seconds=step))
+        profiles.append(profile(case, groups))
         say("steps")
         for _, one in in_turns(running, case.steps):
             one.step(case)
@@ -289,7 +285,7 @@ def compare(case: Case, measured: Measurements, by_rank: Sequence[Sequence[Taken
     formulas = Estimates(graph, models, workload, load_hardware("h100"), CallOptions(torch.float32, SLOTS))
     layouts_of = {call.name: [plan[call.name] for plan in every] for call in graph.calls}
     estimates = formulas.with_factors(measured.factors(formulas, layouts_of))
-    simulator = Simulator(graph, estimates, case.world, step_seconds=measured.step_seconds)
+    simulator = Simulator(graph, estimates, case.world)
     found = []
     for index, plan in enumerate(every):
         taken = [of_rank[index] for of_rank in by_rank]

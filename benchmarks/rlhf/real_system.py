@@ -18,7 +18,7 @@ from parallel import Hardware, ParallelDims, load_hardware
 from usp.planning.call_cost import CallOptions
 from usp.planning.estimates import Estimates
 from usp.planning.rlhf_search import OptionSpace, Problem, options
-from usp.planning.simulator import Simulator
+from usp.planning.simulator import Clock, Simulator
 from usp.predict.devices import usable
 from usp.rlhf.graph import ModelCall
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
@@ -84,13 +84,23 @@ class RealEstimates(Estimates):
         return seconds + self.overhead if seconds else 0.0
 
 
+class RealSimulator(Simulator):
+    """A simulator of `STEPS` steps, between which no rank waits for all others."""
+
+    def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
+        clock = Clock(self.graph, plan, self.estimates, self.world_size)
+        for operation in STEPS * self.operations(plan, clock):
+            clock.run(operation)
+        return float(clock.free.max()) / STEPS, float(clock.most.max())
+
+
 def simulator(cell: Cell, constants: Constants) -> Simulator:
-    """Return a simulator of `STEPS` steps of a cell, between which no rank waits for all others."""
+    """Return a simulator of a cell."""
     graph, hardware = ppo(cell.response), constants.hardware()
     how = CallOptions(slots=cell.samples, pipelined=True, collective_launches=constants.collective)
     estimates = RealEstimates(graph, models(cell.actor, cell.critic), cell.workload, hardware, how)
     estimates.overhead = constants.call
-    return Simulator(graph, estimates, cell.devices, steps=STEPS, barrier=False)
+    return RealSimulator(graph, estimates, cell.devices)
 
 
 def real_layout(call: ModelCall, layout: CallLayout, cell: Cell) -> CallLayout:

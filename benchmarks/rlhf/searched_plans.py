@@ -101,7 +101,7 @@ def write_models(folder: Path) -> None:
 
 def measure(
     cells: Sequence[Cell], rounds: int, folder: str, host_size: int, budget: float
-) -> tuple[list[dict[str, Any]], float | None]:
+) -> tuple[list[dict[str, Any]], float]:
     """Return the plans of every cell with predicted and measured seconds, and the share of other programs."""
     load, root = OtherLoad(), Path(folder)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -254,14 +254,14 @@ def rows(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             yield (*where, f"{median(one['seconds']):.2f}", spread, f"{one['predicted']:.2f}", f"{ratio:.2f}")
 
 
-def notes(results: Sequence[dict[str, Any]], loads: Sequence[float | None]) -> tuple[str, ...]:
+def notes(results: Sequence[dict[str, Any]], loads: Sequence[float]) -> tuple[str, ...]:
     regrets, behind = list(map(regret, results)), list(map(behind_named, results))
     low, high = interval(regrets, mean)
     errors = [abs(p["predicted"] / median(p["seconds"]) - 1) for r in results for p in r["plans"].values()]
     worst = results[max(range(len(results)), key=behind.__getitem__)]
     chosen = from_mapping(worst["plans"][SEARCH]["plan"])
     layouts = "; ".join(f"{name} {layout_text(layout)}" for name, layout in chosen.calls.items())
-    others = ", ".join("an unknown part" if load is None else f"{load:.0%}" for load in loads)
+    others = ", ".join(f"{load:.0%}" for load in loads)
     return (
         f"Regret of the searched plan against the best measured one: {mean(regrets):.1%} on average over "
         f"{len(regrets)} cells (95%: {low:.1%} to {high:.1%}), worst {max(regrets):.1%}.",

@@ -108,11 +108,11 @@ class Tier:
     shared_bytes_per_second: float = field(default=math.inf, metadata=ANY_SIZE)
     overlap: float = field(default=1.0, metadata=OVERLAP)
 
-    def faster(self, bandwidth: float, latency: float = 1.0) -> Tier:
-        """Return the tier with `bandwidth` times the rates, and 1 / `latency` of the time of an empty message."""
+    def faster(self, bandwidth: float) -> Tier:
+        """Return the tier with `bandwidth` times the rates."""
 
         def fast(link: Link) -> Link:
-            return Link(link.alpha_seconds / latency, link.bytes_per_second * bandwidth)
+            return replace(link, bytes_per_second=link.bytes_per_second * bandwidth)
 
         return replace(
             self,

@@ -129,7 +129,7 @@ def _question(asked: RlhfPlanConfig) -> Question:
     import torch
 
     from usp.planning.call_cost import CallOptions
-    from usp.planning.measurements import Measurements
+    from usp.planning.estimates import Measurements
     from usp.planning.rlhf_question import Question, described_graph, model_shapes, role_config
     from usp.planning.workload import Workload
     from usp.rlhf.runtime.measure import read_lengths

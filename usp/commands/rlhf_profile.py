@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,7 +18,7 @@ from usp.run.launch import Launch, choose_device, process_group, set_library_def
 from .flags import check, output_problem, parse, token_counts
 
 if TYPE_CHECKING:
-    from usp.planning.measurements import Measurements, Part, Points, Sizes
+    from usp.planning.estimates import Measurements, Part, Points, Sizes
 
 Share = Annotated[float, Rule(lambda value: 0 < value < 1, "above 0 and below 1")]
 
@@ -78,9 +78,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     import torch.distributed as dist
 
     from parallel import ProcessGroups
-    from usp.planning.measurements import Sizes
-    from usp.planning.measuring import measure_calls, measure_step
-    from usp.planning.workload import Workload
+    from usp.planning.estimates import Sizes
+    from usp.planning.measuring import measure_calls
     from usp.predict.compute import dtype_name
     from usp.predict.rounds import Rounds
     from usp.train.checkpoints import from_first_rank
@@ -91,7 +90,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     fast = device.type == "cuda"
     dtype = torch.bfloat16 if asked.dtype == "bfloat16" or (asked.dtype == "auto" and fast) else torch.float32
     sizes = Sizes(layers, samples, tokens, tokens, asked.response_share)
-    graph, calls = _calls(asked, dtype, max(samples), zero, launch)
+    calls = _calls(asked, dtype, max(samples), zero, launch)
     name = torch.cuda.get_device_name(device) if fast else "CPU"
 
     def progress(doing: str) -> None:
@@ -102,14 +101,10 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         groups = ProcessGroups()
         rounds = Rounds(device, asked.rounds, 0.02)
         known = from_first_rank(lambda: _known(asked.out, name, dtype_name(dtype), launch.world_size, sizes))
-        response = max(1, round(max(tokens) * asked.response_share))
-        prompts = max(8, -(-max(samples) // graph.group_size))
-        workload = Workload.of(prompts, graph.group_size, max(tokens) - response, (response,))
-        step_seconds = measure_step(graph, workload, groups, device)
 
         def keep(measured: Measurements) -> None:
             if launch.rank == 0:
-                replace(measured, step_seconds=step_seconds).save(asked.out)
+                measured.save(asked.out)
 
         measured = measure_calls(calls, sizes, rounds, name, groups, progress, known, keep)
         keep(measured)
@@ -120,7 +115,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
 def _known(out: Path, device: str, dtype: str, ranks: int, sizes: Sizes) -> Mapping[Part, Points]:
     """Return what an existing file has; raise ValueError if it has no measurements, or was measured otherwise."""
-    from usp.planning.measurements import Measurements
+    from usp.planning.estimates import Measurements
 
     if not out.exists():
         return {}
@@ -135,7 +130,7 @@ def _known(out: Path, device: str, dtype: str, ranks: int, sizes: Sizes) -> Mapp
 
 
 def _calls(asked: RlhfProfileConfig, dtype, samples: int, zero: Sequence[int], launch: Launch):
-    """Return the graph of the algorithm, and its calls in every layout of the launched ranks."""
+    """Return the calls of the algorithm in every layout of the launched ranks."""
     from usp.planning.measuring import Asked
     from usp.planning.rlhf_question import described_graph, model_shapes, role_config
     from usp.planning.rlhf_search import OptionSpace, options
@@ -162,11 +157,10 @@ def _calls(asked: RlhfProfileConfig, dtype, samples: int, zero: Sequence[int], l
         recompute=(("none", False), ("full", False)),  # as searches do
         models={role: shape.facts for role, shape in shapes.items()},
     )
-    calls = [
+    return [
         Asked(call, specs[call.role], layout)
         for call in graph.calls
         if call.role
         for layout in options(call, space)
         if layout.dims.pp <= asked.max_pp and layout.dims.batch <= samples
     ]
-    return graph, calls

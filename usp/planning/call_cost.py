@@ -254,8 +254,6 @@ class _Calls:
     def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
         """Return the seconds of a decode step: of products, communication and sampling; to read a place of the cache of
         every slot; and in which the host launches its operators, the least that the step takes."""
-        # Where the cache is sharded, attention is computed in float32 copies of it.
-        passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
         micro_batches = self.layout.dims.pp if self.options.pipelined else 1  # the slowest stage sets the pace
         rows, stages = -(-slots // micro_batches), []
         for rank in job.ranks("pp", 0):
@@ -266,7 +264,7 @@ class _Calls:
         fixed, read, launched = (
             sum(each) if micro_batches == 1 else micro_batches * max(each) for each in zip(*stages, strict=True)
         )
-        per_place = self.hardware.memory_seconds(rows * read * passes)
+        per_place = self.hardware.memory_seconds(rows * read)
         return fixed, per_place, launched * self.hardware.launch_seconds
 
 

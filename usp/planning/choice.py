@@ -26,7 +26,7 @@ from usp.train.resolve import job_of, resolve
 
 from .question import CHOSEN, enough_devices, from_rank_0, suppositions, what_if_line
 from .search import Candidate, Predictor, Question, Search, SearchResult, layouts
-from .step_report import StepReport, parts, step_report
+from .step_report import StepReport, step_report
 
 T = TypeVar("T")
 _chosen = attrgetter(*CHOSEN)
@@ -217,8 +217,8 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
 
 def why_slower(candidate: Candidate, first: Candidate) -> str:
     """Return the two components that take longest compared with the first candidate."""
-    its = parts(first.time)
-    longer = ((name, took - its.get(name, 0.0)) for name, took in parts(candidate.time).items())
+    its = first.time.parts
+    longer = ((name, took - its.get(name, 0.0)) for name, took in candidate.time.parts.items())
     largest = sorted(longer, key=lambda item: -item[1])[:2]
     words = [f"{name} +{seconds(more)}" for name, more in largest if more > 0.001 * first.time.total]
     return ", ".join(words) or "equally fast"
@@ -226,8 +226,8 @@ def why_slower(candidate: Candidate, first: Candidate) -> str:
 
 def bound(candidate: Candidate, memory_bytes: float) -> str:
     """Return the component that takes longest, and memory if saving it costs time."""
-    largest, took = max(parts(candidate.time).items(), key=lambda item: item[1])
-    words = f"{largest} ({took / candidate.time.total:.0%})"
+    largest = candidate.time.bound
+    words = f"{largest} ({candidate.time.parts[largest] / candidate.time.total:.0%})"
     if candidate.config.ac != "none" and candidate.memory.device > 0.5 * memory_bytes:
         words += ", and by memory, which requires recomputation"
     return words

@@ -19,7 +19,7 @@ from usp.run.tables import AND, GIB, Grid
 from .choice import degrees, memory_options
 from .comparison import Compared, Setting, compare
 from .methods import Method
-from .step_report import memory_parts, parts
+from .step_report import memory_parts
 
 SHOWN = 5  # methods that are selected at first
 # The classes of the page's bars, in their order: words of the names of a step's parts, then of the memory's.
@@ -144,7 +144,7 @@ def _method(method: Compared) -> dict[str, Any]:
         "degrees": f"{degrees(config)}, {memory_options(config)}",
         "step": step,
         "reason": method.reason,
-        "time": _bar(parts(step.time), seconds),
+        "time": _bar(step.time.parts, seconds),
         "memory": _bar(memory_parts(step.memory), size),
         "sent": method.sent_bytes,
     }

@@ -1,47 +1,41 @@
 """Seconds and bytes of everything in a simulated plan: formulas, times what was measured over what they say.
 
 Measurements of a machine (`rlhf-profile`) and of the steps of a run (`--replan`) are factors alike, by call and layout.
-"""
+Measured seconds of the parts of a call are linear in layers, sequences and tokens between neighbouring measurements,
+and continue the last two beyond them; where there is one measurement, they are proportional (layers must then be as
+measured). This is ReaL's profile (arXiv 2406.14088, section 5.1), with the calls of the toolkit in place of blocks."""
 
 from __future__ import annotations
 
+import json
+import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import fields, replace
-from functools import cache, cached_property, lru_cache
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache, lru_cache
+from hashlib import sha256
+from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any
+
+import torch
 
 from parallel import Hardware
 from usp.model.facts import ModelShape
 from usp.predict.traffic import FLOAT32
-from usp.rlhf.graph import DataflowGraph, Inference, ModelCall
+from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
 
-from .call_cost import CallOptions, call_cost, weight_elements
-from .workload import Workload
+from .call_cost import CallOptions, Rows, batchings, call_cost, mini_batch_rows, packed_rows, weight_elements
+from .workload import Batching, Workload
 
-_FASTER = 1e6  # links by which communication takes no time worth counting
+PREFILL, DECODE, UPDATE = "prefill", "decode", "update of "
+VERSION = 3
+Points = Mapping[tuple[int, int, int], float]  # seconds by (layers, sequences of a data-parallel rank, tokens of each)
 _PLACE = ("ranks", "dims", "zero", "micro_batch_tokens")
-
-
-class CallSeconds(NamedTuple):
-    """The seconds of a call, or factors of them: of its computation, and of communication that it waits for."""
-
-    computation: float = 1.0
-    communication: float = 1.0
-
-    @property
-    def total(self) -> float:
-        return self.computation + self.communication
-
-    def times(self, factors: CallSeconds) -> CallSeconds:
-        """Return both parts, each times its factor."""
-        return CallSeconds(self.computation * factors.computation, self.communication * factors.communication)
-
-
-Factors = Mapping[str, Mapping[str, CallSeconds]]  # measured over predicted seconds, by call and `layout_key`
+Factors = Mapping[str, Mapping[str, float]]  # measured over predicted seconds, by call and `layout_key`
 
 
 @lru_cache(1 << 16)
@@ -60,7 +54,7 @@ def layout_key(layout: CallLayout) -> str:
     return " ".join(words) or "one rank"
 
 
-def factor_of(factors: Factors, call: str, layout: CallLayout) -> CallSeconds | None:
+def factor_of(factors: Factors, call: str, layout: CallLayout) -> float | None:
     """Return the factor of a call in the most similar layout in which it was measured; None if it never was."""
     known, words = factors.get(call), set(layout_key(layout).split())
     return known[min(known, key=lambda key: len(words.symmetric_difference(key.split())))] if known else None
@@ -84,7 +78,11 @@ class Estimates:
     ) -> None:
         self.graph, self.models, self.workload, self.hardware, self.options = graph, models, workload, hardware, options
         self.factors = factors
-        self._like = {call.name: self._first_like(call) for call in graph.calls if call.role}
+        # of each call with a model the first that does the same with the same model
+        self._like, first = dict[str, str](), dict[object, str]()
+        for call in (call for call in graph.calls if call.role):
+            work = call.work.head if isinstance(call.work, Inference) else call.name
+            self._like[call.name] = first.setdefault((work, id(models[call.role])), call.name)
         self._placed = cache(self._somewhere)
         setting = workload, hardware, options
         self._cost = cache(lambda call, at: call_cost(graph[call], at, models[graph[call].role], *setting))
@@ -99,18 +97,12 @@ class Estimates:
         other._cost, other._elements = self._cost, self._elements
         return other
 
-    def predicted(self, call: str, layout: CallLayout) -> CallSeconds:
-        """Return the seconds of a call by formula; a function takes one second, and its factor is its time."""
-        total, without_links = self.formula(call, layout), self._over_fast_links.formula(call, layout)
-        return CallSeconds(min(without_links, total), max(0.0, total - without_links))
-
     def _call_seconds(self, call: str, layout: CallLayout) -> float:
         """Return the time of a call on all its ranks, from the first that begins to the last that ends."""
-        unknown = CallSeconds() if call in self._like else CallSeconds(0.0, 0.0)  # of functions nothing is predicted
-        factor = factor_of(self.factors, call, layout) or unknown
-        if factor.computation == factor.communication:
-            return factor.computation * self.formula(call, layout)
-        return self.predicted(call, layout).times(factor).total
+        factor = factor_of(self.factors, call, layout)
+        if factor is None:
+            factor = 1.0 if call in self._like else 0.0  # of functions nothing is predicted
+        return factor * self.formula(call, layout)
 
     def call_bytes(self, call: str, layout: CallLayout) -> float:
         """Return the memory that a call takes beside weights and optimizer: activations, gradients, KV cache."""
@@ -158,12 +150,6 @@ class Estimates:
         """Return the seconds of a call by formula; those of functions are not predicted, and count as one."""
         return self._cost(self._like[call], self._placed(layout)).total if call in self._like else 1.0
 
-    @cached_property
-    def _over_fast_links(self) -> Estimates:
-        tiers = tuple(tier.faster(_FASTER, latency=_FASTER) for tier in self.hardware.tiers)
-        hardware = replace(self.hardware, tiers=tiers)
-        return Estimates(self.graph, self.models, self.workload, hardware, self.options)
-
     def _somewhere(self, layout: CallLayout) -> CallLayout:
         """Return the layout on the first ranks, if it is within a host, or on whole hosts."""
         first, number, host = layout.ranks[0], len(layout.ranks), self.hardware.host_devices
@@ -171,15 +157,6 @@ class Estimates:
         if consecutive and (first % host + number <= host or first % host == number % host == 0):
             return replace(layout, ranks=tuple(range(number)))
         return layout
-
-    def _first_like(self, call: ModelCall) -> str:
-        """Return the first call that takes as long as `call` in the same layout: the same work with the same model."""
-
-        def work(other: ModelCall) -> object:
-            return other.work.head if isinstance(other.work, Inference) else other.name
-
-        model = self.models[call.role]
-        return next(c.name for c in self.graph.calls if work(c) == work(call) and self.models.get(c.role) is model)
 
 
 @lru_cache(1 << 14)
@@ -190,3 +167,163 @@ def _parts_by_host(layout: CallLayout, host_devices: int) -> dict[int, float]:
     ranks = Counter(rank // host_devices for rank in layout.ranks)
     per_stage = len(layout.ranks) // dims.pp
     return {host: min(number, parts * -(-number // per_stage)) / (parts * dims.pp) for host, number in ranks.items()}
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """What is timed: a part of calls, by a model, in a layout.
+
+    Work is PREFILL: a forward over prompts, to the first token; DECODE: one step; "logprobs", "values": a forward;
+    "train logprobs", "train values": an optimizer step on one mini-batch of as few micro-batches as the layout allows;
+    UPDATE and one of these: what does not repeat with further micro-batches.
+    """
+
+    model: str  # `model_key`
+    work: str
+    layout: str  # `layout_key`
+
+
+def work_of(call: ModelCall) -> str:
+    """Return the `Part.work` of a call with a model; of generation that of a decode step."""
+    if isinstance(call.work, Generate):
+        return DECODE
+    if isinstance(call.work, Inference):
+        return "logprobs" if call.work.head == "logprobs" else "values"
+    assert isinstance(call.work, TrainStep)
+    return f"train {call.work.objective.head}"
+
+
+def model_key(model: ModelShape, dtype: torch.dtype) -> str:
+    """Return a key that identifies a model up to its depth; raise ValueError for layers of several kinds."""
+    if len(set(model.alike)) > 1:
+        raise ValueError(
+            f"model={model.facts.name} has layers of several kinds, and measurements scale one with the depth"
+        )
+    facts = replace(model.facts, name="", windows=model.facts.windows[:1])
+    parts = (facts, model.embedding, model.layers[0], model.norm, model.head, model.experts_per_token, str(dtype))
+    head = "scalar" if model.head and model.head[0].shape[0] == 1 else f"vocabulary {facts.vocab_size}"
+    return f"hidden {model.hidden_size}, {head}, {sha256(repr(parts).encode()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes to measure. A pipeline of more stages than layers has a layer for each."""
+
+    layers: tuple[int, ...] = (1, 2)  # depths of the models; empty: their own depth
+    samples: tuple[int, ...] = (8, 32)  # of a mini-batch or call, over all data-parallel ranks
+    tokens: tuple[int, ...] = (256, 1024)  # of each sample
+    prompts: tuple[int, ...] = (256, 1024)  # tokens of a prompt
+    counted: float = 0.5  # the fraction of the tokens that are the response
+    decoded: int = 16  # steps of a timed generation
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured on a machine."""
+
+    device: str
+    dtype: str
+    ranks: int  # in the launch
+    sizes: Sizes  # of every part
+    points: Mapping[Part, Points] = field(hash=False)
+
+    def at(self, part: Part, layers: int, sequences: float, tokens: float) -> float:
+        """Return the seconds of a part; nan if it was not measured, or only at another depth."""
+        points = self.points.get(part, {})
+        depths = {depth for depth, *_ in points}
+        return _along(points, layers, sequences, tokens) if len(depths) > 1 or layers in depths else math.nan
+
+    def factors(self, estimates: Estimates, layouts: Mapping[str, Iterable[CallLayout]]) -> Factors:
+        """Return the measured seconds over those by formula, of the layouts of calls that were measured."""
+        factors: dict[str, dict[str, float]] = {}
+        for name, of_call in layouts.items():
+            call = estimates.graph[name]
+            if not call.role or len(set(estimates.models[call.role].alike)) > 1:
+                continue
+            model = model_key(estimates.models[call.role], estimates.options.dtype)
+            for layout in of_call:
+                part = Part(model, work_of(call), layout_key(layout))
+                if part in self.points and part.layout not in factors.get(name, {}):
+                    ratio = self._call_seconds(part, call, layout, estimates) / estimates.formula(name, layout)
+                    if not math.isnan(ratio):
+                        factors.setdefault(name, {})[part.layout] = ratio
+        return factors
+
+    def _call_seconds(self, part: Part, call: ModelCall, layout: CallLayout, estimates: Estimates) -> float:
+        depth, workload = len(estimates.models[call.role].layers), estimates.workload
+        if isinstance(call.work, Generate):
+            return self._generation(part, depth, layout, estimates)
+        if isinstance(call.work, TrainStep):
+            mini_batches = mini_batch_rows(call.work, layout, workload).elements()
+            return call.work.epochs * sum(self._rows(part, depth, rows, layout, workload) for rows in mini_batches)
+        return self._rows(part, depth, packed_rows(workload.sequences, layout), layout, workload)
+
+    def _rows(self, part: Part, depth: int, rows: Rows, layout: CallLayout, workload: Workload) -> float:
+        """Return the seconds of rows of packed sequences: of the fewest that the layout allows, and of the others."""
+        least, tokens = layout.dims.pp, sum(workload.sequences) / len(workload.sequences)
+        seconds = self.at(part, depth, least * rows.tokens / tokens, tokens)
+        if rows.number <= least:
+            return seconds
+        update = replace(part, work=UPDATE + part.work)
+        once = self.at(update, depth, 1, 1) if update in self.points else 0.0
+        return seconds + (seconds - once) * (rows.number - least) / least
+
+    def _generation(self, part: Part, depth: int, layout: CallLayout, estimates: Estimates) -> float:
+        prompts = replace(part, work=PREFILL)
+
+        def seconds(run: Batching) -> float:
+            return sum(
+                stretch.steps * self.at(part, depth, run.slots, stretch.length * layout.dims.sp)
+                + sum(self.at(prompts, depth, *shape) for shape in stretch.prefills)
+                for stretch in run.stretches
+            )
+
+        return max(map(seconds, batchings(layout, estimates.workload, estimates.options)))
+
+    def save(self, path: Path) -> None:
+        """Write the measurements as JSON."""
+        parts = [
+            {**asdict(part), "points": [[*at, seconds] for at, seconds in points.items()]}
+            for part, points in sorted(self.points.items())
+        ]
+        values = {"version": VERSION, "device": self.device, "dtype": self.dtype, "ranks": self.ranks}
+        values["sizes"] = asdict(self.sizes)
+        lines = ",\n  ".join(map(json.dumps, parts))
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(f'{json.dumps(values)[:-1]}, "parts": [\n  {lines}\n]}}\n')
+        new.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> Measurements:
+        """Read measurements. Raises ValueError for a file that has none."""
+        try:
+            values = json.loads(path.read_text())
+            if values["version"] != VERSION:
+                raise ValueError(f"its version must be {VERSION}")
+            points = {}
+            for part in values["parts"]:
+                measured = {tuple(at): float(seconds) for *at, seconds in part["points"]}
+                points[Part(part["model"], part["work"], part["layout"])] = measured
+            sizes: dict[str, Any] = {
+                name: tuple(x) if isinstance(x, list) else x for name, x in values["sizes"].items()
+            }
+            made_of = values["device"], values["dtype"], values["ranks"]
+            return Measurements(*made_of, Sizes(**sizes), points)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path} is not a profile of python -m usp rlhf-profile: {error!r}") from error
+
+
+def _along(known: Mapping[Any, float], x: float, *others: float) -> float:
+    """Return what lies at x, then at the other coordinates: on the line through the two nearest known ones, or in
+    proportion to a single one."""
+    xs = sorted({first for first, *_ in known})
+
+    def at(first: int) -> float:
+        line = {place[1:]: seconds for place, seconds in known.items() if place[0] == first}
+        return _along(line, *others) if others else line[()]
+
+    if len(xs) == 1:
+        return at(xs[0]) * x / xs[0]
+    right = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+    low, high = at(xs[right - 1]), at(xs[right])
+    return max(0.0, low + (x - xs[right - 1]) / (xs[right] - xs[right - 1]) * (high - low))

@@ -1,10 +1,9 @@
-"""Measure the calls of roles' models, on shallow models, in each layout; and a step without models.
+"""Measure the calls of roles' models, on shallow models, in each layout.
 
 Every layout is measured on all of its ranks, in turns (`usp.predict.rounds`). A call lasts until its last rank ends."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -13,23 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ProcessGroups
+from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import model_facts, with_layers
 from usp.hf.tensor_parallel import model_shape
 from usp.predict.compute import dtype_name
 from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS
-from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
-from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
+from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
-from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.samples import Samples
 
-from .estimates import layout_key
-from .measurements import PREFILL, UPDATE, Measurements, Part, Points, Sizes, model_key, work_of
-from .workload import Workload
-
-_STEPS = 8  # that are timed without models
+from .estimates import PREFILL, UPDATE, Measurements, Part, Points, Sizes, layout_key, model_key, work_of
 
 Timings = Iterator[tuple[Part, tuple[int, int, int], float]]  # (part, (layers, sequences, tokens), seconds)
 
@@ -188,59 +182,3 @@ class _GenerateRun(_Run):
         prompts = Samples(tuple(range(number)), {"prompt_ids": self.drawn(number, tokens + 1)})
         generate = replace(work, group_size=1, max_new_tokens=responses, stop_ids=(), stop_strings=())
         return lambda: model.generate(prompts, generate, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Idle:
-    """A `Role` without weights, whose responses have the lengths of a workload."""
-
-    workload: Workload
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return {}
-
-    def nothing(self) -> None: ...
-
-    fill = allocate = release = offload = load = nothing
-
-    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        values: dict[str, list[Tensor]] = {}
-        ids = [prompt * work.group_size + k for prompt in prompts.ids for k in range(work.group_size)]
-        for index in ids:
-            prompt, length = self.workload.prompts[index], self.workload.sequences[index]
-            mask = torch.zeros(length)
-            mask[prompt - 1 : length - 1] = 1
-            sample = {"tokens": torch.zeros(length, dtype=torch.int64), "mask": mask, "logprobs": torch.zeros(length)}
-            sample |= {"finished": torch.tensor(False), "prompt_length": torch.tensor(prompt)}
-            for key, value in sample.items():
-                values.setdefault(key, []).append(value)
-        return Samples(tuple(ids), values)
-
-    def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
-        scored = work.head == "score"
-        values = [torch.zeros(() if scored else len(tokens)) for tokens in samples["tokens"]]
-        return Samples(samples.ids, {output: values})
-
-    def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> Mapping[str, float]:
-        return {}
-
-
-def measure_step(graph: DataflowGraph, workload: Workload, groups: ProcessGroups, device: torch.device) -> float:
-    """Return the median seconds of a step without models, all of whose calls are on all ranks: of the functions between
-    the calls, what the ranks tell each other, and the metrics. Collective."""
-    ranks = tuple(range(dist.get_world_size()))
-    dims = ParallelDims(dp_replicate=len(ranks), dp_shard=1)
-    plan = ExecutionPlan("without models", {call.name: CallLayout(ranks, dims) for call in graph.calls})
-    executor = Executor(graph, plan, groups, lambda *_: _Idle(workload), device, ranks_per_host=len(ranks))
-    number = len(workload.prompts) // graph.group_size
-    prompts = [torch.zeros(workload.prompts[index * graph.group_size], dtype=torch.int64) for index in range(number)]
-    given = {key: prompts if key == "prompt_ids" else [torch.zeros(())] * number for key in graph.given}
-    seconds = []
-    for step in range(1, _STEPS + 2):
-        dist.barrier()
-        begin = time.perf_counter()
-        executor.run_step(Samples(tuple(range(number)), given), step, step)
-        seconds.append(time.perf_counter() - begin)
-    longest = torch.tensor(seconds[1:], dtype=torch.float64, device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return longest.median().item()

@@ -28,8 +28,7 @@ from usp.run.metrics import seconds
 from usp.run.tables import GIB, Grid
 
 from .call_cost import CallOptions
-from .estimates import Estimates, layout_key
-from .measurements import Measurements
+from .estimates import Estimates, Measurements, layout_key
 from .question import Devices, enough_devices, suppositions, what_if_line
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
 from .simulator import Simulation, Simulator
@@ -93,9 +92,8 @@ class Question(Devices):
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
         models and optimizer states. Raise NothingFits naming the calls that no layout fits, and ValueError for devices
         that are not whole hosts, or that the hardware does not connect."""
-        beside = self.measurements.step_seconds if self.measurements else 0.0
         estimates = estimates or self.estimates
-        simulator = Simulator(self.graph, estimates, self.world_size, staleness=self.staleness, step_seconds=beside)
+        simulator = Simulator(self.graph, estimates, self.world_size, staleness=self.staleness)
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload).that_fit()

@@ -3,11 +3,11 @@ and what a change costs: the exact reallocations of weights and optimizer states
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from math import exp, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +34,7 @@ from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
 from .call_cost import CallOptions
-from .estimates import CallSeconds, Estimates, Factors, factor_of, layout_key
+from .estimates import Estimates, Factors, factor_of, layout_key
 from .question import from_rank_0
 from .rlhf_question import Question, answer, model_shapes, render_choice
 from .rlhf_search import Problem, baselines, search
@@ -42,7 +42,6 @@ from .workload import Workload
 
 _WIDTH = 150  # of what is printed, at least: logs of torchrun report 80 columns
 _BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, as in usp.rlhf.runtime.copies
-_NEWEST = 0.5  # the weight of the steps since the last decision, against all before
 _STATES = 3  # the float32 tensors of a trained parameter: its values and two moments, sharded alike
 
 
@@ -142,26 +141,14 @@ def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping
     """Return the factors of calls after further steps (seconds by call, and the estimates for its lengths) of a plan.
 
     Of each call the median over the steps counts half, the factor before half (geometrically), so that one slow step
-    changes nothing for long. Steps tell only the sum of computation and communication: of the factors that explain it,
-    to first order, those are taken that change least in the logarithm, so the larger part of a call explains most.
+    changes nothing for long.
     """
     found = {call: dict(of_call) for call, of_call in factors.items()}
     for call, layout in plan.calls.items():
-        measured = [(seconds[call], of.predicted(call, layout)) for seconds, of in steps if seconds.get(call)]
-        if measured:
-            before = factor_of(factors, call, layout)
-            factor = _explaining(before or CallSeconds(), measured, _NEWEST if before else 1.0)
-            found.setdefault(call, {})[layout_key(layout)] = factor
+        if ratios := [seconds[call] / of.formula(call, layout) for seconds, of in steps if seconds.get(call)]:
+            before, now = factor_of(factors, call, layout), median(ratios)
+            found.setdefault(call, {})[layout_key(layout)] = now if before is None else math.sqrt(before * now)
     return found
-
-
-def _explaining(before: CallSeconds, measured: Sequence[tuple[float, CallSeconds]], newest: float) -> CallSeconds:
-    """Return the factors nearest to those before that explain (measured, predicted) of steps, with weight `newest`."""
-    corrected = [predicted.times(before) for _, predicted in measured]
-    change = newest * log(median(s / c.total for (s, _), c in zip(measured, corrected, strict=True)))
-    share = sum(c.communication for c in corrected) / sum(c.total for c in corrected)
-    norm = share**2 + (1 - share) ** 2
-    return before.times(CallSeconds(exp(change * (1 - share) / norm), exp(change * share / norm)))
 
 
 def moves(

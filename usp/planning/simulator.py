@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
-from usp.rlhf.plan.operations import Operation, WeightCopy, schedule, trained_copy, weight_copies
+from usp.rlhf.plan.operations import Operation, WeightCopy, schedule, shares_memory, trained_copy, weight_copies
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
 from usp.rlhf.runtime.timeline import Event
 
@@ -26,7 +26,7 @@ from .estimates import Estimates
 class Simulation:
     """The result of simulated steps."""
 
-    seconds: float  # of a step, the mean of all
+    seconds: float  # of a step
     peak_bytes: float  # the most memory that a rank needs
     events: tuple[Event, ...]  # as the executor writes them, in the order of the schedule
 
@@ -38,34 +38,27 @@ class Simulator:
     graph: DataflowGraph
     estimates: Estimates
     world_size: int
-    steps: int = 1
-    barrier: bool = True  # every rank waits for all others at the end of a step; in ReaL's runtime none does
     staleness: int = 0  # 1: a step in the middle of a run, which trains on what the one before rolled out
-    step_seconds: float = 0.0  # beside the calls and the movement of weights
     _schedules: dict[object, tuple[Operation, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def run(self, plan: ExecutionPlan) -> Simulation:
         """Simulate a plan, with everything that happens."""
         clock = self._clock(plan)
-        events = (Event(step, rank, kind, op.name, *at) for step, kind, op, ranks, at in clock.ran for rank in ranks)
+        events = (Event(0, rank, kind, op.name, *at) for kind, op, ranks, at in clock.ran for rank in ranks)
         return Simulation(*self.measure(plan), tuple(events))
 
     def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
         """Return the seconds of a step, and the most bytes that a rank holds."""
         clock = self._clock(plan)
-        return float(clock.free.max()) / self.steps + self.step_seconds, float(clock.most.max())
+        return float(clock.free.max()), float(clock.most.max())
 
-    def _clock(self, plan: ExecutionPlan) -> _Clock:
-        clock = _Clock(self.graph, plan, self.estimates, self.world_size)
-        operations = self._operations(plan, clock)
-        for step in range(self.steps):
-            for operation in operations:
-                clock.run(step, operation)
-            if self.barrier:
-                clock.free[:] = clock.free.max()
+    def _clock(self, plan: ExecutionPlan) -> Clock:
+        clock = Clock(self.graph, plan, self.estimates, self.world_size)
+        for operation in self.operations(plan, clock):
+            clock.run(operation)
         return clock
 
-    def _operations(self, plan: ExecutionPlan, clock: _Clock) -> tuple[Operation, ...]:
+    def operations(self, plan: ExecutionPlan, clock: Clock) -> tuple[Operation, ...]:
         """Return the schedule, made once for all plans whose calls share copies in the same way."""
         sharing = frozenset(copy for copy, source in clock.sources.items() if shares_memory(copy, source))
         copies = tuple(
@@ -79,14 +72,14 @@ class Simulator:
         return self._schedules[key]
 
 
-class _Clock:
+class Clock:
     """When each rank is free, what it holds, and the most that it held. Operations may come from another plan with the
     same copies: they are run with the layouts of this one."""
 
     def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, estimates: Estimates, world_size: int) -> None:
         self._graph, self._plan, self._estimates = graph, plan, estimates
         self.free, self._held = np.zeros(world_size), np.zeros(world_size)
-        self.ran: list[tuple[int, str, Operation, tuple[int, ...], tuple[float, float]]] = []
+        self.ran: list[tuple[str, Operation, tuple[int, ...], tuple[float, float]]] = []
         self._ended: dict[str, float] = {}  # by call: when it ended last
         self.copies = weight_copies(graph, plan)
         self.sources = {copy: trained_copy(graph, plan, copy.role) for copy in self.copies}
@@ -99,7 +92,7 @@ class _Clock:
                 self._held[at] += estimates.state_bytes(copy)
         self.most = self._held.copy()
 
-    def run(self, step: int, operation: Operation) -> None:
+    def run(self, operation: Operation) -> None:
         """Run an operation on its ranks."""
         kind, ranks, seconds, begins = operation.kind, operation.ranks, 0.0, 0.0
         if kind == "transfer":
@@ -117,7 +110,7 @@ class _Clock:
         at = rank_index(ranks)
         start = max(begins, float(self.free[at].max()))
         self.free[at] = end = start + seconds
-        self.ran.append((step, kind, operation, ranks, (start, end)))
+        self.ran.append((kind, operation, ranks, (start, end)))
         if operation.kind == "call":
             self._ended[operation.call] = end
 
@@ -140,20 +133,6 @@ class _Clock:
         if source:
             return self._estimates.fill_seconds(source, copy)
         return self._estimates.load_seconds(copy) if kind in ("load", "offload") else 0.0
-
-
-@lru_cache(1 << 16)
-def shares_memory(copy: WeightCopy, source: WeightCopy | None) -> bool:
-    """Return whether a copy uses the memory of its role's trained copy: both hold the same on each of its ranks."""
-    if source is None or source == copy or copy.layout.zero:
-        return False
-    trained, other = source.layout, copy.layout
-    sharded = trained.zero and trained.dims.dp_shard * trained.dims.sp > 1
-    same = (trained.dims.pp, trained.dims.tp, trained.dims.ep) == (other.dims.pp, other.dims.tp, other.dims.ep)
-    if sharded or not same or not set(other.ranks) <= set(trained.ranks):
-        return False
-    places = [[each.dims.coordinates(each.ranks.index(rank)) for rank in other.ranks] for each in (other, trained)]
-    return all((ours["pp"], ours["tp"]) == (its["pp"], its["tp"]) for ours, its in zip(*places, strict=True))
 
 
 @lru_cache(1 << 16)

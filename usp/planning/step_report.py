@@ -31,14 +31,6 @@ from usp.train.dry_run import DryRun, dry_run
 from usp.train.resolve import job_of, trained_model
 
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
-_COMMUNICATION = {
-    "ring": "ring attention",
-    "ulysses": "Ulysses all-to-alls",
-    "tp": "tensor parallelism",
-    "pp": "pipeline messages",
-    "ep": "expert all-to-alls",
-    "host": "copies to and from the host",
-}
 
 
 @dataclass(frozen=True)
@@ -180,7 +172,7 @@ def report_json(report: StepReport) -> dict[str, Any]:
     peak = report.memory.peak
     return {
         "seconds": report.time.total,
-        "parts": parts(report.time),
+        "parts": report.time.parts,
         "kernels": list(report.time.kernels),
         "tokens": report.tokens,
         "mfu": report.time.mfu,
@@ -198,27 +190,13 @@ def report_json(report: StepReport) -> dict[str, Any]:
 
 def _times(report: StepReport) -> Grid:
     total, names = report.time.total, {"attention": f"attention by {', '.join(report.time.kernels)}"}
-    slowest = sorted(parts(report.time).items(), key=lambda item: -item[1])
+    slowest = sorted(report.time.parts.items(), key=lambda item: -item[1])
     rows = [(names.get(part, part), seconds(took), f"{took / total:.1%}") for part, took in slowest if took]
     rows.append(("step", seconds(total), "100%"))
     rows.append(("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""))
     rows.append(("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""))
     rows.append(("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""))
     return Grid("Time of a step", ("part", "time", "share"), tuple(rows))
-
-
-def parts(time: StepTime) -> dict[str, float]:
-    """Return the seconds of each component; they add up to the step."""
-    exposed = {axis: transfers.exposed for axis, transfers in time.communication.items() if transfers.exposed}
-    return {
-        "matrix products": time.compute.matmul,
-        "attention": time.compute.attention,
-        "memory-bound operators": time.compute.memory,
-        "kernel launches": time.compute.launch,
-        "optimizer": time.optimizer,
-        "pipeline bubble": time.bubble,
-        **{f"exposed {_COMMUNICATION.get(axis, f'{axis} traffic')}": found for axis, found in exposed.items()},
-    }
 
 
 def memory_parts(memory: Footprint) -> dict[str, int]:
@@ -260,7 +238,7 @@ def plot(report: StepReport) -> Any:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     times, memory = figure.subplots(1, 2)
     for axes, name, sizes, unit in (
-        (times, "predicted", parts(report.time), 1e-3),
+        (times, "predicted", report.time.parts, 1e-3),
         (memory, "peak", memory_parts(report.memory), GIB),
     ):
         below = 0.0

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ from parallel import Link, ParallelDims, ParallelMesh, load_hardware, node_of
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .compute import BACKWARD, FORWARD, dtype_name
-from .devices import device_memory_bytes, host_memory_bytes
+from .devices import device_memory_bytes
 from .rounds import Estimate, OtherLoad, Rounds, Timed
 from .traffic import FLOAT32
 
@@ -183,7 +184,7 @@ class Measured:
     times: Mapping[str, Estimate]  # over all ranks
     kernels: Mapping[str, str]  # the --attention-kernel of each by the name that has its rates
     tiers: list[LinkTier]
-    other_load: float | None  # the fraction of the processors' time that other programs used; None if unknown
+    other_load: float  # the fraction of the processors' time that other programs used
 
 
 def measure(plan: Plan) -> Measured:
@@ -214,9 +215,8 @@ def contents(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
     values = {"name": name, **_values(plan, measured, {name: time.seconds for name, time in times.items()})}
     if problems := _impossible(plan, values):
         raise ValueError("; ".join(problems) + f". {AGAIN}")
-    load = None if measured.other_load is None else round(measured.other_load, 3)
     spread = {name: round(time.spread, 3) for name, time in times.items()}
-    return {**values, "measured": {"turns": plan.rounds, "other_load": load, "spread": spread}}
+    return {**values, "measured": {"turns": plan.rounds, "other_load": round(measured.other_load, 3), "spread": spread}}
 
 
 def cautions(found: Mapping[str, Any]) -> list[str]:
@@ -225,7 +225,7 @@ def cautions(found: Mapping[str, Any]) -> list[str]:
     widest = sorted(measured["spread"].items(), key=lambda item: -item[1])
     listed = ", ".join(f"{name} ({spread:.0%})" for name, spread in widest if spread > WIDE)
     said = [f"times of a call differ by more than {WIDE:.0%} between turns: {listed}"] if listed else []
-    if (share := measured["other_load"]) is not None and share > OTHERS:
+    if (share := measured["other_load"]) > OTHERS:
         said.append(f"other programs used {share:.0%} of the processors meanwhile: rates may be too low")
     return said
 
@@ -242,7 +242,7 @@ def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dic
     if LAUNCHES in seconds:
         host = {
             "host_devices": plan.host_size,
-            "host_memory_bytes": host_memory_bytes(),
+            "host_memory_bytes": psutil.virtual_memory().total,
             "host_link_bytes_per_second": PINNED / max(seconds[TO_HOST], seconds[FROM_HOST]),
             "launch_seconds": seconds[LAUNCHES] / ISSUED,
         }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from parallel import Hardware, load_hardware, node_of
@@ -41,7 +41,7 @@ def hardware_here(name: str, device: torch.device, launch: Launch) -> Hardware:
             f"then use --hardware hardware.json"
         )
     memory = device_memory_bytes(device, launch.local_world_size)
-    known = replace(load_hardware(node), memory_bytes=memory, host_memory_bytes=host_memory_bytes())
+    known = replace(load_hardware(node), memory_bytes=memory, host_memory_bytes=psutil.virtual_memory().total)
     return of_launch(known, device, launch)
 
 
@@ -60,9 +60,4 @@ def device_memory_bytes(device: torch.device, ranks_per_host: int) -> int:
     """Return a device's memory; on a CPU a rank's share of the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return host_memory_bytes() // ranks_per_host
-
-
-def host_memory_bytes() -> int:
-    """Return the memory of this host."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return psutil.virtual_memory().total // ranks_per_host

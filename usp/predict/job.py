@@ -111,14 +111,6 @@ class Job:
     visible: float = 1.0  # the part of a causal sequence's attention that is computed, as in rows of packed samples
     approximate: str = ""  # why predictions are approximate, to be proved by a dry run; empty if they are not
 
-    def __post_init__(self) -> None:
-        if self.placed is not None and len({*self.placed}) != self.world_size:
-            raise ValueError(f"placed={self.placed} must be {self.world_size} different ranks")
-        if not self.trained and (self.balance or self.config.ac != "none"):
-            raise ValueError(f"forwards alone have no balance={self.balance} and no ac={self.config.ac}")
-        if self.trained and self.output == "cache":
-            raise ValueError("output=cache is that of forwards alone: set trained=False")
-
     @cached_property
     def world_size(self) -> int:
         return math.prod(self.extents["pp"])  # the stages, and the ranks of each

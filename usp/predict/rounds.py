@@ -8,16 +8,14 @@ turn is read from the clock of torch.utils.benchmark, which waits for the device
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
 from timeit import Timer
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.utils import benchmark
@@ -50,9 +48,7 @@ class Estimate:
 
     @staticmethod
     def of(turns: Sequence[float]) -> Estimate:
-        """Estimate from the mean seconds of a call in each turn; raise ValueError for fewer turns than PARTS."""
-        if len(turns) < PARTS:
-            raise ValueError(f"{len(turns)} turns are fewer than {PARTS}")
+        """Estimate from the mean seconds of a call in each turn, of which there are at least PARTS."""
 
         def fastest(turns: Sequence[float]) -> float:  # the mean of the fastest eighth
             return statistics.mean(sorted(turns)[: -(-len(turns) // 8)])
@@ -70,11 +66,8 @@ class Rounds:
     seconds: float
 
     def turns(self, timed: Sequence[Timed]) -> dict[str, list[float]]:
-        """Return the seconds of each call by turn on this rank, 0 where it has no call; raise ValueError if two calls
-        have the same name. Collective over all ranks."""
+        """Return the seconds of each call by turn on this rank, 0 where it has no call. Collective over all ranks."""
         turns: dict[str, list[float]] = {each.name: [] for each in timed}
-        if len(turns) < len(timed):
-            raise ValueError(f"names repeat: {', '.join(each.name for each in timed)}")
         for each in timed:  # the first call of each allocates and connects
             each.turn(1)
         once = slowest([each.turn(1) for each in timed], self.device)
@@ -109,33 +102,22 @@ class OtherLoad:
     def __init__(self) -> None:
         self._begin = _processors()
 
-    def share(self) -> float | None:
-        """Return the busiest machine's fraction of processor time; None where the system does not tell. Collective."""
+    def share(self) -> float:
+        """Return the busiest machine's fraction of processor time. Collective."""
         used = [end - begin for begin, end in zip(self._begin, _processors(), strict=True)]
-        everyone: list[Any] = [(_machine(), used)]
+        everyone: list[Any] = [(psutil.boot_time(), used)]  # the time tells machines apart; emulated hosts are one
         if dist.is_initialized():
             everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (_machine(), used))
+            dist.all_gather_object(everyone, (psutil.boot_time(), used))
         shares = [0.0]
         for machine in {machine for machine, _ in everyone}:
             own, every, available = zip(*(used for name, used in everyone if name == machine), strict=True)
-            if not max(available):
-                return None
             shares.append((max(every) - sum(own)) / max(available))
         return max(shares)
 
 
 def _processors() -> tuple[float, float, float]:
-    """Return the seconds of processors that this process used, that all used, and that there were; 0 if unknown."""
-    stat, own = Path("/proc/stat"), os.times()
-    if not stat.exists():
-        return 0.0, 0.0, 0.0
-    user, nice, system, idle, waiting, *interrupts = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
-    used, tick = user + nice + system + sum(interrupts), os.sysconf("SC_CLK_TCK")
-    return own.user + own.system, used / tick, (used + idle + waiting) / tick
-
-
-def _machine() -> str:
-    """Return what tells this machine from others; emulated hosts are one machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else platform.node()
+    """Return the seconds of processors that this process used, that all used, and that there were."""
+    own, every = psutil.Process().cpu_times(), psutil.cpu_times()
+    idle = every.idle + getattr(every, "iowait", 0.0)
+    return own.user + own.system, sum(every) - idle, sum(every)

@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from attention import AttentionSpec
@@ -57,6 +58,14 @@ _KINDS: Mapping[str, tuple[str, int]] = {  # kind of transfer, and its steps ove
     **dict.fromkeys(("allgather_", "_allgather_base_", "all_gather_into_tensor"), ("gather", 1)),
     **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_tensor"), ("reduce", 1)),
     **dict.fromkeys(("allreduce_", "all_reduce"), ("gather", 2)),
+}
+_COMMUNICATION = {
+    "ring": "ring attention",
+    "ulysses": "Ulysses all-to-alls",
+    "tp": "tensor parallelism",
+    "pp": "pipeline messages",
+    "ep": "expert all-to-alls",
+    "host": "copies to and from the host",
 }
 
 
@@ -341,11 +350,23 @@ class StepTime(PassSeconds):
         return self.causal_flops / self.total / self.peak
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each component; they add up to the step."""
+        exposed = {axis: transfers.exposed for axis, transfers in self.communication.items() if transfers.exposed}
+        return {
+            "matrix products": self.compute.matmul,
+            "attention": self.compute.attention,
+            "memory-bound operators": self.compute.memory,
+            "kernel launches": self.compute.launch,
+            "optimizer": self.optimizer,
+            "pipeline bubble": self.bubble,
+            **{f"exposed {_COMMUNICATION.get(axis, f'{axis} traffic')}": took for axis, took in exposed.items()},
+        }
+
+    @property
     def bound(self) -> str:
         """The component that takes most of the step."""
-        parts = {"compute": self.compute.total + self.optimizer, "pipeline bubble": self.bubble}
-        parts |= {f"communication over {axis}": each.exposed for axis, each in self.communication.items()}
-        return max(parts, key=lambda part: parts[part])
+        return max(self.parts.items(), key=itemgetter(1))[0]
 
 
 def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True, collective: float = 0.0) -> StepTime:

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor
-from parallel.reallocation.boxes import local_box
 from usp.data.sources import STDLIB
 from usp.hf.models import materialise, model_facts
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.predict.meter import CATEGORIES, StepMeter
 from usp.rlhf.generation.decoding import Rollout, capacity
-from usp.rlhf.plan.operations import WeightCopy, copy_of, schedule, trained_copy, weight_copies
+from usp.rlhf.plan.operations import WeightCopy, copy_of, schedule, shares_memory, trained_copy, weight_copies
 from usp.rlhf.plan.plan import optimizer_of
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.rows import micro_batches, pack_lengths, plan_rows
@@ -181,11 +180,7 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
                 trains = copy == trained[copy.role]
                 models[copy] = RoleModel(run.roles[copy.role], plan[calls[-1].name], mesh, trained=trains)
 
-    aliases = frozenset(
-        copy
-        for copy, model in models.items()
-        if (source := trained[copy.role]) in models and source != copy and _shares(model, models[source])
-    )
+    aliases = frozenset(copy for copy in models if shares_memory(copy, trained[copy.role]))
     own = {copy: model for copy, model in models.items() if copy not in aliases}
     weights = {copy: _bytes(model.weights().values()) for copy, model in own.items()}
     frozen = {copy: _bytes(model.frozen().values()) for copy, model in own.items()}
@@ -209,15 +204,6 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
             trains = isinstance(call.work, TrainStep)
             others[call.name] = total + sum(size for other, size in states.items() if not trains or other != copy)
     return others
-
-
-def _shares(copy: RoleModel, source: RoleModel) -> bool:
-    """Return whether a copy can use the memory of the trained one, as far as this rank can tell."""
-    held = source.weights()
-    return copy.layout.zero == 0 and all(
-        name in held and local_box(held[name]) == local_box(weight) and held[name].dtype == weight.dtype
-        for name, weight in copy.weights().items()
-    )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel import Hardware, Link, ParallelDims, load_hardware
+from parallel import Hardware, ParallelDims, load_hardware
 from tests.usp.planning.test_predictions import graph
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
-from usp.planning.estimates import CallSeconds, Factors, factor_of, layout_key
+from usp.planning.estimates import Factors, factor_of, layout_key
 from usp.planning.rlhf_question import Question
 from usp.planning.run_plan import SearchingPlanner, learned, moves
 from usp.planning.workload import Workload
@@ -36,55 +36,30 @@ ONE = ExecutionPlan("one", dict.fromkeys(("train", "reward"), CallLayout((0,), P
 
 
 class Said:
-    """Estimates that predict the same for every call."""
+    """Estimates that predict a second for every call."""
 
-    def __init__(self, predicted: CallSeconds) -> None:
-        self._predicted = predicted
-
-    def predicted(self, call: str, layout: CallLayout) -> CallSeconds:
-        return self._predicted
+    def formula(self, call: str, layout: CallLayout) -> float:
+        return 1.0
 
 
-def after(factors: Factors, predicted: CallSeconds, *measured: dict[str, float]) -> Factors:
-    return learned(factors, ONE, [(seconds, Said(predicted)) for seconds in measured])  # type: ignore[misc]
+def after(factors: Factors, *measured: dict[str, float]) -> Factors:
+    return learned(factors, ONE, [(seconds, Said()) for seconds in measured])  # type: ignore[misc]
 
 
 def test_factors_follow_the_median_of_the_steps_halfway() -> None:
-    first = after({}, CallSeconds(1.0, 0.0), {"train": 2.0}, {"train": 8.0}, {"train": 2.0})
-    assert first == {"train": {"one rank": CallSeconds(pytest.approx(2.0), 1.0)}}
-    then = after(first, CallSeconds(1.0, 0.0), {"train": 8.0})
-    assert then["train"]["one rank"].computation == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize(
-    ("predicted", "factors"),
-    [
-        (CallSeconds(1.0, 0.0), CallSeconds(1.5, 1.0)),
-        (CallSeconds(0.0, 1.0), CallSeconds(1.0, 1.5)),
-        (CallSeconds(1.0, 1.0), CallSeconds(1.5, 1.5)),
-    ],
-)
-def test_the_larger_part_of_a_call_explains_what_it_takes(predicted: CallSeconds, factors: CallSeconds) -> None:
-    assert after({}, predicted, {"train": 1.5 * predicted.total})["train"]["one rank"] == pytest.approx(factors)
-
-
-def test_plans_in_turn_tell_computation_from_communication() -> None:
-    true, found = CallSeconds(1.5, 0.5), {}
-    for predicted in (CallSeconds(2.0, 0.0), CallSeconds(1.0, 3.0)) * 20:
-        found = after(found, predicted, {"train": predicted.times(true).total})
-    assert found["train"]["one rank"] == pytest.approx(true, rel=0.01)
+    first = after({}, {"train": 2.0}, {"train": 8.0}, {"train": 2.0})
+    assert first == {"train": {"one rank": pytest.approx(2.0)}}
+    then = after(first, {"train": 8.0, "reward": 0.5}, {"reward": 0.25})
+    assert then == {"train": {"one rank": pytest.approx(4.0)}, "reward": {"one rank": pytest.approx(0.375)}}
 
 
 def test_factors_change_only_the_seconds_of_calls() -> None:
     layout = flattening(GRAPH, FACTS)["actor_train"]
-    slow = question(SHORT, replace(A100, tiers=(replace(A100.tiers[0], gather=Link(1e-3, 1e6)), *A100.tiers[1:])))
     key = layout_key(layout)
-    factors = {"actor_train": {key: CallSeconds(3.0, 2.0)}, "advantages": {"one rank": CallSeconds(0.25, 1.0)}}
-    exact, corrected = slow.estimates, slow.estimates.with_factors(factors)
-    computation, communication = exact.predicted("actor_train", layout)
-    assert computation + communication == pytest.approx(exact.call_seconds("actor_train", layout))
-    assert 0 < computation < communication
-    assert corrected.call_seconds("actor_train", layout) == pytest.approx(3 * computation + 2 * communication)
+    factors = {"actor_train": {key: 3.0}, "advantages": {"one rank": 0.25}}
+    exact = question(SHORT).estimates
+    corrected = exact.with_factors(factors)
+    assert corrected.call_seconds("actor_train", layout) == 3 * exact.call_seconds("actor_train", layout) > 0
     assert corrected.call_seconds("advantages", layout) == 0.25 and exact.call_seconds("advantages", layout) == 0
     for name in ("critic_train", "actor_inference"):
         assert corrected.call_seconds(name, layout) == pytest.approx(exact.call_seconds(name, layout))
@@ -93,9 +68,9 @@ def test_factors_change_only_the_seconds_of_calls() -> None:
 
 def test_a_layout_that_was_not_measured_has_the_factor_of_the_most_similar_one() -> None:
     two, zero = CallLayout((0, 1), ParallelDims(dp_shard=2)), CallLayout((0, 1), ParallelDims(dp_shard=2), zero=1)
-    factors = {"train": {"one rank": CallSeconds(2.0, 1.0), layout_key(two): CallSeconds(3.0, 4.0)}}
-    assert factor_of(factors, "train", two) == factor_of(factors, "train", zero) == (3.0, 4.0)
-    assert factor_of(factors, "train", CallLayout((3,), ParallelDims(dp_shard=1))) == (2.0, 1.0)
+    factors = {"train": {"one rank": 2.0, layout_key(two): 3.0}}
+    assert factor_of(factors, "train", two) == factor_of(factors, "train", zero) == 3.0
+    assert factor_of(factors, "train", CallLayout((3,), ParallelDims(dp_shard=1))) == 2.0
     assert factor_of(factors, "other", two) is None
 
 

@@ -36,7 +36,6 @@ from usp.planning.search import (
     shardings,
     without_parameters,
 )
-from usp.planning.step_report import parts
 from usp.predict.compute import Seconds
 from usp.predict.devices import Memory
 from usp.predict.seconds import StepTime, TransferSeconds, step_seconds
@@ -251,7 +250,7 @@ def test_muon_stays_on_the_device() -> None:
 def test_reasons_are_the_components_that_take_longer() -> None:
     first = Candidate(TrainConfig(sp_ring=2, sp_ulysses=8), time_of(1.0, ring=0.1), Memory(10))
     slower = Candidate(TrainConfig(pp=2, sp_ring=8), time_of(0.9, ring=0.4, bubble=0.5), Memory(10))
-    assert sum(parts(slower.time).values()) == pytest.approx(slower.time.total)
+    assert sum(slower.time.parts.values()) == pytest.approx(slower.time.total)
     assert why_slower(slower, first) == "pipeline bubble +500.0 ms, exposed ring attention +300.0 ms"
     assert why_slower(first, first) == "equally fast" and degrees(slower.config) == "pp 2 ring 8"
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from parallel import ParallelDims
 from tests.usp.planning.estimates import Simple
 from tests.usp.rlhf.toy import ppo
 from usp.planning.rlhf_search import OptionSpace, Problem, options
@@ -60,8 +59,8 @@ class Written:
         return 0.25
 
 
-def simulated(plan: ExecutionPlan, steps: int = 1, barrier: bool = True, staleness: int = 0) -> Simulation:
-    return Simulator(GRAPH, Written(), 8, steps=steps, barrier=barrier, staleness=staleness).run(plan)
+def simulated(plan: ExecutionPlan, staleness: int = 0) -> Simulation:
+    return Simulator(GRAPH, Written(), 8, staleness=staleness).run(plan)
 
 
 def test_calls_on_common_ranks_run_one_after_another() -> None:
@@ -108,15 +107,6 @@ def test_stale_rollouts_run_beside_training() -> None:
     assert found.seconds == pytest.approx(synchronous - (5 + 6))
     simulator = Simulator(GRAPH, Written(SECONDS | {"actor_train": 30.0}), 8, staleness=1)  # type: ignore[arg-type]
     assert 30 <= simulator.run(plan).seconds < 8 + 4 + 0.5 + 30
-
-
-def test_without_a_barrier_ranks_begin_the_next_step_early() -> None:
-    plan = named_plan("flattening", GRAPH, FACTS)
-    half = {"critic_train": tuple(range(4)), "actor_train": tuple(range(4, 8))}
-    calls = dict(plan.calls) | {name: CallLayout(ranks, ParallelDims(dp_shard=4)) for name, ranks in half.items()}
-    plan = replace(plan, calls=calls)
-    assert simulated(plan, steps=3).seconds == pytest.approx(simulated(plan, steps=1).seconds)
-    assert simulated(plan, steps=3, barrier=False).seconds <= simulated(plan, steps=3).seconds
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

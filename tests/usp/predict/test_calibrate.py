@@ -107,8 +107,6 @@ def test_other_work_reaches_one_turn_of_many_calls() -> None:
     timed = [Timed(name, lambda name=name: calls.append(name), 1) for name in "abc"]  # type: ignore[misc]
     turns = Rounds(torch.device("cpu"), 6, 0.001).turns(timed)
     assert calls[6:] == list("abc") * 6 and {len(each) for each in turns.values()} == {6}
-    with pytest.raises(ValueError, match="names repeat: a, a"):
-        Rounds(torch.device("cpu"), 6, 0.001).turns([timed[0], timed[0]])
     # A burst of other work in two of nine turns changes neither the estimate nor what its thirds say.
     assert Estimate.of([1.0] * 4 + [9.0] * 2 + [1.0] * 3) == Estimate(1.0, 0.0)
     assert Estimate.of([1.0, 1.0, 1.5] * 3).spread == 0.5

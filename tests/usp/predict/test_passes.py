@@ -43,8 +43,6 @@ def test_a_step_has_five_passes_and_forwards_alone_have_one() -> None:
     assert sum(passed.total for passed in alone.values()) == alone["forward"].total
     assert alone["forward"].compute.total < times["forward"]
     assert not any("reduce_scatter" in part.collective for part in sent["forward"])
-    with pytest.raises(ValueError, match="forwards alone have no balance=False and no ac=full"):
-        replace(made, trained=False)
 
 
 def test_links_are_those_of_the_global_ranks() -> None:
@@ -54,8 +52,6 @@ def test_links_are_those_of_the_global_ranks() -> None:
     )
     assert here == step_seconds(made, A800) == there
     assert across.communication["ulysses"].exposed > 4 * here.communication["ulysses"].exposed
-    with pytest.raises(ValueError, match="must be 8 different ranks"):
-        replace(made, placed=(0, 1))
 
 
 def test_weights_take_memory_in_their_dtype() -> None:

@@ -238,7 +238,8 @@ def test_a_step_of_a_pipeline_includes_its_bubble() -> None:
     assert found.bubble / (busy + found.bubble) == pytest.approx(bubble_fraction("1f1b", 4, 8))
     assert 0 < found.mfu < 1 and found.mfu == found.causal_flops / found.total / A800.peak("bfloat16")
     assert found.total == pytest.approx(busy + found.bubble + found.optimizer)
-    assert found.bound == "compute"
+    assert sum(found.parts.values()) == pytest.approx(found.total)
+    assert found.parts[found.bound] == max(found.parts.values())
 
 
 def test_more_takes_longer() -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import lru_cache, reduce
 
 from parallel import ParamLayout, ReallocPlan, format_ranks, plan_realloc
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall, canonical, key_kinds
@@ -121,6 +121,20 @@ def trained_copy(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> Weight
     """Return the copy that the optimizer updates and other copies are filled from; None for an untrained role."""
     call = graph.train_call(role)
     return WeightCopy(role, plan[call.name].of_weights) if call else None
+
+
+@lru_cache(1 << 16)
+def shares_memory(copy: WeightCopy, source: WeightCopy | None) -> bool:
+    """Return whether a copy uses the memory of its role's trained copy: both hold the same on each of its ranks."""
+    if source is None or source == copy or copy.layout.zero:
+        return False
+    trained, other = source.layout, copy.layout
+    sharded = trained.zero and trained.dims.dp_shard * trained.dims.sp > 1
+    same = (trained.dims.pp, trained.dims.tp, trained.dims.ep) == (other.dims.pp, other.dims.tp, other.dims.ep)
+    if sharded or not same or not set(other.ranks) <= set(trained.ranks):
+        return False
+    places = [[each.dims.coordinates(each.ranks.index(rank)) for rank in other.ranks] for each in (other, trained)]
+    return all((ours["pp"], ours["tp"]) == (its["pp"], its["tp"]) for ours, its in zip(*places, strict=True))
 
 
 def kept_copies(graph: DataflowGraph, before: ExecutionPlan, after: ExecutionPlan) -> frozenset[WeightCopy]:

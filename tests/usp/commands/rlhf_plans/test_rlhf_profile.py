@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from usp.__main__ import main
-from usp.planning.measurements import Measurements
+from usp.planning.estimates import Measurements
 from usp.rlhf.roles.role_model import RoleModel
 
 SIZES = ["--layers", "2", "--samples", "2", "--tokens", "16,32", "--rounds", "3", "--device", "cpu"]
@@ -33,7 +33,7 @@ def test_a_plan_by_measured_calls(
         main(again, {})
     dist.destroy_process_group()  # which stays after an error
     first, begun = Measurements.load(out), capsys.readouterr().err.splitlines()
-    assert len(begun) == 3 and first.points and first.step_seconds > 0
+    assert len(begun) == 3 and first.points
     assert main(again, {}) == 0
     said = capsys.readouterr()
     assert f"{out}: 7 parts of calls" in said.out
@@ -45,7 +45,6 @@ def test_a_plan_by_measured_calls(
     }
     assert {part.layout for part in measured.points} == {"one rank", "ac=full"}
     assert (measured.device, measured.dtype, measured.ranks) == ("CPU", "float32", 1)
-    assert measured.step_seconds > 0
     for part, points in measured.points.items():
         assert {layers for layers, _, _ in points} == {2}
         assert min(points.values()) > 0 or part.work in ("prefill", "update of train logprobs")
