@@ -89,11 +89,8 @@ class ParallelDims:
         return self.dp_shard * self.sp * self.tp // self.ep
 
     def resolve(self, world_size: int) -> ParallelDims:
-        """Return the same degrees with dp_shard=-1 replaced by its value.
-
-        Raises:
-            ValueError: if the degrees do not multiply to `world_size`, or ep does not divide the ranks it regroups.
-        """
+        """Return the same degrees with dp_shard=-1 replaced by its value. Raise ValueError if the degrees do not
+        multiply to `world_size`, or ep does not divide the ranks it regroups."""
         dims = self._fill(world_size)
         regrouped = dims.dp_shard * dims.sp * dims.tp
         if regrouped % dims.ep:

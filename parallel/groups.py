@@ -91,12 +91,9 @@ class RanksDisagree(RuntimeError):
 def agree(value: object, groups: Sequence[dist.ProcessGroup], what: str, device: torch.device | str = "cpu") -> None:
     """Check that `repr(value)` is the same on all ranks of a grid, with one small all-reduce per group.
 
-    Collective over the groups, which must span the grid and be passed in the same order on all ranks.
-
-    Raises:
-        RanksDisagree: on every rank of the grid, if they differ: which ranks hold what, by field where `value` is a
-            dataclass or a mapping.
-    """
+    Collective over the groups, which must span the grid and be passed in the same order on all ranks. Raise
+    RanksDisagree on every rank of the grid, if they differ: which ranks hold what, by field where `value` is a
+    dataclass or a mapping."""
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
     bounds = torch.tensor([digest, -digest], device=device)

@@ -74,11 +74,8 @@ class ParallelMesh:
         return bool(self.views)
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """Return the torch mesh of axes of one view, such as ("ring", "ulysses") or ("dp_replicate", "fsdp").
-
-        Raises:
-            ValueError: if no view has all of them.
-        """
+        """Return the torch mesh of axes of one view, such as ("ring", "ulysses") or ("dp_replicate", "fsdp"). Raise
+        ValueError if no view has all of them."""
         if axes in self._known:  # slicing a mesh takes torch almost a millisecond
             return self._known[axes]
         for view in self.views:

@@ -32,11 +32,8 @@ def stage_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
     """Divide layers into consecutive ranges, one per stage, as evenly as possible.
 
     Extra layers go to the middle stages first, then to the first stage, then to the last: the first one also has the
-    embedding, and the last one the vocabulary loss, which costs as much as several layers.
-
-    Raises:
-        ValueError: if a stage would have no layer.
-    """
+    embedding, and the last one the vocabulary loss, which costs as much as several layers. Raise ValueError if a stage
+    would have no layer."""
     if num_layers < num_stages:
         raise ValueError(f"{num_layers} layers cannot fill {num_stages} stages: use {num_layers} stages or fewer")
     each, left = divmod(num_layers, num_stages)

@@ -116,11 +116,8 @@ def shard_low_rank(
 
     Neither has a bias. Of a colwise linear, `up` is sharded by columns and each rank's gradient of `down` is a part; of
     a rowwise one, `down` is sharded by rows, and both its output and the gradient of `up` are partial sums. factors: of
-    the output's features (out features,), placed as `up`.
-
-    Raises:
-        ValueError: for a style whose linears are not called, or not sharded.
-    """
+    the output's features (out features,), placed as `up`. Raise ValueError for a style whose linears are not called, or
+    not sharded."""
     whole = "replicated_with_grad_allreduce"
     styles = dict.fromkeys(_COLWISE, (whole, style)) | dict.fromkeys(_ROWWISE, (style, whole))
     styles |= {unsharded: (unsharded, unsharded) for unsharded in ("replicated", whole)}
@@ -300,11 +297,8 @@ def _convert_at_boundaries(region: nn.Module, mesh: DeviceMesh, outside: Placeme
 
 
 def _convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement) -> Tensor:
-    """Redistribute a local tensor from placement `source` to `target`; its gradients are placed as `gradient`.
-
-    Raises:
-        ValueError: if tokens cannot be sharded evenly.
-    """
+    """Redistribute a local tensor from placement `source` to `target`; its gradients are placed as `gradient`. Raise
+    ValueError if tokens cannot be sharded evenly."""
     if isinstance(target, Shard) and x.shape[target.dim] % mesh.size():
         raise ValueError(
             f"tp={mesh.size()} must divide the {x.shape[target.dim]} tokens that each rank of ring x ulysses has, to "

@@ -52,12 +52,9 @@ def latest(folder: Path, without: Collection[Path] = ()) -> Path | None:
 
 
 def verify(path: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Compare the files of a checkpoint with their checksums, each on one rank of the group. Collective.
-
-    Raises:
-        DamagedCheckpoint: on every rank, naming the files that are missing or changed.
-        OSError: on every rank, if a rank cannot read a file: then nothing is known of what it holds.
-    """
+    """Compare the files of a checkpoint with their checksums, each on one rank of the group. Collective. Raise
+    DamagedCheckpoint on every rank, naming the files that are missing or changed, and OSError on every rank, if a rank
+    cannot read a file: then nothing is known of what it holds."""
     part = slice(dist.get_rank(group), None, dist.get_world_size(group))
     unread: list[str] = []
 
@@ -152,11 +149,8 @@ class Checkpointer:
         return bool(ended)
 
     def wait(self) -> bool:
-        """Wait for the current save; return whether there was one.
-
-        Raises:
-            RuntimeError: on every rank, if the save failed on any; its files are removed.
-        """
+        """Wait for the current save; return whether there was one. Raise RuntimeError on every rank, if the save failed
+        on any; its files are removed."""
         if self.saving is None:
             return False
         (path, response), self.saving = self.saving, None

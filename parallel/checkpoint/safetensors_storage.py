@@ -166,12 +166,8 @@ class SafetensorsReader(StorageReader):
 
 
 def read_extra(folder: Path) -> dict[str, Any]:
-    """Read the `extra` of a complete checkpoint, without a process group.
-
-    Raises:
-        DamagedCheckpoint: if `folder` is not a checkpoint, or its `extra` is damaged.
-        OSError: if it cannot be read, whatever it holds.
-    """
+    """Read the `extra` of a complete checkpoint, without a process group. Raise DamagedCheckpoint if `folder` is not a
+    checkpoint, or its `extra` is damaged, and OSError if it cannot be read, whatever it holds."""
     index = _read_index(folder)
     try:
         saved = (folder / EXTRA).read_bytes()
@@ -185,12 +181,9 @@ def read_extra(folder: Path) -> dict[str, Any]:
 
 
 def damaged_files(folder: Path, part: slice) -> Iterator[str]:
-    """Yield what is wrong with the files of a checkpoint that `part` selects of all, one message each.
-
-    Raises:
-        DamagedCheckpoint: if `folder` is not a checkpoint, or its index is damaged.
-        OSError: if a file cannot be read, whatever it holds.
-    """
+    """Yield what is wrong with the files of a checkpoint that `part` selects of all, one message each. Raise
+    DamagedCheckpoint if `folder` is not a checkpoint, or its index is damaged, and OSError if a file cannot be read,
+    whatever it holds."""
     for name, checksum in sorted(_read_index(folder)["files"].items())[part]:
         try:
             if _checksum_of(folder / name) != checksum:

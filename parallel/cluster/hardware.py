@@ -191,11 +191,7 @@ class Hardware:
     launch_seconds: float = field(default=0.0, metadata=NOT_NEGATIVE)
 
     def peak(self, dtype: str) -> float:
-        """Return the dense peak of a dtype in FLOP/s.
-
-        Raises:
-            ValueError: for a dtype that is not listed.
-        """
+        """Return the dense peak of a dtype in FLOP/s. Raise ValueError for a dtype that is not listed."""
         if dtype not in self.peak_flops:
             known = ", ".join(self.peak_flops)
             raise ValueError(f"{self.name} states no peak_flops for {dtype}, only for {known}: add it to its file")
@@ -259,11 +255,8 @@ def node_of(device_name: str) -> str | None:
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """Load a known node by name (case-insensitive), or a JSON file.
-
-    Raises:
-        ValueError: for an unknown name, or listing everything that is missing or inconsistent in a file.
-    """
+    """Load a known node by name (case-insensitive), or a JSON file. Raise ValueError for an unknown name, or listing
+    everything that is missing or inconsistent in a file."""
     return hardware_from_mapping(_read(name_or_path), name_or_path)
 
 
@@ -295,10 +288,7 @@ def _merged(base: Any, values: Any, levels: int) -> Any:
 
 def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
     """Build hardware from the values of a file. A tier may have one link for all kinds of messages or one per kind.
-
-    Raises:
-        ValueError: listing everything that is missing, unknown or inconsistent.
-    """
+    Raise ValueError listing everything that is missing, unknown or inconsistent."""
     values = {key: value for key, value in values.items() if key not in ("source", "measured")}  # for people
     device = str(values.setdefault("device", values.get("name")))
     if device == "CPU":

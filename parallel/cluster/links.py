@@ -72,11 +72,8 @@ def overlap_of(hardware: Hardware, ranks: Sequence[int]) -> float:
 
 
 def level_between(hardware: Hardware, a: int, b: int) -> int:
-    """Return the index of the innermost tier that connects two ranks.
-
-    Raises:
-        ValueError: if the last tier connects too few devices.
-    """
+    """Return the index of the innermost tier that connects two ranks. Raise ValueError if the last tier connects too
+    few devices."""
     return _Tree.of(hardware).level(a, b)
 
 
@@ -92,11 +89,8 @@ class _Tree:
         return _Tree(hardware.name, tuple(tier.devices for tier in hardware.tiers))
 
     def level(self, a: int, b: int) -> int:
-        """Return the index of the innermost tier that connects two ranks.
-
-        Raises:
-            ValueError: if the last tier connects too few devices.
-        """
+        """Return the index of the innermost tier that connects two ranks. Raise ValueError if the last tier connects
+        too few devices."""
         for level, devices in enumerate(self.devices):
             if not devices or a // devices == b // devices:
                 return level
@@ -171,11 +165,8 @@ class ReallocSeconds:
 
 
 def message_seconds(hardware: Hardware, links: Links) -> TierSeconds:
-    """Return the time in which all of `links` are sent at once, one message each.
-
-    Raises:
-        ValueError: if the hardware connects too few devices.
-    """
+    """Return the time in which all of `links` are sent at once, one message each. Raise ValueError if the hardware
+    connects too few devices."""
     busiest, calls = [0.0] * len(hardware.tiers), Counter[int]()
     own: defaultdict[tuple[int, int, str], float] = defaultdict(float)  # bytes by (level, device, direction)
     shared: defaultdict[tuple[int, int, str], float] = defaultdict(float)  # bytes by (level, inner tier, direction)
@@ -199,11 +190,8 @@ def message_seconds(hardware: Hardware, links: Links) -> TierSeconds:
 def realloc_seconds(plan: ReallocPlan, hardware: Hardware) -> ReallocSeconds:
     """Return the time of a reallocation, in whose rounds every route carries an equal share of its bytes.
 
-    What crosses to a host in one round is sent on inside it `ONWARD_DELAY` rounds later.
-
-    Raises:
-        ValueError: if the hardware connects too few devices.
-    """
+    What crosses to a host in one round is sent on inside it `ONWARD_DELAY` rounds later. Raise ValueError if the
+    hardware connects too few devices."""
     first: Counter[tuple[int, int]] = Counter()
     onward: Counter[tuple[int, int]] = Counter()
     for route, nbytes in plan.routes.items():

@@ -90,10 +90,7 @@ class Box:
 
 def local_box(tensor: Tensor) -> Box:
     """Return the box of a tensor that this rank holds: all of a plain tensor; of a DTensor, a part that may be empty.
-
-    Raises:
-        ValueError: for a DTensor whose local part is not a box: partial sums, or non-contiguous rows.
-    """
+    Raise ValueError for a DTensor whose local part is not a box: partial sums, or non-contiguous rows."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tuple(tensor.shape))
     _check(tensor)
@@ -103,11 +100,7 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """Return the box of a DTensor that the rank at `coordinate` of its mesh holds.
-
-    Raises:
-        ValueError: as `local_box`.
-    """
+    """Return the box of a DTensor that the rank at `coordinate` of its mesh holds. Raise ValueError as `local_box`."""
     _check(tensor)
     mesh = tensor.device_mesh
     sizes, offset = _compute_local_shape_and_global_offset(
