@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ def release(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+@cache
+def is_replaced(package: str, path: str) -> bool:
+    """Check whether a file of an installed package has another size than it was installed with."""
+    files = (file for file in distribution(package).files or () if str(file) == path)
+    return any(file.size is not None and Path(file.locate()).stat().st_size != file.size for file in files)
 
 
 @cache
@@ -152,7 +160,11 @@ class FlashAttn4Kernel(VarlenKernel):
         return None
 
     def missing(self) -> str | None:
-        return None if release("flash-attn-4") else "the package flash-attn-4 is not installed"
+        if release("flash-attn-4") is None:
+            return "the package flash-attn-4 is not installed"
+        if is_replaced("flash-attn-4", "flash_attn/cute/interface.py"):  # flash-attn 2.8 ships an older one
+            return "flash-attn, installed later, has replaced a file of flash-attn-4: install flash-attn-4 again"
+        return None
 
     @staticmethod
     def load() -> Any:

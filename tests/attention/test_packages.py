@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from attention.kernels.flash import release
+from attention.kernels import flash
+from attention.kernels.flash import FlashAttn4Kernel, is_replaced, release
 
 from .flash4 import CASES
 from .signatures import SOURCES, differences
@@ -59,3 +60,20 @@ def test_a_changed_signature_is_found() -> None:
     assert any("_flash_attn_bwd" in each for each in found)
     schema = 'm.def("bwd("\n  "Tensor dout,"\n  "Tensor q) -> (Tensor)");'
     assert any(each.startswith("bwd(") for each in differences("hopper/flash_api_stable.cpp", schema))
+
+
+@pytest.mark.parametrize(("size", "said"), [(11, None), (10, "has replaced a file of flash-attn-4")])
+def test_a_file_that_another_package_replaced_is_found(
+    size: int, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, about = Path("flash_attn/cute/interface.py"), tmp_path / "flash_attn_4-4.0.0.dist-info"
+    (tmp_path / path).parent.mkdir(parents=True)
+    about.mkdir()
+    (tmp_path / path).write_text("# interface")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0\n")
+    (about / "RECORD").write_text(f"{path},sha256=x,{size}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for cached in (release, is_replaced):
+        monkeypatch.setattr(flash, cached.__name__, cached.__wrapped__)
+    found = FlashAttn4Kernel().missing()
+    assert found is None if said is None else said in str(found)
