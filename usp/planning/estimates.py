@@ -32,7 +32,7 @@ from .call_cost import CallOptions, Rows, batchings, call_cost, mini_batch_rows,
 from .workload import Batching, Workload
 
 PREFILL, DECODE, UPDATE = "prefill", "decode", "update of "
-VERSION = 3
+VERSION = 2
 Points = Mapping[tuple[int, int, int], float]  # seconds by (layers, sequences of a data-parallel rank, tokens of each)
 _PLACE = ("ranks", "dims", "zero", "micro_batch_tokens")
 Factors = Mapping[str, Mapping[str, float]]  # measured over predicted seconds, by call and `layout_key`
@@ -302,7 +302,8 @@ class Measurements:
                 raise ValueError(f"its version must be {VERSION}")
             points = {}
             for part in values["parts"]:
-                measured = {tuple(at): float(seconds) for *at, seconds in part["points"]}
+                # points may end with the seconds of processors, which are not used
+                measured = {tuple(at): float(seconds) for *at, seconds in (point[:4] for point in part["points"])}
                 points[Part(part["model"], part["work"], part["layout"])] = measured
             sizes: dict[str, Any] = {
                 name: tuple(x) if isinstance(x, list) else x for name, x in values["sizes"].items()

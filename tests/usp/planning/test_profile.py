@@ -34,7 +34,7 @@ from usp.rlhf.plan.plan import CallLayout
 DTYPE = torch.float32
 CONFIG = load_model_config("tiny")
 WORKLOAD = Workload.of(prompts=8, group_size=1, prompt_tokens=33, quantiles=(16,))
-STEP, GRAIN = 0.25, 0.001
+GRAIN = 0.001
 
 
 def shape(layers: int, scalar: bool = False) -> ModelShape:
@@ -55,7 +55,7 @@ def law(layers: float, sequences: float, tokens: float) -> float:
 
 
 def measurements(parts: dict[Part, Points]) -> Measurements:
-    return Measurements("here", "float32", 2, Sizes(), parts, STEP)
+    return Measurements("here", "float32", 2, Sizes(), parts)
 
 
 def measured(*layouts: CallLayout) -> Estimates:
@@ -99,7 +99,7 @@ def test_a_file_with_the_seconds_of_processors_is_read(tmp_path: Path) -> None:
     written = measurements({Part("m", DECODE, "dp=2"): grid(law)})
     path = tmp_path / "profile.json"
     written.save(path)
-    values = json.loads(path.read_text()) | {"cores": 2, "step": [STEP, 0.5], "moves": [0.1, 0.01, 1e-6]}
+    values = json.loads(path.read_text()) | {"cores": 2, "step": [0.5, 0.5], "moves": [0.1, 0.01, 1e-6]}
     for part in values["parts"]:
         part["points"] = [[*point, 0.25] for point in part["points"]]
     path.write_text(json.dumps(values))
