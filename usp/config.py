@@ -300,6 +300,8 @@ class _Training:
     """Sequences per step over all ranks, instead of --batch-size. 0: not set."""
     micro_batches: AtLeast1 = 1
     """Micro-batches per step, for gradient accumulation and to fill the pipeline. Must divide --batch-size."""
+    balance_rows: bool = False
+    """Deal the sequences of a step to data-parallel ranks for equal attention work, by the lengths of documents."""
     train_tokens: AtLeast0 = 0
     """Tokens to train on, instead of --steps; rounded up to whole steps. 0: not set."""
     curriculum: Annotated[tuple[CurriculumStage, ...], STAGES] = ()

@@ -184,7 +184,8 @@ class BatchStream:
 class Part:
     """What a rank of the ring x ulysses grid reads of every global batch: its tokens of `rows` rows from `first` on.
 
-    layout: of each row; of a balanced one, which depends on the row's documents, only the kind and the sizes.
+    layout: of each row; of a balanced one, which depends on the row's documents, only the kind and the sizes. balanced:
+    these rows are not neighbors, but those that `even_rows` deals to this data-parallel rank.
     """
 
     layout: SequenceLayout
@@ -192,6 +193,7 @@ class Part:
     ulysses_rank: int
     first: int
     rows: int
+    balanced: bool = False
 
     @staticmethod
     def whole(rows: int, seq_len: int) -> Part:
@@ -215,11 +217,13 @@ class Part:
 class Batch:
     """A part of a global batch, on CPU, as `usp.sp.sequence.shard_batch` gives it.
 
-    numbers: of the rows of the global batch. input_ids, position_ids, shift_labels: int64 (rows, tokens).
+    numbers: of the rows of the global batch. own: of those that this is a part of.
+    input_ids, position_ids, shift_labels: int64 (rows, tokens).
     cu_seqlens: int32 (rows, documents + 1), each row from 0 to the end of its last document, which is repeated.
     """
 
     numbers: range
+    own: Sequence[int]
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     shift_labels: torch.Tensor
@@ -231,13 +235,34 @@ class Batch:
         return tokens | {"cu_seqlens": self.cu_seqlens}
 
 
+def even_rows(pairs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal rows, given the pairs of tokens that attend to each other in each, to ranks: the indices of each rank's.
+
+    Ranks get equally many. Those at one place, which ranks compute at the same time, follow each other in the order of
+    pairs, and the rank with the fewest so far gets the row with the most (longest processing time first: Graham 1969,
+    SIAM Journal on Applied Mathematics 17).
+    """
+    order = sorted(range(len(pairs)), key=lambda row: -pairs[row])
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for first in range(0, len(order), ranks):
+        dealt.sort(key=lambda rows: sum(pairs[row] for row in rows))
+        for rows, row in zip(dealt, order[first : first + ranks], strict=True):
+            rows.append(row)
+    return sorted(dealt)
+
+
 def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = None) -> Batch:
     """Read a part of the global batch of the rows `numbers`.
 
     targets: number of tokens, counted over all rows, after which there are no targets; None for no limit.
     """
+    own: Sequence[int] = numbers[part.first : part.first + part.rows]
+    if part.balanced:
+        lengths = [np.diff(packed.row(number).boundaries) for number in numbers]
+        dealt = even_rows([int(each @ each) for each in lengths], len(numbers) // part.rows)
+        own = [numbers[index] for index in dealt[part.first // part.rows]]
     rows, columns = [], []
-    for number in numbers[part.first : part.first + part.rows]:
+    for number in own:
         rows.append(packed.row(number))
         limit = packed.seq_len if targets is None else targets - number * packed.seq_len
         spans = [_read(rows[-1], span, limit) for span in part.spans(rows[-1].boundaries)]
@@ -245,7 +270,7 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
     ids, positions, labels = (torch.from_numpy(np.stack(column)) for column in zip(*columns, strict=True))
     width = max(len(row.boundaries) for row in rows)
     padded = [np.pad(row.boundaries, (0, width - len(row.boundaries)), mode="edge") for row in rows]
-    return Batch(numbers, ids, positions, labels, torch.from_numpy(np.stack(padded)).to(torch.int32))
+    return Batch(numbers, own, ids, positions, labels, torch.from_numpy(np.stack(padded)).to(torch.int32))
 
 
 def _read(row: Row, span: Span, limit: int) -> tuple[Ids, Ids, Ids]:

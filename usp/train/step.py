@@ -25,12 +25,12 @@ FIRST = 16  # tokens before a target, at most, in the first range of positions
 POSITION = "position"
 
 
-def part_of(mesh: ParallelMesh, config: TrainConfig) -> Part:
-    """Return which rows of every global batch this rank trains on, and which tokens of them."""
+def part_of(mesh: ParallelMesh, config: TrainConfig, balanced: bool = False) -> Part:
+    """Return which rows of a global batch this rank trains on, and which of their tokens; `balanced` as in `Part`."""
     axes = SpAxes.of(mesh)
     layout = axes.layout(config.sp_layout, config.seq_len)
     first = mesh.rank("batch") * config.batch_size
-    return Part(layout, axes.ring_rank, axes.ulysses_rank, first, config.batch_size)
+    return Part(layout, axes.ring_rank, axes.ulysses_rank, first, config.batch_size, balanced)
 
 
 def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.device) -> list[float]:

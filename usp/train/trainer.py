@@ -154,7 +154,7 @@ class Trainer(TrainingLoop):
         self.sent_in_step = self.flops_in_step = 0.0  # of all ranks
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.peak = peak_flops(name) if config.dtype == "bfloat16" else None  # of a device; None: MFU is not known
-        self.batches = BatchReader(self.stage.batches, part_of(self.mesh, config))
+        self.batches = BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows))
         self._evaluations = Evaluations(held_out)
         self._respond, self._samples = sample, LineFile(folder / "samples.jsonl")
         self._predict()
@@ -175,9 +175,8 @@ class Trainer(TrainingLoop):
         self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         rate = self.config.learning_rate * self.schedule.at(number)
-        exchange, part = partial(self._exchange, batch), self.batches.part
-        rows = torch.tensor(batch.numbers[part.first : part.first + part.rows], device=self.device)
-        inputs = batch.to(self.device) | {"row_numbers": rows}
+        exchange = partial(self._exchange, batch)
+        inputs = batch.to(self.device) | {"row_numbers": torch.tensor(batch.own, device=self.device)}
         loss, norm = train_step(self.engine, self.mesh, inputs, self.config, rate, before_update=exchange)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
@@ -383,7 +382,7 @@ class Trainer(TrainingLoop):
             gc.collect()  # modules and their hooks refer to each other
             self.sent = 0
         self.batches.close()
-        self.batches = BatchReader(stage.batches, part_of(self.mesh, stage.config))
+        self.batches = BatchReader(stage.batches, part_of(self.mesh, stage.config, stage.config.balance_rows))
         identity = _compared(stage)
         if identity != self._evaluations.identity:
             self._evaluations = Evaluations(identity)

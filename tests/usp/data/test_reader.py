@@ -26,6 +26,7 @@ from usp.data.batches import (
     BatchStream,
     MixedRows,
     Part,
+    even_rows,
     parse_mixture,
     read_batch,
     shares,
@@ -321,3 +322,30 @@ def test_a_part_is_what_shard_batch_keeps_of_the_whole_batch(store: TokenStore, 
         own = read_batch(packed, range(6), part).to(CPU)
         for name in ("input_ids", "position_ids", "shift_labels"):
             assert torch.equal(own[name], expected[name]), (rank, name)
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(0, 10**6))
+@settings(max_examples=50)
+def test_ranks_get_as_many_rows_and_nearly_equal_work(each: int, ranks: int, seed: int) -> None:
+    pairs = np.random.default_rng(seed).lognormal(3, 1, each * ranks).astype(int).tolist()
+    dealt = even_rows(pairs, ranks)
+    assert sorted(itertools.chain(*dealt)) == list(range(each * ranks)) and {len(rows) for rows in dealt} == {each}
+    order = sorted(pairs, reverse=True)
+    for place in range(each):  # what ranks compute at the same time is as similar as can be
+        assert sorted((pairs[rows[place]] for rows in dealt), reverse=True) == order[place * ranks :][:ranks]
+    totals = [sum(pairs[row] for row in rows) for rows in dealt]
+    assert max(totals) - min(totals) <= max(pairs) - min(pairs)
+
+
+def test_balanced_rows_of_all_ranks_are_the_batch(store: TokenStore) -> None:
+    packed, numbers = WholeRows(store, 512, seed=1), range(6, 14)
+    whole = read_batch(packed, numbers, Part.whole(8, 512))
+    parts = [read_batch(packed, numbers, replace(Part.whole(2, 512), first=2 * k, balanced=True)) for k in range(4)]
+    assert sorted(number for part in parts for number in part.own) == list(numbers) != [n for p in parts for n in p.own]
+    for part in parts:
+        assert part.numbers == numbers
+        assert torch.equal(part.shift_labels, whole.shift_labels[[number - 6 for number in part.own]])
+    lengths = [part.cu_seqlens.diff().double() for part in parts]
+    work = [float((each**2).sum()) for each in lengths]
+    ends = whole.cu_seqlens.diff().double().square().sum(1).view(4, 2).sum(1)
+    assert max(work) / min(work) < float(ends.max() / ends.min())

@@ -284,7 +284,7 @@ def launch_of_pool() -> Launch:
 
 MESHES = [
     pytest.param(4, {"sp_ulysses": 2, "sp_ring": 2}, id="u2 r2"),
-    pytest.param(4, {"sp_ring": 2, "sp_layout": "balanced", "batch_size": 2}, id="r2 dp2"),
+    pytest.param(4, {"sp_ring": 2, "sp_layout": "balanced", "batch_size": 2, "balance_rows": True}, id="r2 dp2"),
     pytest.param(4, {"sp_ulysses": 2, "dp_replicate": 2, "dp_shard": 1, "batch_size": 2}, id="u2 replicate2"),
 ]
 
