@@ -137,8 +137,10 @@ def _row(task: Task) -> tuple[int, ...]:
 
 
 def _task(row: Sequence[int]) -> Task:
-    *rectangle, lowest, highest = row
-    return Task(*rectangle, None if lowest == -FAR else lowest, None if highest == FAR else highest)
+    q_start, q_stop, k_start, k_stop, lowest, highest = row
+    return Task(
+        q_start, q_stop, k_start, k_stop, None if lowest == -FAR else lowest, None if highest == FAR else highest
+    )
 
 
 def layers(rows: Array) -> tuple[Array, Array]:
@@ -187,6 +189,13 @@ class Parts(NamedTuple):
     in_prefix: Array
 
 
+class Tree(NamedTuple):
+    """For each group the one that it continues, or -1, and how many it continues through others."""
+
+    parents: Array
+    generation: Array
+
+
 class Pieces(NamedTuple):
     """Consecutive tokens of one document within a rank's span, by document and ascending: arrays as of `Parts`.
 
@@ -209,8 +218,8 @@ class Pieces(NamedTuple):
         return Pieces(*(x[index] for x in self))
 
 
-def row_parts(spec: AttentionSpec, batch: int, seq_len: int) -> tuple[list[Parts], Array]:
-    """Return the parts of each row, and for each group the one that it continues in a prefix tree, or -1."""
+def row_parts(spec: AttentionSpec, batch: int, seq_len: int) -> tuple[list[Parts], Tree]:
+    """Return the parts of each row, and the tree of all rows' documents."""
     rows, parents, groups = [], [], 0
     for row in range(batch):
         boundaries, parent = np.array(spec.row_documents(row, seq_len)), np.array(spec.row_parents(row), np.int64)
@@ -225,7 +234,12 @@ def row_parts(spec: AttentionSpec, batch: int, seq_len: int) -> tuple[list[Parts
         rows.append(Parts(*(x[start < stop] for x in (group, start, stop, shift, in_prefix))))
         parents.append(np.where(parent < 0, -1, parent + groups) if len(parent) else np.full(len(depth), -1))
         groups += len(depth)
-    return rows, np.concatenate(parents)
+    parent = ancestor = np.concatenate(parents)
+    generation = np.zeros_like(parent)
+    while (ancestor >= 0).any():
+        generation += ancestor >= 0
+        ancestor = np.where(ancestor < 0, -1, parent[ancestor])
+    return rows, Tree(parent, generation)
 
 
 def rank_pieces(layout: SequenceLayout, rows: Sequence[Parts], ring_rank: int) -> Pieces:
@@ -242,7 +256,7 @@ def rank_pieces(layout: SequenceLayout, rows: Sequence[Parts], ring_rank: int) -
         first, last = np.maximum(0, -((begin - start) // step)), np.minimum(length, -((begin - stop) // step))
         found = Pieces(group, begin + first * step + shift, place + first, last - first, step, in_prefix)
         pieces.append(found.take(first < last))
-    return Pieces(*map(np.concatenate, zip(*pieces, strict=True)))
+    return _concatenated(pieces)
 
 
 def _matches(first: Array, last: Array) -> tuple[Array, Array]:
@@ -250,16 +264,22 @@ def _matches(first: Array, last: Array) -> tuple[Array, Array]:
     return np.repeat(np.arange(len(first)), last - first), expanded(first, last)
 
 
-def below(pieces: Pieces, parents: Array, spec: AttentionSpec) -> Pieces:
+def below(pieces: Pieces, tree: Tree, spec: AttentionSpec) -> Pieces:
     """Return the pieces of the documents that continue each document of a prefix tree, through any others.
 
     Adjacent ones are one piece where no window tells them apart: all of them see the whole document.
     """
-    levels, level = [], pieces.take(parents[pieces.group] >= 0)
-    while len(level.group):
-        levels.append(_ordered(level._replace(group=parents[level.group]), spec.one_sided))
-        level = levels[-1].take(parents[levels[-1].group] >= 0)
-    return _ordered(Pieces(*map(np.concatenate, zip(*levels, level, strict=True))), spec.one_sided)
+    generation, lower = tree.generation[pieces.group], pieces.take(np.empty(0, np.int64))
+    levels = [lower]
+    for number in range(tree.generation.max(initial=0), 0, -1):
+        level = _concatenated([pieces.take(generation == number), lower])
+        lower = _ordered(level._replace(group=tree.parents[level.group]), spec.one_sided)
+        levels.append(lower)
+    return _ordered(_concatenated(levels), join=False)
+
+
+def _concatenated(pieces: Iterable[Pieces]) -> Pieces:
+    return Pieces(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
 def _ordered(pieces: Pieces, join: bool) -> Pieces:
@@ -281,7 +301,8 @@ def block_tasks(q: Pieces, q_below: Pieces, k: Pieces, spec: AttentionSpec) -> T
     if len(q_below.group):
         keys, queries = _matches(*(np.searchsorted(q_below.group, k.group, side) for side in ("left", "right")))
         more, seen = _tight_tasks(q_below.take(queries), k.take(keys), spec)
-        rows = np.concatenate((rows, _merged(more, keys[seen], _append)))
+        apart = (np.diff(keys[seen]) > 0) | (more[1:, 0] > more[:-1, 1])  # rows between two tasks are part of neither
+        rows = np.concatenate((rows, _merged(more, np.cumsum(np.append(False, apart))[: len(more)], _append)))
     return Tasks(rows)
 
 
@@ -311,7 +332,8 @@ def _merged(rows: Array, group: Array, add: Callable[[list[Task], Task], list[Ta
     last = np.append(first, len(group))[1:]
     parts, done = [], 0
     for start, stop in np.stack((first, last), 1)[last - first > 1].tolist():
-        parts += [rows[done:start], Tasks.of(reduce(add, map(_task, rows[start:stop].tolist()), [])).rows]
+        merged: list[Task] = reduce(add, Tasks(rows[start:stop]), [])
+        parts += [rows[done:start], Tasks.of(merged).rows]
         done = stop
     return np.concatenate((*parts, rows[done:]))
 

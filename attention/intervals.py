@@ -34,7 +34,7 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 
 
 def _selected(a: Intervals, b: Intervals, choose: Callable[..., npt.NDArray[np.bool_]]) -> Intervals:
-    edges = np.unique(np.concatenate((a, b)))
+    edges = np.sort(np.concatenate((a, b)), axis=None, kind="stable")
     chosen = choose(*(np.searchsorted(x.ravel(), edges, side="right") % 2 == 1 for x in (a, b)))
     return edges[np.diff(chosen, prepend=False)].reshape(-1, 2)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ class Step:
 
     def on(self, device: torch.device) -> Step:
         """Return the step with the indices of its messages."""
-        return replace(self, **{name: tuple(m.on(device) for m in getattr(self, name)) for name in MESSAGES})
+        messages: dict[str, Any] = {name: tuple(m.on(device) for m in getattr(self, name)) for name in MESSAGES}
+        return replace(self, **messages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,28 +108,30 @@ def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank:
     The ring rotates in the direction in which more of the traffic passes between neighbours (with causal zigzag, rank
     j sends to j - 1).
     """
-    rows, parents = row_parts(spec, batch, layout.seq_len)
+    rows, tree = row_parts(spec, batch, layout.seq_len)
     pieces = [rank_pieces(layout, rows, r) for r in range(layout.ring)]
-    lower = [below(each, parents, spec) for each in pieces]
+    lower = [below(each, tree, spec) for each in pieces]
 
     def tasks(q_rank: int, k_rank: int) -> Tasks:
         return block_tasks(pieces[q_rank], lower[q_rank], pieces[k_rank], spec)
+
+    own = [tasks(rank, r) for r in range(layout.ring)]
 
     @cache  # a plan needs few of the pairs
     def needs(q_rank: int, k_rank: int) -> Intervals:
         if q_rank == k_rank:
             return EMPTY  # a rank's own block is not sent
-        return union(*tasks(q_rank, k_rank).rows[:, 2:4].T)
+        return union(*(own[k_rank] if q_rank == rank else tasks(q_rank, k_rank)).rows[:, 2:4].T)
 
     # Both directions have the same pairs of neighbours, except for an owner's own.
     owners = range(0, layout.ring, -(-layout.ring // SAMPLED_OWNERS))
     up, down = (sum(size(needs((r + d) % layout.ring, r)) for r in owners) for d in (1, -1))
     planner = _StepPlanner(rank, 1 if up >= down else -1, layout.ring, needs)
-    steps = [Step(owner=rank, keys=batch * layout.ring_len, tasks=tasks(rank, rank))]
+    steps = [Step(owner=rank, keys=batch * layout.ring_len, tasks=own[rank])]
     for t in range(1, layout.ring):
         owner = planner.at(-t)
         keys = needs(rank, owner)
-        steps.append(planner.step(t, tasks(rank, owner).shift_keys(keys[:, 0], shifts(keys))))
+        steps.append(planner.step(t, own[owner].shift_keys(keys[:, 0], shifts(keys))))
     return RingSchedule(rank, planner.direction, tuple(steps))
 
 
@@ -144,18 +148,17 @@ class _StepPlanner:
     def step(self, t: int, tasks: Tasks) -> Step:
         here, ahead, behind = self.rank, self.at(1), self.at(-1)
         owner, held_owner, consumer = self.at(-t), self.at(1 - t), self.at(t)
-        keys = self.needs(here, owner)
-        receive = _messages((behind, self._relayed(owner, t)), (owner, self._direct(owner, t)), within=keys)
+        keys, relayed = self.needs(here, owner), self._relayed(owner, t)
         held = self.needs(here, held_owner) if t > 1 else None  # step 1 sends own tokens
         return Step(
             owner=owner,
             keys=size(keys),
             tasks=tasks,
-            receive=receive,
+            receive=_messages((behind, relayed), (owner, self._direct(owner, t)), within=keys),
             send_held=_messages((ahead, self._relayed(held_owner, t)), within=held),
             send_own=_messages((consumer, self._direct(here, t))),
             # From step 2 on, the neighbour also sends its partial gradients of the keys it forwarded.
-            grad_receive=_messages((behind, self._relayed(owner, t)), within=keys) if t > 1 else (),
+            grad_receive=_messages((behind, relayed), within=keys) if t > 1 else (),
             grad_send=_messages((ahead, self._relayed(owner, t + 1)), (owner, self._finished(owner, t)), within=keys),
             grad_home=_messages((consumer, self._finished(here, t))),
         )
@@ -170,7 +173,7 @@ class _StepPlanner:
 
     def _direct(self, owner: int, t: int) -> Intervals:
         """Return the keys that the consumer at distance t gets from the owner, which is not its neighbour."""
-        return subtract(self._seen(owner, t), self._relayed(owner, t))
+        return EMPTY if t == 1 else subtract(self._seen(owner, t), self._seen(owner, t - 1))
 
     def _finished(self, owner: int, t: int) -> Intervals:
         """Return the keys whose gradients the consumer at distance t sends to the owner: the next adds nothing."""

@@ -107,10 +107,10 @@ def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_on
 @given(problems())
 def test_arrays_plan_the_tasks_that_a_search_pair_by_pair_finds(problem) -> None:
     layout, spec, batch = problem
-    rows, parents = row_parts(spec, batch, layout.seq_len)
+    rows, tree = row_parts(spec, batch, layout.seq_len)
     pieces = [rank_pieces(layout, rows, rank) for rank in range(layout.ring)]
     for q_rank, k_rank in product(range(layout.ring), repeat=2):
-        lower = below(pieces[q_rank], parents, spec)
+        lower = below(pieces[q_rank], tree, spec)
         found = block_tasks(pieces[q_rank], lower, pieces[k_rank], spec)
         assert list(found) == scalar_tasks(layout, spec, batch, q_rank, k_rank)
 
