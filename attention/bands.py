@@ -148,13 +148,17 @@ def layers(rows: Array) -> tuple[Array, Array]:
     row occurs twice."""
     order = np.lexsort((rows[:, 2], rows[:, 0]))
     starts, stops = rows[order, 0], rows[order, 1]
-    numbers = np.zeros(len(order), np.int64)
-    if (starts[1:] < stops[:-1]).any():
-        ends: list[int] = []  # end of the last task of each layer
-        for task, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-            numbers[task] = layer = next((i for i, end in enumerate(ends) if end <= start), len(ends))
-            ends[layer : layer + 1] = [stop]
-    return order, numbers
+    if not (starts[1:] < stops[:-1]).any():
+        return order, np.zeros_like(order)
+    ends: list[int] = []  # end of the last task of each layer
+    numbers = []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        layer = 0
+        while layer < len(ends) and ends[layer] > start:
+            layer += 1
+        ends[layer : layer + 1] = [stop]
+        numbers.append(layer)
+    return order, np.array(numbers)
 
 
 def band_pairs(rows: int, columns: int, offset: int, lowest: int | None, highest: int | None) -> int:

@@ -239,7 +239,8 @@ class LastResult:
     their values are."""
 
     def __init__(self, function: Callable[..., tuple[Any, ...]]) -> None:
-        self._function, self._arguments, self._result = function, ((),), ()
+        self._function, self._result = function, ()
+        self._arguments: tuple[Any, ...] = ((),)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         if len(arguments) != len(self._arguments) or not all(map(_same, self._arguments, arguments)):
