@@ -1,6 +1,7 @@
 """Exact attention over sequences sharded across a ring x ulysses grid of ranks: forward, backward, and decoding.
 
-Depends only on torch; process groups, sequence layouts and kernels are passed in. Each file imports only earlier ones:
+Depends only on torch and, for plans, numpy; process groups, sequence layouts and kernels are passed in. Each file
+imports only earlier ones:
 
 intervals, spec, balance, layout, bands, schedule, heads, fused, accumulate, kernels, comm, keep, ring, ulysses,
 unified, decode.

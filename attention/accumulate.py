@@ -81,7 +81,7 @@ class AttentionSum:
         lse = lse.transpose(1, 2).to(self._dtype)
         if self._totals is None and rows.covers(self._shape[0]):
             # A view of wider rows would keep their padding in memory.
-            self._totals = out.flatten(0, 1).contiguous(), lse.reshape(self._shape[:2])
+            self._totals = out.flatten(0, 1).contiguous(), lse.flatten(0, 1)
             return
         total_out, total_lse = self._totals = self._sums()
         if rows.index is None:

@@ -14,13 +14,18 @@ visible pair. The kernels' alignment rules, the trimming of messages, and lse > 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from .intervals import Array, expanded
 from .layout import SequenceLayout
 from .spec import AttentionSpec
+
+FAR = 1 << 60  # stands for no limit
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,64 @@ def tight_task(
     return Task(q_start, q_stop, k_start, k_stop, lowest, highest)
 
 
-def query_layers(tasks: Iterable[Task]) -> Iterator[tuple[int, Task]]:
-    """Yield tasks in query order, each with the number of a layer; within a layer no query row occurs twice."""
+class Tasks(Sequence[Task]):
+    """Tasks as rows of an array, for a block may have one for each of thousands of documents: the fields of `Task` in
+    their order, with -FAR or FAR for a limit that is None."""
+
+    def __init__(self, rows: Array) -> None:
+        self.rows = rows
+
+    @staticmethod
+    def of(tasks: Iterable[Task]) -> Tasks:
+        """Make rows of tasks."""
+        return tasks if isinstance(tasks, Tasks) else Tasks(np.array(list(map(_row, tasks)), np.int64).reshape(-1, 6))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(_task, self.rows.tolist())
+
+    def __getitem__(self, index: Any) -> Any:
+        return _task(self.rows[index].tolist())
+
+    def shift_keys(self, starts: Array, offsets: Array) -> Tasks:
+        """Return the same tasks in a buffer where the keys from each of `starts` on are moved by its offset."""
+        rows = self.rows.copy()
+        offset = offsets[np.searchsorted(starts, rows[:, 2], side="right") - 1]
+        rows[:, 2:4] += offset[:, None]
+        rows[:, 4:] -= np.where(abs(rows[:, 4:]) < FAR, offset[:, None], 0)
+        return Tasks(rows)
+
+
+def _row(task: Task) -> tuple[int, ...]:
+    lowest, highest = -FAR if task.lowest is None else task.lowest, FAR if task.highest is None else task.highest
+    return task.q_start, task.q_stop, task.k_start, task.k_stop, lowest, highest
+
+
+def _task(row: Sequence[int]) -> Task:
+    q_start, q_stop, k_start, k_stop, lowest, highest = row
+    return Task(
+        q_start, q_stop, k_start, k_stop, None if lowest == -FAR else lowest, None if highest == FAR else highest
+    )
+
+
+def layers(rows: Array) -> tuple[Array, Array]:
+    """Return the order of rows of `Tasks` by queries and, in that order, the number of a layer; within a layer no query
+    row occurs twice."""
+    order = np.lexsort((rows[:, 2], rows[:, 0]))
+    starts, stops = rows[order, 0], rows[order, 1]
+    if not (starts[1:] < stops[:-1]).any():
+        return order, np.zeros_like(order)
     ends: list[int] = []  # end of the last task of each layer
-    for task in sorted(tasks, key=lambda t: (t.q_start, t.k_start)):
-        layer = next((i for i, end in enumerate(ends) if end <= task.q_start), len(ends))
-        ends[layer : layer + 1] = [task.q_stop]
-        yield layer, task
+    numbers = []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        layer = 0
+        while layer < len(ends) and ends[layer] > start:
+            layer += 1
+        ends[layer : layer + 1] = [stop]
+        numbers.append(layer)
+    return order, np.array(numbers)
 
 
 def band_pairs(rows: int, columns: int, offset: int, lowest: int | None, highest: int | None) -> int:
@@ -120,104 +176,176 @@ def band_pairs(rows: int, columns: int, offset: int, lowest: int | None, highest
     return count if highest is None else count - above(highest - offset)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive tokens of one document within a rank's span: position and local index of the first.
+class Parts(NamedTuple):
+    """Documents of a row, cut where their prefix ends, without empty ones: arrays with an entry for each.
 
-    position: global, without a prefix tree; with one, counted from the document's root. `in_prefix`: they are part of
-    the document's prefix; otherwise none of them is.
+    Attributes:
+        group: number of the document among those of all rows.
+        start, stop: global positions.
+        shift: what is added to them: with a prefix tree, positions count from the document's root.
+        in_prefix: 1 for tokens of the document's prefix, 0 for others.
     """
 
-    position: int
-    offset: int
-    length: int
-    step: int
-    in_prefix: bool = False
+    group: Array
+    start: Array
+    stop: Array
+    shift: Array
+    in_prefix: Array
 
 
-Pieces = dict[tuple[int, int], list[Piece]]
+class Tree(NamedTuple):
+    """For each group the one that it continues, or -1, and how many it continues through others."""
+
+    parents: Array
+    generation: Array
 
 
-def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_rank: int) -> Pieces:
-    """Return a ring rank's tokens by (row, document); local indices count the flattened (batch, ring_len) tokens."""
-    pieces: Pieces = defaultdict(list)
+class Pieces(NamedTuple):
+    """Consecutive tokens of one document within a rank's span, by document and ascending: arrays as of `Parts`.
+
+    Attributes:
+        position: of the first token, shifted.
+        offset: local index of the first token.
+        length: number of tokens.
+        step: from the position of a token to that of the next.
+    """
+
+    group: Array
+    position: Array
+    offset: Array
+    length: Array
+    step: Array
+    in_prefix: Array
+
+    def take(self, index: Array) -> Pieces:
+        """Select pieces by number, or by a mask."""
+        return Pieces(*(x[index] for x in self))
+
+
+def row_parts(spec: AttentionSpec, batch: int, seq_len: int) -> tuple[list[Parts], Tree]:
+    """Return the parts of each row, and the tree of all rows' documents."""
+    rows, parents, groups = [], [], 0
     for row in range(batch):
-        boundaries, prefixes = spec.row_documents(row, layout.seq_len), spec.row_prefixes(row)
-        depths = spec.row_depths(row, layout.seq_len) if spec.parents else None
-        offset = row * layout.ring_len
-        for span in layout.ring_spans(ring_rank, row):
-            end = span.start + (span.length - 1) * span.step
-            for document in range(max(0, bisect_right(boundaries, span.start) - 1), bisect_right(boundaries, end)):
-                lower, upper = boundaries[document], boundaries[min(document + 1, len(boundaries) - 1)]
-                shift = depths[document] - lower if depths and document < len(depths) else 0
-                parts = [(lower, upper, False)]
-                if document < len(prefixes) and prefixes[document]:
-                    middle = lower + prefixes[document]
-                    parts = [(lower, middle, True), (middle, upper, False)]
-                for start, stop, in_prefix in parts:
-                    first, last = span.index_range(start, stop)
-                    if first < last:
-                        position = span.start + first * span.step
-                        piece = Piece(position + shift, offset + first, last - first, span.step, in_prefix)
-                        pieces[row, document].append(piece)
-            offset += span.length
-    return pieces
+        boundaries, parent = np.array(spec.row_documents(row, seq_len)), np.array(spec.row_parents(row), np.int64)
+        start, stop, depth = boundaries[:-1], boundaries[1:], np.array(spec.row_depths(row, seq_len))
+        group, shift = np.arange(len(start)) + groups, depth - start if len(parent) else np.zeros_like(start)
+        in_prefix = np.zeros_like(start)
+        if prefixes := spec.row_prefixes(row):
+            middle = start + np.array(prefixes)
+            start, stop = (np.stack(ends, 1).ravel() for ends in ((start, middle), (middle, stop)))
+            group, shift, in_prefix = (np.repeat(x, 2) for x in (group, shift, in_prefix))
+            in_prefix[::2] = 1
+        rows.append(Parts(*(x[start < stop] for x in (group, start, stop, shift, in_prefix))))
+        parents.append(np.where(parent < 0, -1, parent + groups) if len(parent) else np.full(len(depth), -1))
+        groups += len(depth)
+    parent = ancestor = np.concatenate(parents)
+    generation = np.zeros_like(parent)
+    while (ancestor >= 0).any():
+        generation += ancestor >= 0
+        ancestor = np.where(ancestor < 0, -1, parent[ancestor])
+    return rows, Tree(parent, generation)
 
 
-def below(pieces: Pieces, spec: AttentionSpec) -> Pieces:
+def rank_pieces(layout: SequenceLayout, rows: Sequence[Parts], ring_rank: int) -> Pieces:
+    """Return a ring rank's tokens; local indices count the flattened (batch, ring_len) tokens."""
+    pieces = []
+    for row, parts in enumerate(rows):
+        spans = [(span.start, span.length, span.step) for span in layout.ring_spans(ring_rank, row)]
+        begin, length, step = np.array(spans).T
+        place = row * layout.ring_len + np.cumsum(length) - length
+        ends = begin + (length - 1) * step
+        span, part = _matches(np.searchsorted(parts.stop, begin, "right"), np.searchsorted(parts.start, ends, "right"))
+        begin, length, step, place = begin[span], length[span], step[span], place[span]
+        group, start, stop, shift, in_prefix = (x[part] for x in parts)
+        first, last = np.maximum(0, -((begin - start) // step)), np.minimum(length, -((begin - stop) // step))
+        found = Pieces(group, begin + first * step + shift, place + first, last - first, step, in_prefix)
+        pieces.append(found.take(first < last))
+    return _concatenated(pieces)
+
+
+def _matches(first: Array, last: Array) -> tuple[Array, Array]:
+    """Return all pairs of a number i and one of first[i] to last[i] - 1, as two arrays."""
+    return np.repeat(np.arange(len(first)), last - first), expanded(first, last)
+
+
+def below(pieces: Pieces, tree: Tree, spec: AttentionSpec) -> Pieces:
     """Return the pieces of the documents that continue each document of a prefix tree, through any others.
 
     Adjacent ones are one piece where no window tells them apart: all of them see the whole document.
     """
-    if spec.parents is None:
-        return {}
-    following: dict[tuple[int, int], list[tuple[Piece, int]]] = defaultdict(list)  # first pieces, and ends of runs
-    joining = spec.one_sided
-    for (row, document), of_document in pieces.items():
-        parents = spec.row_parents(row)
-        while document < len(parents) and (document := parents[document]) >= 0:
-            runs = following[row, document]
-            for piece in of_document:
-                end = piece.offset + piece.length
-                if joining and runs and runs[-1][1] == piece.offset:
-                    runs[-1] = runs[-1][0], end
-                else:
-                    runs.append((piece, end))
-    return {
-        group: [replace(piece, length=end - piece.offset) for piece, end in runs] for group, runs in following.items()
-    }
+    generation, lower = tree.generation[pieces.group], pieces.take(np.empty(0, np.int64))
+    levels = [lower]
+    for number in range(tree.generation.max(initial=0), 0, -1):
+        level = _concatenated([pieces.take(generation == number), lower])
+        lower = _ordered(level._replace(group=tree.parents[level.group]), spec.one_sided)
+        levels.append(lower)
+    return _ordered(_concatenated(levels), join=False)
 
 
-def block_tasks(q_pieces: Pieces, q_below: Pieces, k_pieces: Pieces, spec: AttentionSpec) -> tuple[Task, ...]:
+def _concatenated(pieces: Iterable[Pieces]) -> Pieces:
+    return Pieces(*map(np.concatenate, zip(*pieces, strict=True)))
+
+
+def _ordered(pieces: Pieces, join: bool) -> Pieces:
+    """Return pieces in order, as few as possible if `join`."""
+    pieces = pieces.take(np.lexsort((pieces.offset, pieces.group)))
+    if not join:
+        return pieces
+    ends, first = pieces.offset + pieces.length, np.ones(len(pieces.group), bool)
+    first[1:] = (pieces.group[1:] != pieces.group[:-1]) | (pieces.offset[1:] != ends[:-1])
+    return pieces.take(first)._replace(length=ends[np.roll(first, -1)] - pieces.offset[first])
+
+
+def block_tasks(q: Pieces, q_below: Pieces, k: Pieces, spec: AttentionSpec) -> Tasks:
     """Return the visible pairs between two ranks' queries and keys as a few tight, disjoint tasks. q_below: `below` of
     the queries."""
-    ranges = {in_prefix: spec.difference_range(in_prefix) for in_prefix in (False, True)}
+    queries, keys = _matches(*(np.searchsorted(k.group, q.group, side) for side in ("left", "right")))
+    rows, seen = _tight_tasks(q.take(queries), k.take(keys), spec)
+    rows = _merged(rows, q.group[queries[seen]], _absorb)
+    if len(q_below.group):
+        keys, queries = _matches(*(np.searchsorted(q_below.group, k.group, side) for side in ("left", "right")))
+        more, seen = _tight_tasks(q_below.take(queries), k.take(keys), spec)
+        apart = (np.diff(keys[seen]) > 0) | (more[1:, 0] > more[:-1, 1])  # rows between two tasks are part of neither
+        rows = np.concatenate((rows, _merged(more, np.cumsum(np.append(False, apart))[: len(more)], _append)))
+    return Tasks(rows)
 
-    def visible(q: Piece, k: Piece) -> Task | None:
-        # query position - key position = apart + step * (i - j), with i and j indices into the buffers
-        lowest, highest = ranges[q.in_prefix and k.in_prefix]
-        apart = q.position - k.position - q.step * (q.offset - k.offset)
-        low = None if lowest is None else -((apart - lowest) // q.step)
-        high = None if highest is None else (highest - apart) // q.step
-        return tight_task(q.offset, q.offset + q.length, k.offset, k.offset + k.length, low, high)
 
-    tasks: list[Task] = []
-    for group, queries in q_pieces.items():
-        found: list[Task] = []
-        for q in queries:
-            for k in k_pieces.get(group, ()):
-                if (task := visible(q, k)) is not None:
-                    found = _absorb(found, task)
-        tasks += found
-    for group, keys in k_pieces.items() if q_below else ():
-        for k in keys:
-            found = []
-            for q in q_below.get(group, ()):
-                if (task := visible(q, k)) is not None:
-                    joined = _join(found[-1], task) if found else None
-                    found[-1:] = [joined] if joined else [*found[-1:], task]
-            tasks += found
-    return tuple(tasks)
+def _tight_tasks(q: Pieces, k: Pieces, spec: AttentionSpec) -> tuple[Array, Array]:
+    """Return what `tight_task` makes of each pair of pieces, as rows of `Tasks`, and the numbers of those that it makes
+    a task of."""
+    lowest, within_prefix = (-FAR if x is None else x for x, _ in map(spec.difference_range, (False, True)))
+    highest = spec.difference_range()[1]
+    # query position - key position = apart + step * (i - j), with i and j indices into the buffers
+    apart = q.position - k.position - q.step * (q.offset - k.offset)
+    low = -((apart - np.where(q.in_prefix & k.in_prefix, within_prefix, lowest)) // q.step)
+    high = ((FAR if highest is None else highest) - apart) // q.step
+    q_stop, k_stop = q.offset + q.length, k.offset + k.length
+    k_stop = np.minimum(k_stop, q_stop - low)
+    q_start = np.maximum(q.offset, k.offset + low)
+    k_start = np.maximum(k.offset, q_start - high)
+    q_stop = np.minimum(q_stop, k_stop + high)
+    seen = np.flatnonzero((low <= high) & (q_start < q_stop) & (k_start < k_stop))
+    low = np.where(low <= q_start - (k_stop - 1), -FAR, low)
+    high = np.where(high >= q_stop - 1 - k_start, FAR, high)
+    return np.stack((q_start, q_stop, k_start, k_stop, low, high), 1)[seen], seen
+
+
+def _merged(rows: Array, group: Array, add: Callable[[list[Task], Task], list[Task]]) -> Array:
+    """Return the rows with those of each group merged by `add`, task by task."""
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    last = np.append(first, len(group))[1:]
+    parts, done = [], 0
+    for start, stop in np.stack((first, last), 1)[last - first > 1].tolist():
+        merged: list[Task] = reduce(add, Tasks(rows[start:stop]), [])
+        parts += [rows[done:start], Tasks.of(merged).rows]
+        done = stop
+    return np.concatenate((*parts, rows[done:]))
+
+
+def _append(tasks: list[Task], task: Task) -> list[Task]:
+    """Add a task, merging it with the last one if they form one band."""
+    joined = _join(tasks[-1], task) if tasks else None
+    return [*tasks[:-1], joined] if joined else [*tasks, task]
 
 
 def _absorb(tasks: list[Task], task: Task) -> list[Task]:

@@ -27,7 +27,7 @@ from .spec import AttentionSpec
 class RingProgram:
     """One rank's schedule, lowered for one kernel."""
 
-    schedule: RingSchedule
+    steps: tuple[Step, ...]
     spec: AttentionSpec
     kernel: Kernel
     launches: tuple[tuple[Launch, ...], ...]  # per step
@@ -44,7 +44,7 @@ class RingProgram:
     ) -> RingProgram:
         launches = tuple(kernel.lower(step.tasks, device, dtype) for step in schedule.steps)
         index = None if kv_index is None else torch.tensor(kv_index, device=device)
-        return RingProgram(schedule, spec, kernel, launches, index)
+        return RingProgram(tuple(step.on(device) for step in schedule.steps), spec, kernel, launches, index)
 
 
 class RingAttention(torch.autograd.Function):
@@ -79,8 +79,8 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, channel, kv_index = ctx.program, ctx.channel, ctx.program.kv_index
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
-        dq, grads = GradientSum(q), _GradientRing(program.schedule, channel, k, v)
-        steps = program.schedule.steps
+        dq, grads = GradientSum(q), _GradientRing(program.steps, channel, k, v)
+        steps = program.steps
         for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
             step = steps[index - 1]
             with named("ring step {}/{}: compute", index, len(steps)), without_autocast(q.device):
@@ -107,8 +107,8 @@ def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[T
 
 def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor):
     """Yield each step's launches and (k, v), after posting the messages of the next step."""
-    steps = program.schedule.steps
-    own = held = _interleaved(k, v) if program.schedule.tokens_sent else None
+    steps = program.steps
+    own = held = _interleaved(k, v) if any(step.send_held or step.send_own for step in steps) else None
     block = (k, v)
     for index, launches in enumerate(program.launches, 1):
         incoming = None if index == len(steps) else _Incoming(steps[index], channel, own, held, like=(k, v))
@@ -134,17 +134,16 @@ class _Incoming:
     def wait(self) -> Tensor:
         self.pending.wait()
         for message, buffer in self.parts:
-            if len(message.slices) > 1:
-                for (start, stop), part in _slices(buffer, message):
-                    self.block[start:stop].copy_(part)
+            if message.index is not None:
+                self.block.index_copy_(0, message.index, buffer)
         return self.block
 
 
 class _GradientRing:
     """Partial sums of dK and dV, passed from rank to rank and finally back to the owner of each block."""
 
-    def __init__(self, schedule: RingSchedule, channel: Channel, k: Tensor, v: Tensor) -> None:
-        self.steps, self.channel, self.index, self.like = schedule.steps, channel, -1, (k, v)
+    def __init__(self, steps: tuple[Step, ...], channel: Channel, k: Tensor, v: Tensor) -> None:
+        self.steps, self.channel, self.index, self.like = steps, channel, -1, (k, v)
         self.own = self.current = GradientSum(k), GradientSum(v)
         self.buffer: Tensor | None = None  # memory of the current sums, as it is sent; none for own tokens
         self.pending = Pending()
@@ -182,13 +181,12 @@ class _GradientRing:
         self.pending.wait()
         for message, received, home in self.arriving:
             sums = [each.total for each in (self.own if home else self.current)]
-            for (start, stop), part in _slices(received, message):
-                if home:
-                    for total, more in zip(sums, _separated(part, *self.like), strict=True):
-                        total[start:stop].add_(more)
-                else:
-                    assert self.buffer is not None
-                    _between(self.buffer, start, stop).add_(part)
+            if home:
+                for total, more in zip(sums, _separated(received, *self.like), strict=True):
+                    _add(total, message, more)
+            else:
+                assert self.buffer is not None
+                _add(self.buffer, message, received)
         self.arriving = []
 
     def _empty(self, tokens: int) -> Tensor:
@@ -218,27 +216,25 @@ def _separated(kv_BX: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, kv_BX.as_strided(*values)
 
 
-def _between(buffer: Tensor, start: int, stop: int) -> Tensor:
-    return buffer if stop - start == buffer.size(0) else buffer.narrow(0, start, stop - start)
-
-
 def _packed(buffer: Tensor | None, message: Message) -> Tensor:
     """Return a message's tokens from a (T, ...) buffer, contiguous; a view if the message is one slice."""
     assert buffer is not None
-    parts = [_between(buffer, start, stop) for start, stop in message.slices]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _slice(buffer, message) if message.index is None else buffer.index_select(0, message.index)
 
 
 def _receive_buffer(block: Tensor, message: Message) -> Tensor:
     """Return the receive buffer of a message: part of the block if the message is one slice of it."""
-    if len(message.slices) == 1:
-        return _between(block, *message.slices[0])
-    return block.new_empty(message.tokens, *block.shape[1:])
+    return _slice(block, message) if message.index is None else block.new_empty(message.tokens, *block.shape[1:])
 
 
-def _slices(buffer: Tensor, message: Message) -> list[tuple[tuple[int, int], Tensor]]:
-    """Return each slice of a received message, and its part of the buffer."""
-    if len(message.slices) == 1:
-        return [(message.slices[0], buffer)]
-    parts = buffer.split([stop - start for start, stop in message.slices])
-    return list(zip(message.slices, parts, strict=True))
+def _add(buffer: Tensor, message: Message, part: Tensor) -> None:
+    """Add received tokens to those in a buffer."""
+    if message.index is None:
+        _slice(buffer, message).add_(part)
+    else:
+        buffer.index_add_(0, message.index, part)
+
+
+def _slice(buffer: Tensor, message: Message) -> Tensor:
+    tokens = message.tokens
+    return buffer if tokens == buffer.size(0) else buffer.narrow(0, message.start, tokens)

@@ -14,33 +14,52 @@ communicate, with packed documents only ranks that share a document.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate
+from typing import Any
 
-from .bands import Task, below, block_tasks, rank_pieces
-from .intervals import Intervals, intersect, locate, size, subtract, union
+import torch
+from torch import Tensor
+
+from .bands import Tasks, below, block_tasks, rank_pieces, row_parts
+from .intervals import EMPTY, Intervals, expanded, intersect, locate, shifts, size, subtract, union
 from .layout import SequenceLayout
 from .spec import AttentionSpec
 
+MESSAGES = ("receive", "send_held", "send_own", "grad_receive", "grad_send", "grad_home")  # fields of a step
 SAMPLED_OWNERS = 16  # owners whose traffic decides the direction of rotation; both are correct, one sends less
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Message:
-    """Tokens sent to or received from one peer, as slices of a token buffer."""
+    """Tokens sent to or received from one peer, as slices of a token buffer.
+
+    index: their indices in the buffer, on its device, if they are several slices.
+    """
 
     peer: int
     slices: Intervals
+    index: Tensor | None = None
+
+    def on(self, device: torch.device) -> Message:
+        """Return the message with its `index`, if it needs one."""
+        return (
+            self
+            if len(self.slices) == 1
+            else replace(self, index=torch.tensor(expanded(*self.slices.T), device=device))
+        )
+
+    @cached_property
+    def start(self) -> int:
+        return int(self.slices[0, 0])
 
     @cached_property
     def tokens(self) -> int:
         return size(self.slices)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One rank's part of one ring step.
 
@@ -50,7 +69,7 @@ class Step:
 
     owner: int
     keys: int
-    tasks: tuple[Task, ...]  # over (own queries, block)
+    tasks: Tasks  # over (own queries, block)
     receive: tuple[Message, ...] = ()  # keys and values into block, before computing this step
     send_held: tuple[Message, ...] = ()  # keys and values from held, at the same time
     send_own: tuple[Message, ...] = ()  # ... and from own
@@ -58,8 +77,13 @@ class Step:
     grad_send: tuple[Message, ...] = ()  # block's dK, dV to the neighbour or the owner, after that
     grad_home: tuple[Message, ...] = ()  # partial dK, dV of own tokens, which other ranks return at this step
 
+    def on(self, device: torch.device) -> Step:
+        """Return the step with the indices of its messages."""
+        messages: dict[str, Any] = {name: tuple(m.on(device) for m in getattr(self, name)) for name in MESSAGES}
+        return replace(self, **messages)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class RingSchedule:
     """All steps of one rank. Step 0 is the rank's own block and communicates nothing."""
 
@@ -84,33 +108,31 @@ def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank:
     The ring rotates in the direction in which more of the traffic passes between neighbours (with causal zigzag, rank
     j sends to j - 1).
     """
-    pieces = [rank_pieces(layout, spec, batch, r) for r in range(layout.ring)]
-    lower = [below(each, spec) for each in pieces]
+    rows, tree = row_parts(spec, batch, layout.seq_len)
+    pieces = [rank_pieces(layout, rows, r) for r in range(layout.ring)]
+    lower = [below(each, tree, spec) for each in pieces]
 
-    def tasks(q_rank: int, k_rank: int) -> tuple[Task, ...]:
+    def tasks(q_rank: int, k_rank: int) -> Tasks:
         return block_tasks(pieces[q_rank], lower[q_rank], pieces[k_rank], spec)
+
+    own = [tasks(rank, r) for r in range(layout.ring)]
 
     @cache  # a plan needs few of the pairs
     def needs(q_rank: int, k_rank: int) -> Intervals:
         if q_rank == k_rank:
-            return ()  # a rank's own block is not sent
-        return union((task.k_start, task.k_stop) for task in tasks(q_rank, k_rank))
+            return EMPTY  # a rank's own block is not sent
+        return union(*(own[k_rank] if q_rank == rank else tasks(q_rank, k_rank)).rows[:, 2:4].T)
 
-    planners = [_StepPlanner(rank, direction, layout.ring, needs) for direction in (1, -1)]
-    planner = max(planners, key=_StepPlanner.neighbour_tokens)
-    steps = [Step(owner=rank, keys=batch * layout.ring_len, tasks=tasks(rank, rank))]
+    # Both directions have the same pairs of neighbours, except for an owner's own.
+    owners = range(0, layout.ring, -(-layout.ring // SAMPLED_OWNERS))
+    up, down = (sum(size(needs((r + d) % layout.ring, r)) for r in owners) for d in (1, -1))
+    planner = _StepPlanner(rank, 1 if up >= down else -1, layout.ring, needs)
+    steps = [Step(owner=rank, keys=batch * layout.ring_len, tasks=own[rank])]
     for t in range(1, layout.ring):
         owner = planner.at(-t)
-        steps.append(planner.step(t, _packed_tasks(tasks(rank, owner), needs(rank, owner))))
+        keys = needs(rank, owner)
+        steps.append(planner.step(t, own[owner].shift_keys(keys[:, 0], shifts(keys))))
     return RingSchedule(rank, planner.direction, tuple(steps))
-
-
-def _packed_tasks(tasks: tuple[Task, ...], keys: Intervals) -> tuple[Task, ...]:
-    """Return the tasks with key indices into the buffer that packs `keys`."""
-    starts = [start for start, _ in keys]
-    places = accumulate((stop - start for start, stop in keys), initial=0)
-    offsets = [place - start for place, start in zip(places, starts, strict=False)]
-    return tuple(task.shift_keys(offsets[bisect_right(starts, task.k_start) - 1]) for task in tasks)
 
 
 @dataclass(frozen=True)
@@ -123,33 +145,27 @@ class _StepPlanner:
     def at(self, distance: int) -> int:
         return (self.rank + self.direction * distance) % self.ring
 
-    def neighbour_tokens(self) -> int:
-        """Count the tokens of `SAMPLED_OWNERS` evenly spaced ranks that the other ranks get from their neighbour."""
-        owners = range(0, self.ring, -(-self.ring // SAMPLED_OWNERS))
-        return sum(size(self._relayed(owner, t)) for owner in owners for t in range(1, self.ring))
-
-    def step(self, t: int, tasks: tuple[Task, ...]) -> Step:
+    def step(self, t: int, tasks: Tasks) -> Step:
         here, ahead, behind = self.rank, self.at(1), self.at(-1)
         owner, held_owner, consumer = self.at(-t), self.at(1 - t), self.at(t)
-        keys = self.needs(here, owner)
-        receive = _messages((behind, self._relayed(owner, t)), (owner, self._direct(owner, t)), within=keys)
+        keys, relayed = self.needs(here, owner), self._relayed(owner, t)
         held = self.needs(here, held_owner) if t > 1 else None  # step 1 sends own tokens
         return Step(
             owner=owner,
             keys=size(keys),
             tasks=tasks,
-            receive=receive,
+            receive=_messages((behind, relayed), (owner, self._direct(owner, t)), within=keys),
             send_held=_messages((ahead, self._relayed(held_owner, t)), within=held),
             send_own=_messages((consumer, self._direct(here, t))),
             # From step 2 on, the neighbour also sends its partial gradients of the keys it forwarded.
-            grad_receive=_messages((behind, self._relayed(owner, t)), within=keys) if t > 1 else (),
+            grad_receive=_messages((behind, relayed), within=keys) if t > 1 else (),
             grad_send=_messages((ahead, self._relayed(owner, t + 1)), (owner, self._finished(owner, t)), within=keys),
             grad_home=_messages((consumer, self._finished(here, t))),
         )
 
     def _seen(self, owner: int, t: int) -> Intervals:
         """Return the owner's keys that the consumer at distance t needs."""
-        return self.needs((owner + self.direction * t) % self.ring, owner) if t < self.ring else ()
+        return self.needs((owner + self.direction * t) % self.ring, owner) if t < self.ring else EMPTY
 
     def _relayed(self, owner: int, t: int) -> Intervals:
         """Return the keys that the consumer at distance t gets from its neighbour at distance t - 1."""
@@ -157,7 +173,7 @@ class _StepPlanner:
 
     def _direct(self, owner: int, t: int) -> Intervals:
         """Return the keys that the consumer at distance t gets from the owner, which is not its neighbour."""
-        return subtract(self._seen(owner, t), self._relayed(owner, t))
+        return EMPTY if t == 1 else subtract(self._seen(owner, t), self._seen(owner, t - 1))
 
     def _finished(self, owner: int, t: int) -> Intervals:
         """Return the keys whose gradients the consumer at distance t sends to the owner: the next adds nothing."""
@@ -166,4 +182,4 @@ class _StepPlanner:
 
 def _messages(*parts: tuple[int, Intervals], within: Intervals | None = None) -> tuple[Message, ...]:
     """Return messages for the non-empty parts, as slices of a buffer that packs `within` (None: all own tokens)."""
-    return tuple(Message(peer, keys if within is None else locate(keys, within)) for peer, keys in parts if keys)
+    return tuple(Message(peer, keys if within is None else locate(keys, within)) for peer, keys in parts if len(keys))

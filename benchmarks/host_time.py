@@ -11,6 +11,7 @@ GPU hides only where its kernels take longer. Systems alternate; each figure is 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from usp.sp import sp_attention
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 16, 8, 8, 8  # of a rank: small, so that the host's time is all there is
 CACHED, SLOTS = 64, 4
+PLANNED_TOKENS, PLANNED_RANKS, DOCUMENTS, SAMPLES = 2**20, 64, 16_000, 16  # of planning; samples and their prefix
+PLANNED = (("zigzag", False), ("balanced", False), ("striped", False), ("zigzag", True), ("striped", True))
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "_local_scalar_dense", "detach", "alias")
 
 
@@ -186,6 +189,24 @@ def measure(case: Case, rounds: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def measure_planning(layout: str, tree: bool) -> dict[str, Any]:
+    """Return the CPU time in which one rank finds the plan of many documents first, and again: microseconds."""
+    generator = random.Random(0)
+    cuts = sorted(generator.sample(range(1, PLANNED_TOKENS), DOCUMENTS - 1))
+    cu_seqlens = torch.tensor([0, *cuts, PLANNED_TOKENS])
+    numbers = torch.arange(DOCUMENTS)
+    prefix_tree = torch.where(numbers % SAMPLES == 0, -1, numbers - numbers % SAMPLES) if tree else None
+    with world(PLANNED_RANKS), patch.object(sp_attention, "choose_kernel", lambda *_: (Idle(), "", "")):
+        mesh = ParallelMesh.create(ParallelDims(ring=PLANNED_RANKS), device_type="cpu")
+        attention, x = UnifiedSPAttention(mesh, layout), torch.empty(1, PLANNED_TOKENS // PLANNED_RANKS, 1, 8)
+
+        def plan() -> None:
+            attention._call(x, x, x, None, cu_seqlens, None, prefix_tree, True, None, [-1, -1], None, 0)
+
+        first = least_microseconds({"first": plan}, 1, 1)
+        return {"layout": layout, "tree": tree, **first, **least_microseconds({"again": plan}, 20, 10)}
+
+
 def measure_decoding(ranks: int, rounds: int, repeats: int) -> dict[str, Any]:
     with world(ranks):
         step = decode_step(ranks)
@@ -212,6 +233,14 @@ NOTES = (
 )
 
 
+def planning_note(found: dict[str, Any]) -> str:
+    tree = f", each {SAMPLES}th the prefix of those behind it" if found["tree"] else ""
+    return (
+        f"plan and launches of one of {PLANNED_RANKS} ring ranks, {found['layout']}, {DOCUMENTS:,} documents in 1M "
+        f"tokens{tree}: {found['first'] / 1e6:.2f} CPU s; found again in {found['again']:.0f} us"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few calls; saves nothing")
@@ -220,8 +249,10 @@ def main() -> None:
     torch.set_num_threads(1)
     turns = (2, 2) if options.quick else (40, 10)
     data = [*(measure(case, *turns) for case in CASES), *(measure_decoding(ranks, *turns) for ranks in (1, 2))]
+    planned = [measure_planning(*case) for case in PLANNED]
     question = "How long does the host prepare an attention call, and what does it launch?"
-    record = Record.of("host_time", question, COLUMNS, rows(data), NOTES, data)
+    notes = (*NOTES, *map(planning_note, planned))
+    record = Record.of("host_time", question, COLUMNS, rows(data), notes, [*data, *planned])
     finish(record, options.output, save=not options.quick)
 
 

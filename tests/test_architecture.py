@@ -80,13 +80,15 @@ def in_package(path: str, *packages: str) -> bool:
 
 
 def layers(source: Source) -> Iterator[str]:
-    """attention and parallel import only torch, the standard library and safetensors: not each other, and not usp."""
+    """attention and parallel import only torch, the standard library and safetensors, attention also numpy: not each
+    other, and not usp."""
     if not in_package(source.path, "attention", "parallel"):
         return
     for name, line in imports(source):
         top = name.split(".")[0]
         optional = top in ("flash_attn", "flash_attn_interface", "flash_attn_3", "triton")  # see `optional_packages`
-        if top not in ("torch", "safetensors", source.package) and top not in sys.stdlib_module_names and not optional:
+        known = {"torch", "safetensors", source.package} | ({"numpy"} if source.package == "attention" else set())
+        if top not in known and top not in sys.stdlib_module_names and not optional:
             yield f"{source.path}:{line} imports {name}: {source.package}/ knows only torch and the standard library"
 
 
@@ -339,7 +341,7 @@ BAD_FILES = [
 GOOD_FILES = [
     (layers, "usp/x.py", "from parallel import ParallelMesh\nimport numpy"),
     (layers, "parallel/x.py", "from safetensors.torch import save_file"),
-    (layers, "attention/x.py", "import math\nimport torch.nn\nfrom attention.spec import AttentionSpec"),
+    (layers, "attention/x.py", "import math\nimport numpy as np\nimport torch.nn\nfrom attention.spec import AttentionSpec"),
     (optional_packages, "attention/kernels/flash.py", "def load():\n    import flash_attn"),
     (environment, "parallel/x.py", "import os\nos.environ['GLOO_SOCKET_IFNAME'] = 'lo'"),
     (short_functions, "usp/x.py", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),

@@ -9,6 +9,7 @@ n runs of A queries and B keys; N query heads, K KV heads (K divides N), H head 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -94,7 +95,7 @@ class Kernel(ABC):
         """Return why this back end cannot compute such a call exactly on such a device, or None if it can."""
 
     @abstractmethod
-    def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
         """Lower tasks to launches. No query row occurs twice in one launch; no pair occurs in two."""
 
     @abstractmethod

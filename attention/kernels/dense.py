@@ -6,21 +6,22 @@ than a chunk.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attention.accumulate import Rows
-from attention.bands import Task, query_layers
+from attention.bands import Task, Tasks, layers
+from attention.intervals import Array
 
 from .base import Launch
 
 CHUNK = 256  # rows of a ragged band computed together with one mask
 TINY = 32  # tasks with no longer side are batched: separate calls would cost more than the computation
-SMALLEST_PAD = 16  # sides of batched tasks are padded to this times a power of two
+SMALLEST_PAD = 16  # sides of batched tasks are padded to this or to TINY
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +47,11 @@ class DenseLowering:
     leaf: int | None = None
     masks: dict[tuple[int, int, int | None, int | None], Tensor] = field(default_factory=dict)
 
-    def lower(self, tasks: tuple[Task, ...]) -> tuple[Launch, ...]:
-        tiny = [task for task in tasks if max(task.rows, task.columns) <= TINY]
-        large = [task for task in tasks if max(task.rows, task.columns) > TINY]
-        return tuple(launch for task in large for launch in self._large(task)) + tuple(self._gathered(tiny))
+    def lower(self, tasks: Sequence[Task]) -> tuple[Launch, ...]:
+        rows = Tasks.of(tasks).rows
+        tiny = np.maximum(rows[:, 1] - rows[:, 0], rows[:, 3] - rows[:, 2]) <= TINY
+        large = [launch for task in Tasks(rows[~tiny]) for launch in self._large(task)]
+        return (*large, *self._gathered(rows[tiny]))
 
     def _large(self, task: Task) -> Iterator[Launch]:
         if task.full:
@@ -127,31 +129,31 @@ class DenseLowering:
         mask = torch.zeros(visible.shape, dtype=self.dtype)
         return mask.masked_fill_(~visible, float("-inf")).to(self.device)
 
-    def _gathered(self, tasks: list[Task]) -> Iterator[Launch]:
-        """Batch tiny tasks of similar size with padding; no query row occurs twice in a launch."""
-        buckets: dict[tuple[int, int, int], list[Task]] = defaultdict(list)
-        for layer, task in query_layers(tasks):
-            buckets[layer, _padded(task.rows), _padded(task.columns)].append(task)
-        for (_, rows, columns), bucket in buckets.items():
-            visible = torch.zeros(len(bucket), 1, rows, columns, dtype=torch.bool)
-            for index, task in enumerate(bucket):
-                mask = band_mask(task.rows, task.columns, *task.relative_band)
-                visible[index, 0, : task.rows, : task.columns] = mask
+    def _gathered(self, rows: Array) -> Iterator[Launch]:
+        """Batch tiny tasks of similar size with padding; no query row occurs twice in a launch. rows: of `Tasks`."""
+        order, layer = layers(rows)
+        rows = rows[order]
+        heights, widths = _padded(rows[:, 1] - rows[:, 0]), _padded(rows[:, 3] - rows[:, 2])
+        for number, height, width in sorted({*zip(layer.tolist(), heights.tolist(), widths.tolist(), strict=True)}):
+            bucket = rows[(layer == number) & (heights == height) & (widths == width)]
+            q_start, q_stop, k_start, k_stop, lowest, highest = torch.tensor(bucket).view(-1, 6, 1).unbind(1)
+            i, j = q_start + torch.arange(height), k_start + torch.arange(width)
+            difference = i.unsqueeze(2) - j.unsqueeze(1)
+            visible = (difference >= lowest.unsqueeze(2)) & (difference <= highest.unsqueeze(2))
+            visible &= (i < q_stop).unsqueeze(2) & (j < k_stop).unsqueeze(1)
             yield DenseLaunch(
-                self._padded_rows([(t.q_start, t.q_stop) for t in bucket], rows),
-                self._padded_rows([(t.k_start, t.k_stop) for t in bucket], columns),
-                mask=self._float_mask(visible),
+                self._padded_rows(i, q_stop), self._padded_rows(j, k_stop), mask=self._float_mask(visible.unsqueeze(1))
             )
 
-    def _padded_rows(self, runs: list[tuple[int, int]], length: int) -> Rows:
-        start, stop = torch.tensor(runs).unsqueeze(-1).unbind(1)
-        index = start + torch.arange(length)
+    def _padded_rows(self, index: Tensor, stop: Tensor) -> Rows:
         valid = (index < stop).flatten().nonzero().squeeze(1)
-        return Rows(length, index=torch.minimum(index, stop - 1).to(self.device), valid=valid.to(self.device))
+        index = torch.minimum(index, stop - 1)
+        return Rows(index.shape[1], index=index.to(self.device), valid=valid.to(self.device))
 
 
-def _padded(length: int) -> int:
-    return SMALLEST_PAD << max(0, (length - 1) // SMALLEST_PAD).bit_length()
+def _padded(lengths: Array) -> Array:
+    """Return the sides of masks of tiny tasks."""
+    return np.where(lengths <= SMALLEST_PAD, SMALLEST_PAD, TINY)
 
 
 def band_mask(rows: int, columns: int, lowest: int | None, highest: int | None) -> Tensor:

@@ -5,6 +5,8 @@ n runs, A queries, B keys, K KV heads, G query heads per KV head, H head dim, V 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ class ReferenceKernel(Kernel):
     ) -> str | None:
         return None if dtype.is_floating_point else f"dtype={dtype} is not a floating-point type"
 
-    def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
         tiles = [
             tile
             for task in tasks

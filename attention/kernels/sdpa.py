@@ -7,6 +7,7 @@ These ops do not support variable lengths; see varlen.py for those that do. All 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class _DenseKernel(Kernel):
             return f"softcap={spec.softcap} is not supported by the op"
         return None
 
-    def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
         return DenseLowering(device, dtype).lower(tasks)
 
     def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):
@@ -82,7 +83,7 @@ class CpuFlashKernel(_DenseKernel):
     def pads(self, head_dim: int, v_head_dim: int, backward: bool) -> bool:
         return True
 
-    def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
         # The op's causal mode skips only whole blocks of 512 keys, so small triangles cost twice their visible pairs.
         # In half precision, its small squares are even slower.
         leaf = LEAF if dtype in (torch.float32, torch.float64) else None

@@ -7,17 +7,17 @@ FlashAttention. A block takes one launch per kind of window, two or three in tot
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from attention.accumulate import Rows
-from attention.bands import Task, query_layers
+from attention.bands import FAR, Task, Tasks, layers
+from attention.intervals import Array, expanded
 from attention.spec import AttentionSpec
 
 from .base import Device, Kernel, Launch
@@ -44,30 +44,33 @@ class VarlenLaunch(Launch):
         return {"window_size_left": self.left, "window_size_right": self.right}
 
 
-def lower_varlen(tasks: tuple[Task, ...], device: torch.device) -> Iterator[VarlenLaunch]:
+def lower_varlen(tasks: Sequence[Task], device: torch.device) -> Iterator[VarlenLaunch]:
     """Yield one launch per window and per layer of disjoint query ranges."""
-    buckets: dict[tuple[int, int, int], list[Task]] = defaultdict(list)
-    for layer, task in query_layers(tasks):
-        corner = task.q_stop - task.k_stop  # i - j at the bottom right; that pair or one left of it is visible
-        left = -1 if task.highest is None else task.highest - corner
-        right = -1 if task.lowest is None else corner - task.lowest
-        buckets[layer, left, right].append(task)
-    for (_, left, right), bucket in buckets.items():
-        queries = [(t.q_start, t.q_stop) for t in bucket]
-        keys = [(t.k_start, t.k_stop) for t in bucket]
-        (q_rows, cu_q, max_q), (k_rows, cu_k, max_k) = _packed(queries, device), _packed(keys, device)
-        yield VarlenLaunch(q_rows, k_rows, cu_q, cu_k, max_q, max_k, left, right)
+    rows = Tasks.of(tasks).rows
+    order, layer = layers(rows)
+    q_start, q_stop, k_start, k_stop, lowest, highest = rows[order].T
+    corner = q_stop - k_stop  # i - j at the bottom right; that pair or one left of it is visible
+    left, right = np.where(highest == FAR, -1, highest - corner), np.where(lowest == -FAR, -1, corner - lowest)
+    by_window = np.lexsort((right, left, layer))
+    windows = np.stack((layer, left, right))[:, by_window]
+    changes = np.flatnonzero((windows[:, 1:] != windows[:, :-1]).any(0)) + 1
+    for bucket in np.split(by_window, changes) if len(rows) else ():
+        q_rows, cu_q, max_q = _packed(q_start[bucket], q_stop[bucket], device)
+        k_rows, cu_k, max_k = _packed(k_start[bucket], k_stop[bucket], device)
+        window = int(left[bucket[0]]), int(right[bucket[0]])
+        yield VarlenLaunch(q_rows, k_rows, cu_q, cu_k, max_q, max_k, *window)
 
 
-def _packed(runs: list[tuple[int, int]], device: torch.device) -> tuple[Rows, Tensor, int]:
-    """Concatenate the runs, as a slice if they are adjacent; return their cu_seqlens and the longest one too."""
-    lengths = [stop - start for start, stop in runs]
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    rows = Rows.of(runs[0][0], runs[-1][1])
-    if any(a[1] != b[0] for a, b in pairwise(runs)):
-        index = torch.cat([torch.arange(*run) for run in runs]).to(device)
+def _packed(starts: Array, stops: Array, device: torch.device) -> tuple[Rows, Tensor, int]:
+    """Concatenate runs, as a slice if they are adjacent; return their cu_seqlens and the longest one too."""
+    lengths = stops - starts
+    ends = np.cumsum(lengths)
+    cu_seqlens = torch.tensor(np.append(0, ends), dtype=torch.int32, device=device)
+    rows = Rows.of(int(starts[0]), int(stops[-1]))
+    if (stops[:-1] != starts[1:]).any():
+        index = torch.tensor(expanded(starts, stops), device=device)
         rows = Rows(len(index), index=index.unsqueeze(0))
-    return rows, cu_seqlens, max(lengths)
+    return rows, cu_seqlens, int(lengths.max())
 
 
 class VarlenKernel(Kernel):
@@ -101,7 +104,7 @@ class VarlenKernel(Kernel):
                 return f"{name}={size} must be a multiple of 8, at most {self.widest}"
         return None
 
-    def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
         return tuple(lower_varlen(tasks, device))
 
     def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import AttentionSpec, RingSchedule, SequenceLayout, Task, ring_schedule
-from attention.bands import _join, tight_task
+from attention.bands import _join, below, block_tasks, rank_pieces, row_parts, tight_task
+from attention.intervals import expanded, intersect, locate, size, subtract, union
 from attention.schedule import Message
 
 from .dense import visible
+from .scalar_planner import scalar_tasks
 from .strategies import layouts, specs, trees
 
 
@@ -97,6 +101,57 @@ def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_on
     assert torch.equal(counted, seen.int())
     assert sum(s.tokens_sent for s in schedules) == needed == sum(s.grad_tokens_sent for s in schedules)
     assert_messages_match(schedules)
+
+
+@settings(max_examples=250)
+@given(problems())
+def test_arrays_plan_the_tasks_that_a_search_pair_by_pair_finds(problem) -> None:
+    layout, spec, batch = problem
+    rows, tree = row_parts(spec, batch, layout.seq_len)
+    pieces = [rank_pieces(layout, rows, rank) for rank in range(layout.ring)]
+    for q_rank, k_rank in product(range(layout.ring), repeat=2):
+        lower = below(pieces[q_rank], tree, spec)
+        found = block_tasks(pieces[q_rank], lower, pieces[k_rank], spec)
+        assert list(found) == scalar_tasks(layout, spec, batch, q_rank, k_rank)
+
+
+@given(problems())
+def test_the_ring_turns_where_more_passes_between_neighbours(problem) -> None:
+    layout, spec, batch = problem
+    ring, seen = layout.ring, {}
+    for q_rank, k_rank in product(range(ring), repeat=2):
+        keys = ({*range(t.k_start, t.k_stop)} for t in scalar_tasks(layout, spec, batch, q_rank, k_rank))
+        seen[q_rank, k_rank] = set().union(*keys)
+
+    def relayed(direction: int) -> int:
+        total = 0
+        for owner, t in product(range(ring), range(1, ring)):
+            here, before = ((owner + direction * hop) % ring for hop in (t, t - 1))
+            total += len(seen[here, owner] & seen[before, owner]) if t > 1 else len(seen[here, owner])
+        return total
+
+    assert ring_schedule(layout, spec, batch, 0).direction == (1 if relayed(1) >= relayed(-1) else -1)
+
+
+sets = st.sets(st.integers(0, 30))
+
+
+@given(sets, sets)
+def test_sets_of_indices(a, b) -> None:
+    def intervals(indices: set[int]) -> np.ndarray:
+        points = np.array(sorted(indices), np.int64)
+        return union(points, points + 1)
+
+    def indices(found: np.ndarray) -> set[int]:
+        flat = found.ravel()
+        assert (np.diff(flat) > 0).all(), "ascending, disjoint and not adjacent"
+        return {*expanded(*found.T).tolist()}
+
+    assert indices(intervals(a)) == a and size(intervals(a)) == len(a)
+    assert indices(intersect(intervals(a), intervals(b))) == a & b
+    assert indices(subtract(intervals(a), intervals(b))) == a - b
+    places = {index: place for place, index in enumerate(sorted(a))}
+    assert indices(locate(intervals(a & b), intervals(a))) == {places[index] for index in a & b}
 
 
 def token(layout: SequenceLayout, rank: int, local: int) -> tuple[int, int]:
