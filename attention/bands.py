@@ -18,9 +18,10 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from .layout import SequenceLayout
-from .spec import AttentionSpec
+from .spec import AttentionSpec, Joint
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Piece:
     """Consecutive tokens of one document within a rank's span: position and local index of the first.
 
     position: global, without a prefix tree; with one, counted from the document's root. `in_prefix`: they are part of
-    the document's prefix; otherwise none of them is.
+    the document's prefix; otherwise none of them is. `joint`: of joint tokens, whose positions count only among them.
     """
 
     position: int
@@ -133,19 +134,34 @@ class Piece:
     length: int
     step: int
     in_prefix: bool = False
+    joint: bool = False
 
 
 Pieces = dict[tuple[int, int], list[Piece]]
 
 
-def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_rank: int) -> Pieces:
-    """Return a ring rank's tokens by (row, document); local indices count the flattened (batch, ring_len) tokens."""
+def rank_pieces(
+    layout: SequenceLayout,
+    spec: AttentionSpec,
+    batch: int,
+    ring_rank: int,
+    row_len: int | None = None,
+    ulysses_rank: int | None = None,
+) -> Pieces:
+    """Return a ring rank's tokens by (row, document); local indices count the flattened (batch, row_len) tokens.
+
+    row_len: None for the rank's own tokens, more if others follow in each row. ulysses_rank: for the tokens of this
+    rank alone.
+    """
     pieces: Pieces = defaultdict(list)
+    row_len = layout.ring_len if row_len is None else row_len
     for row in range(batch):
         boundaries, prefixes = spec.row_documents(row, layout.seq_len), spec.row_prefixes(row)
         depths = spec.row_depths(row, layout.seq_len) if spec.parents else None
-        offset = row * layout.ring_len
-        for span in layout.ring_spans(ring_rank, row):
+        offset, spans = row * row_len, layout.ring_spans(ring_rank, row)
+        if ulysses_rank is not None:
+            spans = layout.local_spans(ring_rank, ulysses_rank, row)
+        for span in spans:
             end = span.start + (span.length - 1) * span.step
             for document in range(max(0, bisect_right(boundaries, span.start) - 1), bisect_right(boundaries, end)):
                 lower, upper = boundaries[document], boundaries[min(document + 1, len(boundaries) - 1)]
@@ -162,6 +178,17 @@ def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_ra
                         pieces[row, document].append(piece)
             offset += span.length
     return pieces
+
+
+def joint_pieces(joint: Joint, batch: int, row_len: int) -> Pieces:
+    """Return the joint tokens by (row, document), which are the last of each row of `row_len` tokens."""
+    rows = joint.documents or ((0, joint.tokens),)
+    return {
+        (row, document): [Piece(start, (row + 1) * row_len - joint.tokens + start, stop - start, 1, joint=True)]
+        for row in range(batch)
+        for document, (start, stop) in enumerate(pairwise(rows[row if len(rows) > 1 else 0]))
+        if start < stop
+    }
 
 
 def below(pieces: Pieces, spec: AttentionSpec) -> Pieces:
@@ -192,10 +219,15 @@ def block_tasks(q_pieces: Pieces, q_below: Pieces, k_pieces: Pieces, spec: Atten
     """Return the visible pairs between two ranks' queries and keys as a few tight, disjoint tasks. q_below: `below` of
     the queries."""
     ranges = {in_prefix: spec.difference_range(in_prefix) for in_prefix in (False, True)}
+    front = spec.joint is not None and spec.joint.front
 
     def visible(q: Piece, k: Piece) -> Task | None:
         # query position - key position = apart + step * (i - j), with i and j indices into the buffers
         lowest, highest = ranges[q.in_prefix and k.in_prefix]
+        if q.joint or k.joint:
+            if spec.causal and q.joint != k.joint and q.joint == front:
+                return None  # the key comes later
+            lowest, highest = 0 if spec.causal and q.joint == k.joint else None, None
         apart = q.position - k.position - q.step * (q.offset - k.offset)
         low = None if lowest is None else -((apart - lowest) // q.step)
         high = None if highest is None else (highest - apart) // q.step

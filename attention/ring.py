@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .accumulate import AttentionSum, GradientSum, accumulate_dtype
 from .comm import Channel, Pending, named
+from .intervals import Intervals
 from .keep import Keep
 from .kernels.base import Kernel, Launch, attend, attend_backward, without_autocast
 from .schedule import Message, RingSchedule, Step
@@ -50,18 +51,27 @@ class RingProgram:
 class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries over the keys of all ring ranks.
 
-    `apply(q_TNH, k_TKH, v_TKV, sinks_N, program, channel, keep)` -> out_TNV. `sinks` are per-head logits added to each
-    row's softmax, without a value (None to disable).
+    `apply(q_TNH, k_BKH, v_BKV, sinks_N, program, channel, keep)` -> out_TNV, lse_TN. `sinks` are per-head logits added
+    to each row's softmax, without a value (None to disable). Gradients of the results of joint queries are summed over
+    the ranks; each rank gets a share of the gradients of sinks and of joint q, k and v.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, keep: Keep):
+        merged = program.schedule.merged
+
         def attention() -> tuple[Tensor, Tensor]:
             total, steps = AttentionSum(q, v.shape[-1]), len(program.launches)
             for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
                 with named("ring step {}/{}: compute", index, steps), without_autocast(q.device):
                     attend(program.kernel, launches, q, *_select_heads(block, program.kv_index), program.spec, total)
             out, lse = total.result()
+            if merged:
+                rows = torch.cat((_rows(out, merged).to(lse.dtype), _rows(lse, merged).unsqueeze(-1)), -1)
+                with named("merge joint queries"):
+                    rows = channel.combine(rows, _merged)
+                _set_rows(out, merged, rows[..., :-1])
+                _set_rows(lse, merged, rows[..., -1])
             if sinks is not None:
                 joined = torch.logaddexp(lse, sinks.to(lse.dtype))
                 # Not exp(lse - joined): sigmoid scales down the rounding of lse with the share of the sink.
@@ -71,14 +81,20 @@ class RingAttention(torch.autograd.Function):
         out, lse = keep(("ring attention", q.shape, k.shape, v.shape), attention)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.program, ctx.channel = program, channel
-        return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx, dout, dlse):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, channel, kv_index = ctx.program, ctx.channel, ctx.program.kv_index
+        merged = program.schedule.merged
+        dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
+        if merged:
+            dout = _summed_rows(dout, merged, channel)
+            dlse = None if dlse is None else _summed_rows(dlse, merged, channel)
         dq, grads = GradientSum(q), _GradientRing(program.schedule, channel, k, v)
         steps = program.schedule.steps
         for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
@@ -87,7 +103,8 @@ class RingAttention(torch.autograd.Function):
                 dkv = grads.block(step)
                 keys, values = _select_heads(block, kv_index)
                 sums = dkv if kv_index is None else (GradientSum(keys), GradientSum(values))
-                attend_backward(program.kernel, launches, dout, q, keys, values, out, lse, program.spec, (dq, *sums))
+                tensors = (dout, q, keys, values, out, lse)
+                attend_backward(program.kernel, launches, *tensors, program.spec, (dq, *sums), dlse)
                 if kv_index is not None:
                     for total, part in zip(dkv, sums, strict=True):
                         total.total.index_add_(1, kv_index, part.total)
@@ -97,8 +114,36 @@ class RingAttention(torch.autograd.Function):
         dsinks = None
         if sinks is not None:
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            delta = delta if dlse is None else delta - dlse
+            if merged and channel.rank:  # the first rank counts what all have
+                _set_rows(delta, merged, torch.zeros_like(_rows(delta, merged)))
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
         return *(x.result(q.dtype) for x in (dq, dk, dv)), dsinks, None, None, None
+
+
+def _merged(parts: Tensor) -> Tensor:
+    """Merge the (ranks, ..., V + 1) partial outputs, each followed by its lse, into (..., V + 1)."""
+    out, lse = parts[..., :-1], parts[..., -1:]
+    weights = lse.softmax(0).nan_to_num_(nan=0.0)  # nan where no rank has a key
+    return torch.cat(((weights * out).sum(0), lse.logsumexp(0)), -1)
+
+
+def _rows(x: Tensor, slices: Intervals) -> Tensor:
+    return torch.cat([x[start:stop] for start, stop in slices])
+
+
+def _set_rows(x: Tensor, slices: Intervals, rows: Tensor) -> None:
+    for (start, stop), part in zip(slices, rows.split([stop - start for start, stop in slices]), strict=True):
+        x[start:stop] = part
+
+
+def _summed_rows(x: Tensor, slices: Intervals, channel: Channel) -> Tensor:
+    """Return x with these rows summed over the ranks."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dtype = accumulate_dtype(x.dtype)
+    with named("sum gradients of joint queries"):
+        _set_rows(x, slices, channel.combine(_rows(x, slices), lambda parts: parts.sum(0, dtype=dtype).to(x.dtype)))
+    return x
 
 
 def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[Tensor, Tensor]:

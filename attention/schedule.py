@@ -10,20 +10,23 @@ Key gradients take the same routes: a rank forwards its partial sums to its neig
 and returns the rest to the owner. The forward therefore moves one copy of the visible keys and values, the backward
 moves them again plus the same number of gradients, and empty messages are skipped: with a window only neighbours
 communicate, with packed documents only ranks that share a document.
+
+Joint tokens, which every rank holds, are the last tokens of each row of a rank's own block. Their keys are never sent.
+Their queries attend to the rank's own keys at step 0, on rank 0 also to each other; then the ranks' results are merged.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 
-from .bands import Task, below, block_tasks, rank_pieces
+from .bands import Pieces, Task, below, block_tasks, joint_pieces, rank_pieces
 from .intervals import Intervals, intersect, locate, size, subtract, union
 from .layout import SequenceLayout
-from .spec import AttentionSpec
+from .spec import AttentionSpec, Joint
 
 SAMPLED_OWNERS = 16  # owners whose traffic decides the direction of rotation; both are correct, one sends less
 
@@ -61,11 +64,15 @@ class Step:
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """All steps of one rank. Step 0 is the rank's own block and communicates nothing."""
+    """All steps of one rank. Step 0 is the rank's own block and communicates nothing.
+
+    merged: joint queries, as slices of the queries, whose results must be merged with those of the other ranks.
+    """
 
     rank: int
     direction: int
     steps: tuple[Step, ...]
+    merged: Intervals = ()
 
     @cached_property
     def tokens_sent(self) -> int:
@@ -78,17 +85,28 @@ class RingSchedule:
         return sum(m.tokens for step in self.steps for m in step.grad_send)
 
 
-def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank: int) -> RingSchedule:
+def ring_schedule(
+    layout: SequenceLayout, spec: AttentionSpec, batch: int, rank: int, key_layout: SequenceLayout | None = None
+) -> RingSchedule:
     """Plan one rank's part of ring attention over `batch` rows. Pure: all ranks derive matching plans.
 
     The ring rotates in the direction in which more of the traffic passes between neighbours (with causal zigzag, rank
     j sends to j - 1).
+
+    key_layout: of cross attention; None if queries and keys are of the same tokens.
     """
-    pieces = [rank_pieces(layout, spec, batch, r) for r in range(layout.ring)]
+    joint = spec.joint or Joint(0, queries=False)
+    row_len = layout.ring_len + joint.query_tokens
+    pieces = key_pieces = [rank_pieces(layout, spec, batch, r, row_len) for r in range(layout.ring)]
     lower = [below(each, spec) for each in pieces]
+    of_keys = key_layout or layout
+    key_row_len = of_keys.ring_len + joint.tokens
+    if key_layout is not None or key_row_len != row_len:
+        key_spec = spec if key_layout is None else replace(spec, documents=spec.key_documents, key_documents=None)
+        key_pieces = [rank_pieces(of_keys, key_spec, batch, r, key_row_len) for r in range(layout.ring)]
 
     def tasks(q_rank: int, k_rank: int) -> tuple[Task, ...]:
-        return block_tasks(pieces[q_rank], lower[q_rank], pieces[k_rank], spec)
+        return block_tasks(pieces[q_rank], lower[q_rank], key_pieces[k_rank], spec)
 
     @cache  # a plan needs few of the pairs
     def needs(q_rank: int, k_rank: int) -> Intervals:
@@ -98,11 +116,36 @@ def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank:
 
     planners = [_StepPlanner(rank, direction, layout.ring, needs) for direction in (1, -1)]
     planner = max(planners, key=_StepPlanner.neighbour_tokens)
-    steps = [Step(owner=rank, keys=batch * layout.ring_len, tasks=tasks(rank, rank))]
+    # Under a causal mask joint queries in front only see each other: every rank has all of their results.
+    merging = joint.queries and layout.ring > 1 and not (spec.causal and joint.front)
+    own = tasks(rank, rank)
+    if joint.tokens:
+        queries = joint_pieces(joint, batch, row_len) if joint.queries else {}
+        keys = _united(key_pieces[rank], joint_pieces(joint, batch, key_row_len))
+        if merging and rank:
+            own = block_tasks(pieces[rank], {}, keys, spec) + block_tasks(queries, {}, key_pieces[rank], spec)
+        else:
+            own = block_tasks(_united(pieces[rank], queries), {}, keys, spec)
+    steps = [Step(owner=rank, keys=batch * key_row_len, tasks=own)]
     for t in range(1, layout.ring):
         owner = planner.at(-t)
         steps.append(planner.step(t, _packed_tasks(tasks(rank, owner), needs(rank, owner))))
-    return RingSchedule(rank, planner.direction, tuple(steps))
+    merged = [(end - joint.tokens, end) for end in range(row_len, (batch + 1) * row_len, row_len)] if merging else []
+    return RingSchedule(rank, planner.direction, tuple(steps), tuple(merged))
+
+
+def local_schedule(
+    layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_rank: int, ulysses_rank: int
+) -> RingSchedule:
+    """Plan attention of one rank's own queries to joint keys only, which communicates nothing."""
+    assert spec.joint is not None
+    queries = rank_pieces(layout, spec, batch, ring_rank, layout.local_len, ulysses_rank)
+    tasks = block_tasks(queries, {}, joint_pieces(spec.joint, batch, spec.joint.tokens), spec)
+    return RingSchedule(0, 1, (Step(owner=0, keys=batch * spec.joint.tokens, tasks=tasks),))
+
+
+def _united(a: Pieces, b: Pieces) -> Pieces:
+    return {group: [*a.get(group, ()), *b.get(group, ())] for group in {**a, **b}}
 
 
 def _packed_tasks(tasks: tuple[Task, ...], keys: Intervals) -> tuple[Task, ...]:

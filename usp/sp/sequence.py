@@ -333,9 +333,9 @@ def _check(batch: Mapping[str, Tensor]) -> None:
         raise ValueError("; ".join(violations))
 
 
-def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
+def documents_of(cu_seqlens: Tensor | None, name: str = "cu_seqlens") -> tuple[tuple[int, ...], ...] | None:
     """Return `AttentionSpec.documents` for a `cu_seqlens` tensor; raises ValueError for an invalid one."""
-    return rows_of(cu_seqlens, "cu_seqlens", "documents + 1")
+    return rows_of(cu_seqlens, name, "documents + 1")
 
 
 def rows_of(x: Tensor | None, name: str, columns: str) -> tuple[tuple[int, ...], ...] | None:

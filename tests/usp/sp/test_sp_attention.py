@@ -45,7 +45,7 @@ def refusals() -> dict[str, str]:
 def test_invalid_calls_raise(ranks: RankPool) -> None:
     found = ranks.run(refusals, 2)[0]
     assert "q must be (batch, tokens, num_heads, head_dim)" in found["dims"]
-    assert "have the same batch and tokens, q and k the same head_dim" in found["tokens"]
+    assert "keys of another sequence (k has other tokens than q" in found["tokens"]
     assert "have the same dtype and device; got q (1, 4, 4, 8) torch.float32 cpu" in found["dtype"]
     assert "num_kv_heads=2 must divide num_heads=3" in found["heads"]
     assert "seq_len=6 cannot be divided by layout='zigzag'" in found["length"]
