@@ -31,10 +31,23 @@ def refusals() -> dict[str, str]:
         "sinks": lambda: UnifiedSPAttention(mesh)(q, k, k, sinks=torch.zeros(2)),
         "kernel": lambda: UnifiedSPAttention(mesh, kernel="sdpa")(q, k, k, softcap=2.0),
         "layout": lambda: UnifiedSPAttention(mesh, "strip"),
+        "keys": lambda: UnifiedSPAttention(mesh)(q, None, None),
+        "joint": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_q=q, joint_k=k[..., :4], joint_v=k),
+        "queries": lambda: UnifiedSPAttention(mesh)(q, None, None, joint_q=q, joint_k=k, joint_v=k),
+        "strategy": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, joint_strategy="none"),
+        "prefix": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, prefix=torch.tensor([3])),
+        "chunk": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, chunk=2),
+        "pairs": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, cu_seqlens=torch.tensor([0, 3, 8])),
+        "boundaries": lambda: UnifiedSPAttention(mesh)(
+            q, odd[:, :2], odd[:, :2], causal=False, cu_seqlens_k=torch.tensor([0, 9])
+        ),
+        "compiled": lambda: torch.compile(UnifiedSPAttention(mesh), backend="eager", fullgraph=True)(
+            q, k, k, return_lse=True
+        ),
     }
     messages = {}
     for name, call in calls.items():
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises((ValueError, torch._dynamo.exc.Unsupported)) as caught:
             call()
         messages[name] = str(caught.value)
     with pytest.raises(TypeError, match="must be a ParallelMesh or a torch DeviceMesh, got str"):
@@ -52,6 +65,15 @@ def test_invalid_calls_raise(ranks: RankPool) -> None:
     assert "sinks (2,) must have one logit per query head" in found["sinks"]
     assert "kernel='sdpa' cannot compute this call" in found["kernel"]
     assert "layout='strip' must be one of" in found["layout"]
+    assert "k and v, or joint_k and joint_v, or all four must be given; got q (1, 4, 4, 8)" in found["keys"]
+    assert "joint_q, joint_k and joint_v must be like q, k and v except for the number of tokens" in found["joint"]
+    assert "joint_q needs k, v, joint_k and joint_v, and as many tokens as joint_k" in found["queries"]
+    assert "joint_strategy='none' must be front or rear" in found["strategy"]
+    assert "joint tokens are not supported with prefix or prefix_tree" in found["prefix"]
+    assert "attention in chunks does not support prefix_tree, joint tokens and cross attention" in found["chunk"]
+    assert "must be the same (1 without boundaries): cu_seqlens 2, joint_cu_seqlens 1" in found["pairs"]
+    assert "cu_seqlens_k ends at 9, past the 4 tokens of a row" in found["boundaries"]
+    assert "torch.compile supports attention of a sequence to itself" in found["compiled"]
 
 
 def with_heads_inside_out() -> float:
