@@ -87,6 +87,11 @@ class SequenceLayout:
         chunks_per_rank = 2 if kind == "zigzag" and ring > 1 else 1
         return ring * math.lcm(chunks_per_rank, ulysses)
 
+    @staticmethod
+    def padded_len(kind: str, seq_len: int, ring: int, ulysses: int) -> int:
+        """Return `seq_len` with as many more tokens as it lacks to be divided."""
+        return seq_len + -seq_len % SequenceLayout.multiple_of(kind, ring, ulysses)
+
     @property
     def ring_len(self) -> int:
         """Tokens per ring rank, shared by its ulysses ranks."""

@@ -184,7 +184,8 @@ class BatchStream:
 class Part:
     """What a rank of the ring x ulysses grid reads of every global batch: its tokens of `rows` rows from `first` on.
 
-    layout: of each row; of a balanced one, which depends on the row's documents, only the kind and the sizes.
+    layout: of each row, whose last tokens may be behind its seq_len, where the ranks cannot divide that; of a balanced
+    one, which depends on the row's documents, only the kind and the sizes.
     """
 
     layout: SequenceLayout
@@ -197,18 +198,11 @@ class Part:
     def whole(rows: int, seq_len: int) -> Part:
         return Part(SequenceLayout("contiguous", seq_len), 0, 0, 0, rows)
 
-    def spans(self, boundaries: Ids) -> list[Span]:
-        """Return the spans of a row with documents that end at `boundaries`: the tokens of `layout.positions`."""
-        layout, spans = self.layout, []
-        if layout.kind == "balanced":
-            layout = replace(layout, documents=(tuple(boundaries.tolist()),))
-        begin = self.ulysses_rank * layout.local_len  # in the ring rank's order
-        for span in layout.ring_spans(self.ring_rank):
-            low, high = max(begin, 0), min(begin + layout.local_len, span.length)
-            if low < high:
-                spans.append(Span(span.start + low * span.step, high - low, span.step))
-            begin -= span.length
-        return spans
+    def layout_of(self, row: Row) -> SequenceLayout:
+        """Return the layout of a row."""
+        if self.layout.kind != "balanced":
+            return self.layout
+        return replace(self.layout, documents=(tuple(row.boundaries.tolist()),))
 
 
 @dataclass(frozen=True)
@@ -217,6 +211,7 @@ class Batch:
 
     numbers: of the rows of the global batch. input_ids, position_ids, shift_labels: int64 (rows, tokens).
     cu_seqlens: int32 (rows, documents + 1), each row from 0 to the end of its last document, which is repeated.
+    real: bool (rows, tokens), False for those behind a row's seq_len; None if there are none.
     """
 
     numbers: range
@@ -224,10 +219,12 @@ class Batch:
     position_ids: torch.Tensor
     shift_labels: torch.Tensor
     cu_seqlens: torch.Tensor
+    real: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return what the model and the loss take, on `device`; cu_seqlens stay on the CPU."""
         tokens = {name: getattr(self, name).to(device) for name in ("input_ids", "position_ids", "shift_labels")}
+        tokens |= {} if self.real is None else {"real": self.real.to(device)}
         return tokens | {"cu_seqlens": self.cu_seqlens}
 
 
@@ -236,16 +233,20 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
 
     targets: number of tokens, counted over all rows, after which there are no targets; None for no limit.
     """
-    rows, columns = [], []
+    rows, columns, real, place = [], [], [], (part.ring_rank, part.ulysses_rank)
     for number in numbers[part.first : part.first + part.rows]:
         rows.append(packed.row(number))
         limit = packed.seq_len if targets is None else targets - number * packed.seq_len
-        spans = [_read(rows[-1], span, limit) for span in part.spans(rows[-1].boundaries)]
+        layout = part.layout_of(rows[-1])
+        spans = [_read(rows[-1], span, limit) for span in layout.local_spans(*place)]
         columns.append([np.concatenate(values) for values in zip(*spans, strict=True)])
+        if layout.seq_len > packed.seq_len:
+            real.append(layout.positions(*place) < packed.seq_len)
     ids, positions, labels = (torch.from_numpy(np.stack(column)) for column in zip(*columns, strict=True))
     width = max(len(row.boundaries) for row in rows)
     padded = [np.pad(row.boundaries, (0, width - len(row.boundaries)), mode="edge") for row in rows]
-    return Batch(numbers, ids, positions, labels, torch.from_numpy(np.stack(padded)).to(torch.int32))
+    boundaries = torch.from_numpy(np.stack(padded)).to(torch.int32)
+    return Batch(numbers, ids, positions, labels, boundaries, torch.stack(real) if real else None)
 
 
 def _read(row: Row, span: Span, limit: int) -> tuple[Ids, Ids, Ids]:

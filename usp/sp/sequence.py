@@ -79,7 +79,7 @@ class SpAxes:
 
     def padding(self, kind: str, seq_len: int) -> int:
         """Return how many tokens `seq_len` lacks to be divided."""
-        return -seq_len % SequenceLayout.multiple_of(kind, self.ring, self.ulysses)
+        return SequenceLayout.padded_len(kind, seq_len, self.ring, self.ulysses) - seq_len
 
     def positions(self, layout: SequenceLayout) -> torch.Tensor:
         """Return the global positions of this rank's tokens, int64 (`layout.rows`, local_len)."""

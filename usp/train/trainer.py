@@ -177,7 +177,7 @@ class Trainer(TrainingLoop):
         rate = self.config.learning_rate * self.schedule.at(number)
         exchange, part = partial(self._exchange, batch), self.batches.part
         rows = torch.tensor(batch.numbers[part.first : part.first + part.rows], device=self.device)
-        inputs = batch.to(self.device) | {"row_numbers": rows}
+        inputs = batch.to(self.device) | {"first_tokens": rows * self.config.seq_len}
         loss, norm = train_step(self.engine, self.mesh, inputs, self.config, rate, before_update=exchange)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
