@@ -184,8 +184,8 @@ class BatchStream:
 class Part:
     """What a rank of the ring x ulysses grid reads of every global batch: its tokens of `rows` rows from `first` on.
 
-    layout: of each row, whose last tokens may be behind its seq_len, where the ranks cannot divide that; of a balanced
-    one, which depends on the row's documents, only the kind and the sizes.
+    layout: of each row, with tokens behind its end if the ranks cannot divide it; of a balanced one, which depends on
+    the row's documents, only the kind and the sizes.
     """
 
     layout: SequenceLayout
@@ -200,9 +200,8 @@ class Part:
 
     def layout_of(self, row: Row) -> SequenceLayout:
         """Return the layout of a row."""
-        if self.layout.kind != "balanced":
-            return self.layout
-        return replace(self.layout, documents=(tuple(row.boundaries.tolist()),))
+        documents = (tuple(row.boundaries.tolist()),) if self.layout.kind == "balanced" else None
+        return replace(self.layout, documents=documents)
 
 
 @dataclass(frozen=True)
@@ -224,8 +223,8 @@ class Batch:
     def to(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return what the model and the loss take, on `device`; cu_seqlens stay on the CPU."""
         tokens = {name: getattr(self, name).to(device) for name in ("input_ids", "position_ids", "shift_labels")}
-        tokens |= {} if self.real is None else {"real": self.real.to(device)}
-        return tokens | {"cu_seqlens": self.cu_seqlens}
+        real = {} if self.real is None else {"real": self.real.to(device)}
+        return tokens | real | {"cu_seqlens": self.cu_seqlens}
 
 
 def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = None) -> Batch:

@@ -60,6 +60,12 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     (USP, arXiv 2405.07719). Results match a single process for every supported mask, head count and degree; anything
     else raises an error. Under torch.compile, a call is one operator of the graph.
 
+    Keys of another number of tokens, or with `cu_seqlens_k`, are of another sequence that is sharded in the same layout
+    (cross attention). Joint tokens are the same on all ranks, as the text beside an image in diffusion transformers:
+    queries attend to the sharded and the joint keys, and every rank gets the results of joint queries. Joint keys and
+    values are never sent. Like losses, gradients add up over the ranks: each rank gets a share of the gradients of
+    joint q, k and v, and a loss on the results of joint queries counts once for every rank.
+
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
         layout: one of `attention.LAYOUTS`; must match `shard_sequence` and `shard_batch`. balanced divides packed
@@ -87,8 +93,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         causal: bool = True,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
@@ -107,12 +113,6 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
-
-        Keys with another number of tokens, or with `cu_seqlens_k`, are of another sequence that is sharded in the same
-        layout (cross attention). Joint tokens are the same on all ranks, as the text beside an image is in diffusion
-        transformers: queries attend to the sharded and the joint keys. Every rank gets the results of joint queries.
-        Like the loss, gradients add up over the ranks: each gets a share of those of joint q, k and v, and a loss on
-        results of joint queries counts once on each rank. Their keys and values are never sent.
 
         Args:
             q: (B, S, N, H).
@@ -134,13 +134,12 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             prefix_tree: (documents,) or (B, documents) integers: the index of the earlier document that each one
                 continues, or -1. Its tokens also attend to the documents it continues, so that samples with a common
                 prefix have it once. Positions and windows count from the root. Needs causal=True and cu_seqlens.
-            cu_seqlens_k: of cross attention, the boundaries of the keys' documents: those of document n are seen by the
-                queries of document n. Needs causal=False and no window; as does any cross attention.
-            joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V) joint tokens; joint_q may be missing. A
-                window does not limit what they see and who sees them.
-            joint_strategy: of a causal mask, whether joint tokens precede all others ("front") or follow ("rear").
-            joint_cu_seqlens: boundaries of the joint tokens; those of document n belong to document n. They may differ
-                by row, and hide padding, as cu_seqlens do. Needed if there are several documents.
+            cu_seqlens_k: of cross attention, boundaries of the keys' documents: queries of document n see document n.
+                Needs causal=False and no window, as does any cross attention.
+            joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V); joint_q may be missing. A window does
+                not limit what they see and who sees them.
+            joint_strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
+            joint_cu_seqlens: boundaries of the joint tokens of each document, if there are several, or for padding.
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
 
         Returns:
@@ -156,20 +155,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk} must be at least 1 token")
         options = (cu_seqlens, prefix, prefix_tree, causal, scale, list(_window(window)), softcap, chunk or 0)
-        if joint_strategy not in ("front", "rear"):
-            raise ValueError(f"joint_strategy={joint_strategy!r} must be front or rear")
-        tensors = (q, k, v, joint_q, joint_k, joint_v)
-        rows, front = (cu_seqlens_k, joint_cu_seqlens), joint_strategy == "front"
+        tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
+        front = _is_front(joint_strategy)
         if torch.compiler.is_compiling():
-            if return_lse or k is None or k.shape[1] != q.shape[1] or any(x is not None for x in (*tensors[3:], *rows)):
+            other = return_lse or any(x is not None for x in (*tensors[3:], *rows))
+            if other or k is None or v is None or k.shape[1] != q.shape[1]:
                 raise ValueError(
-                    "torch.compile supports attention of a sequence to itself: compute joint and cross attention and "
-                    "return_lse in a function under torch.compiler.disable"
+                    "torch.compile supports attention of a sequence to itself: call what has joint or cross attention "
+                    "or return_lse under torch.compiler.disable"
                 )
             return attend(self._handle, q, k, v, sinks, *options)[0]
         call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse)
         results = unified_attention(
-            q, k, v, **call, sinks=sinks, keep=self.keep, joint=(joint_q, joint_k, joint_v), return_lse=return_lse
+            q, k, v, **call, sinks=sinks, keep=self.keep, joint=tensors[3:], return_lse=return_lse
         )
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -213,7 +211,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             seq_len_k += self.axes.padding(self.layout, seq_len_k)
         joint, of_joint = None, documents_of(joint_cu_seqlens, "joint_cu_seqlens")
         if joint_len:
-            joint = Joint(joint_len, joint_queries, seq_len_k == 0, joint_strategy == "front", of_joint)
+            joint = Joint(joint_len, joint_queries, seq_len_k == 0, _is_front(joint_strategy), of_joint)
         options = _hashable(cu_seqlens, prefix, prefix_tree, causal, None, _window(window), None, 0)
         of_keys = documents_of(cu_seqlens_k, "cu_seqlens_k")
         spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *options)
@@ -543,6 +541,12 @@ def _spec(
     cut = [[at for a, b in pairwise(row) for at in range(a, b, chunk)] + [row[-1]] for row in rows]
     longest = max(map(len, cut))
     return replace(spec, documents=tuple(tuple(row + row[-1:] * (longest - len(row))) for row in cut))
+
+
+def _is_front(joint_strategy: str) -> bool:
+    if joint_strategy not in ("front", "rear"):
+        raise ValueError(f"joint_strategy={joint_strategy!r} must be front or rear")
+    return joint_strategy == "front"
 
 
 def _window(window: tuple[int, int] | None) -> tuple[int, int]:

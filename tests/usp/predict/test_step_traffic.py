@@ -41,7 +41,8 @@ AXES: dict[str, Flags] = {
     "tp": {"tp": 2, "tp_sequence_parallel": True},
     "ep": {"ep": 2, "model": "mixtral", "router_aux_loss_coef": 0.02},
 }
-SINGLE: list[Flags] = [*AXES.values(), {"tp": 2}, {"zero": 0}, {"sp_ring": 2, "seq_len": SEQ_LEN - 1}]
+ODD: Flags = {"sp_ring": 2, "sp_layout": "striped", "seq_len": SEQ_LEN - 1}
+SINGLE: list[Flags] = [*AXES.values(), {"tp": 2}, {"zero": 0}, ODD]
 PAIRS: list[Flags] = [AXES[a] | AXES[b] for a, b in combinations(AXES, 2)]
 MIXTURES: list[Flags] = [
     {"model": "qwen3", "sp_ulysses": 4, "sp_ring": 2},  # 2 key-value heads, so they are replicated
