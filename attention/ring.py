@@ -33,6 +33,7 @@ class RingProgram:
     kernel: Kernel
     launches: tuple[tuple[Launch, ...], ...]  # per step
     kv_index: Tensor | None = None  # the KV head of each query head where standard GQA grouping is wrong (heads.py)
+    dkv_dtype: torch.dtype | None = None  # of partial dK and dV in messages; None for the dtype of accumulation
 
     @staticmethod
     def lower(
@@ -42,10 +43,11 @@ class RingProgram:
         device: torch.device,
         dtype: torch.dtype,
         kv_index: tuple[int, ...] | None = None,
+        dkv_dtype: torch.dtype | None = None,
     ) -> RingProgram:
         launches = tuple(kernel.lower(step.tasks, device, dtype) for step in schedule.steps)
         index = None if kv_index is None else torch.tensor(kv_index, device=device)
-        return RingProgram(schedule, spec, kernel, launches, index)
+        return RingProgram(schedule, spec, kernel, launches, index, dkv_dtype)
 
 
 class RingAttention(torch.autograd.Function):
@@ -95,7 +97,7 @@ class RingAttention(torch.autograd.Function):
         if merged:
             dout = _summed_rows(dout, merged, channel)
             dlse = None if dlse is None else _summed_rows(dlse, merged, channel)
-        dq, grads = GradientSum(q), _GradientRing(program.schedule, channel, k, v)
+        dq, grads = GradientSum(q), _GradientRing(program, channel, k, v)
         steps = program.schedule.steps
         for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
             step = steps[index - 1]
@@ -188,8 +190,9 @@ class _Incoming:
 class _GradientRing:
     """Partial sums of dK and dV, passed from rank to rank and finally back to the owner of each block."""
 
-    def __init__(self, schedule: RingSchedule, channel: Channel, k: Tensor, v: Tensor) -> None:
-        self.steps, self.channel, self.index, self.like = schedule.steps, channel, -1, (k, v)
+    def __init__(self, program: RingProgram, channel: Channel, k: Tensor, v: Tensor) -> None:
+        self.steps, self.channel, self.index, self.like = program.schedule.steps, channel, -1, (k, v)
+        self.sent_dtype = program.dkv_dtype or accumulate_dtype(k.dtype)
         self.own = self.current = GradientSum(k), GradientSum(v)
         self.buffer: Tensor | None = None  # memory of the current sums, as it is sent; none for own tokens
         self.pending = Pending()
@@ -200,7 +203,7 @@ class _GradientRing:
         self.index += 1
         if self.index:
             k, v = self.like
-            self.buffer = self._empty(step.keys)
+            self.buffer = self._empty(step.keys, accumulate_dtype(k.dtype))
             dk, dv = _separated(self.buffer, k, v)
             self.current = GradientSum(k, dk), GradientSum(v, dv)
         return self.current
@@ -209,13 +212,13 @@ class _GradientRing:
         """Add received partial sums, then send this step's sums to the next rank that adds to them, or to the owner."""
         self._collect()
         following = self.steps[self.index + 1].grad_receive if self.index + 1 < len(self.steps) else ()
-        self.arriving = [(m, self._empty(m.tokens), False) for m in following]
-        self.arriving += [(m, self._empty(m.tokens), True) for m in step.grad_home]
+        self.arriving = [(m, self._empty(m.tokens, self.sent_dtype), False) for m in following]
+        self.arriving += [(m, self._empty(m.tokens, self.sent_dtype), True) for m in step.grad_home]
         sends = []
         if step.grad_send:
             assert self.buffer is not None
             _ = [each.total for each in self.current]  # zero where nothing was added
-            sends = [(m.peer, _packed(self.buffer, m)) for m in step.grad_send]
+            sends = [(m.peer, _packed(self.buffer, m).to(self.sent_dtype)) for m in step.grad_send]
         self.pending = self.channel.post(sends, [(m.peer, buffer) for m, buffer, _ in self.arriving])
 
     def finish(self) -> tuple[GradientSum, GradientSum]:
@@ -236,9 +239,9 @@ class _GradientRing:
                     _between(self.buffer, start, stop).add_(part)
         self.arriving = []
 
-    def _empty(self, tokens: int) -> Tensor:
+    def _empty(self, tokens: int, dtype: torch.dtype) -> Tensor:
         k, v = self.like
-        return k.new_empty(tokens, _features(k, v), dtype=accumulate_dtype(k.dtype))
+        return k.new_empty(tokens, _features(k, v), dtype=dtype)
 
 
 def _features(k: Tensor, v: Tensor) -> int:

@@ -116,11 +116,17 @@ class UnifiedPlan:
         return 0 if self.spec.joint is None else self.spec.joint.query_tokens
 
     def wire_bytes(
-        self, head_dim: int, dtype: torch.dtype, v_head_dim: int | None = None, lse: bool = False
+        self,
+        head_dim: int,
+        dtype: torch.dtype,
+        v_head_dim: int | None = None,
+        lse: bool = False,
+        dkv_dtype: torch.dtype | None = None,
     ) -> WireBytes:
         """Predict the bytes that this rank sends to others.
 
-        v_head_dim: that of v, None for `head_dim`. lse: the call returns lse, which has a gradient.
+        v_head_dim: that of v, None for `head_dim`. lse: the call returns lse, which has a gradient. dkv_dtype: of the
+        program.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         heads, mine, size = self.heads, self.ulysses_rank, dtype.itemsize
@@ -145,7 +151,7 @@ class UnifiedPlan:
             dout_to_heads=results * sum(map(heads.q_width, others)) * of_result,
             grads_to_seq=len(others) * inputs(mine),
             keys=self.ring.tokens_sent * per_token * size,
-            grads=self.ring.grad_tokens_sent * per_token * exact,
+            grads=self.ring.grad_tokens_sent * per_token * (dkv_dtype or accumulate_dtype(dtype)).itemsize,
             joint=sent * (v_head_dim + 1) * exact,
             joint_grads=sent * of_result,
         )

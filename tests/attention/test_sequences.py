@@ -53,6 +53,7 @@ class Case:
     lse: bool = False
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-6
+    dkv_dtype: torch.dtype | None = None
 
     @property
     def mask(self) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def check(case: Case, mesh: ParallelMesh) -> tuple[float, int, int]:
 
     leaves = {name: shard(case, mesh, name, x).clone().requires_grad_() for name, x in whole.items()}
     tensors = {"k": None, "v": None, **leaves}
-    module = UnifiedSPAttention(mesh, case.layout)
+    module = UnifiedSPAttention(mesh, case.layout, dkv_dtype=case.dkv_dtype)
     call = partial(module, **tensors, **case.mask, softcap=case.softcap, return_lse=case.lse)
     call()  # makes the plan and compares it across ranks, which sends bytes too
     split = (case.tokens, out.shape[1] - case.tokens)
@@ -244,6 +245,8 @@ PLAIN = [
     Case(1200, causal=True, window=(70, 0), heads=(2, 1), batch=1, lse=True),
     Case(61, documents=(DIFFERENT, None, None), lse=True, sinks=True, head_dims=(24, 16)),
     Case(64, lse=True, dtype=torch.bfloat16, tolerance=1.5e-2, softcap=3.0),
+    Case(64, causal=True, dtype=torch.bfloat16, tolerance=1.5e-2, dkv_dtype=torch.bfloat16),
+    Case(64, keys=19, documents=(None, (0, 19), None), dtype=torch.float32, dkv_dtype=torch.float32),
 ]
 GRIDS = [(1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
 

@@ -71,16 +71,25 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         layout: one of `attention.LAYOUTS`; must match `shard_sequence` and `shard_batch`. balanced divides packed
             documents so that ranks have equal work under a causal mask.
         kernel: auto, or one of `attention.KERNEL_NAMES`.
+        dkv_dtype: of the partial gradients of k and v that travel the ring: that of k and v, with which half-precision
+            messages are half as large and each hop rounds; None for float32 (float64 for float64).
 
     Raises ValueError for an unknown layout or kernel.
     """
 
-    def __init__(self, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", kernel: str = "auto") -> None:
+    def __init__(
+        self,
+        mesh: ParallelMesh | DeviceMesh,
+        layout: str = "zigzag",
+        kernel: str = "auto",
+        dkv_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
         check_kernel_name(kernel)
         self._mesh, self.axes, self.layout, self.kernel = mesh, SpAxes.of(mesh), layout, kernel
+        self.dkv_dtype = dkv_dtype
         self._ulysses, self._ring = Channel(self.axes.ulysses_group), Channel(self.axes.ring_group)
         # Calls repeat from layer to layer and, without documents, from step to step.
         self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
@@ -173,7 +182,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
-        return UnifiedSPAttention(self._mesh, self.layout, self.kernel)
+        return UnifiedSPAttention(self._mesh, self.layout, self.kernel, self.dkv_dtype)
 
     def wire_bytes(
         self,
@@ -217,7 +226,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *options)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         plan = self._plan(spec, heads, batch, layout, key_layout)
-        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse)
+        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype)
 
     @property
     def ranks(self) -> int:
@@ -323,17 +332,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         device: torch.device,
         lse_gradient: bool,
     ) -> tuple[UnifiedPlan, RingProgram]:
+        if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
+            raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
         plan = self._plan(spec, heads, batch, layout, key_layout)
         widened = v_head_dim + LSE_COLUMNS * lse_gradient
         kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, widened, layout)
         self.kernels.add(kernel.name)
-        call = (layout, key_layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name)
+        call = (layout, key_layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name, self.dkv_dtype)
         self.axes.agree(call, "the attention call")
         self._log(logging.INFO, choice)
         for warning in (slow, *ulysses_violations(heads.num_heads, plan.heads.ulysses)):
             self._log(logging.WARNING, warning)
         kv_index = plan.heads.kv_index(plan.ulysses_rank)
-        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index)
+        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype)
 
     def _log(self, level: int, line: str) -> None:
         if line and line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):
