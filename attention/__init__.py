@@ -13,10 +13,10 @@ from .comm import Channel
 from .decode import DecodeStep, KVCache, Prefill
 from .heads import HeadPlan
 from .keep import Keep, KeepResults, compute_now
-from .kernels.base import Device, Kernel
+from .kernels.base import LSE_COLUMNS, Device, Kernel
 from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, SequenceLayout, Span
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
-from .spec import AttentionSpec
+from .spec import AttentionSpec, Joint
 from .unified import UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward

@@ -23,9 +23,10 @@ import numpy as np
 
 from .intervals import Array, expanded
 from .layout import SequenceLayout
-from .spec import AttentionSpec
+from .spec import AttentionSpec, Joint
 
 FAR = 1 << 60  # stands for no limit
+_ROW = 32  # bits of a document's number in its row
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,7 @@ class Pieces(NamedTuple):
         offset: local index of the first token.
         length: number of tokens.
         step: from the position of a token to that of the next.
+        joint: 1 for joint tokens, whose positions count only among them, 0 for others.
     """
 
     group: Array
@@ -216,6 +218,7 @@ class Pieces(NamedTuple):
     length: Array
     step: Array
     in_prefix: Array
+    joint: Array
 
     def take(self, index: Array) -> Pieces:
         """Select pieces by number, or by a mask."""
@@ -228,7 +231,9 @@ def row_parts(spec: AttentionSpec, batch: int, seq_len: int) -> tuple[list[Parts
     for row in range(batch):
         boundaries, parent = np.array(spec.row_documents(row, seq_len)), np.array(spec.row_parents(row), np.int64)
         start, stop, depth = boundaries[:-1], boundaries[1:], np.array(spec.row_depths(row, seq_len))
-        group, shift = np.arange(len(start)) + groups, depth - start if len(parent) else np.zeros_like(start)
+        # Without a tree, which has an entry for each, numbers are those of other tokens with these documents, too.
+        group = np.arange(len(start)) + (groups if spec.parents else row << _ROW)
+        shift = depth - start if len(parent) else np.zeros_like(start)
         in_prefix = np.zeros_like(start)
         if prefixes := spec.row_prefixes(row):
             middle = start + np.array(prefixes)
@@ -246,21 +251,50 @@ def row_parts(spec: AttentionSpec, batch: int, seq_len: int) -> tuple[list[Parts
     return rows, Tree(parent, generation)
 
 
-def rank_pieces(layout: SequenceLayout, rows: Sequence[Parts], ring_rank: int) -> Pieces:
-    """Return a ring rank's tokens; local indices count the flattened (batch, ring_len) tokens."""
+def rank_pieces(
+    layout: SequenceLayout,
+    rows: Sequence[Parts],
+    ring_rank: int,
+    row_len: int | None = None,
+    ulysses_rank: int | None = None,
+) -> Pieces:
+    """Return a ring rank's tokens; local indices count the flattened (batch, row_len) tokens.
+
+    row_len: None for the rank's own tokens, more if others follow in each row. ulysses_rank: for the tokens of this
+    rank alone.
+    """
     pieces = []
     for row, parts in enumerate(rows):
-        spans = [(span.start, span.length, span.step) for span in layout.ring_spans(ring_rank, row)]
-        begin, length, step = np.array(spans).T
-        place = row * layout.ring_len + np.cumsum(length) - length
+        spans = layout.ring_spans(ring_rank, row)
+        if ulysses_rank is not None:
+            spans = layout.local_spans(ring_rank, ulysses_rank, row)
+        begin, length, step = np.array([(span.start, span.length, span.step) for span in spans]).T
+        place = row * (row_len or layout.ring_len) + np.cumsum(length) - length
         ends = begin + (length - 1) * step
         span, part = _matches(np.searchsorted(parts.stop, begin, "right"), np.searchsorted(parts.start, ends, "right"))
         begin, length, step, place = begin[span], length[span], step[span], place[span]
         group, start, stop, shift, in_prefix = (x[part] for x in parts)
         first, last = np.maximum(0, -((begin - start) // step)), np.minimum(length, -((begin - stop) // step))
-        found = Pieces(group, begin + first * step + shift, place + first, last - first, step, in_prefix)
+        position, joint = begin + first * step + shift, np.zeros_like(group)
+        found = Pieces(group, position, place + first, last - first, step, in_prefix, joint)
         pieces.append(found.take(first < last))
     return _concatenated(pieces)
+
+
+def joint_pieces(joint: Joint, batch: int, row_len: int) -> Pieces:
+    """Return the joint tokens, which are the last of each row of `row_len` tokens."""
+    rows, pieces = joint.documents or ((0, joint.tokens),), []
+    for row in range(batch):
+        boundaries = np.array(rows[row if len(rows) > 1 else 0])
+        start, length, one = boundaries[:-1], np.diff(boundaries), np.ones_like(boundaries[1:])
+        group, offset = np.arange(len(start)) + (row << _ROW), (row + 1) * row_len - joint.tokens + start
+        pieces.append(Pieces(group, start, offset, length, one, 0 * one, one).take(np.flatnonzero(length)))
+    return _concatenated(pieces)
+
+
+def united(*pieces: Pieces) -> Pieces:
+    """Return all of these pieces, in order."""
+    return _ordered(_concatenated(pieces), join=False)
 
 
 def _matches(first: Array, last: Array) -> tuple[Array, Array]:
@@ -273,8 +307,10 @@ def below(pieces: Pieces, tree: Tree, spec: AttentionSpec) -> Pieces:
 
     Adjacent ones are one piece where no window tells them apart: all of them see the whole document.
     """
-    generation, lower = tree.generation[pieces.group], pieces.take(np.empty(0, np.int64))
-    levels = [lower]
+    lower = pieces.take(np.empty(0, np.int64))
+    if spec.parents is None:
+        return lower
+    generation, levels = tree.generation[pieces.group], [lower]
     for number in range(tree.generation.max(initial=0), 0, -1):
         level = _concatenated([pieces.take(generation == number), lower])
         lower = _ordered(level._replace(group=tree.parents[level.group]), spec.one_sided)
@@ -315,16 +351,23 @@ def _tight_tasks(q: Pieces, k: Pieces, spec: AttentionSpec) -> tuple[Array, Arra
     a task of."""
     lowest, within_prefix = (-FAR if x is None else x for x, _ in map(spec.difference_range, (False, True)))
     highest = spec.difference_range()[1]
+    least = np.where(q.in_prefix & k.in_prefix, within_prefix, lowest)
+    most = np.full_like(least, FAR if highest is None else highest)
+    hidden = np.zeros_like(least)
+    if spec.joint is not None:
+        among = 0 if spec.causal else -FAR  # joint tokens
+        least = np.where(q.joint | k.joint, np.where(q.joint & k.joint, among, -FAR), least)
+        most = np.where(q.joint | k.joint, FAR, most)
+        hidden = spec.causal * ((q.joint != k.joint) & (q.joint == spec.joint.front))  # the key comes later
     # query position - key position = apart + step * (i - j), with i and j indices into the buffers
     apart = q.position - k.position - q.step * (q.offset - k.offset)
-    low = -((apart - np.where(q.in_prefix & k.in_prefix, within_prefix, lowest)) // q.step)
-    high = ((FAR if highest is None else highest) - apart) // q.step
+    low, high = -((apart - least) // q.step), (most - apart) // q.step
     q_stop, k_stop = q.offset + q.length, k.offset + k.length
     k_stop = np.minimum(k_stop, q_stop - low)
     q_start = np.maximum(q.offset, k.offset + low)
     k_start = np.maximum(k.offset, q_start - high)
     q_stop = np.minimum(q_stop, k_stop + high)
-    seen = np.flatnonzero((low <= high) & (q_start < q_stop) & (k_start < k_stop))
+    seen = np.flatnonzero((low <= high) & (q_start < q_stop) & (k_start < k_stop) & (hidden == 0))
     low = np.where(low <= q_start - (k_stop - 1), -FAR, low)
     high = np.where(high >= q_stop - 1 - k_start, FAR, high)
     return np.stack((q_start, q_stop, k_start, k_stop, low, high), 1)[seen], seen

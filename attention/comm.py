@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -53,6 +54,22 @@ class Channel:
         dist.all_to_all_single(received, x, receive_splits, send_splits, group=self.group)
         self.sent_bytes += (x.numel() - send_splits[self.rank]) * x.element_size()
         return received
+
+    def combine(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """Reduce the x (n, ...) of all ranks by `reduce`, (ranks, m, ...) -> (m, ...), bitwise alike on all of them.
+
+        Each rank reduces its `combined_shares` of the n and sends the results to the others.
+        """
+        sizes = [share * x[0].numel() for share in combined_shares(len(x), self.size)]
+        own = sizes[self.rank]
+        parts = self.all_to_all(x.reshape(-1), sizes, [own] * self.size)
+        reduced = reduce(parts.view(self.size, own // x[0].numel(), *x.shape[1:]))
+        return self.all_to_all(reduced.reshape(-1).repeat(self.size), [own] * self.size, sizes).view_as(x)
+
+
+def combined_shares(n: int, ranks: int) -> list[int]:
+    """Return how many of n rows each rank reduces in `Channel.combine`."""
+    return [n // ranks + (rank < n % ranks) for rank in range(ranks)]
 
 
 def post_messages(

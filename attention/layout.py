@@ -87,6 +87,11 @@ class SequenceLayout:
         chunks_per_rank = 2 if kind == "zigzag" and ring > 1 else 1
         return ring * math.lcm(chunks_per_rank, ulysses)
 
+    @staticmethod
+    def padded_len(kind: str, seq_len: int, ring: int, ulysses: int) -> int:
+        """Return `seq_len` with as many more tokens as it lacks to be divided."""
+        return seq_len + -seq_len % SequenceLayout.multiple_of(kind, ring, ulysses)
+
     @property
     def ring_len(self) -> int:
         """Tokens per ring rank, shared by its ulysses ranks."""
@@ -118,9 +123,17 @@ class SequenceLayout:
             return (Span(ring_rank * half, n),)
         return (Span(ring_rank * half, half), Span(mirrored * half, half))
 
+    def local_spans(self, ring_rank: int, ulysses_rank: int = 0, row: int = 0) -> tuple[Span, ...]:
+        """Return the positions of one rank in a row, ascending."""
+        begin, spans = ulysses_rank * self.local_len, []
+        for span in self.ring_spans(ring_rank, row):
+            first, last = max(0, begin), min(span.length, begin + self.local_len)
+            if first < last:
+                spans.append(Span(span.start + first * span.step, last - first, span.step))
+            begin -= span.length
+        return tuple(spans)
+
     def positions(self, ring_rank: int, ulysses_rank: int = 0, row: int = 0) -> torch.Tensor:
         """Return the global positions of one rank's tokens of a row in local order, int64 of shape (local_len,)."""
-        spans = self.ring_spans(ring_rank, row)
-        parts = [torch.arange(s.start, s.start + s.length * s.step, s.step) for s in spans]
-        start = ulysses_rank * self.local_len
-        return torch.cat(parts)[start : start + self.local_len]
+        spans = self.local_spans(ring_rank, ulysses_rank, row)
+        return torch.cat([torch.arange(s.start, s.start + s.length * s.step, s.step) for s in spans])

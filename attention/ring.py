@@ -22,6 +22,8 @@ from .kernels.base import Kernel, Launch, attend, attend_backward, without_autoc
 from .schedule import Message, RingSchedule, Step
 from .spec import AttentionSpec
 
+Slices = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, eq=False)
 class RingProgram:
@@ -32,6 +34,8 @@ class RingProgram:
     kernel: Kernel
     launches: tuple[tuple[Launch, ...], ...]  # per step
     kv_index: Tensor | None = None  # the KV head of each query head where standard GQA grouping is wrong (heads.py)
+    dkv_dtype: torch.dtype | None = None  # of partial dK and dV in messages; None for the dtype of accumulation
+    merged: Slices = ()  # joint queries: see `RingSchedule`
 
     @staticmethod
     def lower(
@@ -41,27 +45,38 @@ class RingProgram:
         device: torch.device,
         dtype: torch.dtype,
         kv_index: tuple[int, ...] | None = None,
+        dkv_dtype: torch.dtype | None = None,
     ) -> RingProgram:
         launches = tuple(kernel.lower(step.tasks, device, dtype) for step in schedule.steps)
         index = None if kv_index is None else torch.tensor(kv_index, device=device)
-        return RingProgram(tuple(step.on(device) for step in schedule.steps), spec, kernel, launches, index)
+        steps = tuple(step.on(device) for step in schedule.steps)
+        return RingProgram(steps, spec, kernel, launches, index, dkv_dtype, schedule.merged)
 
 
 class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries over the keys of all ring ranks.
 
-    `apply(q_TNH, k_TKH, v_TKV, sinks_N, program, channel, keep)` -> out_TNV. `sinks` are per-head logits added to each
-    row's softmax, without a value (None to disable).
+    `apply(q_TNH, k_BKH, v_BKV, sinks_N, program, channel, keep)` -> out_TNV, lse_TN. `sinks` are per-head logits added
+    to each row's softmax, without a value (None to disable). Gradients of the results of joint queries are summed over
+    the ranks; each rank gets a share of the gradients of sinks and of joint q, k and v.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, keep: Keep):
+        merged = program.merged
+
         def attention() -> tuple[Tensor, Tensor]:
             total, steps = AttentionSum(q, v.shape[-1]), len(program.launches)
             for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
                 with named("ring step {}/{}: compute", index, steps), without_autocast(q.device):
                     attend(program.kernel, launches, q, *_select_heads(block, program.kv_index), program.spec, total)
             out, lse = total.result()
+            if merged:
+                rows = torch.cat((_rows(out, merged).to(lse.dtype), _rows(lse, merged).unsqueeze(-1)), -1)
+                with named("merge joint queries"):
+                    rows = channel.combine(rows, _merged)
+                _set_rows(out, merged, rows[..., :-1])
+                _set_rows(lse, merged, rows[..., -1])
             if sinks is not None:
                 joined = torch.logaddexp(lse, sinks.to(lse.dtype))
                 # Not exp(lse - joined): sigmoid scales down the rounding of lse with the share of the sink.
@@ -71,15 +86,21 @@ class RingAttention(torch.autograd.Function):
         out, lse = keep(("ring attention", q.shape, k.shape, v.shape), attention)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.program, ctx.channel = program, channel
-        return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx, dout, dlse):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, channel, kv_index = ctx.program, ctx.channel, ctx.program.kv_index
+        merged = program.merged
+        dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
-        dq, grads = GradientSum(q), _GradientRing(program.steps, channel, k, v)
+        if merged:
+            dout = _summed_rows(dout, merged, channel)
+            dlse = None if dlse is None else _summed_rows(dlse, merged, channel)
+        dq, grads = GradientSum(q), _GradientRing(program, channel, k, v)
         steps = program.steps
         for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
             step = steps[index - 1]
@@ -87,7 +108,8 @@ class RingAttention(torch.autograd.Function):
                 dkv = grads.block(step)
                 keys, values = _select_heads(block, kv_index)
                 sums = dkv if kv_index is None else (GradientSum(keys), GradientSum(values))
-                attend_backward(program.kernel, launches, dout, q, keys, values, out, lse, program.spec, (dq, *sums))
+                tensors = (dout, q, keys, values, out, lse)
+                attend_backward(program.kernel, launches, *tensors, program.spec, (dq, *sums), dlse)
                 if kv_index is not None:
                     for total, part in zip(dkv, sums, strict=True):
                         total.total.index_add_(1, kv_index, part.total)
@@ -97,8 +119,36 @@ class RingAttention(torch.autograd.Function):
         dsinks = None
         if sinks is not None:
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            delta = delta if dlse is None else delta - dlse
+            if merged and channel.rank:  # the first rank counts what all have
+                _set_rows(delta, merged, torch.zeros_like(_rows(delta, merged)))
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
         return *(x.result(q.dtype) for x in (dq, dk, dv)), dsinks, None, None, None
+
+
+def _merged(parts: Tensor) -> Tensor:
+    """Merge the (ranks, ..., V + 1) partial outputs, each followed by its lse, into (..., V + 1)."""
+    out, lse = parts[..., :-1], parts[..., -1:]
+    weights = lse.softmax(0).nan_to_num_(nan=0.0)  # nan where no rank has a key
+    return torch.cat(((weights * out).sum(0), lse.logsumexp(0)), -1)
+
+
+def _rows(x: Tensor, slices: Slices) -> Tensor:
+    return torch.cat([x[start:stop] for start, stop in slices])
+
+
+def _set_rows(x: Tensor, slices: Slices, rows: Tensor) -> None:
+    for (start, stop), part in zip(slices, rows.split([stop - start for start, stop in slices]), strict=True):
+        x[start:stop] = part
+
+
+def _summed_rows(x: Tensor, slices: Slices, channel: Channel) -> Tensor:
+    """Return x with these rows summed over the ranks."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dtype = accumulate_dtype(x.dtype)
+    with named("sum gradients of joint queries"):
+        _set_rows(x, slices, channel.combine(_rows(x, slices), lambda parts: parts.sum(0, dtype=dtype).to(x.dtype)))
+    return x
 
 
 def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -142,8 +192,9 @@ class _Incoming:
 class _GradientRing:
     """Partial sums of dK and dV, passed from rank to rank and finally back to the owner of each block."""
 
-    def __init__(self, steps: tuple[Step, ...], channel: Channel, k: Tensor, v: Tensor) -> None:
-        self.steps, self.channel, self.index, self.like = steps, channel, -1, (k, v)
+    def __init__(self, program: RingProgram, channel: Channel, k: Tensor, v: Tensor) -> None:
+        self.steps, self.channel, self.index, self.like = program.steps, channel, -1, (k, v)
+        self.sent_dtype = program.dkv_dtype or accumulate_dtype(k.dtype)
         self.own = self.current = GradientSum(k), GradientSum(v)
         self.buffer: Tensor | None = None  # memory of the current sums, as it is sent; none for own tokens
         self.pending = Pending()
@@ -154,7 +205,7 @@ class _GradientRing:
         self.index += 1
         if self.index:
             k, v = self.like
-            self.buffer = self._empty(step.keys)
+            self.buffer = self._empty(step.keys, accumulate_dtype(k.dtype))
             dk, dv = _separated(self.buffer, k, v)
             self.current = GradientSum(k, dk), GradientSum(v, dv)
         return self.current
@@ -163,13 +214,13 @@ class _GradientRing:
         """Add received partial sums, then send this step's sums to the next rank that adds to them, or to the owner."""
         self._collect()
         following = self.steps[self.index + 1].grad_receive if self.index + 1 < len(self.steps) else ()
-        self.arriving = [(m, self._empty(m.tokens), False) for m in following]
-        self.arriving += [(m, self._empty(m.tokens), True) for m in step.grad_home]
+        self.arriving = [(m, self._empty(m.tokens, self.sent_dtype), False) for m in following]
+        self.arriving += [(m, self._empty(m.tokens, self.sent_dtype), True) for m in step.grad_home]
         sends = []
         if step.grad_send:
             assert self.buffer is not None
             _ = [each.total for each in self.current]  # zero where nothing was added
-            sends = [(m.peer, _packed(self.buffer, m)) for m in step.grad_send]
+            sends = [(m.peer, _packed(self.buffer, m).to(self.sent_dtype)) for m in step.grad_send]
         self.pending = self.channel.post(sends, [(m.peer, buffer) for m, buffer, _ in self.arriving])
 
     def finish(self) -> tuple[GradientSum, GradientSum]:
@@ -189,9 +240,9 @@ class _GradientRing:
                 _add(self.buffer, message, received)
         self.arriving = []
 
-    def _empty(self, tokens: int) -> Tensor:
+    def _empty(self, tokens: int, dtype: torch.dtype) -> Tensor:
         k, v = self.like
-        return k.new_empty(tokens, _features(k, v), dtype=accumulate_dtype(k.dtype))
+        return k.new_empty(tokens, _features(k, v), dtype=dtype)
 
 
 def _features(k: Tensor, v: Tensor) -> int:
@@ -232,7 +283,7 @@ def _add(buffer: Tensor, message: Message, part: Tensor) -> None:
     if message.index is None:
         _slice(buffer, message).add_(part)
     else:
-        buffer.index_add_(0, message.index, part)
+        buffer.index_add_(0, message.index, part.to(buffer.dtype))
 
 
 def _slice(buffer: Tensor, message: Message) -> Tensor:

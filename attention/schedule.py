@@ -10,6 +10,9 @@ Key gradients take the same routes: a rank forwards its partial sums to its neig
 and returns the rest to the owner. The forward therefore moves one copy of the visible keys and values, the backward
 moves them again plus the same number of gradients, and empty messages are skipped: with a window only neighbours
 communicate, with packed documents only ranks that share a document.
+
+Joint tokens, which every rank holds, are the last tokens of each row of a rank's own block. Their keys are never sent.
+Their queries attend to the rank's own keys at step 0, on rank 0 also to each other; then the ranks' results are merged.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .bands import Tasks, below, block_tasks, rank_pieces, row_parts
+from .bands import Tasks, below, block_tasks, joint_pieces, rank_pieces, row_parts, united
 from .intervals import EMPTY, Intervals, expanded, intersect, locate, shifts, size, subtract, union
 from .layout import SequenceLayout
-from .spec import AttentionSpec
+from .spec import AttentionSpec, Joint
 
 MESSAGES = ("receive", "send_held", "send_own", "grad_receive", "grad_send", "grad_home")  # fields of a step
 SAMPLED_OWNERS = 16  # owners whose traffic decides the direction of rotation; both are correct, one sends less
@@ -85,11 +89,15 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class RingSchedule:
-    """All steps of one rank. Step 0 is the rank's own block and communicates nothing."""
+    """All steps of one rank. Step 0 is the rank's own block and communicates nothing.
+
+    merged: joint queries, as slices of the queries, whose results must be merged with those of the other ranks.
+    """
 
     rank: int
     direction: int
     steps: tuple[Step, ...]
+    merged: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def tokens_sent(self) -> int:
@@ -102,18 +110,28 @@ class RingSchedule:
         return sum(m.tokens for step in self.steps for m in step.grad_send)
 
 
-def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank: int) -> RingSchedule:
+def ring_schedule(
+    layout: SequenceLayout, spec: AttentionSpec, batch: int, rank: int, key_layout: SequenceLayout | None = None
+) -> RingSchedule:
     """Plan one rank's part of ring attention over `batch` rows. Pure: all ranks derive matching plans.
 
     The ring rotates in the direction in which more of the traffic passes between neighbours (with causal zigzag, rank
     j sends to j - 1).
+
+    key_layout: of cross attention; None if queries and keys are of the same tokens.
     """
+    joint, of_keys = spec.joint or Joint(0, queries=False), key_layout or layout
+    row_len, key_row_len = layout.ring_len + joint.query_tokens, of_keys.ring_len + joint.tokens
     rows, tree = row_parts(spec, batch, layout.seq_len)
-    pieces = [rank_pieces(layout, rows, r) for r in range(layout.ring)]
+    pieces = key_pieces = [rank_pieces(layout, rows, r, row_len) for r in range(layout.ring)]
+    if key_layout is not None or key_row_len != row_len:
+        key_spec = spec if key_layout is None else replace(spec, documents=spec.key_documents, key_documents=None)
+        key_rows, _ = row_parts(key_spec, batch, of_keys.seq_len)
+        key_pieces = [rank_pieces(of_keys, key_rows, r, key_row_len) for r in range(layout.ring)]
     lower = [below(each, tree, spec) for each in pieces]
 
     def tasks(q_rank: int, k_rank: int) -> Tasks:
-        return block_tasks(pieces[q_rank], lower[q_rank], pieces[k_rank], spec)
+        return block_tasks(pieces[q_rank], lower[q_rank], key_pieces[k_rank], spec)
 
     own = [tasks(rank, r) for r in range(layout.ring)]
 
@@ -127,12 +145,37 @@ def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank:
     owners = range(0, layout.ring, -(-layout.ring // SAMPLED_OWNERS))
     up, down = (sum(size(needs((r + d) % layout.ring, r)) for r in owners) for d in (1, -1))
     planner = _StepPlanner(rank, 1 if up >= down else -1, layout.ring, needs)
-    steps = [Step(owner=rank, keys=batch * layout.ring_len, tasks=own[rank])]
+    # Under a causal mask joint queries in front only see each other: every rank has all of their results.
+    merging = joint.queries and layout.ring > 1 and not (spec.causal and joint.front)
+    at_home = own[rank]
+    if joint.tokens:
+        none = below(pieces[rank], tree, spec)
+        queries = joint_pieces(joint, batch, row_len) if joint.queries else none
+        home = united(key_pieces[rank], joint_pieces(joint, batch, key_row_len))
+        if merging and rank:
+            parts = [(pieces[rank], home), (queries, key_pieces[rank])]
+        else:
+            parts = [(united(pieces[rank], queries), home)]
+        at_home = Tasks(np.concatenate([block_tasks(q, none, k, spec).rows for q, k in parts]))
+    steps = [Step(owner=rank, keys=batch * key_row_len, tasks=at_home)]
     for t in range(1, layout.ring):
         owner = planner.at(-t)
         keys = needs(rank, owner)
         steps.append(planner.step(t, own[owner].shift_keys(keys[:, 0], shifts(keys))))
-    return RingSchedule(rank, planner.direction, tuple(steps))
+    merged = [(end - joint.tokens, end) for end in range(row_len, (batch + 1) * row_len, row_len)] if merging else []
+    return RingSchedule(rank, planner.direction, tuple(steps), tuple(merged))
+
+
+def local_schedule(
+    layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_rank: int, ulysses_rank: int
+) -> RingSchedule:
+    """Plan attention of one rank's own queries to joint keys only, which communicates nothing."""
+    assert spec.joint is not None
+    rows, tree = row_parts(spec, batch, layout.seq_len)
+    queries = rank_pieces(layout, rows, ring_rank, layout.local_len, ulysses_rank)
+    keys = joint_pieces(spec.joint, batch, spec.joint.tokens)
+    tasks = block_tasks(queries, below(queries, tree, spec), keys, spec)
+    return RingSchedule(0, 1, (Step(owner=0, keys=batch * spec.joint.tokens, tasks=tasks),))
 
 
 @dataclass(frozen=True)

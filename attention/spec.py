@@ -10,6 +10,33 @@ Documents = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Joint:
+    """Tokens that every rank holds, such as a text beside the image tokens that ranks share.
+
+    They are tokens of the documents like all others, but without a distance: a window does not limit what they see and
+    who sees them.
+
+    Attributes:
+        tokens: in each row.
+        queries: whether they attend; otherwise they are only keys.
+        only: whether there are no other keys.
+        front: of a causal mask, whether they precede the other tokens of their document, or follow them.
+        documents: cu_seqlens of these tokens, as in `AttentionSpec`; document n joins the sharded document n.
+    """
+
+    tokens: int
+    queries: bool = True
+    only: bool = False
+    front: bool = True
+    documents: tuple[Documents, ...] | None = None
+
+    @property
+    def query_tokens(self) -> int:
+        """Number of queries in each row."""
+        return self.tokens if self.queries else 0
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Mask and score function of one attention call, in global positions.
 
@@ -30,6 +57,9 @@ class AttentionSpec:
         parents: of a prefix tree, for each document the index of an earlier one that it continues, -1 for none, one
             tuple for all rows or one per row. A document's tokens also attend to those of its parent, of the parent's
             parent, and so on, and positions (so also windows) count along this path. Needs `causal`, and no prefixes.
+        key_documents: of cross attention, whose keys are another sequence, the cu_seqlens of the keys: queries of
+            document n attend to keys of document n. None if queries and keys are of the same tokens.
+        joint: tokens that every rank holds beside its own; None for none.
 
     Raises:
         ValueError: listing every violation.
@@ -42,6 +72,8 @@ class AttentionSpec:
     documents: tuple[Documents, ...] | None = None
     prefixes: tuple[tuple[int, ...], ...] | None = None
     parents: tuple[tuple[int, ...], ...] | None = None
+    key_documents: tuple[Documents, ...] | None = None
+    joint: Joint | None = None
 
     def __post_init__(self) -> None:
         violations = []
@@ -51,7 +83,8 @@ class AttentionSpec:
             violations.append(f"scale={self.scale} must be a positive number; None is 1 / sqrt(head_dim)")
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
             violations.append(f"softcap={self.softcap} must be a positive number; None disables it")
-        for boundaries in self.documents or ():
+        joint_documents = self.joint and self.joint.documents
+        for boundaries in (*(self.documents or ()), *(self.key_documents or ()), *(joint_documents or ())):
             ascending = all(a <= b for a, b in pairwise(boundaries))
             if len(boundaries) < 2 or boundaries[0] != 0 or not ascending:
                 shown = f"{boundaries[:8]}{'...' if len(boundaries) > 8 else ''}"
@@ -64,31 +97,49 @@ class AttentionSpec:
             violations.append("prefix_tree needs causal=True and cu_seqlens, and no prefix")
         if any(not -1 <= parent < number for row in self.parents or () for number, parent in enumerate(row)):
             violations.append("prefix_tree must have for each document the index of an earlier one, or -1")
+        if self.key_documents is not None and (self.causal or self.window != (-1, -1)):
+            violations.append(
+                "keys of another sequence (k has other tokens than q, or there is cu_seqlens_k) have no position among "
+                "the queries: cross attention needs causal=False, and no window"
+            )
+        if self.joint is not None and (self.prefixes is not None or self.parents is not None):
+            violations.append("joint tokens are not supported with prefix or prefix_tree: leave one of them out")
         if violations:
             raise ValueError("; ".join(violations))
 
-    def document_violation(self, batch: int, seq_len: int) -> str | None:
-        """Return why documents, prefixes or parents do not fit `batch` rows of `seq_len` tokens, or None if they do."""
-        if self.documents is None:
-            return self._prefix_violation(batch, seq_len)
-        if len(self.documents) not in (1, batch):
-            return (
-                f"cu_seqlens has {len(self.documents)} rows for a batch of {batch}: "
-                f"pass one row for the whole batch, or {batch} rows padded by repeating the last boundary"
-            )
-        last = max(boundaries[-1] for boundaries in self.documents)
-        if last > seq_len:
-            return (
-                f"cu_seqlens ends at {last}, past the {seq_len} tokens of a row: boundaries are global positions "
-                f"within a row; for different documents per row pass a (batch, documents + 1) tensor"
-            )
+    def document_violation(self, batch: int, seq_len: int, key_len: int | None = None) -> str | None:
+        """Return why documents, prefixes or parents do not fit `batch` rows of `seq_len` tokens, or None if they do.
+
+        key_len: number of keys of cross attention.
+        """
+        sides = [("cu_seqlens", self.documents, seq_len)]
+        if self.key_documents is not None:
+            sides.append(("cu_seqlens_k", self.key_documents, seq_len if key_len is None else key_len))
+        if self.joint is not None:
+            sides.append(("joint_cu_seqlens", self.joint.documents, self.joint.tokens))
+        for name, documents, tokens in sides:
+            if documents is not None and len(documents) not in (1, batch):
+                return (
+                    f"{name} has {len(documents)} rows for a batch of {batch}: "
+                    f"pass one row for the whole batch, or {batch} rows padded by repeating the last boundary"
+                )
+            last = max((boundaries[-1] for boundaries in documents or ()), default=0)
+            if last > tokens:
+                return (
+                    f"{name} ends at {last}, past the {tokens} tokens of a row: boundaries are global positions "
+                    f"within a row; for different documents per row pass a (batch, documents + 1) tensor"
+                )
+        numbers = {name: 1 if rows is None else len(rows[0]) - 1 for name, rows, _ in sides}
+        if len(set(numbers.values())) > 1:
+            listed = ", ".join(f"{name} {number}" for name, number in numbers.items())
+            return f"documents are paired by their number, which must be the same (1 without boundaries): {listed}"
         if self.parents is not None:
             if len(self.parents) not in (1, batch):
                 return f"prefix_tree has {len(self.parents)} rows for a batch of {batch}: pass one row, or {batch}"
             for row in range(batch):
-                entries, documents = len(self.row_parents(row)), len(self.row_documents(row, seq_len)) - 1
-                if entries != documents:
-                    return f"prefix_tree has {entries} entries for the {documents} documents of row {row}"
+                entries, number = len(self.row_parents(row)), len(self.row_documents(row, seq_len)) - 1
+                if entries != number:
+                    return f"prefix_tree has {entries} entries for the {number} documents of row {row}"
         return self._prefix_violation(batch, seq_len)
 
     def _prefix_violation(self, batch: int, seq_len: int) -> str | None:

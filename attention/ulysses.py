@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,33 +26,39 @@ Shape = tuple[int, int]  # heads and head dim of a tensor's part
 
 
 class SeqToHeads(torch.autograd.Function):
-    """`apply(q_BSNH, k_BSKH, v_BSKV, plan, channel, keep)` -> q_TwH, k_TwH, v_TwV of this rank's heads."""
+    """`apply(plan, channel, keep, q_BSNH, k_BSKH, v_BSKV)` -> q_TwH, k_TwH, v_TwV of this rank's heads; also for q, or
+    for k and v, alone."""
 
     @staticmethod
-    def forward(ctx, q, k, v, plan: HeadPlan, channel: Channel, keep: Keep):
-        ctx.plan, ctx.channel, ctx.batch = plan, channel, q.shape[0]
-        return separated_heads(seq_to_heads(q, k, v, plan, channel, keep), plan, channel.rank, q.shape[-1], v.shape[-1])
+    def forward(ctx, plan: HeadPlan, channel: Channel, keep: Keep, *tensors: Tensor):
+        ctx.plan, ctx.channel, ctx.batch = plan, channel, tensors[0].shape[0]
+        exchanged = seq_to_heads(tensors, plan, channel, keep)
+        return separated_heads(exchanged, plan, channel.rank, *(x.shape[-1] for x in tensors))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dq, dk, dv):
+    def backward(ctx, *grads):
         plan, channel = ctx.plan, ctx.channel
-        ranges = [(heads, kv, kv) for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)]
-        messages = _gather_heads((dq, dk, dv), ranges, ctx.batch, channel)
-        replicated = sum(map(plan.kv_width, range(plan.ulysses))) > plan.num_kv_heads
-        kv_dtype = accumulate_dtype(dk.dtype) if replicated else dk.dtype
+        of_tensors = _head_ranges(plan, len(grads))
+        ranges = list(zip(*of_tensors, strict=True))
+        messages = _gather_heads(grads, ranges, ctx.batch, channel)
         if isinstance(messages, Tensor):
-            parts = _separated(messages, _shapes((dq, dk, dv), ranges[:1])[0])
-            numbers = (_groups(plan.q_ranges), *[_groups(plan.kv_ranges)] * 2)
-            return *(_summed(*part, kv_dtype) for part in zip(parts, numbers, strict=True)), None, None, None
-        tokens = messages[0][0].shape[:2]
-        grad_q = dq.new_empty(*tokens, plan.num_heads, dq.shape[-1])
-        grad_k, grad_v = (x.new_zeros(*tokens, plan.num_kv_heads, x.shape[-1], dtype=kv_dtype) for x in (dk, dv))
-        for (part_q, part_k, part_v), heads, kv in zip(messages, plan.q_ranges, plan.kv_ranges, strict=True):
-            grad_q[:, :, slice(*heads)] = part_q
-            grad_k[:, :, slice(*kv)] += part_k
-            grad_v[:, :, slice(*kv)] += part_v
-        return grad_q, grad_k.to(dk.dtype), grad_v.to(dv.dtype), None, None, None
+            parts: Sequence[Any] = _separated(messages, _shapes(grads, ranges[:1])[0])
+        else:
+            parts = list(zip(*messages, strict=True))
+        totals = []
+        for dx, part, heads in zip(grads, parts, of_tensors, strict=True):
+            number = max(stop for _, stop in heads)
+            replicated = sum(stop - start for start, stop in heads) > number
+            dtype = accumulate_dtype(dx.dtype) if replicated else dx.dtype
+            if isinstance(part, Tensor):
+                totals.append(_summed(part, _groups(heads), dtype))
+                continue
+            total = dx.new_zeros(*part[0].shape[:2], number, dx.shape[-1], dtype=dtype)
+            for of_rank, own in zip(part, heads, strict=True):
+                total[:, :, slice(*own)] += of_rank
+            totals.append(total.to(dx.dtype))
+        return None, None, None, *totals
 
 
 class HeadsToSeq(torch.autograd.Function):
@@ -78,18 +85,23 @@ class HeadsToSeq(torch.autograd.Function):
         return scattered.unflatten(1, (-1, dout.shape[-1])), None, None, None, None
 
 
-def seq_to_heads(q: Tensor, k: Tensor, v: Tensor, plan: HeadPlan, channel: Channel, keep: Keep) -> Tensor:
+def seq_to_heads(tensors: Sequence[Tensor], plan: HeadPlan, channel: Channel, keep: Keep) -> Tensor:
     """Exchange q, k and v of this rank's tokens for those of its heads: (T, X), for `separated_heads`."""
-    ranges = [(heads, kv, kv) for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)]
-    step = ("sequence to heads", q.shape, k.shape, v.shape)
-    (qkv,) = keep(step, lambda: (_scatter_heads((q, k, v), ranges, channel),))
-    return qkv
+    ranges = list(zip(*_head_ranges(plan, len(tensors)), strict=True))
+    step = ("sequence to heads", *(x.shape for x in tensors))
+    (exchanged,) = keep(step, lambda: (_scatter_heads(tensors, ranges, channel),))
+    return exchanged
 
 
-def separated_heads(qkv_TX: Tensor, plan: HeadPlan, rank: int, head_dim: int, v_head_dim: int) -> tuple[Tensor, ...]:
+def separated_heads(x_TX: Tensor, plan: HeadPlan, rank: int, *head_dims: int) -> tuple[Tensor, ...]:
     """Return the q_TwH, k_TwH and v_TwV in a result of `seq_to_heads`, as views."""
-    kv = plan.kv_width(rank)
-    return _separated(qkv_TX, [(plan.q_width(rank), head_dim), (kv, head_dim), (kv, v_head_dim)])
+    ranges = [of_tensor[rank] for of_tensor in _head_ranges(plan, len(head_dims))]
+    return _separated(x_TX, [(stop - start, dim) for (start, stop), dim in zip(ranges, head_dims, strict=True)])
+
+
+def _head_ranges(plan: HeadPlan, tensors: int) -> list[tuple[Range, ...]]:
+    """Return the ranks' heads of q, k and v, of q alone, or of k and v."""
+    return [plan.q_ranges] * (tensors != 2) + [plan.kv_ranges] * (2 * (tensors > 1))
 
 
 def _scatter_heads(tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]], channel: Channel) -> Tensor:

@@ -8,8 +8,11 @@
         | all-to-all back
     out: this rank's tokens, all heads
 
+Joint tokens, which all ranks hold, join the ring rank's tokens after the first all-to-all. Their keys are not sent; the
+results of their queries are merged over the ring axis, and return to every rank in the second all-to-all.
+
 B batch, S tokens per row of a rank, N query heads, K KV heads, H head dim, V head dim of the values, T tokens of a ring
-rank.
+rank, J joint tokens per row.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ import torch
 from torch import Tensor
 
 from .accumulate import accumulate_dtype
-from .comm import Channel
-from .heads import HeadPlan
+from .comm import Channel, combined_shares
+from .heads import HeadPlan, Range
 from .keep import Keep, compute_now
 from .layout import SequenceLayout
 from .ring import RingAttention, RingProgram
-from .schedule import RingSchedule, ring_schedule
+from .schedule import RingSchedule, local_schedule, ring_schedule
 from .spec import AttentionSpec
 from .ulysses import HeadsToSeq, SeqToHeads, separated_heads, seq_to_heads
 
@@ -42,6 +45,8 @@ class WireBytes:
         dout_to_heads, grads_to_seq: of their gradients in the backward.
         keys: of keys and values over the ring axis, in the forward and again in the backward.
         grads: of their partial gradients.
+        joint, joint_grads: over the ring axis, of the partial results of joint queries in the forward, and of the
+            gradients of their results in the backward.
     """
 
     seq_to_heads: int
@@ -50,14 +55,16 @@ class WireBytes:
     grads_to_seq: int
     keys: int
     grads: int
+    joint: int = 0
+    joint_grads: int = 0
 
     @property
     def forward(self) -> int:
-        return self.seq_to_heads + self.heads_to_seq + self.keys
+        return self.seq_to_heads + self.heads_to_seq + self.keys + self.joint
 
     @property
     def backward(self) -> int:
-        return self.dout_to_heads + self.grads_to_seq + self.keys + self.grads
+        return self.dout_to_heads + self.grads_to_seq + self.keys + self.grads + self.joint_grads
 
     @property
     def total(self) -> int:
@@ -74,41 +81,86 @@ class UnifiedPlan:
     batch: int
     ulysses_rank: int
     ring: RingSchedule
+    key_layout: SequenceLayout | None = None
 
     @staticmethod
     def make(
-        layout: SequenceLayout, spec: AttentionSpec, heads: HeadPlan, batch: int, ring_rank: int, ulysses_rank: int
+        layout: SequenceLayout,
+        spec: AttentionSpec,
+        heads: HeadPlan,
+        batch: int,
+        ring_rank: int,
+        ulysses_rank: int,
+        key_layout: SequenceLayout | None = None,
     ) -> UnifiedPlan:
         """Plan a call on (batch, local_len) tokens of one rank.
 
-        Raises:
-            ValueError: if the documents do not fit the batch and the sequence.
-        """
-        if violation := spec.document_violation(batch, layout.seq_len):
-            raise ValueError(violation)
-        return UnifiedPlan(layout, spec, heads, batch, ulysses_rank, ring_schedule(layout, spec, batch, ring_rank))
+        key_layout: of cross attention, whose `spec` has `key_documents`; None if queries and keys are of the same
+        tokens. Attention to joint keys only needs no other rank: its plan has all heads.
 
-    def wire_bytes(self, head_dim: int, dtype: torch.dtype, v_head_dim: int | None = None) -> WireBytes:
-        """Predict the bytes that this rank sends to others; `v_head_dim` is that of v, None for `head_dim`."""
+        Raises:
+            ValueError: if the documents do not fit the batch and the sequences.
+        """
+        if violation := spec.document_violation(batch, layout.seq_len, key_layout.seq_len if key_layout else None):
+            raise ValueError(violation)
+        if spec.joint is not None and spec.joint.only:
+            heads = HeadPlan(heads.num_heads, heads.num_kv_heads)
+            alone = local_schedule(layout, spec, batch, ring_rank, ulysses_rank)
+            return UnifiedPlan(layout, spec, heads, batch, 0, alone)
+        ring = ring_schedule(layout, spec, batch, ring_rank, key_layout)
+        return UnifiedPlan(layout, spec, heads, batch, ulysses_rank, ring, key_layout)
+
+    @property
+    def joint_queries(self) -> int:
+        """Number of joint queries in each row."""
+        return 0 if self.spec.joint is None else self.spec.joint.query_tokens
+
+    def wire_bytes(
+        self,
+        head_dim: int,
+        dtype: torch.dtype,
+        v_head_dim: int | None = None,
+        lse: bool = False,
+        dkv_dtype: torch.dtype | None = None,
+    ) -> WireBytes:
+        """Predict the bytes that this rank sends to others.
+
+        v_head_dim: that of v, None for `head_dim`. lse: the call returns lse, which has a gradient. dkv_dtype: of the
+        program.
+        """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        heads, mine = self.heads, self.ulysses_rank
+        heads, mine, size = self.heads, self.ulysses_rank, dtype.itemsize
         others = [rank for rank in range(heads.ulysses) if rank != mine]
-        per_element = self.batch * self.layout.local_len * dtype.itemsize
+        queries, keys = self.batch * self.layout.local_len, self.batch * (self.key_layout or self.layout).local_len
+        results, exact = queries + self.batch * self.joint_queries, accumulate_dtype(dtype).itemsize
+        of_result = v_head_dim * size + exact * lse
+
+        def inputs(rank: int) -> int:
+            of_key = heads.kv_width(rank) * (head_dim + v_head_dim)
+            return (queries * heads.q_width(rank) * head_dim + keys * of_key) * size
+
+        joint, sent = sum(stop - start for start, stop in self.ring.merged), 0
+        if joint and heads.q_width(mine):
+            shares = combined_shares(joint, self.layout.ring)
+            own = shares[self.ring.rank]
+            sent = (joint - own + own * (len(shares) - 1)) * heads.q_width(mine)
         per_token = heads.kv_width(mine) * (head_dim + v_head_dim)
         return WireBytes(
-            seq_to_heads=per_element * sum(heads.elements(rank, head_dim, v_head_dim) for rank in others),
-            heads_to_seq=per_element * len(others) * heads.q_width(mine) * v_head_dim,
-            dout_to_heads=per_element * sum(map(heads.q_width, others)) * v_head_dim,
-            grads_to_seq=per_element * len(others) * heads.elements(mine, head_dim, v_head_dim),
-            keys=self.ring.tokens_sent * per_token * dtype.itemsize,
-            grads=self.ring.grad_tokens_sent * per_token * accumulate_dtype(dtype).itemsize,
+            seq_to_heads=sum(map(inputs, others)),
+            heads_to_seq=results * len(others) * heads.q_width(mine) * of_result,
+            dout_to_heads=results * sum(map(heads.q_width, others)) * of_result,
+            grads_to_seq=len(others) * inputs(mine),
+            keys=self.ring.tokens_sent * per_token * size,
+            grads=self.ring.grad_tokens_sent * per_token * (dkv_dtype or accumulate_dtype(dtype)).itemsize,
+            joint=sent * (v_head_dim + 1) * exact,
+            joint_grads=sent * of_result,
         )
 
 
 def unified_attention(
     q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKV: Tensor,
+    k_BSKH: Tensor | None,
+    v_BSKV: Tensor | None,
     *,
     plan: UnifiedPlan,
     program: RingProgram,
@@ -116,28 +168,64 @@ def unified_attention(
     ring: Channel,
     sinks: Tensor | None = None,
     keep: Keep = compute_now,
-) -> Tensor:
-    """Compute exact, differentiable attention of this rank's queries over the whole sequence, (B, S, N, V).
+    joint: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    return_lse: bool = False,
+) -> list[Tensor]:
+    """Compute exact, differentiable attention of this rank's queries over the whole sequence.
 
     `program` is `plan.ring` lowered for a kernel. `sinks` (N,) are logits added to every row's softmax without a
     value; each rank gets a partial gradient of them, to be summed over ranks. `keep` saves or replays results for
     activation checkpointing (keep.py).
+
+    joint: q (B, J, N, H), k and v of the joint tokens, for those that `plan.spec.joint` has; each rank gets a partial
+        gradient of them as well, and gradients of their results are summed over the ranks. Without other keys, `k_BSKH`
+        and `v_BSKV` are None.
+
+    Returns:
+        out (B, S, N, V); for joint queries also theirs (B, J, N, V); with `return_lse` also the log-sum-exps of the
+        scores (B, S, N) and, for joint queries, (B, J, N), in the dtype of accumulation.
     """
-    batch = q_BSNH.shape[0]
-    q_BSNH, k_BSKH, v_BSKV = _heads_contiguous(q_BSNH, k_BSKH, v_BSKV)
-    if ulysses.size > 1:
-        q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKV, plan.heads, ulysses, keep)
+    batch, heads, rank, shared = len(q_BSNH), plan.heads, plan.ulysses_rank, plan.joint_queries
+    given = _heads_contiguous(*(x for x in (q_BSNH, k_BSKH, v_BSKV) if x is not None))
+    if heads.ulysses == 1:
+        own: Sequence[Tensor] = [x.flatten(0, 1) for x in given]
+    elif plan.key_layout is None:
+        own = SeqToHeads.apply(heads, ulysses, keep, *given)
     else:
-        q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKV))
+        own = *SeqToHeads.apply(heads, ulysses, keep, given[0]), *SeqToHeads.apply(heads, ulysses, keep, *given[1:])
+    ranges = (heads.q_ranges[rank], heads.kv_ranges[rank], heads.kv_ranges[rank])
+    q, k, v = (_with_joint(x, y, batch, part) for x, y, part in zip((*own, None, None), joint, ranges, strict=False))
     own_sinks = _own_sinks(sinks, plan)
-    if plan.heads.q_width(plan.ulysses_rank) == 0:  # there are more ulysses ranks than query heads
-        # Adding the empty sum of sinks gives every rank a gradient of them and a backward in which to exchange heads.
-        out = v if own_sinks is None else v + own_sinks.sum().to(v.dtype)
+    if heads.q_width(rank) == 0:  # there are more ulysses ranks than query heads
+        # Adding these empty sums gives every rank gradients and a backward in which to exchange heads.
+        zero = q.sum() + k.sum() + v.sum() + (0 if own_sinks is None else own_sinks.sum())
+        out = v.new_zeros(len(q), 0, v.shape[-1]) + zero.to(v.dtype)
+        lse = out[..., 0].to(accumulate_dtype(out.dtype))
     else:
-        out = RingAttention.apply(q, k, v, own_sinks, program, ring, keep)
-    if ulysses.size > 1:
-        return HeadsToSeq.apply(out, plan.heads, batch, ulysses, keep)
-    return out.unflatten(0, (batch, -1))
+        out, lse = RingAttention.apply(q, k, v, own_sinks, program, ring, keep)
+
+    def to_sequence(x_TwV: Tensor) -> tuple[Tensor, ...]:
+        x = x_TwV.unflatten(0, (batch, -1))
+        if heads.ulysses > 1:
+            if shared:  # as tokens of every rank
+                mine, everyones = x[:, :-shared].unflatten(1, (heads.ulysses, -1)), x[:, None, -shared:]
+                x = torch.cat((mine, everyones.expand(-1, heads.ulysses, -1, -1, -1)), 2).flatten(1, 2)
+            x = HeadsToSeq.apply(x.flatten(0, 1), heads, batch, ulysses, keep)
+        return (x[:, :-shared], x[:, -shared:]) if shared else (x,)
+
+    results = [*to_sequence(out)]
+    if return_lse:
+        results += [x.squeeze(-1) for x in to_sequence(lse.unsqueeze(-1))]
+    return results
+
+
+def _with_joint(x_TNH: Tensor | None, joint_BJNH: Tensor | None, batch: int, heads: Range) -> Tensor:
+    """Return the tokens of a rank's heads, in each row followed by the joint ones."""
+    if joint_BJNH is None:
+        assert x_TNH is not None
+        return x_TNH
+    joint = _heads_contiguous(joint_BJNH)[0][:, :, slice(*heads)]
+    return (joint if x_TNH is None else torch.cat((x_TNH.unflatten(0, (batch, -1)), joint), 1)).flatten(0, 1)
 
 
 @torch.no_grad()
@@ -161,16 +249,16 @@ def unified_forward(
         out (B, S, N, V) and lse (T, w) for w heads of this rank; with ulysses also its q, k and v (T, X), and its part
         of out (T, w, V). All are contiguous, and none shares memory with another or with the arguments.
     """
-    batch, head_dims = q_BSNH.shape[0], (q_BSNH.shape[-1], v_BSKV.shape[-1])
+    batch, head_dims = q_BSNH.shape[0], [x.shape[-1] for x in (q_BSNH, k_BSKH, v_BSKV)]
     q_BSNH, k_BSKH, v_BSKV = _heads_contiguous(q_BSNH, k_BSKH, v_BSKV)
     if ulysses.size > 1:
-        qkv = seq_to_heads(q_BSNH, k_BSKH, v_BSKV, plan.heads, ulysses, keep)
+        qkv = seq_to_heads((q_BSNH, k_BSKH, v_BSKV), plan.heads, ulysses, keep)
         q, k, v = separated_heads(qkv, plan.heads, ulysses.rank, *head_dims)
     else:
         q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKV))
     context = _Context()
-    out = RingAttention.forward(context, q, k, v, _own_sinks(sinks, plan), program, ring, keep).contiguous()
-    lse = context.saved_tensors[4].contiguous()
+    results = RingAttention.forward(context, q, k, v, _own_sinks(sinks, plan), program, ring, keep)
+    out, lse = (x.contiguous() for x in results)
     if ulysses.size > 1:
         return [HeadsToSeq.forward(_Context(), out, plan.heads, batch, ulysses, keep), lse, qkv, out]
     return [out.unflatten(0, (batch, -1)), lse]
@@ -196,16 +284,16 @@ def unified_backward(
     exchange = _Context(plan=plan.heads, channel=ulysses, batch=batch)
     if ulysses.size > 1:
         lse, qkv, out = saved
-        q, k, v = separated_heads(qkv, plan.heads, ulysses.rank, head_dim, v_head_dim)
+        q, k, v = separated_heads(qkv, plan.heads, ulysses.rank, head_dim, head_dim, v_head_dim)
         dout = HeadsToSeq.backward(exchange, dout_BSNV)[0]
     else:
         out, lse, *inputs = saved
         q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*inputs), out, dout_BSNV))
     kept = (q, k, v, out, lse, _own_sinks(sinks, plan))
     context = _Context(saved_tensors=kept, program=program, channel=ring)
-    *grads, own_dsinks = RingAttention.backward(context, dout)[:4]
+    *grads, own_dsinks = RingAttention.backward(context, dout, None)[:4]
     if ulysses.size > 1:
-        grads = SeqToHeads.backward(exchange, *grads)[:3]
+        grads = SeqToHeads.backward(exchange, *grads)[3:]
     else:
         grads = [x.unflatten(0, (batch, -1)) for x in grads]
     if sinks is None:
@@ -217,6 +305,9 @@ def unified_backward(
 
 class _Context(SimpleNamespace):
     """Stands in for autograd's context."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors

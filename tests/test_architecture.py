@@ -22,7 +22,7 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 3450,
+    "attention": 3775,
     "parallel": 3750,
     "usp/commands": 1425,
     "usp/data": 2475,
@@ -34,9 +34,9 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/predict": 3025,
     "usp/rlhf": 8975,
     "usp/run": 1225,
-    "usp/sp": 1775,
+    "usp/sp": 1925,
     "usp/train": 3750,
-    "usp": 33325,
+    "usp": 33475,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import yaml
 from tyro.conf import arg
 
-from attention import KERNEL_NAMES, LAYOUTS
+from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES
 from usp.data.documents import DROP, REFUSE
 from usp.fields import (
@@ -361,6 +361,11 @@ class TrainConfig(CommonConfig, _Training):
 
     Outside the repository, use --no-python usp-train instead of train.py.
     """
+
+    @property
+    def padded_len(self) -> int:
+        """Tokens of a sequence with those behind its end that the sequence-parallel ranks need to divide it."""
+        return SequenceLayout.padded_len(self.sp_layout, self.seq_len, self.sp_ring, self.sp_ulysses)
 
 
 def by_stage(config: TrainConfig) -> tuple[TrainConfig, ...]:

@@ -21,6 +21,8 @@ from attention.accumulate import AttentionSum, GradientSum, Rows
 from attention.bands import Task
 from attention.spec import AttentionSpec
 
+LSE_COLUMNS = 8  # added to the head dim of v in a backward with a gradient of lse: kernels need multiples of 8
+
 
 @dataclass(frozen=True, eq=False)
 class Launch:
@@ -163,9 +165,16 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 def attend_backward(
     kernel: Kernel, launches: tuple[Launch, ...], dout_TNV: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor,
     out_TNV: Tensor, lse_TN: Tensor, spec: AttentionSpec, sums: tuple[GradientSum, GradientSum, GradientSum],
+    dlse_TN: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add a block's gradients to the sums of dq (T, N, H), dk (T, K, H) and dv (T, K, V)."""
+    """Add a block's gradients to the sums of dq (T, N, H), dk (T, K, H) and dv (T, K, V). dlse: None for zero."""
     head_dims = [x.shape[-1] for x in (q_TNH, k_TKH, v_TKV)]
+    if dlse_TN is not None:
+        # The gradient of a score is weight * (dout . v - dout . out + dlse). Kernels do not know the last term, so it
+        # becomes part of dout . out, in a column where v is zero.
+        v_TKV = pad(v_TKV, (0, LSE_COLUMNS))
+        dout_TNV = _with_column(dout_TNV, torch.ones_like(dlse_TN))
+        out_TNV = _with_column(out_TNV, -dlse_TN)
     spec, width = _kernel_call(kernel, spec, q_TNH, v_TKV, backward=True)
     dout, q, k, v, out = dout_TNV, q_TNH, k_TKH, v_TKV, out_TNV
     if width:
@@ -177,4 +186,8 @@ def attend_backward(
             rows.take(lse_TN).transpose(1, 2).contiguous(), launch, spec,
         )  # fmt: skip
         for total, side, grad, head_dim in zip(sums, (rows, keys, keys), grads, head_dims, strict=True):
-            total.add(side, grad[..., :head_dim] if width else grad)
+            total.add(side, grad if grad.shape[-1] == head_dim else grad[..., :head_dim])
+
+
+def _with_column(x_TNV: Tensor, column_TN: Tensor) -> Tensor:
+    return torch.cat((x_TNV, pad(column_TN.to(x_TNV.dtype).unsqueeze(-1), (0, LSE_COLUMNS - 1))), -1)

@@ -93,6 +93,19 @@ def dense_attention(
     return torch.einsum("bnqk,bknh->bqnh", weights[..., : seen_BSS.shape[-1]], v)
 
 
+def dense_lse(
+    q_BSNH: Tensor, k_BSKH: Tensor, seen_BSS: Tensor, *, scale: float | None = None, softcap: float | None = None
+) -> Tensor:
+    """Return the differentiable log-sum-exp of the scores (B, S, N); zero for rows without a visible key."""
+    k = k_BSKH.repeat_interleave(q_BSNH.shape[2] // k_BSKH.shape[2], dim=2)
+    scores = torch.einsum("bqnh,bknh->bqnk", q_BSNH, k) * (scale or q_BSNH.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    some = seen_BSS.any(2)
+    seen = seen_BSS | ~some.unsqueeze(2)
+    return scores.masked_fill(~seen.unsqueeze(2), float("-inf")).logsumexp(-1) * some.unsqueeze(2)
+
+
 def relative_l2(x: Tensor, exact: Tensor) -> float:
     """Return |x - exact| / |exact|, in fp64."""
     x, exact = x.detach().double(), exact.detach().double()

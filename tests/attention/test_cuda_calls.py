@@ -39,7 +39,9 @@ def provided() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["full and a triangle", "more rows than keys", "ragged documents", "single keys"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_calls_mean_what_the_back_end_needs(kernel: type[Kernel], name: str) -> None:
-    assert worst(errors(kernel(), name, torch.float32, CPU, AttentionSpec(scale=0.2), v_head_dim=16)) <= 1e-5
+    for with_dlse in (False, True):
+        found = errors(kernel(), name, torch.float32, CPU, AttentionSpec(scale=0.2), v_head_dim=16, with_dlse=with_dlse)
+        assert worst(found) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,9 @@ def test_calls_on_fake_cuda_tensors(kernel: type[Kernel], name: str) -> None:
         attend(kernel(), launches, q, k, v, spec, total)
         out, lse = total.result()
         sums = GradientSum(q), GradientSum(k), GradientSum(v)
-        attend_backward(kernel(), launches, dout, q, k, v, out.to(dtype), lse, spec, sums)
+        for dlse in (None, lse):
+            attend_backward(kernel(), launches, dout, q, k, v, out.to(dtype), lse, spec, sums, dlse)
         assert (out.shape, lse.shape) == ((tokens, 8, 64), (tokens, 8)) and out.device.type == "cuda"
         assert [x.total.shape for x in sums] == [q.shape, k.shape, v.shape]
     if kernel in (AtenFlashKernel, CudnnKernel, EfficientKernel):
-        assert len(calls.called) == (0 if name == "single keys" and kernel is CudnnKernel else 2 * len(launches))
+        assert len(calls.called) == (0 if name == "single keys" and kernel is CudnnKernel else 3 * len(launches))

@@ -21,7 +21,7 @@ from attention.kernels.reference import ReferenceKernel
 from attention.kernels.sdpa import LEAF, CpuFlashKernel, CudnnKernel, EfficientKernel
 from attention.kernels.varlen import AtenFlashKernel, VarlenLaunch, lower_varlen
 
-from .dense import dense_attention, relative_l2, worst
+from .dense import dense_attention, dense_lse, relative_l2, worst
 
 CPU, HEADS, KV_HEADS, HEAD_DIM = torch.device("cpu"), 4, 2, 32
 BLOCKS = {
@@ -73,16 +73,17 @@ def errors(
     spec: AttentionSpec,
     v_head_dim: int = HEAD_DIM,
     head_dim: int = HEAD_DIM,
+    with_dlse: bool = False,
 ) -> list[float]:
-    """Return the relative L2 errors of out, dq, dk, dv."""
-    (q, k, v, dout), wanted = exact(name, dtype, spec, v_head_dim, head_dim)
+    """Return the relative L2 errors of out, dq, dk, dv. with_dlse: lse has a gradient too."""
+    (q, k, v, dout, dlse), wanted = exact(name, dtype, spec, v_head_dim, head_dim, with_dlse)
     _, tasks = block(name)
-    q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
+    q, k, v, dout, dlse = (x.to(device) for x in (q, k, v, dout, dlse))
     launches, total = kernel.lower(tasks, device, dtype), AttentionSum(q, v_head_dim)
     attend(kernel, launches, q, k, v, spec, total)
     out, lse = total.result()
     sums = GradientSum(q), GradientSum(k), GradientSum(v)
-    attend_backward(kernel, launches, dout, q, k, v, out.to(dtype), lse, spec, sums)
+    attend_backward(kernel, launches, dout, q, k, v, out.to(dtype), lse, spec, sums, dlse if with_dlse else None)
     found = [out, *(gradient.total for gradient in sums)]
     if not tasks:
         assert not any(x.any() for x in found)
@@ -92,18 +93,21 @@ def errors(
 
 @cache
 def exact(
-    name: str, dtype: torch.dtype, spec: AttentionSpec, v_head_dim: int, head_dim: int
+    name: str, dtype: torch.dtype, spec: AttentionSpec, v_head_dim: int, head_dim: int, with_dlse: bool = False
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return q, k, v, dout, and out, dq, dk, dv of dense fp64 attention; computed once for all kernels."""
+    """Return q, k, v, dout, dlse, and out, dq, dk, dv of dense fp64 attention; computed once for all kernels."""
     tokens, tasks = block(name)
     generator = torch.Generator().manual_seed(0)
     sizes = ((HEADS, head_dim), (KV_HEADS, head_dim), (KV_HEADS, v_head_dim), (HEADS, v_head_dim))
     inputs = tuple(torch.randn(tokens, *size, generator=generator).to(dtype) for size in sizes)
     q, k, v, dout = (x.double().unsqueeze(0) for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = dense_attention(*leaves, seen_by(tokens, tasks).unsqueeze(0), scale=spec.scale, softcap=spec.softcap)
-    out.backward(dout)
-    return inputs, (out.detach(), *(x.grad for x in leaves))
+    seen = seen_by(tokens, tasks).unsqueeze(0)
+    out = dense_attention(*leaves, seen, scale=spec.scale, softcap=spec.softcap)
+    dlse = torch.randn(tokens, HEADS, generator=generator) * seen[0].any(1, keepdim=True)
+    lse = dense_lse(leaves[0], leaves[1], seen, scale=spec.scale, softcap=spec.softcap)
+    ((out * dout).sum() + (lse * dlse).sum() * with_dlse).backward()
+    return (*inputs, dlse), (out.detach(), *(x.grad for x in leaves))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -127,6 +131,13 @@ def test_cpu_kernels_with_another_head_dim_of_v(
 @pytest.mark.parametrize("name", BLOCKS)
 def test_reference_kernel_with_softcap_matches_dense_attention(name: str) -> None:
     assert worst(errors(ReferenceKernel(), name, torch.float32, CPU, AttentionSpec(softcap=2.0))) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["triangle", "band", "rows that see nothing", "single keys"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuFlashKernel()], ids=lambda k: k.name)
+def test_cpu_kernels_with_a_gradient_of_lse(kernel: Kernel, dtype: torch.dtype, tolerance: float, name: str) -> None:
+    assert worst(errors(kernel, name, dtype, CPU, AttentionSpec(), 16, with_dlse=True)) <= tolerance
 
 
 @pytest.mark.gpu
@@ -153,7 +164,9 @@ def test_cuda_kernels_match_dense_attention(
     refusal = kernel.refuses(AttentionSpec(), Device.of(device), dtype, HEAD_DIM, v_head_dim) or kernel.missing()
     if refusal is not None:
         pytest.skip(refusal)
-    assert worst(errors(kernel, name, dtype, device, AttentionSpec(), v_head_dim)) <= tolerance
+    for with_dlse in (False, True):
+        found = errors(kernel, name, dtype, device, AttentionSpec(), v_head_dim, with_dlse=with_dlse)
+        assert worst(found) <= tolerance
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -57,7 +57,7 @@ def test_one_launch_converts_nothing() -> None:
     alone = Channel(None)
     out: list[Tensor] = []
     forward = counted(
-        lambda: out.append(unified_attention(q, k, v, plan=plan, program=program, ulysses=alone, ring=alone))
+        lambda: out.extend(unified_attention(q, k, v, plan=plan, program=program, ulysses=alone, ring=alone))
     )
     backward = counted(lambda: out[0].backward(torch.ones_like(out[0])))
     assert forward["_to_copy"] == 0, forward
@@ -69,7 +69,7 @@ def test_even_heads_take_one_copy_per_tensor(heads: int, kv_heads: int) -> None:
     plan, channel = HeadPlan(heads, kv_heads, 8), Loopback(8)
     q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (heads, kv_heads, kv_heads))
     parts: list[Tensor] = []
-    forward = counted(lambda: parts.extend(SeqToHeads.apply(q, k, v, plan, channel, compute_now)))
+    forward = counted(lambda: parts.extend(SeqToHeads.apply(plan, channel, compute_now, q, k, v)))
     backward = counted(lambda: torch.autograd.backward(parts, [torch.ones_like(x) for x in parts]))
     assert forward["copy_"] == 3, forward
     # three into the message and three out of it, of which sums over ranks with the same keys copy theirs

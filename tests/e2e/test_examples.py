@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e.processes import ROOT, run_here, run_script
 from tests.harness.ranks import RankPool
@@ -54,6 +55,19 @@ def test_an_example_runs_and_learns(
         out = ranks.run(run_script, size, script, flags, tmp_path)[0]
     losses = [float(loss) for loss in re.findall(r"loss'?:? '?(\d+\.\d+)", out)]
     assert len(losses) >= 2 and losses[-1] < losses[0], out
+
+
+def test_joint_attention_on_four_ranks_trains_as_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    flags = ["--side", "7", "--steps", "6", "--save"]  # 49 tokens
+    losses, weights = [], []
+    for ulysses, ring in ((1, 1), (2, 2)):
+        args = [*flags, f"{ring}.pt", "--ulysses", str(ulysses), "--ring", str(ring)]
+        out = ranks.run(run_script, ulysses * ring, ROOT / "examples" / "joint_dit.py", args, tmp_path)[0]
+        losses.append([float(loss) for loss in re.findall(r"loss (\d+\.\d+)", out)])
+        weights.append(torch.load(tmp_path / f"{ring}.pt"))
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name, alone in weights[0].items():
+        assert (weights[1][name] - alone).norm() <= 1e-5 * alone.norm(), name
 
 
 def test_each_run_of_the_rlhf_chain_saves_a_model(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:

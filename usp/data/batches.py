@@ -184,8 +184,9 @@ class BatchStream:
 class Part:
     """What a rank of the ring x ulysses grid reads of every global batch: its tokens of `rows` rows from `first` on.
 
-    layout: of each row; of a balanced one, which depends on the row's documents, only the kind and the sizes. balanced:
-    these rows are not neighbors, but those that `even_rows` deals to this data-parallel rank.
+    layout: of each row, with tokens behind its end if the ranks cannot divide it; of a balanced one, which depends on
+    the row's documents, only the kind and the sizes. balanced: these rows are not neighbors, but those that `even_rows`
+    deals to this data-parallel rank.
     """
 
     layout: SequenceLayout
@@ -199,18 +200,10 @@ class Part:
     def whole(rows: int, seq_len: int) -> Part:
         return Part(SequenceLayout("contiguous", seq_len), 0, 0, 0, rows)
 
-    def spans(self, boundaries: Ids) -> list[Span]:
-        """Return the spans of a row with documents that end at `boundaries`: the tokens of `layout.positions`."""
-        layout, spans = self.layout, []
-        if layout.kind == "balanced":
-            layout = replace(layout, documents=(tuple(boundaries.tolist()),))
-        begin = self.ulysses_rank * layout.local_len  # in the ring rank's order
-        for span in layout.ring_spans(self.ring_rank):
-            low, high = max(begin, 0), min(begin + layout.local_len, span.length)
-            if low < high:
-                spans.append(Span(span.start + low * span.step, high - low, span.step))
-            begin -= span.length
-        return spans
+    def layout_of(self, row: Row) -> SequenceLayout:
+        """Return the layout of a row."""
+        documents = (tuple(row.boundaries.tolist()),) if self.layout.kind == "balanced" else None
+        return replace(self.layout, documents=documents)
 
 
 @dataclass(frozen=True)
@@ -220,6 +213,7 @@ class Batch:
     numbers: of the rows of the global batch. own: of those that this is a part of.
     input_ids, position_ids, shift_labels: int64 (rows, tokens).
     cu_seqlens: int32 (rows, documents + 1), each row from 0 to the end of its last document, which is repeated.
+    real: bool (rows, tokens), False for those behind a row's seq_len; None if there are none.
     """
 
     numbers: range
@@ -228,11 +222,13 @@ class Batch:
     position_ids: torch.Tensor
     shift_labels: torch.Tensor
     cu_seqlens: torch.Tensor
+    real: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return what the model and the loss take, on `device`; cu_seqlens stay on the CPU."""
         tokens = {name: getattr(self, name).to(device) for name in ("input_ids", "position_ids", "shift_labels")}
-        return tokens | {"cu_seqlens": self.cu_seqlens}
+        real = {} if self.real is None else {"real": self.real.to(device)}
+        return tokens | real | {"cu_seqlens": self.cu_seqlens}
 
 
 def even_rows(pairs: Sequence[int], ranks: int) -> list[list[int]]:
@@ -261,16 +257,20 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
         lengths = [np.diff(packed.row(number).boundaries) for number in numbers]
         dealt = even_rows([int(each @ each) for each in lengths], len(numbers) // part.rows)
         own = [numbers[index] for index in dealt[part.first // part.rows]]
-    rows, columns = [], []
+    rows, columns, real, place = [], [], [], (part.ring_rank, part.ulysses_rank)
     for number in own:
         rows.append(packed.row(number))
         limit = packed.seq_len if targets is None else targets - number * packed.seq_len
-        spans = [_read(rows[-1], span, limit) for span in part.spans(rows[-1].boundaries)]
+        layout = part.layout_of(rows[-1])
+        spans = [_read(rows[-1], span, limit) for span in layout.local_spans(*place)]
         columns.append([np.concatenate(values) for values in zip(*spans, strict=True)])
+        if layout.seq_len > packed.seq_len:
+            real.append(layout.positions(*place) < packed.seq_len)
     ids, positions, labels = (torch.from_numpy(np.stack(column)) for column in zip(*columns, strict=True))
     width = max(len(row.boundaries) for row in rows)
     padded = [np.pad(row.boundaries, (0, width - len(row.boundaries)), mode="edge") for row in rows]
-    return Batch(numbers, own, ids, positions, labels, torch.from_numpy(np.stack(padded)).to(torch.int32))
+    boundaries = torch.from_numpy(np.stack(padded)).to(torch.int32)
+    return Batch(numbers, own, ids, positions, labels, boundaries, torch.stack(real) if real else None)
 
 
 def _read(row: Row, span: Span, limit: int) -> tuple[Ids, Ids, Ids]:

@@ -49,7 +49,7 @@ class TokenDropout(nn.Module):
             return x
         numbers, features = self.tokens.numbers, x.shape[-1]
         if numbers is None or numbers.numel() * features != x.numel():
-            raise RuntimeError(f"dropout of x {tuple(x.shape)} needs the row_numbers of all of its tokens")
+            raise RuntimeError(f"dropout of x {tuple(x.shape)} needs the first_tokens of all of its tokens")
         dropped = dropout_mask(self.p, self.key, numbers.flatten(), self.shard * features, features)
         return x.masked_fill(dropped.view(x.shape), 0.0) * (1 / (1 - self.p))
 
@@ -96,8 +96,10 @@ def _telling(forward: Callable[..., Any], tokens: CurrentTokens) -> Callable[...
     return run
 
 
-def numbers_of(row_numbers: Tensor, local_len: int, attention: UnifiedSPAttention, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the numbers of this rank's tokens, int64 (B, local_len), from those of their rows (B,)."""
+def numbers_of(
+    first_tokens: Tensor, local_len: int, attention: UnifiedSPAttention, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Return the numbers of this rank's tokens, int64 (B, local_len), from that of each row's first token (B,)."""
     axes, seq_len = attention.axes, local_len * attention.ranks
-    local = axes.positions(axes.layout(attention.layout, seq_len, documents_of(cu_seqlens))).to(row_numbers.device)
-    return row_numbers.unsqueeze(1) * seq_len + local
+    local = axes.positions(axes.layout(attention.layout, seq_len, documents_of(cu_seqlens))).to(first_tokens.device)
+    return first_tokens.unsqueeze(1) + local

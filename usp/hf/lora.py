@@ -155,7 +155,7 @@ def apply_lora(
 
     Call it after `apply_tp` and before FSDP; parameters may be on the meta device. Of a linear sharded over tp by
     columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round. With dropout,
-    training needs `tell_tokens` with `model.token_dropout`, and the `row_numbers` of each batch. Raises ValueError for
+    training needs `tell_tokens` with `model.token_dropout`, and the `first_tokens` of each batch. Raises ValueError for
     a stage without any of the target linears, and for one that tp does not divide.
     """
     from peft import inject_adapter_in_model  # takes seconds to import

@@ -65,7 +65,7 @@ class CausalLMStage(nn.Module):
         cu_seqlens: Tensor | None = None,
         prefix_tree: Tensor | None = None,
         real: Tensor | None = None,
-        row_numbers: Tensor | None = None,
+        first_tokens: Tensor | None = None,
         **inputs: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return hidden states, or on the last stage the output of `head`: in training this rank's share of the loss.
@@ -79,7 +79,8 @@ class CausalLMStage(nn.Module):
             head: None to only run the layers.
             position_ids, cu_seqlens, prefix_tree: from `shard_batch`.
             real: (B, S) bool, False for padding, which does not count in `balance`; None: there is none.
-            row_numbers: (B,) int64, which rows of the run these are; for dropout, which depends on nothing else.
+            first_tokens: (B,) int64, the number in the run of each row's first token; for dropout, which depends on
+                nothing else.
             inputs: tensors for `head`, such as `shift_labels`.
         """
         if self.balance is not None:
@@ -87,9 +88,9 @@ class CausalLMStage(nn.Module):
         of_tokens = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
         if prefix_tree is not None:
             of_tokens["prefix_tree"] = prefix_tree
-        if self.training and row_numbers is not None and hasattr(self.model, "token_dropout"):
+        if self.training and first_tokens is not None and hasattr(self.model, "token_dropout"):
             attention = cast(UnifiedSPAttention, self.model.unified_sp)
-            of_tokens["token_numbers"] = numbers_of(row_numbers, position_ids.shape[1], attention, cu_seqlens)
+            of_tokens["token_numbers"] = numbers_of(first_tokens, position_ids.shape[1], attention, cu_seqlens)
         hidden = run_layers(self.model, x, first=self.first, **of_tokens)
         if self.balance is not None:
             chosen = self.balance.close()

@@ -69,9 +69,8 @@ def choose(
     every = tuple(layouts(question))
     if not every:
         raise ConfigurationError(
-            f"no layout of {world_size} devices fits --global-batch-size {question.sequences} and --seq-len "
-            f"{base.seq_len} for {base.model}: the data-parallel degree must divide --global-batch-size, and ring x "
-            f"ulysses (--sp-layout zigzag: twice that) must divide --seq-len. Use powers of two for all three"
+            f"no layout of {world_size} devices fits --global-batch-size {question.sequences} for {base.model}: the "
+            f"data-parallel degree must divide --global-batch-size. Use a power of two"
         )
     job = job_of(every[0], model_config, world_size, resolved.shape, data(facts))
     search = Search(question, predictor_for(job, hardware), every)

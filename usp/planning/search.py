@@ -127,7 +127,7 @@ def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:
 
 def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
     """Yield a layout, in the smallest shards, with every way to save activations, the most last."""
-    local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
+    local = config.padded_len // (config.sp_ring * config.sp_ulysses) // config.tp
     most = shardings(config, 1)[-1]
     for ac in AC_MODES:
         if ac != "none" and config.pp_schedule == "zero-bubble":

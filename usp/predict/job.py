@@ -134,8 +134,14 @@ class Job:
     @cached_property
     def layout(self) -> SequenceLayout:
         """The layout of a sequence on ring x ulysses."""
-        documents = (self.boundaries,) if self.config.sp_layout == "balanced" and self.data.documents else None
-        return SequenceLayout(self.config.sp_layout, self.config.seq_len, self.dims.ring, self.dims.ulysses, documents)
+        config, dims = self.config, self.dims
+        documents = (self.boundaries,) if config.sp_layout == "balanced" and self.has_boundaries else None
+        return SequenceLayout(config.sp_layout, config.padded_len, dims.ring, dims.ulysses, documents)
+
+    @property
+    def has_boundaries(self) -> bool:
+        """Whether a sequence is more than one document, or ends before the last token of its ranks."""
+        return bool(self.data.documents) or self.config.padded_len > self.config.seq_len
 
     @property
     def rows(self) -> int:
@@ -154,9 +160,9 @@ class Job:
 
     def labelled_tokens(self, rank: int) -> int:
         """Return the tokens of one micro-batch on `rank` that have a next token in their sequence."""
-        last = self.layout.ring_spans(self.place("ring", rank))[-1]
-        holds_end = last.start + (last.length - 1) * last.step == self.config.seq_len - 1
-        return self.tokens - (self.rows if holds_end and self.place("ulysses", rank) == self.dims.ulysses - 1 else 0)
+        spans = self.layout.local_spans(self.place("ring", rank), self.place("ulysses", rank))
+        ranges = (span.index_range(0, self.config.seq_len - 1) for span in spans)
+        return self.rows * sum(max(0, last - first) for first, last in ranges)
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:

@@ -265,7 +265,7 @@ def _reductions(job: Job, unit: Unit) -> Iterator[Sent]:
 
 def attention_spec(job: Job, window: int) -> AttentionSpec:
     """Return the attention of a layer."""
-    documents = (job.boundaries,) if job.data.documents else None
+    documents = (job.boundaries,) if job.has_boundaries else None
     return AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=documents)
 
 

@@ -79,7 +79,7 @@ class SpAxes:
 
     def padding(self, kind: str, seq_len: int) -> int:
         """Return how many tokens `seq_len` lacks to be divided."""
-        return -seq_len % SequenceLayout.multiple_of(kind, self.ring, self.ulysses)
+        return SequenceLayout.padded_len(kind, seq_len, self.ring, self.ulysses) - seq_len
 
     def positions(self, layout: SequenceLayout) -> torch.Tensor:
         """Return the global positions of this rank's tokens, int64 (`layout.rows`, local_len)."""
@@ -333,9 +333,9 @@ def _check(batch: Mapping[str, Tensor]) -> None:
         raise ValueError("; ".join(violations))
 
 
-def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
+def documents_of(cu_seqlens: Tensor | None, name: str = "cu_seqlens") -> tuple[tuple[int, ...], ...] | None:
     """Return `AttentionSpec.documents` for a `cu_seqlens` tensor; raises ValueError for an invalid one."""
-    return rows_of(cu_seqlens, "cu_seqlens", "documents + 1")
+    return rows_of(cu_seqlens, name, "documents + 1")
 
 
 def rows_of(x: Tensor | None, name: str, columns: str) -> tuple[tuple[int, ...], ...] | None:

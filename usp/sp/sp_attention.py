@@ -27,9 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attention import (
     LAYOUTS,
+    LSE_COLUMNS,
     AttentionSpec,
     Channel,
     HeadPlan,
+    Joint,
     KeepResults,
     RingProgram,
     SequenceLayout,
@@ -58,21 +60,36 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     (USP, arXiv 2405.07719). Results match a single process for every supported mask, head count and degree; anything
     else raises an error. Under torch.compile, a call is one operator of the graph.
 
+    Keys of another number of tokens, or with `cu_seqlens_k`, are of another sequence that is sharded in the same layout
+    (cross attention). Joint tokens are the same on all ranks, as the text beside an image in diffusion transformers:
+    queries attend to the sharded and the joint keys, and every rank gets the results of joint queries. Joint keys and
+    values are never sent. Like losses, gradients add up over the ranks: each rank gets a share of the gradients of
+    joint q, k and v, and a loss on the results of joint queries counts once for every rank.
+
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
         layout: one of `attention.LAYOUTS`; must match `shard_sequence` and `shard_batch`. balanced divides packed
             documents so that ranks have equal work under a causal mask.
         kernel: auto, or one of `attention.KERNEL_NAMES`.
+        dkv_dtype: of the partial gradients of k and v that travel the ring: that of k and v, with which half-precision
+            messages are half as large and each hop rounds; None for float32 (float64 for float64).
 
     Raises ValueError for an unknown layout or kernel.
     """
 
-    def __init__(self, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", kernel: str = "auto") -> None:
+    def __init__(
+        self,
+        mesh: ParallelMesh | DeviceMesh,
+        layout: str = "zigzag",
+        kernel: str = "auto",
+        dkv_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
         check_kernel_name(kernel)
         self._mesh, self.axes, self.layout, self.kernel = mesh, SpAxes.of(mesh), layout, kernel
+        self.dkv_dtype = dkv_dtype
         self._ulysses, self._ring = Channel(self.axes.ulysses_group), Channel(self.axes.ring_group)
         # Calls repeat from layer to layer and, without documents, from step to step.
         self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
@@ -86,8 +103,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         causal: bool = True,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
@@ -97,12 +114,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         prefix: Tensor | None = None,
         chunk: int | None = None,
         prefix_tree: Tensor | None = None,
-    ) -> Tensor:
+        cu_seqlens_k: Tensor | None = None,
+        joint_q: Tensor | None = None,
+        joint_k: Tensor | None = None,
+        joint_v: Tensor | None = None,
+        joint_strategy: str = "front",
+        joint_cu_seqlens: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
         Args:
             q: (B, S, N, H).
-            k: (B, S, K, H); K divides N.
+            k: (B, S, K, H); K divides N. k and v are None if there are only joint keys; no rank sends anything then.
             v: (B, S, K, V); V may differ from H, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
                 Messages have the true head dims; a kernel that needs equal ones pads the smaller with zeros.
             causal: mask later keys.
@@ -120,9 +144,17 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             prefix_tree: (documents,) or (B, documents) integers: the index of the earlier document that each one
                 continues, or -1. Its tokens also attend to the documents it continues, so that samples with a common
                 prefix have it once. Positions and windows count from the root. Needs causal=True and cu_seqlens.
+            cu_seqlens_k: of cross attention, boundaries of the keys' documents: queries of document n see document n.
+                Needs causal=False and no window, as does any cross attention.
+            joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V); joint_q may be missing. A window does
+                not limit what they see and who sees them.
+            joint_strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
+            joint_cu_seqlens: boundaries of the joint tokens of each document, if there are several, or for padding.
+            return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
 
         Returns:
-            (B, S, N, V) in q's dtype.
+            (B, S, N, V) in q's dtype. If there are joint queries or `return_lse`, a tuple of out, joint_out, lse
+            (B, S, N) in float32 (float64 for float64), joint_lse, without those that were not asked for.
 
         Raises:
             ValueError: on every rank before any communication, for invalid shapes, lengths or documents, or a call
@@ -133,14 +165,25 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk} must be at least 1 token")
         options = (cu_seqlens, prefix, prefix_tree, causal, scale, list(_window(window)), softcap, chunk or 0)
+        tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
+        front = _is_front(joint_strategy)
         if torch.compiler.is_compiling():
+            other = return_lse or any(x is not None for x in (*tensors[3:], *rows))
+            if other or k is None or v is None or k.shape[1] != q.shape[1]:
+                raise ValueError(
+                    "torch.compile supports attention of a sequence to itself: call what has joint or cross attention "
+                    "or return_lse under torch.compiler.disable"
+                )
             return attend(self._handle, q, k, v, sinks, *options)[0]
-        call = self._call(q, k, v, sinks, *options)
-        return unified_attention(q, k, v, **call, sinks=sinks, keep=self.keep)
+        call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse)
+        results = unified_attention(
+            q, k, v, **call, sinks=sinks, keep=self.keep, joint=tensors[3:], return_lse=return_lse
+        )
+        return results[0] if len(results) == 1 else tuple(results)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
-        return UnifiedSPAttention(self._mesh, self.layout, self.kernel)
+        return UnifiedSPAttention(self._mesh, self.layout, self.kernel, self.dkv_dtype)
 
     def wire_bytes(
         self,
@@ -157,15 +200,34 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         prefix: Tensor | None = None,
         v_head_dim: int | None = None,
         prefix_tree: Tensor | None = None,
+        seq_len_k: int | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        joint_len: int = 0,
+        joint_queries: bool = True,
+        joint_strategy: str = "front",
+        joint_cu_seqlens: Tensor | None = None,
+        return_lse: bool = False,
     ) -> WireBytes:
-        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`). `v_head_dim`
-        is that of v, None for `head_dim`."""
-        documents, *rows = _rows(cu_seqlens, prefix, prefix_tree)
-        spec = AttentionSpec(causal, _window(window), None, None, documents, *rows)
+        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
+
+        Args:
+            v_head_dim: that of v, None for `head_dim`.
+            seq_len_k: global length of the keys in cross attention, 0 for joint keys only.
+            joint_len: joint tokens per row, with `joint_queries` or only with keys.
+            return_lse: with lse, and its gradient in the backward.
+        """
+        seq_len += 0 if cu_seqlens is None else self.axes.padding(self.layout, seq_len)
+        if seq_len_k and cu_seqlens_k is not None:
+            seq_len_k += self.axes.padding(self.layout, seq_len_k)
+        joint, of_joint = None, documents_of(joint_cu_seqlens, "joint_cu_seqlens")
+        if joint_len:
+            joint = Joint(joint_len, joint_queries, seq_len_k == 0, _is_front(joint_strategy), of_joint)
+        options = _hashable(cu_seqlens, prefix, prefix_tree, causal, None, _window(window), None, 0)
+        of_keys = documents_of(cu_seqlens_k, "cu_seqlens_k")
+        spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *options)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
-        seq_len += self.axes.padding(self.layout, seq_len) if documents else 0
-        layout = self.axes.layout(self.layout, seq_len, documents)
-        return self._plan(spec, heads, batch, layout).wire_bytes(head_dim, dtype, v_head_dim)
+        plan = self._plan(spec, heads, batch, layout, key_layout)
+        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype)
 
     @property
     def ranks(self) -> int:
@@ -180,53 +242,117 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> dict[str, Any]:
-        """Check a call and count it; return its plan, its program, and the channels. options: those of `_spec`."""
-        shapes = (q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)
-        call = self._last_call(shapes, None if sinks is None else sinks.shape, *options)
+    def _call(
+        self,
+        tensors: Sequence[Tensor | None],
+        sinks: Tensor | None,
+        *options: Any,
+        rows: tuple[Tensor | None, Tensor | None] = (None, None),
+        front: bool = True,
+        return_lse: bool = False,
+    ) -> dict[str, Any]:
+        """Check a call and count it; return its plan, its program, and the channels.
+
+        tensors: q, k, v, and the joint ones. options: those of `_spec`. rows: boundaries of the keys and of the joint
+        tokens.
+        """
+        shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+        trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
+        others = None if sinks is None else sinks.shape, *rows, front, trained and torch.is_grad_enabled()
+        call = self._last_call(shapes, *others, *options)
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
         counts["trees"] += call[0].parents is not None
         plan, program = self.keep(("plan", *call), lambda: self._last_plan(*call))
         return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
 
-    def _look_up(self, shapes: tuple[Described, ...], sinks: torch.Size | None, *options: Any) -> tuple[Any, ...]:
-        return self._described(shapes, sinks, *_hashable(*options))
+    def _look_up(
+        self, shapes: tuple[Described | None, ...], sinks: torch.Size | None, *options: Any
+    ) -> tuple[Any, ...]:
+        of_keys, of_joint, front, lse_gradient, *rest = options
+        rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
+        return self._described(shapes, sinks, *rows, front, lse_gradient, *_hashable(*rest))
 
     def _describe(
-        self, shapes: tuple[Described, ...], sinks: torch.Size | None, documents: Any, *options: Any
+        self,
+        shapes: tuple[Described | None, ...],
+        sinks: torch.Size | None,
+        key_documents: Rows,
+        joint_documents: Rows,
+        front: bool,
+        lse_gradient: bool,
+        documents: Rows,
+        *options: Any,
     ) -> tuple[Any, ...]:
         """Check a call and return the arguments of its `_prepare`. documents, options: those of `_spec`."""
         _check_tensors(shapes, sinks)
-        (q, dtype, device), (k, *_), (v, *_) = shapes
-        heads, seq_len = HeadPlan(q[2], k[2], self.axes.ulysses), q[1] * self.ranks
+        (q, dtype, device), *others = (x or (torch.Size(), None, None) for x in shapes)
+        k, v, joint_q, joint_k, joint_v = (size for size, *_ in others)
+        seq_len, key_len, joint = q[1] * self.ranks, None if k else 0, None
+        if k and (k[1] != q[1] or key_documents is not None):
+            key_len = k[1] * self.ranks
+        if joint_k:
+            joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents)
+        sequences = self._sequences(seq_len, key_len, key_documents, joint, documents, *options)
+        heads = HeadPlan(q[2], (k or joint_k)[2], self.axes.ulysses)
+        return *sequences, heads, q[0], q[3], (v or joint_v)[3], dtype, device, lse_gradient
+
+    def _sequences(
+        self,
+        seq_len: int,
+        key_len: int | None,
+        key_documents: Rows,
+        joint: Joint | None,
+        documents: Rows,
+        *options: Any,
+    ) -> tuple[AttentionSpec, SequenceLayout, SequenceLayout | None]:
+        """Return the mask of a call, and the layouts of its queries and, for cross attention, of its keys.
+
+        key_len: None if the keys are of the queries' tokens, 0 if there are only joint ones. documents, options: those
+        of `_spec`.
+        """
+        if key_len:
+            key_documents = key_documents or ((0, key_len),)
+        spec = _spec(seq_len, documents, *options, key_documents=key_documents, joint=joint)
         layout = self.axes.layout(self.layout, seq_len, documents)
-        return _spec(seq_len, documents, *options), heads, q[0], layout, q[3], v[3], dtype, device
+        return spec, layout, self.axes.layout(self.layout, key_len, key_documents) if key_len else None
 
-    def _plan(self, spec: AttentionSpec, heads: HeadPlan, batch: int, layout: SequenceLayout) -> UnifiedPlan:
-        return UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank)
-
-    def _prepare_uncached(
+    def _plan(
         self,
         spec: AttentionSpec,
         heads: HeadPlan,
         batch: int,
         layout: SequenceLayout,
+        key_layout: SequenceLayout | None,
+    ) -> UnifiedPlan:
+        return UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank, key_layout)
+
+    def _prepare_uncached(
+        self,
+        spec: AttentionSpec,
+        layout: SequenceLayout,
+        key_layout: SequenceLayout | None,
+        heads: HeadPlan,
+        batch: int,
         head_dim: int,
         v_head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        lse_gradient: bool,
     ) -> tuple[UnifiedPlan, RingProgram]:
-        plan = self._plan(spec, heads, batch, layout)
-        kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, v_head_dim, plan.layout)
+        if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
+            raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
+        plan = self._plan(spec, heads, batch, layout, key_layout)
+        widened = v_head_dim + LSE_COLUMNS * lse_gradient
+        kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, widened, layout)
         self.kernels.add(kernel.name)
-        call = (plan.layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name)
+        call = (layout, key_layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name, self.dkv_dtype)
         self.axes.agree(call, "the attention call")
         self._log(logging.INFO, choice)
-        for warning in (slow, *ulysses_violations(heads.num_heads, heads.ulysses)):
+        for warning in (slow, *ulysses_violations(heads.num_heads, plan.heads.ulysses)):
             self._log(logging.WARNING, warning)
-        kv_index = heads.kv_index(self.axes.ulysses_rank)
-        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index)
+        kv_index = plan.heads.kv_index(plan.ulysses_rank)
+        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype)
 
     def _log(self, level: int, line: str) -> None:
         if line and line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -295,7 +421,8 @@ def attend(
     layer = handle.layer
     if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
-    call = layer._call(q, k, v, sinks, cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
+    tensors = (q, k, v, None, None, None)
+    call = layer._call(tensors, sinks, cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
     results = unified_forward(q, k, v, **call, sinks=sinks, keep=layer.keep)
     # The graph may write over what the operator returns.
     return [x.clone() for x in results] if isinstance(layer.keep, KeepResults) else results
@@ -337,7 +464,8 @@ def attend_backward(
     seq_len, heads = tokens * layer.ranks, HeadPlan(num_heads, kv_heads, layer.axes.ulysses)
     documents, *options = _hashable(cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
     spec, layout = _spec(seq_len, documents, *options), layer.axes.layout(layer.layout, seq_len, documents)
-    plan, program = layer._prepare(spec, heads, batch, layout, head_dim, v_head_dim, dout.dtype, dout.device)
+    sizes = (heads, batch, head_dim, v_head_dim, dout.dtype, dout.device)
+    plan, program = layer._prepare(spec, layout, None, *sizes, False)
     channels = {"ulysses": layer._ulysses, "ring": layer._ring}
     return unified_backward(dout, saved, head_dim, plan=plan, program=program, **channels, sinks=sinks)
 
@@ -378,22 +506,34 @@ def ulysses_violations(num_heads: int, ulysses: int) -> list[str]:
     ]
 
 
-def _check_tensors(shapes: tuple[Described, ...], sinks: torch.Size | None) -> None:
-    (q, *_), (k, *_), (v, *_) = shapes
+def _check_tensors(shapes: tuple[Described | None, ...], sinks: torch.Size | None) -> None:
+    """Raise ValueError for violations in the shapes of q, k, v, joint_q, joint_k and joint_v."""
+    named = zip(("q", "k", "v", "joint_q", "joint_k", "joint_v"), shapes, strict=True)
+    given = {name: x for name, x in named if x is not None}
+    sizes = {name: tuple(size) for name, (size, *_) in given.items()}
+    keys = [pair for pair in (("k", "v"), ("joint_k", "joint_v")) if sizes.keys() & pair]
     violations = []
-    if len(q) != 4 or len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
+    if not keys or not all(sizes.keys() >= set(pair) for pair in keys):
+        violations.append("k and v, or joint_k and joint_v, or all four must be given")
+    elif any(len(size) != 4 for size in sizes.values()) or any(sizes[k][:3] != sizes[v][:3] for k, v in keys):
         violations.append(
             "q must be (batch, tokens, num_heads, head_dim), k (batch, tokens, num_kv_heads, head_dim), and v the same "
             "as k except for its own head_dim"
         )
-    elif (*q[:2], q[3]) != (*k[:2], k[3]):
-        violations.append("q, k and v must have the same batch and tokens, q and k the same head_dim")
-    if len({each[1:] for each in shapes}) > 1:
-        violations.append("q, k and v must have the same dtype and device")
-    if sinks is not None and tuple(sinks) != tuple(q[2:3]):
+    else:
+        pairs = [(sizes[name], sizes[f"joint_{name}"]) for name in "qkv" if {name, f"joint_{name}"} <= sizes.keys()]
+        if any((x[0], *x[2:]) != (y[0], *y[2:]) for x, y in pairs):
+            violations.append("joint_q, joint_k and joint_v must be like q, k and v except for the number of tokens")
+        if "joint_q" in sizes and (len(keys) < 2 or sizes["joint_q"][1] != sizes["joint_k"][1]):
+            violations.append("joint_q needs k, v, joint_k and joint_v, and as many tokens as joint_k")
+        if any((sizes["q"][0], sizes["q"][3]) != (sizes[k][0], sizes[k][3]) for k, _ in keys):
+            violations.append("q and k must have the same batch and head_dim")
+    if len({each[1:] for each in given.values()}) > 1:
+        violations.append(f"{', '.join(given)} must have the same dtype and device")
+    if sinks is not None and tuple(sinks) != sizes["q"][2:3]:
         violations.append(f"sinks {tuple(sinks)} must have one logit per query head")
     if violations:
-        listed = ", ".join(f"{name} {tuple(x[0])} {x[1]} {x[2]}" for name, x in zip("qkv", shapes, strict=True))
+        listed = ", ".join(f"{name} {tuple(x[0])} {x[1]} {x[2]}" for name, x in given.items())
         raise ValueError(f"{'; '.join(violations)}; got {listed}")
 
 
@@ -427,17 +567,26 @@ def _spec(
     window: tuple[int, int],
     softcap: float | None,
     chunk: int,
+    *,
+    key_documents: Rows = None,
+    joint: Joint | None = None,
 ) -> AttentionSpec:
-    spec = AttentionSpec(causal, window, scale, softcap, documents, prefixes, parents)
+    spec = AttentionSpec(causal, window, scale, softcap, documents, prefixes, parents, key_documents, joint)
     if not chunk:
         return spec
-    if parents is not None:
-        raise ValueError("prefix_tree is not supported with attention in chunks")
+    if any(x is not None for x in (parents, key_documents, joint)):
+        raise ValueError("attention in chunks does not support prefix_tree, joint tokens and cross attention")
     # Attention within chunks is attention within documents.
     rows = documents or ((0, seq_len),)
     cut = [[at for a, b in pairwise(row) for at in range(a, b, chunk)] + [row[-1]] for row in rows]
     longest = max(map(len, cut))
     return replace(spec, documents=tuple(tuple(row + row[-1:] * (longest - len(row))) for row in cut))
+
+
+def _is_front(joint_strategy: str) -> bool:
+    if joint_strategy not in ("front", "rear"):
+        raise ValueError(f"joint_strategy={joint_strategy!r} must be front or rear")
+    return joint_strategy == "front"
 
 
 def _window(window: tuple[int, int] | None) -> tuple[int, int]:

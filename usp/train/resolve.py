@@ -54,7 +54,7 @@ class ResolvedStage:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""
         config = self.config
-        return config.seq_len * config.batch_size // (config.micro_batches * self.dims.ring * self.dims.ulysses)
+        return config.padded_len * config.batch_size // (config.micro_batches * self.dims.ring * self.dims.ulysses)
 
 
 @dataclass(frozen=True)

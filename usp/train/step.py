@@ -28,7 +28,7 @@ POSITION = "position"
 def part_of(mesh: ParallelMesh, config: TrainConfig, balanced: bool = False) -> Part:
     """Return which rows of a global batch this rank trains on, and which of their tokens; `balanced` as in `Part`."""
     axes = SpAxes.of(mesh)
-    layout = axes.layout(config.sp_layout, config.seq_len)
+    layout = axes.layout(config.sp_layout, config.padded_len)
     first = mesh.rank("batch") * config.batch_size
     return Part(layout, axes.ring_rank, axes.ulysses_rank, first, config.batch_size, balanced)
 
@@ -53,7 +53,7 @@ def train_step(
 
     Args:
         batch: this rank's part of the global batch, as `shard_batch` and `Batch.to` return it; for dropout, also
-            `row_numbers`, as in `CausalLMStage`.
+            `first_tokens`, as in `CausalLMStage`.
         before_update: takes this rank's share of the loss (see `Engine.forward_backward`) once the gradients are there,
             and returns the loss over all ranks; where that is not finite, the weights are not updated.
 

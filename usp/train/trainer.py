@@ -176,7 +176,8 @@ class Trainer(TrainingLoop):
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         rate = self.config.learning_rate * self.schedule.at(number)
         exchange = partial(self._exchange, batch)
-        inputs = batch.to(self.device) | {"row_numbers": torch.tensor(batch.own, device=self.device)}
+        first_tokens = self.config.seq_len * torch.tensor(batch.own, device=self.device)
+        inputs = batch.to(self.device) | {"first_tokens": first_tokens}
         loss, norm = train_step(self.engine, self.mesh, inputs, self.config, rate, before_update=exchange)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, cast
 
-from attention import SequenceLayout
 from parallel import ParallelDims, divisors, micro_batch_violation, stages_per_rank
 from usp.config import ALL_LINEAR, CommonConfig, TrainConfig, by_stage
 from usp.fields import flag, shared_values, value_violations
@@ -41,7 +40,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[str]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
-    rules = (_sequence, _train_tokens, _micro_batches, _zero_bubble, _planning, common_violations, _evaluation)
+    rules = (_train_tokens, _micro_batches, _zero_bubble, _planning, common_violations, _evaluation)
     yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts))
@@ -120,17 +119,6 @@ def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
 def parallel_dims(config: Any) -> ParallelDims:
     """Return the degrees of a configuration of any program; dp_shard is still -1 if it takes the remaining ranks."""
     return ParallelDims(ring=config.sp_ring, ulysses=config.sp_ulysses, **shared_values(config, ParallelDims))
-
-
-def _sequence(config: TrainConfig) -> Iterator[str]:
-    multiple = SequenceLayout.multiple_of(config.sp_layout, config.sp_ring, config.sp_ulysses)
-    if config.seq_len % multiple:
-        below = config.seq_len // multiple * multiple
-        lengths = " or ".join(str(length) for length in (below, below + multiple) if length)
-        yield (
-            f"--seq-len = {config.seq_len} must be a multiple of {multiple} for --sp-layout {config.sp_layout} over "
-            f"--sp-ring {config.sp_ring} x --sp-ulysses {config.sp_ulysses}: use {lengths}"
-        )
 
 
 def _global_batch(config: TrainConfig, world_size: int) -> Iterator[str]:
@@ -272,7 +260,8 @@ def _optimizer(config: TrainConfig) -> Iterator[str]:
 def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
     if config.tp > 1:  # `_recomputation` refuses tp_sequence_parallel without tp
         yield from tp_violations(facts, config.tp, config.tp_sequence_parallel)
-    local = config.seq_len // (config.sp_ring * config.sp_ulysses)
+    ranks = config.sp_ring * config.sp_ulysses
+    local = config.padded_len // ranks
     if config.tp_sequence_parallel and local % config.tp:
         yield f"tp={config.tp} must divide the {local} tokens of a rank for --tp-sequence-parallel: change --seq-len"
 

@@ -50,5 +50,5 @@ def test_what_is_kept_has_the_expected_value_of_the_input() -> None:
     dropped = dropout_mask(P, dropout.key, NUMBERS, FEATURES // 3, FEATURES // 3).view(x.shape)
     torch.testing.assert_close(dropout(x), torch.where(dropped, 0.0, 1 / (1 - P)))
     assert torch.equal(dropout.eval()(x), x)
-    with pytest.raises(RuntimeError, match="needs the row_numbers of all of its tokens"):
+    with pytest.raises(RuntimeError, match="needs the first_tokens of all of its tokens"):
         dropout.train()(x[:, :5])

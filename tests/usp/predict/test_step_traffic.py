@@ -41,11 +41,12 @@ AXES: dict[str, Flags] = {
     "tp": {"tp": 2, "tp_sequence_parallel": True},
     "ep": {"ep": 2, "model": "mixtral", "router_aux_loss_coef": 0.02},
 }
-SINGLE: list[Flags] = [*AXES.values(), {"tp": 2}, {"zero": 0}]
+ODD: Flags = {"sp_ring": 2, "sp_layout": "striped", "seq_len": SEQ_LEN - 1}
+SINGLE: list[Flags] = [*AXES.values(), {"tp": 2}, {"zero": 0}, ODD]
 PAIRS: list[Flags] = [AXES[a] | AXES[b] for a, b in combinations(AXES, 2)]
 MIXTURES: list[Flags] = [
     {"model": "qwen3", "sp_ulysses": 4, "sp_ring": 2},  # 2 key-value heads, so they are replicated
-    {"model": "mistral", "sp_ring": 4, "sp_layout": "striped", "ac": "full"},
+    {"model": "mistral", "sp_ring": 4, "sp_layout": "striped", "ac": "full", "seq_len": SEQ_LEN - 3},
     {"model": "qwen2", "tp": 2, "sp_ring": 2, "ac": "attention-saved", "mlp_tile": 5, "dtype": "float32"},
     {"model": "qwen3", "tp": 2, "zero": 1, "micro_batches": 2, "batch_size": 2, "loss_chunk": 24},
     {"model": "qwen3_moe", "ep": 4, "tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "ac": "full"},
@@ -92,8 +93,8 @@ def _counted(config: TrainConfig) -> dict[GroupOp, tuple[int, int]]:
     for stage in engine.stages:
         for router in router_modules(stage.model):
             router.register_forward_hook(evenly)
-    ids = torch.arange(config.batch_size * SEQ_LEN).view(config.batch_size, SEQ_LEN) % VOCAB
-    boundaries = torch.tensor([[0, SEQ_LEN]] * config.batch_size, dtype=torch.int32)
+    ids = torch.arange(config.batch_size * config.seq_len).view(config.batch_size, -1) % VOCAB
+    boundaries = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
     local = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
 
     def step() -> None:

@@ -31,10 +31,24 @@ def refusals() -> dict[str, str]:
         "sinks": lambda: UnifiedSPAttention(mesh)(q, k, k, sinks=torch.zeros(2)),
         "kernel": lambda: UnifiedSPAttention(mesh, kernel="sdpa")(q, k, k, softcap=2.0),
         "layout": lambda: UnifiedSPAttention(mesh, "strip"),
+        "gradients": lambda: UnifiedSPAttention(mesh, dkv_dtype=torch.float16)(q, k, k),
+        "keys": lambda: UnifiedSPAttention(mesh)(q, None, None),
+        "joint": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_q=q, joint_k=k[..., :4], joint_v=k),
+        "queries": lambda: UnifiedSPAttention(mesh)(q, None, None, joint_q=q, joint_k=k, joint_v=k),
+        "strategy": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, joint_strategy="none"),
+        "prefix": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, prefix=torch.tensor([3])),
+        "chunk": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, chunk=2),
+        "pairs": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, cu_seqlens=torch.tensor([0, 3, 8])),
+        "boundaries": lambda: UnifiedSPAttention(mesh)(
+            q, odd[:, :2], odd[:, :2], causal=False, cu_seqlens_k=torch.tensor([0, 9])
+        ),
+        "compiled": lambda: torch.compile(UnifiedSPAttention(mesh), backend="eager", fullgraph=True)(
+            q, k, k, return_lse=True
+        ),
     }
     messages = {}
     for name, call in calls.items():
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises((ValueError, torch._dynamo.exc.Unsupported)) as caught:
             call()
         messages[name] = str(caught.value)
     with pytest.raises(TypeError, match="must be a ParallelMesh or a torch DeviceMesh, got str"):
@@ -45,13 +59,23 @@ def refusals() -> dict[str, str]:
 def test_invalid_calls_raise(ranks: RankPool) -> None:
     found = ranks.run(refusals, 2)[0]
     assert "q must be (batch, tokens, num_heads, head_dim)" in found["dims"]
-    assert "have the same batch and tokens, q and k the same head_dim" in found["tokens"]
+    assert "keys of another sequence (k has other tokens than q" in found["tokens"]
     assert "have the same dtype and device; got q (1, 4, 4, 8) torch.float32 cpu" in found["dtype"]
     assert "num_kv_heads=2 must divide num_heads=3" in found["heads"]
     assert "seq_len=6 cannot be divided by layout='zigzag'" in found["length"]
     assert "sinks (2,) must have one logit per query head" in found["sinks"]
     assert "kernel='sdpa' cannot compute this call" in found["kernel"]
     assert "layout='strip' must be one of" in found["layout"]
+    assert "dkv_dtype=torch.float16 must be torch.float32, the dtype of k and v, or None" in found["gradients"]
+    assert "k and v, or joint_k and joint_v, or all four must be given; got q (1, 4, 4, 8)" in found["keys"]
+    assert "joint_q, joint_k and joint_v must be like q, k and v except for the number of tokens" in found["joint"]
+    assert "joint_q needs k, v, joint_k and joint_v, and as many tokens as joint_k" in found["queries"]
+    assert "joint_strategy='none' must be front or rear" in found["strategy"]
+    assert "joint tokens are not supported with prefix or prefix_tree" in found["prefix"]
+    assert "attention in chunks does not support prefix_tree, joint tokens and cross attention" in found["chunk"]
+    assert "must be the same (1 without boundaries): cu_seqlens 2, joint_cu_seqlens 1" in found["pairs"]
+    assert "cu_seqlens_k ends at 9, past the 4 tokens of a row" in found["boundaries"]
+    assert "torch.compile supports attention of a sequence to itself" in found["compiled"]
 
 
 def with_heads_inside_out() -> float:
@@ -174,6 +198,24 @@ def replayed_with_another_head_dim_of_v() -> tuple[float, int]:
         attention(q, k, v[..., :5])
     replayed = torch.autograd.grad(out.square().sum(), (q, k, v))
     return max(float((x - y).abs().max()) for x, y in zip(saved, replayed, strict=True)), sent.total
+
+
+def replayed_joint_attention() -> tuple[float, int]:
+    """Return the largest difference between gradients of a saved and a replayed call, and the bytes that replay sends."""
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2, ring=2)))
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, tokens, 4, 8, generator=generator).requires_grad_() for tokens in (8, 8, 8, 3, 3, 3)]
+    joint = dict(zip(("joint_q", "joint_k", "joint_v"), tensors[3:], strict=True))
+    keep, found = KeepResults(), []
+    for kept in (keep, keep.replay()):
+        with attention.keeping(kept), SentBytes() as sent:
+            results = attention(*tensors[:3], **joint, causal=False, return_lse=True)
+        found.append(torch.autograd.grad(sum(x.square().sum() for x in results), tensors))
+    return max(float((x - y).abs().max()) for x, y in zip(*found, strict=True)), sent.total
+
+
+def test_replayed_joint_attention_sends_nothing(ranks: RankPool) -> None:
+    assert ranks.run(replayed_joint_attention, 4) == [(0.0, 0)] * 4
 
 
 def test_a_replayed_call_with_another_head_dim_of_v_sends_nothing(ranks: RankPool) -> None:

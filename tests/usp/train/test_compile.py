@@ -57,7 +57,7 @@ def train(folder: str, backend: str, flags: Mapping[str, Any]) -> dict[str, Any]
         first = mesh.rank("batch") * share
         rows = {key: value[first : first + share] for key, value in batch_of(step).items()}
         local = shard_batch(rows, mesh, config.sp_layout)
-        local["row_numbers"] = torch.arange(step * ROWS, (step + 1) * ROWS)[first : first + share]
+        local["first_tokens"] = torch.arange(step * ROWS, (step + 1) * ROWS)[first : first + share] * SEQ_LEN
         history.append(train_step(engine, mesh, local, config, 3e-3, before_update=whole_loss(mesh)))
         graphs.append(counters["stats"]["unique_graphs"])
     for _ in range(2):  # another graph, without gradients

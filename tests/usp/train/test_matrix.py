@@ -180,7 +180,7 @@ def train(config: TrainConfig, steps: int) -> list[tuple[float, float]]:
     for step in range(steps):
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
-        local["row_numbers"] = torch.arange(step * ROWS, (step + 1) * ROWS)[rows]
+        local["first_tokens"] = torch.arange(step * ROWS, (step + 1) * ROWS)[rows] * whole["input_ids"].shape[1]
         history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=whole_loss(mesh)))
     return history
 
