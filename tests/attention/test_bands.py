@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attention import AttentionSpec, RingSchedule, SequenceLayout, Task, ring_schedule
@@ -103,7 +103,12 @@ def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_on
     assert_messages_match(schedules)
 
 
+# Documents 1 and 3 continue the first one, and a token of neither is between them.
+APART = AttentionSpec(documents=((0, 4, 6, 7, 9),), parents=((-1, 0, -1, 0),))
+
+
 @settings(max_examples=250)
+@example((SequenceLayout("contiguous", 9, 1), APART, 1))
 @given(problems())
 def test_arrays_plan_the_tasks_that_a_search_pair_by_pair_finds(problem) -> None:
     layout, spec, batch = problem

@@ -39,6 +39,7 @@ BLOCKS = {
     "ragged documents": (200, [(a, b, a, b, 0, None) for a, b in ((0, 3), (3, 70), (70, 199), (199, 200))]),
     "rows in several tiny tasks": (64, [(0, 64, 0, 20, None, None), (10, 64, 30, 50, None, None)]),
     "rows that see nothing": (50, [(20, 30, 0, 50, None, None)]),
+    "tiny bands": (90, [(30 * i, 30 * i + 20, 30 * i, 30 * i + 20, -3, 2) for i in range(3)]),
     "single keys": (60, [(0, 60, 5, 6, None, None), (0, 60, 9, 10, None, None)]),
     "nothing": (40, []),
 }

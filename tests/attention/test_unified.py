@@ -48,6 +48,9 @@ PREFIXES = {
         "prefix": [[30, 1, 45], [13, 0, 0]],
     },
 }
+MANY = {
+    "many bidirectional documents": {"causal": False, "cu_seqlens": [0, 5, 11, 14, 17, 29, 50, 51, 53, 58, 60, 90, 96]}
+}
 ODDS = {
     "one document of odd length": {"causal": False, "cu_seqlens": [0, 89]},
     "documents of odd length": {"cu_seqlens": [0, 40, 88]},
@@ -78,7 +81,7 @@ class Case:
     head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
 
     def mask_arguments(self) -> dict:
-        mask = (MASKS | PREFIXES | TREES | ODDS)[self.mask]
+        mask = (MASKS | PREFIXES | TREES | ODDS | MANY)[self.mask]
         return {k: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else v for k, v in mask.items()}
 
 
@@ -112,6 +115,7 @@ def cases(everything: bool = False) -> list[Case]:
     ]
     every += [Case(layout, (6, 3), mask, 2) for layout, mask in product(LAYOUTS, PREFIXES | TREES)]
     every += [Case(layout, (8, 2), mask, 2, seq_len=ODD) for layout, mask in product(LAYOUTS, ODDS)]
+    every += [Case(layout, (8, 2), "many bidirectional documents", 2) for layout in LAYOUTS]  # slices are received
     # Long enough for triangles that the CPU kernel splits, chunked bands, and messages of several slices.
     every += [
         Case(layout, (4, 2), mask, 1, seq_len=LONG)

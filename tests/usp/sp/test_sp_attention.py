@@ -16,7 +16,7 @@ from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankError, RankPool
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
-from usp.sp.sp_attention import _window
+from usp.sp.sp_attention import LastResult, _window
 
 
 def refusals() -> dict[str, str]:
@@ -99,6 +99,24 @@ def test_invalid_windows_raise(window: object) -> None:
     with pytest.raises(ValueError, match=r"must be None or \(left, right\)"):
         _window(window)  # type: ignore[arg-type]
     assert _window([4, 0]) == (4, 0)  # type: ignore[arg-type]
+
+
+def test_a_last_result_is_given_again_only_for_the_same_values() -> None:
+    calls: list[tuple[object, ...]] = []
+    last = LastResult(lambda *arguments: (calls.append(arguments), len(calls)))
+    boundaries = torch.tensor([0, 4, 8])
+
+    def number(*arguments: object) -> int:
+        return last(*arguments)[1]
+
+    assert number(boundaries, 2.0) == number(boundaries.clone(), 2.0) == 1
+    boundaries[1] = 2  # in place: the same tensor, but other documents
+    assert number(boundaries, 2.0) == number(boundaries, 2.0) == 2
+    assert number(boundaries, 3.0) == 3
+    assert number(boundaries.int(), 3.0) == 4
+    assert number(boundaries[:2].int(), 3.0) == 5
+    assert number(None, 3.0) == number(None, 3.0) == 6
+    assert number(boundaries, 3.0) == 7
 
 
 def gradient_of_sinks() -> list[float]:
