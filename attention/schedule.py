@@ -118,14 +118,12 @@ def ring_schedule(
     planner = max(planners, key=_StepPlanner.neighbour_tokens)
     # Under a causal mask joint queries in front only see each other: every rank has all of their results.
     merging = joint.queries and layout.ring > 1 and not (spec.causal and joint.front)
-    own = tasks(rank, rank)
-    if joint.tokens:
-        queries = joint_pieces(joint, batch, row_len) if joint.queries else {}
-        keys = _united(key_pieces[rank], joint_pieces(joint, batch, key_row_len))
-        if merging and rank:
-            own = block_tasks(pieces[rank], {}, keys, spec) + block_tasks(queries, {}, key_pieces[rank], spec)
-        else:
-            own = block_tasks(_united(pieces[rank], queries), {}, keys, spec)
+    queries = joint_pieces(joint, batch, row_len) if joint.queries else {}
+    keys = _united(key_pieces[rank], joint_pieces(joint, batch, key_row_len))
+    if merging and rank:
+        own = block_tasks(pieces[rank], {}, keys, spec) + block_tasks(queries, {}, key_pieces[rank], spec)
+    else:
+        own = block_tasks(_united(pieces[rank], queries), lower[rank], keys, spec)
     steps = [Step(owner=rank, keys=batch * key_row_len, tasks=own)]
     for t in range(1, layout.ring):
         owner = planner.at(-t)

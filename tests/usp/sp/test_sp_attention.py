@@ -201,7 +201,7 @@ def replayed_with_another_head_dim_of_v() -> tuple[float, int]:
 
 
 def replayed_joint_attention() -> tuple[float, int]:
-    """Return the largest difference between gradients of a saved and a replayed call, and the bytes that replay sends."""
+    """Return the largest difference between gradients of a saved and a replayed call, and the bytes that it sends."""
     attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2, ring=2)))
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, tokens, 4, 8, generator=generator).requires_grad_() for tokens in (8, 8, 8, 3, 3, 3)]
