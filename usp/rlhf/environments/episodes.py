@@ -25,7 +25,8 @@ class Environment(Protocol):
     beside the ranks, once for every episode."""
 
     def reset(self, sample: Mapping[str, Any]) -> None:
-        """Begin an episode: sample has the texts `prompt` and `answer` of the data, and the number `sample`."""
+        """Begin an episode: sample has the texts `prompt` and `answer` of the data, the number `prompt_index` of that
+        example, and the number `sample` of the response in its step."""
 
     def step(self, turn: str) -> tuple[Observation | None, float, bool]:
         """Answer the text of the policy's turn with (observation, reward, done).
@@ -63,7 +64,7 @@ class Episodes:
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Return what `Environment.reset` gets of an example, besides its number among the samples of the call."""
+        """Return what `Environment.reset` gets of an example, besides the numbers of the sample and the example."""
         example = self.examples[index]
         return {"prompt": self.decode(example.prompt.tolist()), "answer": example.answer}
 

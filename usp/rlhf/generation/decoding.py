@@ -237,15 +237,14 @@ class Slots:
         return free
 
     def prefill_groups(self, slots: Sequence[int], multiple: int, max_tokens: int) -> list[PrefillGroup]:
-        """Group newly admitted slots, longest prompts first, for prefill.
+        """Group newly admitted slots for prefill, longest prompts first.
 
         A row is padded to a multiple of `multiple`, plus at most a third to match the longest row. A group has at most
         `max_tokens` tokens, unless a single row is longer.
         """
         groups: list[PrefillGroup] = []
-        for slot in slots:
-            rollout = self.active[slot]
-            assert rollout is not None
+        admitted = [(slot, rollout) for slot in slots if (rollout := self.active[slot])]
+        for slot, rollout in sorted(admitted, key=lambda pair: -len(pair[1].prompt)):
             prompt = rollout.prompt[:-1]
             if not prompt:
                 continue

@@ -146,7 +146,11 @@ class Generator:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], indices: Sequence[int] = ()
+        self,
+        prompts: Sequence[Tensor],
+        work: Generate,
+        seeds: Sequence[int],
+        samples: Sequence[tuple[int, int]] = (),
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of the data-parallel group.
 
@@ -157,7 +161,7 @@ class Generator:
         Args:
             prompts: 1-D integers, each with at least one token. `work.group_size` is ignored: repeat prompts instead.
             seeds: one per prompt; equal prompts with equal seeds get equal responses.
-            indices: of each prompt, what `work.episodes` knows its sample by, if it has any.
+            samples: (id, prompt_index) of each, for the environments of `work.episodes`.
 
         Raises:
             ValueError: before any communication, naming every prompt that does not fit the model's context.
@@ -188,7 +192,7 @@ class Generator:
         arguments = (len(rollouts), replace(work, episodes=None), self._slots, [(r.prompt, r.seed) for r in rollouts])
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
         if episodes is not None:
-            return self._episodes(rollouts, work, episodes, indices)
+            return self._episodes(rollouts, work, episodes, samples)
         if rollouts or self._together is not None:
             self._run(rollouts, work, capacity(rollouts, self._sp, self._multiple) if rollouts else 0)
         return [
@@ -197,7 +201,7 @@ class Generator:
         ]
 
     def _episodes(
-        self, rollouts: Sequence[Rollout], work: Generate, episodes: Episodes, indices: Sequence[int]
+        self, rollouts: Sequence[Rollout], work: Generate, episodes: Episodes, samples: Sequence[tuple[int, int]]
     ) -> list[GeneratedResponse]:
         """Return the responses of episodes. Collective as `generate`."""
         if self._together is not None:
@@ -211,7 +215,7 @@ class Generator:
                 dist.broadcast_object_list(everyone, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
             return everyone[0]
 
-        turns = Turns(rollouts, episodes, indices, tell, leads=self._samples, context=self._context)
+        turns = Turns(rollouts, episodes, samples, tell, leads=self._samples, context=self._context)
         longest = [len(r.prompt) + r.limit + episodes.max_observation_tokens for r in rollouts]
         places = capacity([Rollout([0] * max(longest), 0, work.max_new_tokens)], self._sp, self._multiple)
         try:
@@ -386,7 +390,8 @@ def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Gen
     ids = [prompt * work.group_size + k for prompt in prompts.ids for k in group]
     repeated = [prompt for prompt in prompts["prompt_ids"] for _ in group] if prompts.ids else []
     indices = [int(index) for index in prompts.values.get("prompt_index", ()) for _ in group]
-    responses = generator.generate(repeated, work, [derived_seed(seed, sample) for sample in ids], indices)
+    seeds, of_samples = [derived_seed(seed, sample) for sample in ids], list(zip(ids, indices, strict=False))
+    responses = generator.generate(repeated, work, seeds, of_samples)
     samples = [_sample(prompt, response) for prompt, response in zip(repeated, responses, strict=True)]
     return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in generated_keys(work)})
 

@@ -49,8 +49,8 @@ class Turns:
     """The episodes of `rollouts`, numbered from 0, in a generate call.
 
     Args:
-        indices: the prompt_index of each. leads: whether this rank asks the environments. tell: passes a list from that
-            rank to all ranks of the group. context: the most tokens of a sequence.
+        samples: (id, prompt_index) of each. leads: whether this rank asks the environments. tell: passes a list from
+            that rank to all ranks of the group. context: the most tokens of a sequence.
 
     waiting: rollouts whose environment has not answered, by number.
     """
@@ -59,7 +59,7 @@ class Turns:
         self,
         rollouts: Sequence[Rollout],
         episodes: Episodes,
-        indices: Sequence[int],
+        samples: Sequence[tuple[int, int]],
         tell: Callable[[list[Told]], list[Told]],
         *,
         leads: bool,
@@ -68,7 +68,7 @@ class Turns:
         self.records = [Record() for _ in rollouts]
         self.waiting: dict[int, Rollout] = {}
         self._limits = [rollout.limit for rollout in rollouts]
-        self._episodes, self._indices, self._tell, self._context = episodes, indices, tell, context
+        self._episodes, self._samples, self._tell, self._context = episodes, samples, tell, context
         self._processes = Processes(episodes.environment, episodes.timeout) if leads else None
 
     def close(self) -> None:
@@ -93,7 +93,8 @@ class Turns:
         return [rollout for rollout in following if rollout is not None]
 
     def _sample(self, number: int) -> dict[str, Any]:
-        return {**self._episodes.sample(self._indices[number]), "sample": number}
+        sample, index = self._samples[number]
+        return {**self._episodes.sample(index), "sample": sample, "prompt_index": index}
 
     def _told(self, answer: Answer) -> Told:
         rollout, error, ids = self.waiting[answer.number], answer.error, None
@@ -104,9 +105,9 @@ class Turns:
             except ValueError as refused:
                 error = str(refused)
         if error:
-            record = {**self._sample(answer.number), "prompt_index": self._indices[answer.number], "error": error}
-            record |= {"turn": self.records[answer.number].turns, "traceback": answer.traceback}
-            self._episodes.failures.append({**record, "response": self._episodes.decode(rollout.tokens)})
+            record = {**self._sample(answer.number), "turn": self.records[answer.number].turns, "error": error}
+            record |= {"traceback": answer.traceback, "response": self._episodes.decode(rollout.tokens)}
+            self._episodes.failures.append(record)
         return Told(answer.number, ids, answer.reward, error)
 
     def _follow(self, told: Told) -> Rollout | None:

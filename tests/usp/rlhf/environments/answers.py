@@ -49,3 +49,28 @@ class Faults:
         if self.fault == "raise":
             raise KeyError("no such thing")
         return "", 2.0, True
+
+
+class Text:
+    """Answer with the number of the turn, and give as much as a turn is long, until one has three letters."""
+
+    def reset(self, sample: dict[str, Any]) -> None:
+        assert sample["prompt"].startswith("Question") and sample["prompt_index"] == int(sample["answer"])
+        self.turns = sample["sample"] % 2
+
+    def step(self, turn: str) -> tuple[str, float, bool]:
+        self.turns += 1
+        return f"[{self.turns}]", len(turn) / 4, len(turn) == 3
+
+
+class Fragile(Text):
+    """Fail in the second turn of samples with an odd number."""
+
+    def step(self, turn: str) -> tuple[str, float, bool]:
+        if self.turns == 2:
+            raise RuntimeError("no more")
+        return super().step(turn)
+
+
+class Silent:
+    """Have none of the methods of an environment."""

@@ -55,7 +55,9 @@ def on_grids(numbers: tuple[int, ...], different: dict[str, object]) -> dict[int
         own = range(mesh.rank("batch"), len(LENGTHS), mesh.size("batch"))
         prompts = [torch.from_numpy(examples()[index].prompt) for index in own]
         generator = built(CONFIGS["llama"](), mesh, slots=2)
-        responses = generator.generate(prompts, work(**different), [7 + index for index in own], own)
+        responses = generator.generate(
+            prompts, work(**different), [7 + index for index in own], [(0, index) for index in own]
+        )
         found[number] = list(zip(own, responses, strict=True))
     return found
 
@@ -110,7 +112,7 @@ def failing(failure: str) -> tuple[list[GeneratedResponse], list[dict[str, objec
     assert asked.episodes is not None
     asked.episodes.examples[1] = Example(examples()[1].prompt, "die")
     prompts = [torch.from_numpy(example.prompt) for example in examples()[1:3]]
-    return generator.generate(prompts, asked, [0, 1], (1, 2)), asked.episodes.take_failures()
+    return generator.generate(prompts, asked, [0, 1], [(0, 1), (1, 2)]), asked.episodes.take_failures()
 
 
 def test_an_episode_whose_environment_dies_ends_alone(ranks: RankPool) -> None:
