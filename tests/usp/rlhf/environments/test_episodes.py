@@ -18,9 +18,8 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+HANGS = ("hang", "fork")
 FAULTS = {
-    "hang": "a step took longer than 2 seconds",
-    "fork": "a step took longer than 2 seconds",
     "die": "its process ended with exit code 7",
     "long": "its answer is longer than 16,777,216 bytes",
     "reward": "the reward nan must be a finite number",
@@ -31,7 +30,7 @@ FAULTS = {
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    made = Processes(f"{FILE}:Faults", 2.0)
+    made = Processes(f"{FILE}:Faults", 600.0)
     yield made
     made.close()
 
@@ -57,6 +56,17 @@ def test_a_fault_costs_its_own_episode(processes: Processes) -> None:
             assert fault in found.error and ("in step" in found.traceback) == (kinds[number] == "raise")
         else:
             assert found == (number, *(("", 2.0, True) if kinds[number] else ("go on", 1.0, False)), "", "")
+
+
+def test_what_takes_too_long_is_ended(processes: Processes) -> None:
+    for number, fault in enumerate(HANGS):
+        processes.ask(number, "a turn", {"answer": fault})
+    assert all(found.reward == 1 for found in answer(processes, {0, 1}).values())
+    processes._timeout = 0.5
+    for number in range(len(HANGS)):
+        processes.ask(number, "another", None)
+    assert {found.error for found in answer(processes, {0, 1}).values()} == {"a step took longer than 0.5 seconds"}
+    assert not processes._of_episode
 
 
 def test_a_process_takes_one_episode_after_another(processes: Processes) -> None:
