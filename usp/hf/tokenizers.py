@@ -39,6 +39,7 @@ AUTO = "auto"
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 BESIDE = "tokenizer"  # directory beside a model with the byte tokenizer
 SHOWN = 60  # characters in messages
+_TURN = "a7Ukq"  # an answer that no message contains
 # A template is a program: messages that it does not expect may make any operation fail.
 FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
@@ -100,6 +101,16 @@ class ChatTemplate:
         chat = self._with_text(chat)
         text, _ = self._render(chat, chat.messages, begin=True)
         return self._tokens(text, [])[0]
+
+    def between(self, messages: Sequence[Message]) -> Ids:
+        """Return the ids that follow a message of the assistant, from what ends it to where its next message begins,
+        with `messages` in between, (ids,). Raises ValueError if the template refuses them."""
+        chat = Chat("", [{"role": USER, "content": "."}, {"role": ASSISTANT, "content": _TURN}, *messages])
+        text, _ = self._render(self._with_text(chat), chat.messages, begin=True)
+        _, found, following = text.rpartition(_TURN)
+        if not found:
+            raise ValueError(f"the chat template of tokenizer={self.name} does not write what the assistant says")
+        return self._tokens(following, [])[0]
 
     def _with_text(self, chat: Chat) -> Chat:
         """Return a chat with parts of text as one text, if the template does not take parts."""

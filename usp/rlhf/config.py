@@ -13,7 +13,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from usp.config import BAD_ROWS, UNPREDICTED, CommonConfig, Norm
+from usp.config import BAD_ROWS, UNPREDICTED, CommonConfig, Norm, Positive
 from usp.data.sources import STDLIB
 from usp.fields import (
     RATE,
@@ -130,7 +130,22 @@ class RewardConfig:
     reward_retries: AtLeast0 = 2
     """Retries of the reward function for a sample that it fails for, after 1, 2, 4, ... seconds."""
     reward_failure: Annotated[str, one_of(("stop", "zero", "drop"))] = "stop"
-    """If every retry fails. stop: end the run with a checkpoint. zero: the score is 0. drop: leave the sample out."""
+    """If every retry fails, or an environment. stop: end the run with a checkpoint. zero: the score is 0. drop: leave
+    the sample out."""
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """The environment that answers the turns of responses, and scores them instead of a reward function."""
+
+    environment: Annotated[str, arg(metavar="PATH.py:NAME", help_behavior_hint="(optional)")] = ""
+    """Class of an environment: reset(sample), then step(turn) -> (observation, reward, done), see docs/rlhf.md."""
+    max_turns: AtLeast1 = 8
+    """Maximum turns of the policy in an episode; --max-new-tokens are those of all."""
+    max_observation_tokens: AtLeast1 = 1024
+    """Maximum tokens of all observations of an episode."""
+    environment_timeout: Positive = 60.0
+    """Seconds of a step of the environment, which is ended after that."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +215,7 @@ class SftConfig(CommonConfig, _Training):
 
 
 @dataclass(frozen=True)
-class RlhfConfig(SftConfig, EvaluationConfig, RewardConfig, _Rlhf):
+class RlhfConfig(SftConfig, EvaluationConfig, EnvironmentConfig, RewardConfig, _Rlhf):
     """Train a language model with PPO, GRPO and related algorithms, or on demonstrations and preference pairs. Every
     model call has its own ranks and parallel layout.
 
@@ -258,6 +273,7 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     yield from _search_violations(config)
     yield from _evaluation_violations(config, samples)
     yield from _replan_violations(config, samples)
+    yield from _environment_violations(config, samples)
     if (config.stop or config.stop_ids) and not samples:
         yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
     if config.share_prefixes and not samples:
@@ -304,6 +320,21 @@ def _evaluation_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
         yield f"--eval-samples = {config.eval_samples} with --eval-temperature = 0 are equal responses: change one"
     if config.keep_best and not config.checkpoint_every:
         yield "--keep-best keeps a checkpoint, but --checkpoint-every is 0: set it, or remove --keep-best"
+
+
+def _environment_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
+    if not config.environment:
+        for field in fields(EnvironmentConfig):
+            if getattr(config, field.name) != field.default:
+                yield f"{flag(field.name)} is an option of --environment: give both or neither"
+        return
+    if not samples:
+        yield f"--environment answers responses, and {config.algorithm} generates none: remove it"
+    for name in ("reward_model", "reward_function", "reward_retries"):
+        if getattr(config, name) != getattr(RlhfConfig, name):
+            yield f"{flag(name)} is not used with --environment, which scores the responses: remove one"
+    if config.replan:
+        yield "--replan does not predict how often an environment answers: remove it, or --environment"
 
 
 def _replan_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:

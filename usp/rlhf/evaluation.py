@@ -48,7 +48,8 @@ class Evaluator:
         self.change_plan(plan)
         self._given = prompt_samples(prompts, range(len(prompts)), self._evaluated.given)
         # Scores can be compared if they have this in common.
-        sampling = [asdict(call.work) for call in self._evaluated.calls if isinstance(call.work, Generate)]
+        works = (call.work for call in self._evaluated.calls if isinstance(call.work, Generate))
+        sampling = [{**asdict(replace(work, episodes=None)), "environment": config.environment} for work in works]
         known = [config.seed, sampling, [(example.prompt.tolist(), example.answer) for example in prompts]]
         self.past = Evaluations(fingerprint(known), name="scores")
 
@@ -100,7 +101,9 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) 
         temperature = config.eval_temperature
         if temperature < 0:
             temperature = config.temperature if config.eval_samples > 1 else 0.0
-        return replace(call, work=replace(work, group_size=config.eval_samples, temperature=temperature))
+        episodes = work.episodes and replace(work.episodes, examples=prompts)
+        work = replace(work, group_size=config.eval_samples, temperature=temperature, episodes=episodes)
+        return replace(call, work=work)
     if isinstance(work, Compute) and isinstance(work.function, ScoreWith):
         scored = replace(work.function, answer=lambda index: prompts[index].answer)
         return replace(call, work=replace(work, function=scored))

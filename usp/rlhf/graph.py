@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .environments.episodes import Episodes
 from .samples import Samples
 
 Reduce: TypeAlias = Callable[[Tensor], Tensor]  # sums a tensor over all ranks of a call
@@ -104,6 +105,8 @@ class Generate:
         temperature: 0 decodes greedily. top_k: 0 disables. top_p: 1 disables.
         stop_ids: a response ends with the first of these, which it includes.
         stop_strings: it also ends with the first token after which its text contains one of these.
+        episodes: a response consists of turns, which end so, and an environment answers each. Also reads prompt_index,
+            and writes score.
     """
 
     group_size: int = 1
@@ -113,6 +116,7 @@ class Generate:
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    episodes: Episodes | None = None
 
 
 @dataclass(frozen=True)
@@ -370,8 +374,14 @@ GENERATED = {
     "logprobs": torch.float32,
     "finished": torch.bool,
     "prompt_length": torch.int64,
+    "score": torch.float32,
 }
-_GENERATED_SCALARS = ("finished", "prompt_length")
+_GENERATED_SCALARS = ("finished", "prompt_length", "score")
+
+
+def generated_keys(work: Generate) -> tuple[str, ...]:
+    """Return the keys of `GENERATED` that a generate call writes."""
+    return tuple(key for key in GENERATED if key != "score" or work.episodes is not None)
 
 
 def canonical(key: str) -> str:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan, policy_as_
 from usp.rlhf.plan.plan import ExecutionPlan, from_mapping, needed_part, optimizer_of, staleness_violations
 from usp.rlhf.roles.role_model import RoleSpec
 from usp.rlhf.runtime.transfer import batch_violations
-from usp.run.failures import Problems, listed, nearest
+from usp.run.failures import Problems, listed, load_from_file, nearest
 from usp.run.launch import Launch
 from usp.run.metrics import METRICS_FILE
 from usp.run.output import warn
@@ -41,6 +42,7 @@ from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
 from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, violations
 from .datasets import Example, Examples, hold_out, open_examples
+from .environments.episodes import Episodes, ids_between
 from .graph import DataflowGraph, Generate
 from .role_specs import layout_violations, missing_models, role_specs, router_violations, unused_models
 
@@ -128,7 +130,8 @@ def prepare(
     problems.check()
     assert examples is not None
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
-    options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, specs["actor"]))
+    episodes = attempt(lambda: _episodes(config, tokenizer, examples))
+    options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, episodes, specs["actor"]))
     graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
     problems.check()
     assert options is not None and graph is not None
@@ -241,10 +244,11 @@ def _open_examples(
     switches = filter(None, map(rotary_switch, models)) if sampled else ()
     longest = min([*(model.max_position_embeddings for model in models), *switches])
     scored_by_answer = sampled and not config.reward_model
+    asks_none = config.reward_function != "match" or bool(config.environment)
     keys = ["prompt", *(("chosen", "rejected") if algorithm.data == "pairs" else ())]
     if algorithm.data == "answers" or sft_steps or scored_by_answer:
         keys.append("answer")
-    unread = scored_by_answer and not sft_steps and config.reward_function != "match"  # a function may need none
+    unread = scored_by_answer and not sft_steps and asks_none  # a function or an environment may need none
     try:
         return open_examples(
             config.data,
@@ -267,6 +271,8 @@ def _open_examples(
 def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
     """Return the function that scores responses, or None if a reward model does, or nothing is scored."""
     name = config.reward_function
+    if config.environment:
+        return None
     if algorithm.data != "prompts" or config.reward_model:
         unused = [field.name for field in fields(RewardConfig) if getattr(config, field.name) != field.default]
         if not unused:
@@ -288,14 +294,42 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
     )
 
 
+def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> Episodes | None:
+    """Return how --environment answers responses, or None without one."""
+    if not config.environment:
+        return None
+    try:
+        environment = load_from_file(config.environment, "class")
+        if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
+            raise ValueError(f"{config.environment} has no method {' and no method '.join(missing)}")
+    except ValueError as error:
+        raise ValueError(f"--environment = {error}") from error
+    return Episodes(
+        config.environment,
+        examples,
+        tokenizer.decode,
+        partial(ids_between, tokenizer.encode, tokenizer.chats),
+        config.max_turns,
+        config.max_observation_tokens,
+        config.environment_timeout,
+        failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
+    )
+
+
 def _algorithm_options(
-    config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, reward: ScoreWith | None, actor: RoleSpec
+    config: RlhfConfig,
+    algorithm: Algorithm,
+    tokenizer: Tokenizer,
+    reward: ScoreWith | None,
+    episodes: Episodes | None,
+    actor: RoleSpec,
 ) -> Options:
     """Return the defaults, overridden by --options and the flags of sampling."""
     kind = algorithm.options
     values = parse_options(config.options, kind, "--options", without=("generate", "reward", "staleness"))
     if algorithm.data == "prompts":
         sampling = shared_values(config, Generate) | _stops(config, tokenizer, actor.config.vocab_size)
+        sampling["episodes"] = episodes
         sampling["group_size"] = config.group_size or vars(kind())["generate"].group_size
         values |= {"generate": Generate(**sampling), "reward": reward, "staleness": config.staleness}
     return kind(**values)

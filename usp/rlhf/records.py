@@ -25,7 +25,8 @@ from usp.run.metrics import count
 from usp.run.output import LineFile
 
 from .algorithms.rewards import RewardFailed, ScoreWith
-from .graph import Compute, DataflowGraph
+from .environments.episodes import Episodes
+from .graph import Compute, DataflowGraph, Generate
 from .samples import Samples
 
 SAMPLES_FILE = "samples.jsonl"
@@ -90,8 +91,11 @@ class SampleFiles:
         self._graph, self._decode, self._device = graph, decode, device
         self._bad, self._reward_failure, self._warn = folder / BAD_SAMPLES_FILE, reward_failure, warn
         self.files = self._samples, self._lengths = LineFile(folder / SAMPLES_FILE), LineFile(folder / LENGTHS_FILE)
-        works = (call.work for call in graph.calls)
-        self._scorers = [w.function for w in works if isinstance(w, Compute) and isinstance(w.function, ScoreWith)]
+        works = [call.work for call in graph.calls]
+        self._scorers: list[ScoreWith | Episodes] = [
+            *(w.function for w in works if isinstance(w, Compute) and isinstance(w.function, ScoreWith)),
+            *(w.episodes for w in works if isinstance(w, Generate) and w.episodes),
+        ]
 
     def keep(self, number: int, samples: Samples, evaluation: bool = False) -> None:
         """Write the first samples of a step, or of the evaluation after it."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from usp.fields import shared_values
-from usp.rlhf.graph import GENERATED, Compute, Generate, Inference, ModelCall, Reduce
+from usp.rlhf.graph import Compute, Generate, Inference, ModelCall, Reduce, generated_keys
 from usp.rlhf.samples import Samples
 
 from .algorithm import Options, at_least, finite, logprobs, one_of, train
@@ -32,7 +32,7 @@ class PolicyOptions(Options):
     """Options of every algorithm that trains a policy on its own responses.
 
     Attributes:
-        reward: reward function; None: the model of the role "reward".
+        reward: reward function; None: the model of the role "reward", or the environment of `generate.episodes`.
         reward_bias, reward_scaling, max_reward_clip, zero_unfinished: see `RewardShape`.
         kl: weight of the KL divergence from the role "ref"; 0: no such role.
         eps_low, eps_high, dual_clip, max_log_ratio: see `ClippedPolicy`. The last two have verl's values.
@@ -167,7 +167,7 @@ def policy_calls(
     stop_above = ("importance_ratio", options.max_importance_ratio) if options.max_importance_ratio else None
     return (
         generate("actor_generate", options.generate),
-        score(options),
+        *score(options),
         *((logprobs("actor", "old_logprobs", temperature),) if recompute else ()),
         *((logprobs("ref", "ref_logprobs", temperature),) if options.kl else ()),
         *between,
@@ -178,17 +178,21 @@ def policy_calls(
 
 def generate(name: str, work: Generate, prefix: str = "") -> ModelCall:
     """Return a call that samples responses; `prefix` is that of its output keys."""
-    return ModelCall(name, "actor", work, ("prompt_ids",), tuple(f"{prefix}{key}" for key in GENERATED))
+    inputs = ("prompt_ids",) if work.episodes is None else ("prompt_ids", "prompt_index")
+    return ModelCall(name, "actor", work, inputs, tuple(f"{prefix}{key}" for key in generated_keys(work)))
 
 
-def score(options: PolicyOptions, prefix: str = "") -> ModelCall:
-    """Return the call that scores responses, by the reward function or the reward model."""
+def score(options: PolicyOptions, prefix: str = "") -> tuple[ModelCall, ...]:
+    """Return the call that scores responses, by the reward function or the reward model; none for episodes, which their
+    environments score."""
+    if options.generate.episodes is not None:
+        return ()
     if options.reward is None:
         inputs, outputs = (f"{prefix}tokens",), (f"{prefix}score",)
-        return ModelCall(f"{prefix}reward_inference", "reward", Inference("score"), inputs, outputs)
+        return (ModelCall(f"{prefix}reward_inference", "reward", Inference("score"), inputs, outputs),)
     reward = replace(options.reward, prefix=prefix)
     work = Compute(reward, scalars=(reward.output,))
-    return ModelCall(f"{prefix}reward", "", work, reward.inputs, (reward.output,))
+    return (ModelCall(f"{prefix}reward", "", work, reward.inputs, (reward.output,)),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +218,8 @@ class Batch:
     def of(samples: Samples, options: PolicyOptions, scores: tuple[str, ...] = ("score",)) -> Batch:
         """Collect what `advantages` functions read; `scores` are the keys of the scores that a sample must have."""
         kept_N = torch.ones(len(samples), dtype=torch.bool)
-        if options.reward is not None and options.reward.failure == "drop":
+        scorer = options.generate.episodes or options.reward
+        if scorer is not None and scorer.failure == "drop":
             kept_N = torch.stack([scalars(samples[key]).isfinite() for key in scores]).all(0)
         responses = Responses([mask * kept for mask, kept in zip(samples["mask"], kept_N, strict=True)])
         rewards_N = options.shape()(samples["score"], samples["finished"], responses.lengths_N).where(kept_N, 0)

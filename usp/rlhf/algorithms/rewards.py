@@ -42,17 +42,18 @@ def load_reward_function(name: str) -> RewardFunction:
 
 
 class RewardFailed(UserCodeFailed):
-    """A reward function raised, or did not return a finite number.
+    """A reward function raised, or did not return a finite number; or the environment of an episode failed.
 
     record: the sample as JSON values: sample, prompt_index, prompt_ids, response_ids, prompt, response, answer, error
     (one line) and traceback (empty if it did not raise).
     """
 
     def __init__(self, record: dict[str, Any]) -> None:
-        super().__init__(
-            f"the reward function failed for sample {record['sample']} (prompt_index {record['prompt_index']}): "
-            f"{record['error']}; it must return a finite number for every response"
-        )
+        who, needs = "reward function", "; it must return a finite number for every response"
+        if "turn" in record:  # of an episode
+            who, needs = "environment", f" (in turn {record['turn']})"
+        sample = f"sample {record['sample']} (prompt_index {record['prompt_index']})"
+        super().__init__(f"the {who} failed for {sample}: {record['error']}{needs}")
         self.record = record
 
 

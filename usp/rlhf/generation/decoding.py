@@ -157,19 +157,23 @@ class GeneratedResponse:
         tokens: int64, on the CPU.
         logprobs: float32, of each token at the temperature (1 where it is 0), before top-k and top-p.
         finished: whether it ends with a stop id, or the token that completes a stop string.
+        own: bool, of each token, whether the policy wrote it; None if it wrote all. score: of an episode.
     """
 
     tokens: Tensor
     logprobs: Tensor
     finished: bool
+    own: Tensor | None = None
+    score: float = 0.0
 
 
 @dataclass(eq=False)
 class Rollout:
-    """A prompt and its response so far.
+    """A prompt and its response so far, or a turn of it.
 
     Attributes:
         limit: maximum tokens in the response.
+        number: of the response. before: tokens of the response that are in the prompt, with those of an environment.
         cached: prompt tokens in this rank's cache.
         unread: tokens after these that decode steps have been issued for.
     """
@@ -182,6 +186,8 @@ class Rollout:
     cached: int = 0
     unread: int = 0
     stopped: bool = False
+    number: int = 0
+    before: int = 0
 
     @property
     def decoded(self) -> int:
@@ -219,6 +225,10 @@ class Slots:
     def pending(self) -> bool:
         return bool(self._waiting) or any(self.active)
 
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Admit further rollouts before those that wait."""
+        self._waiting.extendleft(rollouts)
+
     def admit(self) -> list[int]:
         """Fill free slots; return them."""
         free = [slot for slot, rollout in enumerate(self.active) if rollout is None][: len(self._waiting)]
@@ -227,15 +237,14 @@ class Slots:
         return free
 
     def prefill_groups(self, slots: Sequence[int], multiple: int, max_tokens: int) -> list[PrefillGroup]:
-        """Group newly admitted slots, longest prompts first, for prefill.
+        """Group newly admitted slots for prefill, longest prompts first.
 
         A row is padded to a multiple of `multiple`, plus at most a third to match the longest row. A group has at most
         `max_tokens` tokens, unless a single row is longer.
         """
         groups: list[PrefillGroup] = []
-        for slot in slots:
-            rollout = self.active[slot]
-            assert rollout is not None
+        admitted = [(slot, rollout) for slot in slots if (rollout := self.active[slot])]
+        for slot, rollout in sorted(admitted, key=lambda pair: -len(pair[1].prompt)):
             prompt = rollout.prompt[:-1]
             if not prompt:
                 continue
@@ -280,8 +289,10 @@ class Slots:
 
     def read(
         self, issued: Sequence[Rollout | None], tokens: Sequence[int], logprobs: Sequence[float], ended: Ended
-    ) -> None:
-        """Append a step's tokens to those of `issue` that have not ended; free the slots of those that do now."""
+    ) -> list[Rollout]:
+        """Append a step's tokens to those of `issue` that have not ended; free the slots of those that do now, and
+        return these."""
+        over = []
         for slot, rollout in enumerate(issued):
             if rollout is None or rollout.stopped:
                 continue
@@ -291,6 +302,9 @@ class Slots:
             rollout.stopped = ended(rollout.tokens)
             if rollout.stopped and self.active[slot] is rollout:
                 self.active[slot] = None
+            if rollout.stopped or len(rollout.tokens) == rollout.limit:
+                over.append(rollout)
+        return over
 
 
 def capacity(rollouts: Sequence[Rollout], ranks: int, multiple: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,8 @@ from usp.hf.models import SEVERAL_PARTS, ModelConfig, empty_model, model_facts
 from usp.hf.probe import MaskKind, structure
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
-from usp.rlhf.graph import GENERATED, Generate
+from usp.rlhf.environments.episodes import Episodes
+from usp.rlhf.graph import Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 from usp.sp.sp_attention import UnifiedSPAttention
 
@@ -43,6 +45,7 @@ from .decoding import (
     sequence_key,
     token_keys,
 )
+from .turns import Told, Turns
 
 
 def generation_problems(config: ModelConfig) -> str:
@@ -142,7 +145,13 @@ class Generator:
         return Generator(stage.model, mesh, slots=slots, decode=decode, gathered=gathered, **place)
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[GeneratedResponse]:
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        work: Generate,
+        seeds: Sequence[int],
+        samples: Sequence[tuple[int, int]] = (),
+    ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of the data-parallel group.
 
         Collective over that group (pp, ring, ulysses, tp), whose ranks must pass the same arguments; groups are
@@ -152,13 +161,15 @@ class Generator:
         Args:
             prompts: 1-D integers, each with at least one token. `work.group_size` is ignored: repeat prompts instead.
             seeds: one per prompt; equal prompts with equal seeds get equal responses.
+            samples: (id, prompt_index) of each, for the environments of `work.episodes`.
 
         Raises:
             ValueError: before any communication, naming every prompt that does not fit the model's context.
             RanksDisagree: on every rank, if their arguments differ.
             RuntimeError: on every rank, if the model's logits are not finite.
         """
-        context, switch = self._context, self._switch
+        context, switch, episodes = self._context, self._switch, work.episodes
+        observed = episodes.max_observation_tokens if episodes else 0
         limits = [min(work.max_new_tokens, context - len(prompt)) for prompt in prompts]
         violations = [
             f"prompt {index} has {len(prompt)} tokens, expected 1 to {context - 1} to leave room for a response in the "
@@ -170,34 +181,75 @@ class Generator:
             f"rope_type='longrope' rotates all keys of a sequence differently, but cached ones stay: use fewer new "
             f"tokens"
             for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-            if switch is not None and len(prompt) <= switch < len(prompt) + limit
+            if switch is not None and len(prompt) <= switch < len(prompt) + limit + observed
         ]
         if self._most(bool(violations)):
             raise ValueError("; ".join(violations) or "another data-parallel rank has invalid prompts")
         rollouts = [
-            Rollout(prompt.tolist(), seed, limit) for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
+            Rollout(prompt.tolist(), seed, limit, number=number)
+            for number, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True))
         ]
-        arguments = (len(rollouts), work, self._slots, [(r.prompt, r.seed) for r in rollouts])
+        arguments = (len(rollouts), replace(work, episodes=None), self._slots, [(r.prompt, r.seed) for r in rollouts])
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
+        if episodes is not None:
+            return self._episodes(rollouts, work, episodes, samples)
         if rollouts or self._together is not None:
-            self._run(rollouts, work)
+            self._run(rollouts, work, capacity(rollouts, self._sp, self._multiple) if rollouts else 0)
         return [
             GeneratedResponse(torch.tensor(r.tokens), torch.tensor(r.logprobs, dtype=torch.float32), r.stopped)
             for r in rollouts
         ]
 
-    def _run(self, rollouts: Sequence[Rollout], work: Generate) -> None:
+    def _episodes(
+        self, rollouts: Sequence[Rollout], work: Generate, episodes: Episodes, samples: Sequence[tuple[int, int]]
+    ) -> list[GeneratedResponse]:
+        """Return the responses of episodes. Collective as `generate`."""
+        if self._together is not None:
+            raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
+        if not rollouts:
+            return []
+
+        def tell(told: list[Told]) -> list[Told]:
+            everyone = [told]
+            for axis, group in self._groups.items():  # as tokens are
+                dist.broadcast_object_list(everyone, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
+            return everyone[0]
+
+        turns = Turns(rollouts, episodes, samples, tell, leads=self._samples, context=self._context)
+        longest = [len(r.prompt) + r.limit + episodes.max_observation_tokens for r in rollouts]
+        places = capacity([Rollout([0] * max(longest), 0, work.max_new_tokens)], self._sp, self._multiple)
+        try:
+            self._run(rollouts, work, places, turns)
+        finally:
+            turns.close()
+        return [
+            GeneratedResponse(
+                torch.tensor(each.tokens),
+                torch.tensor(each.logprobs, dtype=torch.float32),
+                each.done,
+                torch.tensor(each.own),
+                each.score,
+            )
+            for each in turns.records
+        ]
+
+    def _run(self, rollouts: Sequence[Rollout], work: Generate, places: int, turns: Turns | None = None) -> None:
+        """Decode the rollouts, and those that follow their turns. places: in the cache, of a sequence on a rank."""
         slots, ended = Slots(rollouts, self._slots), Stops(work, self._decode_text)
-        places = capacity(rollouts, self._sp, self._multiple) if rollouts else 0
         cache = KVCache.allocate(len(slots.active), places, self._device)
         chosen, steps = torch.zeros(2, len(slots.active), device=self._device), deque[_Step]()
         while True:
+            if turns is not None and turns.waiting:
+                slots.add(turns.go_on(wait=not (slots.pending or steps)))
             admitted = slots.admit()
             groups = slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS)
             forwards = len(groups) + slots.pending
             most = self._most(forwards)
             if not most:
-                break
+                while steps:
+                    self._read(slots, steps.popleft(), ended, turns)
+                if turns is None or not turns.waiting:
+                    break
             for _ in range(most - forwards):
                 serve_experts(self._experts)
             if not forwards:
@@ -209,9 +261,7 @@ class Generator:
             chosen = self._decode(cache, slots, work, chosen)
             steps.append((slots.issue(), _to_host(chosen)))
             if len(steps) > 1:  # the device has the next one to do
-                self._read(slots, steps.popleft(), ended)
-        for step in steps:
-            self._read(slots, step, ended)
+                self._read(slots, steps.popleft(), ended, turns)
         self.cache_bytes = cache.nbytes
 
     def _most(self, number: int) -> int:
@@ -246,7 +296,10 @@ class Generator:
     def _decode(self, cache: KVCache, slots: Slots, work: Generate, before: Tensor) -> Tensor:
         """Decode one step of every slot; return the next tokens and log-probabilities (2, slots), as `before` of it."""
         columns, places = slots.decode_inputs(self._sp, self._sp_rank)
-        keys = [1 if r is None or work.temperature == 0 else sequence_key(r.seed, r.decoded) for r in slots.active]
+        keys = [
+            1 if r is None or work.temperature == 0 else sequence_key(r.seed, r.before + r.decoded)
+            for r in slots.active
+        ]
         token, position, place, own, keys_B = _to_device(torch.cat((columns, torch.tensor([keys]))), self._device)
         token = token.where(token >= 0, before[0].long())
         length = min(-(-places // _READ_MULTIPLE) * _READ_MULTIPLE, cache.positions.shape[1])
@@ -262,8 +315,9 @@ class Generator:
             dist.broadcast(chosen, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
         return chosen
 
-    def _read(self, slots: Slots, step: _Step, ended: Stops) -> None:
-        """Give a step's tokens, once they are on the host, to the sequences that it was issued for."""
+    def _read(self, slots: Slots, step: _Step, ended: Stops, turns: Turns | None) -> None:
+        """Give a step's tokens, once they are on the host, to the sequences that it was issued for, and the turns that
+        are over to their environments."""
         issued, (chosen, copied) = step
         if copied is not None:
             copied.synchronize()
@@ -274,7 +328,10 @@ class Generator:
                     f"the model's logits are not finite after {len(rollout.prompt) + len(rollout.tokens)} tokens: "
                     f"its weights, or its activations in {self._dtype}, are nan or infinite"
                 )
-        slots.read(issued, list(map(int, ids)), logprobs, ended)
+        over = slots.read(issued, list(map(int, ids)), logprobs, ended)
+        if turns is not None:
+            for rollout in over:
+                turns.end_turn(rollout)
 
     def _forward(self, ids: Tensor, position_ids: Tensor, kv_cache: Prefill | DecodeStep) -> Tensor:
         """Return this stage's hidden states (rows, tokens, hidden); receive the previous stage's over the pp axis."""
@@ -325,15 +382,18 @@ def _pass(operation: Callable[..., Any], x: Tensor, pp: dist.ProcessGroup | None
 def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Generator) -> Samples:
     """Generate `work.group_size` samples for each prompt p, with the ids p * group_size + k.
 
-    Returns tokens (prompt and response), mask (1 where the next token is in the response), logprobs (of the response,
-    at sampling), finished and prompt_length. A sample depends only on `seed` and its id.
+    Returns tokens (prompt and response), mask (1 where the policy wrote the next token), logprobs (of those tokens, at
+    sampling), finished and prompt_length, and of episodes the score. A sample depends only on `seed` and its id, and on
+    the environment.
     """
     group = range(work.group_size)
     ids = [prompt * work.group_size + k for prompt in prompts.ids for k in group]
     repeated = [prompt for prompt in prompts["prompt_ids"] for _ in group] if prompts.ids else []
-    responses = generator.generate(repeated, work, [derived_seed(seed, sample) for sample in ids])
+    indices = [int(index) for index in prompts.values.get("prompt_index", ()) for _ in group]
+    seeds, of_samples = [derived_seed(seed, sample) for sample in ids], list(zip(ids, indices, strict=False))
+    responses = generator.generate(repeated, work, seeds, of_samples)
     samples = [_sample(prompt, response) for prompt, response in zip(repeated, responses, strict=True)]
-    return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in GENERATED})
+    return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in generated_keys(work)})
 
 
 def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
@@ -341,7 +401,7 @@ def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
     # Entry t is about token t + 1, so the first of the response belongs to the last token of the prompt.
     predicted = slice(len(prompt) - 1, len(tokens) - 1)
     mask, logprobs = torch.zeros(2, len(tokens))
-    mask[predicted] = 1
+    mask[predicted] = 1 if response.own is None else response.own.float()
     logprobs[predicted] = response.logprobs.float().cpu()
     return {
         "tokens": tokens,
@@ -349,6 +409,7 @@ def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
         "logprobs": logprobs,
         "finished": torch.tensor(response.finished),
         "prompt_length": torch.tensor(len(prompt)),
+        "score": torch.tensor(response.score),
     }
 
 

@@ -369,7 +369,7 @@ def test_early_stop_and_nan_change_nothing_and_critics_start_from_causal_lms(ran
 class Echo:
     """Responds to a prompt of n tokens with n - 1 times the seed."""
 
-    def generate(self, prompts: Any, work: Generate, seeds: Any) -> list[GeneratedResponse]:
+    def generate(self, prompts: Any, work: Generate, seeds: Any, samples: Any) -> list[GeneratedResponse]:
         lengths = [len(prompt) - 1 for prompt in prompts]
         return [
             GeneratedResponse(torch.full((n,), seed % 97), torch.full((n,), -0.5), n > 0)

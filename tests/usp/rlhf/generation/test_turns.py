@@ -1,0 +1,122 @@
+"""Episodes of several turns on every mesh match one process that runs the model over the whole transcript."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from parallel import ParallelMesh
+from tests.harness.ranks import RankPool
+from tests.usp.rlhf.environments.answers import Echo
+from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
+from usp.rlhf.environments.episodes import Episodes, Observation
+from usp.rlhf.generation.decoding import GeneratedResponse
+from usp.rlhf.graph import Generate
+
+from .test_generate import CONTEXT, GRIDS, built, letters
+
+HERE = importlib.import_module("tests.usp.rlhf.environments.answers").__file__
+LENGTHS = (40, 3, 1, CONTEXT - 20, 7)
+STOPS = tuple(range(0, VOCAB, 3))
+ON_RANKS = {4: (0, 3, 4), 8: (8,)}
+
+
+@dataclass(frozen=True)
+class Example:
+    prompt: np.ndarray
+    answer: str
+
+
+def examples() -> list[Example]:
+    draw = np.random.default_rng(0)
+    return [Example(draw.integers(0, VOCAB, n), letters(draw.integers(0, VOCAB, 2).tolist())) for n in LENGTHS]
+
+
+def observe(observation: Observation, last: int) -> list[int]:
+    assert isinstance(observation, str)
+    return [(ord(letter) - 256) % VOCAB for letter in observation]
+
+
+def work(environment: str = "Echo", **different: object) -> Generate:
+    episodes = Episodes(f"{HERE}:{environment}", examples(), letters, observe, **different)  # type: ignore[arg-type]
+    return Generate(max_new_tokens=9, temperature=0, stop_ids=STOPS, episodes=episodes)
+
+
+def on_grids(numbers: tuple[int, ...], different: dict[str, object]) -> dict[int, list[tuple[int, GeneratedResponse]]]:
+    found = {}
+    for number in numbers:
+        mesh = ParallelMesh.create(GRIDS[number])
+        own = range(mesh.rank("batch"), len(LENGTHS), mesh.size("batch"))
+        prompts = [torch.from_numpy(examples()[index].prompt) for index in own]
+        generator = built(CONFIGS["llama"](), mesh, slots=2)
+        responses = generator.generate(
+            prompts, work(**different), [7 + index for index in own], [(0, index) for index in own]
+        )
+        found[number] = list(zip(own, responses, strict=True))
+    return found
+
+
+def alone(
+    model: PreTrainedModel, example: Example, max_turns: int
+) -> tuple[list[int], list[bool], Tensor, float, bool]:
+    """The tokens, which are the policy's, their log-probabilities by one forward, the score, and whether it is done."""
+    environment, ids, own, score, done = Echo(), example.prompt.tolist(), [], 0.0, False
+    environment.reset({"answer": example.answer})
+    start = len(ids)
+    while not done and sum(own) < 9 and len(ids) < CONTEXT and environment.turns < max_turns:
+        turn: list[int] = []
+        while not (turn and turn[-1] in STOPS) and sum(own) + len(turn) < 9 and len(ids) + len(turn) < CONTEXT:
+            with torch.no_grad():
+                turn.append(int(model(torch.tensor([[*ids, *turn]])).logits[0, -1].argmax()))
+        ids, own = ids + turn, own + [True] * len(turn)
+        observation, reward, done = environment.step(letters(turn))
+        score += reward
+        observed = observe(observation, turn[-1])
+        if done or sum(own) == 9 or environment.turns == max_turns or len(ids) + len(observed) >= CONTEXT:
+            break
+        ids, own = ids + observed, own + [False] * len(observed)
+    whole = torch.tensor([ids])
+    with torch.no_grad():
+        logprobs = model(whole).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)
+    return ids[start:], own, logprobs[start - 1 :], score, done
+
+
+@pytest.mark.parametrize("max_turns", [8, 2])
+def test_every_grid_matches_one_process(ranks: RankPool, max_turns: int) -> None:
+    model = drawn_model(CONFIGS["llama"]())
+    wanted = [alone(model, example, max_turns) for example in examples()]
+    assert len({done for *_, done in wanted}) == (2 if max_turns == 8 else 1)
+    for size, numbers in ON_RANKS.items():
+        for found in ranks.run(on_grids, size, numbers, {"max_turns": max_turns}):
+            for number, responses in found.items():
+                for index, response in responses:
+                    tokens, own, logprobs, score, done = wanted[index]
+                    where = f"{GRIDS[number]}, prompt {index}"
+                    assert response.tokens.tolist() == tokens, where
+                    assert response.own is not None and response.own.tolist() == own, where
+                    of_own = torch.tensor(own)
+                    assert (response.logprobs - logprobs)[of_own].abs().max() <= 1e-5, where
+                    assert not response.logprobs[~of_own].any(), where
+                    assert response.score == pytest.approx(score) and response.finished == done, where
+
+
+def failing(failure: str) -> tuple[list[GeneratedResponse], list[dict[str, object]]]:
+    asked = replace(work("Faults", failure=failure), max_new_tokens=60)
+    generator = built(CONFIGS["llama"](), ParallelMesh.create(GRIDS[0]))
+    assert asked.episodes is not None
+    asked.episodes.examples[1] = Example(examples()[1].prompt, "die")
+    prompts = [torch.from_numpy(example.prompt) for example in examples()[1:3]]
+    return generator.generate(prompts, asked, [0, 1], [(0, 1), (1, 2)]), asked.episodes.take_failures()
+
+
+def test_an_episode_whose_environment_dies_ends_alone(ranks: RankPool) -> None:
+    ((dead, _), (failure,)), ((dropped, other), _) = (ranks.run(failing, 1, each)[0] for each in ("zero", "drop"))
+    assert dead.score == 0 and np.isnan(dropped.score) and not dead.finished
+    assert failure["error"] == "its process ended with exit code 7" and failure["prompt_index"] == 1
+    assert other.score == 3 and other.finished

@@ -1,0 +1,116 @@
+"""Runs with an environment: the same on every plan, and what they write and refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.ranks import RankPool
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.prepare import prepare
+from usp.rlhf.trainer import RlhfTrainer
+from usp.run.failures import ConfigurationError, UserCodeFailed
+from usp.run.launch import Launch, StopRequest
+from usp.run.watchdog import Watchdog
+
+FILE = Path(__file__).with_name("environments") / "answers.py"
+CONFIG = RlhfConfig(
+    environment=f"{FILE}:Text",
+    stop_ids=",".join(map(str, range(3, 384, 4))),
+    max_new_tokens=10,
+    max_observation_tokens=40,
+    steps=2,
+    warmup_steps=0,
+    sft_steps=0,
+    prompts=4,
+    group_size=2,
+    device="cpu",
+    options="mini_batches=2",
+)
+PLANS: dict[str, dict[str, Any]] = {
+    "u2 r2": {"sp_ulysses": 2, "sp_ring": 2},
+    "r2, rollouts tp2": {"plan": "separation", "rollout": "tp=2", "sp_ring": 2, "zero": 1},
+    "pp2 u2": {"pp": 2, "sp_ulysses": 2, "zero": 1},
+}
+ALGORITHMS = {"grpo": CONFIG, "ppo": replace(CONFIG, algorithm="ppo", group_size=0, prompts=8)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def metrics_of(config: RlhfConfig) -> list[dict[str, float]]:
+    Path(config.output).mkdir(exist_ok=True)
+    launch = Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    trainer = RlhfTrainer(prepare(config, launch), launch, StopRequest(), Watchdog(Launch(), seconds=0))
+    return [trainer.step(number).metrics for number in range(1, config.steps + 1)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_plan_trains_on_the_same_episodes(ranks: RankPool, data: str, tmp_path: Path, algorithm: str) -> None:
+    config = replace(ALGORITHMS[algorithm], data=data)
+    alone = ranks.run(metrics_of, 1, replace(config, output=str(tmp_path / "alone")))[0]
+    assert 0 < alone[0]["finished"] < 1 and alone[0]["score"] > 0 and alone[0]["actor/grad_norm"] > 0
+    for name, degrees in PLANS.items():
+        for found in ranks.run(metrics_of, 4, replace(config, **degrees, output=str(tmp_path / name))):
+            for one, other in zip(found, alone, strict=True):
+                assert one.keys() == other.keys()
+                for key in one.keys() - {"logprob_difference_max", "logprob_difference_mean"}:
+                    # A loss is a difference of terms around 1.
+                    assert one[key] == pytest.approx(other[key], rel=1e-5, abs=2e-6), (name, key)
+    (line, *_) = (tmp_path / "alone" / "samples.jsonl").read_text().splitlines()
+    assert "[1]" in json.loads(line)["response"]
+
+
+def ended(config: RlhfConfig) -> str:
+    try:
+        metrics_of(config)
+    except UserCodeFailed as error:
+        return str(error)
+    return ""
+
+
+def test_a_failing_environment_stops_the_run_or_leaves_the_sample_out(
+    ranks: RankPool, data: str, tmp_path: Path
+) -> None:
+    config = replace(CONFIG, data=data, environment=f"{FILE}:Fragile", steps=1, sp_ulysses=2)
+    for message in ranks.run(ended, 2, replace(config, output=str(tmp_path / "stop"))):
+        assert "the environment failed for sample" in message and "it raised RuntimeError: no more" in message
+        assert "bad-samples.jsonl" in message
+    lines = (tmp_path / "stop" / "bad-samples.jsonl").read_text().splitlines()
+    assert {json.loads(line)["error"] for line in lines} == {"it raised RuntimeError: no more"}
+    for failure in ("zero", "drop"):
+        changed = replace(config, reward_failure=failure, output=str(tmp_path / failure))
+        (metrics,) = ranks.run(metrics_of, 2, changed)[0]
+        assert metrics["reward_failures"] == len(lines) and torch.tensor(metrics["score"]).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"environment": "no.py:Nothing"}, "--environment = no.py:Nothing must be PATH.py:NAME"),
+        ({"environment": f"{FILE}:Nothing"}, "has no class Nothing"),
+        ({"environment": f"{FILE}:Silent"}, "Silent has no method reset and no method step"),
+        ({"environment": "", "max_turns": 3}, "--max-turns is an option of --environment: give both or neither"),
+        ({"algorithm": "sft"}, "--environment answers responses, and sft generates none"),
+        ({"reward_model": "models/reward"}, "--reward-model is not used with --environment"),
+        ({"reward_retries": 1}, "--reward-retries is not used with --environment"),
+        ({"replan": "every=1", "plan": "search"}, "--replan does not predict how often an environment answers"),
+    ],
+)
+def test_what_does_not_go_with_an_environment_is_refused(
+    changes: dict[str, Any], said: str, data: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        prepare(replace(CONFIG, data=data, output=str(tmp_path / "run"), **changes), Launch())
+    assert said in str(refused.value)

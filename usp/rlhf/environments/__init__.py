@@ -1,0 +1,4 @@
+"""Environments that answer the turns of a policy, in processes of their own. Each file imports only earlier ones:
+
+worker, episodes.
+"""

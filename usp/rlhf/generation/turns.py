@@ -1,0 +1,131 @@
+"""Responses of several turns: what the policy writes, and what its environment answers.
+
+    turn --ask--> environment          other sequences are decoded meanwhile
+    answer --tokens, score--> the same sequence goes on as a prompt of all its tokens, or the episode ends
+
+Every rank of a data-parallel group keeps the same records. One of them asks the environments and tells the others what
+came. No token is decoded and encoded again: the text of a turn is for the environment alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from usp.rlhf.environments.episodes import Answer, Episodes, Processes
+
+from .decoding import Rollout
+
+
+class Told(NamedTuple):
+    """What every rank is told of an answer: ids that the policy reads (None: the episode is done), and the reward; or
+    why there is none."""
+
+    number: int
+    ids: list[int] | None
+    reward: float = 0.0
+    error: str = ""
+
+
+@dataclass(eq=False)
+class Record:
+    """A response so far. own: whether the policy wrote each token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
+    turns: int = 0
+    score: float = 0.0
+    done: bool = False
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float], own: bool) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.own += [own] * len(tokens)
+
+
+class Turns:
+    """The episodes of `rollouts`, numbered from 0, in a generate call.
+
+    Args:
+        samples: (id, prompt_index) of each. leads: whether this rank asks the environments. tell: passes a list from
+            that rank to all ranks of the group. context: the most tokens of a sequence.
+
+    waiting: rollouts whose environment has not answered, by number.
+    """
+
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        episodes: Episodes,
+        samples: Sequence[tuple[int, int]],
+        tell: Callable[[list[Told]], list[Told]],
+        *,
+        leads: bool,
+        context: int,
+    ) -> None:
+        self.records = [Record() for _ in rollouts]
+        self.waiting: dict[int, Rollout] = {}
+        self._limits = [rollout.limit for rollout in rollouts]
+        self._episodes, self._samples, self._tell, self._context = episodes, samples, tell, context
+        self._processes = Processes(episodes.environment, episodes.timeout) if leads else None
+
+    def close(self) -> None:
+        """End the environments."""
+        if self._processes is not None:
+            self._processes.close()
+
+    def end_turn(self, rollout: Rollout) -> None:
+        """Ask the environment of a rollout that has all of its tokens."""
+        record = self.records[rollout.number]
+        record.add(rollout.tokens, rollout.logprobs, own=True)
+        record.turns += 1
+        self.waiting[rollout.number] = rollout
+        if self._processes is not None:
+            sample = self._sample(rollout.number) if record.turns == 1 else None
+            self._processes.ask(rollout.number, self._episodes.decode(rollout.tokens), sample)
+
+    def go_on(self, wait: bool) -> list[Rollout]:
+        """Return the rollouts that go on after the answers that have come; `wait` for one at least. Collective."""
+        told = [] if self._processes is None else [self._told(each) for each in self._processes.answers(wait)]
+        following = [self._follow(each) for each in self._tell(told)]
+        return [rollout for rollout in following if rollout is not None]
+
+    def _sample(self, number: int) -> dict[str, Any]:
+        sample, index = self._samples[number]
+        return {**self._episodes.sample(index), "sample": sample, "prompt_index": index}
+
+    def _told(self, answer: Answer) -> Told:
+        rollout, error, ids = self.waiting[answer.number], answer.error, None
+        if not (error or answer.done):
+            assert answer.observation is not None
+            try:
+                ids = self._episodes.observe(answer.observation, rollout.tokens[-1])
+            except ValueError as refused:
+                error = str(refused)
+        if error:
+            record = {**self._sample(answer.number), "turn": self.records[answer.number].turns, "error": error}
+            record |= {"traceback": answer.traceback, "response": self._episodes.decode(rollout.tokens)}
+            self._episodes.failures.append(record)
+        return Told(answer.number, ids, answer.reward, error)
+
+    def _follow(self, told: Told) -> Rollout | None:
+        """Count an answer; return the rollout of the next turn, if there is one."""
+        rollout, record = self.waiting.pop(told.number), self.records[told.number]
+        if told.error:
+            record.score = 0.0 if self._episodes.failure == "zero" else math.nan
+        else:
+            record.score += told.reward
+            record.done = told.ids is None
+        ids = told.ids or []
+        prompt = [*rollout.prompt, *rollout.tokens, *ids]
+        left = min(self._limits[told.number] - sum(record.own), self._context - len(prompt))
+        observed = len(record.own) - sum(record.own) + len(ids)
+        over = record.turns == self._episodes.max_turns or observed > self._episodes.max_observation_tokens or left <= 0
+        if told.error or record.done or over:
+            if self._processes is not None:
+                self._processes.end(told.number)
+            return None
+        record.add(ids, [0.0] * len(ids), own=False)
+        return Rollout(prompt, rollout.seed, left, number=told.number, before=len(record.tokens))
