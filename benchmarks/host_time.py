@@ -201,7 +201,8 @@ def measure_planning(layout: str, tree: bool) -> dict[str, Any]:
         attention, x = UnifiedSPAttention(mesh, layout), torch.empty(1, PLANNED_TOKENS // PLANNED_RANKS, 1, 8)
 
         def plan() -> None:
-            attention._call(x, x, x, None, cu_seqlens, None, prefix_tree, True, None, [-1, -1], None, 0)
+            options = (cu_seqlens, None, prefix_tree, True, None, [-1, -1], None, 0)
+            attention._call((x, x, x, None, None, None), None, *options)
 
         first = least_microseconds({"first": plan}, 1, 1)
         return {"layout": layout, "tree": tree, **first, **least_microseconds({"again": plan}, 20, 10)}
