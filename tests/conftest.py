@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -33,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--adversarial", action="store_true", help="messages between ranks behave as on GPUs at their worst"
     )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Take back the threads of a program that ran in this process."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -71,13 +79,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server that the ranks of all pools are forked from, which imports for all what some of them need."""
+    gc.freeze()  # what is imported by now stays: looking for garbage in it takes a second each time
     starting = any({"ranks", "launch"} & {*getattr(item, "fixturenames", ())} for item in session.items)
     if starting and not session.config.option.collectonly:
         families = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
         models = (f"transformers.models.{family}.modeling_{family}" for family in families)
         often = ("usp.train.trainer", "usp.rlhf.trainer", "parallel.pipeline", "peft", "tests.usp.hf.test_every_model")
         compiler = ("torch._inductor.compile_fx", "deepspeed.runtime.engine")  # DeepSpeed imports it at its first step
-        forkserver.set_forkserver_preload(["tests.harness.preloaded", *often, *models, *compiler])
+        forkserver.set_forkserver_preload([*often, *models, *compiler, "tests.harness.preloaded"])
         forkserver.ensure_running()
 
 

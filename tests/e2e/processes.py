@@ -29,6 +29,7 @@ from usp.run.launch import leave
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 600.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # the environment of a program in the process of a test
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import usp.run.failures
 from parallel import read_extra
-from tests.e2e.processes import ROOT, Run, run_here
+from tests.e2e.processes import ONE_THREAD, ROOT, Run, run_here
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from usp.commands.rlhf import main
@@ -265,7 +265,7 @@ def test_a_run_leaves_its_dtype_and_a_configuration_for_other_machines(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = ["--sft-steps", "1", "--steps", "1", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64"]
-    assert main([*args, "--dtype", "bfloat16", "--output", str(tmp_path)], {}) == 0
+    assert main([*args, "--dtype", "bfloat16", "--output", str(tmp_path)], ONE_THREAD) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / "model").dtype == torch.float32
     for folder in (tmp_path, tmp_path / "sft"):

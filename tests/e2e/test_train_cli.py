@@ -14,7 +14,7 @@ import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.processes import ROOT, Ended, Run, run_here
+from tests.e2e.processes import ONE_THREAD, ROOT, Ended, Run, run_here
 from tests.harness.ranks import RankPool
 from usp.commands.train import main
 
@@ -136,7 +136,7 @@ def test_a_diverged_run_names_the_last_good_step(
     monkeypatch.chdir(tmp_path)
     args = [*FOREVER, "--sp-ulysses", "1", "--learning-rate", "1e30", "--warmup-steps", "0"]
     try:
-        assert main(["--device", "cpu", *args], {}) != 0
+        assert main(["--device", "cpu", *args], ONE_THREAD) != 0
     finally:
         dist.destroy_process_group()  # which a run that fails leaves to the end of its process
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]

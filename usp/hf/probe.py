@@ -116,17 +116,13 @@ class _Call:
     output: Tensor
 
 
-_KNOWN: dict[tuple[type, str], Structure] = {}  # by class and content of the configuration
+_KNOWN: dict[tuple[type, str], Structure] = {}  # by class and content of the tiny configuration
 
 
 def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
-    """Find the structure of the models of class `kind` with `config`, once for equal configurations; all layers run, so
-    the masks are theirs. Raises ValueError if a tiny copy cannot be built or run, so that nothing is known."""
-    config = copy.copy(config)
-    config.use_cache, config.name_or_path = False, ""  # as `apply_unified_sp` sets it; wherever it is read from
-    content = config.to_json_string(use_diff=False)
-    if (kind, content) in _KNOWN:
-        return _KNOWN[kind, content]
+    """Find the structure of the models of class `kind` with `config`, once for configurations that differ in sizes; all
+    layers run, so the masks are theirs. Raises ValueError if a tiny copy cannot be built or run, so that nothing is
+    known."""
     if getattr(config, "is_encoder_decoder", False):
         return Structure({}, ("it is an encoder and a decoder, and only decoders without an encoder are supported",))
     if kind.main_input_name != "input_ids":
@@ -134,14 +130,18 @@ def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structur
     AttentionInterface.register(PROBE, _attend)
     AttentionMaskInterface.register(PROBE, _mask)
     try:
-        with torch.random.fork_rng(devices=()):
-            found = _probe(kind, shrink(config))
+        tiny = shrink(config)
+        tiny.use_cache, tiny.name_or_path = False, ""  # as `apply_unified_sp` sets it; wherever it is read from
+        key = kind, tiny.to_json_string(use_diff=False)
+        if key not in _KNOWN:
+            with torch.random.fork_rng(devices=()):
+                _KNOWN[key] = _probe(kind, tiny)
     except Exception as error:  # of any kind: it is transformers' code that runs
         if not isinstance(error, KeyError) or error.args != (PROBE,):
             why = f"its tiny copy fails with {type(error).__name__}: {error}"
             raise ValueError(f"model_type={config.model_type!r} cannot be verified: {why}") from error
-        found = Structure({}, (NOT_REGISTERED,))  # no attention of this name in a table of attention classes
-    return _KNOWN.setdefault((kind, content), found)
+        _KNOWN[key] = Structure({}, (NOT_REGISTERED,))  # no attention of this name in a table of attention classes
+    return _KNOWN[key]
 
 
 def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:

@@ -127,7 +127,8 @@ GRIDS = {
 
 def plain_tensors(layout: ParamLayout, rank: int) -> dict[str, Tensor]:
     """Return a rank's boxes as plain tensors."""
-    return {name: values()[name][boxes[rank].slices()].clone() for name, boxes in layout.boxes.items() if rank in boxes}
+    whole = values()
+    return {name: whole[name][boxes[rank].slices()].clone() for name, boxes in layout.boxes.items() if rank in boxes}
 
 
 REAL = {

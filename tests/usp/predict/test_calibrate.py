@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from parallel.cluster.hardware import AttentionRates, hardware_from_mapping
+from tests.e2e.processes import ONE_THREAD
 from tests.harness.ranks import RankPool
 from usp.__main__ import main
 from usp.predict.calibrate import Measured, Plan, cautions, contents, measure
@@ -62,7 +63,7 @@ def test_a_single_process_writes_a_file(
     monkeypatch.setattr("usp.predict.calibrate.WIDE", -1.0)
     monkeypatch.setattr("usp.predict.calibrate.TOLERANCE", 1e9)
     out = tmp_path / "machine.json"
-    assert main(["calibrate", "--out", str(out), "--device", "cpu"], {}) == 0
+    assert main(["calibrate", "--out", str(out), "--device", "cpu"], ONE_THREAD) == 0
     said = capsys.readouterr()
     assert "GFLOP/s in float32" in said.out
     assert f"warning: {out}: times of a call differ" in said.err and "product of 32 in float32 (" in said.err
