@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -123,8 +124,8 @@ def test_bad_input_is_refused(
         assert part in shown.err
 
 
-def test_only_one_rank_speaks_and_the_run_ends(tmp_path: Path) -> None:
-    with Run(["--sp-ring", "4", "--model", "tinny"], tmp_path, ranks=2) as run:
+def test_only_one_rank_speaks_and_the_run_ends(launch: Callable[..., Run], tmp_path: Path) -> None:
+    with launch(["--sp-ring", "4", "--model", "tinny"], tmp_path, ranks=2) as run:
         ended = run.end()
     assert ended.exit_code != 0 and ended.out == ""
     *_, first, second, third, end = ended.err.splitlines()  # of torchrun's summary

@@ -15,6 +15,7 @@ from parallel import ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_model
 from tests.usp.tiny import whole_loss
+from tests.usp.train.families.test_families import write
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.shrink import VOCAB
@@ -97,6 +98,7 @@ def test_a_layer_is_one_graph(ranks: RankPool, tmp_path: Path) -> None:
 def test_adapters_with_dropout_and_magnitudes_are_in_the_graph(ranks: RankPool, tmp_path: Path) -> None:
     adapters = {"lora_rank": 2, "lora_targets": "gate_proj,down_proj", "lora_dropout": 0.3, "lora_dora": True}
     flags = {"sp_ulysses": 1, "sp_ring": 1, "tp": 2, **adapters}
+    write("llama", tmp_path / "llama", num_hidden_layers=2)
     found = compare(ranks, tmp_path / "llama", "llama", "aot_eager", flags, world_size=2)
     assert found["breaks"] == []
 
