@@ -69,8 +69,7 @@ def choose(
     every = tuple(layouts(question))
     if not every:
         raise ConfigurationError(
-            f"no layout of {world_size} devices fits --global-batch-size {question.sequences} for {base.model}: the "
-            f"data-parallel degree must divide --global-batch-size. Use a power of two"
+            f"no layout of {world_size} devices fits --global-batch-size {question.sequences}: use a power of two"
         )
     job = job_of(every[0], model_config, world_size, resolved.shape, data(facts))
     search = Search(question, predictor_for(job, hardware), every)
@@ -98,7 +97,6 @@ def _proved(choice: Choice) -> Choice:
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
-
     like = _kept_by(_chosen, lambda config: replace(job, config=config, dims=ParallelDims(*_degrees(config))))
 
     def memory(config: TrainConfig) -> Memory:

@@ -99,10 +99,8 @@ class Estimates:
 
     def _call_seconds(self, call: str, layout: CallLayout) -> float:
         """Return the time of a call on all its ranks, from the first that begins to the last that ends."""
-        factor = factor_of(self.factors, call, layout)
-        if factor is None:
-            factor = 1.0 if call in self._like else 0.0  # of functions nothing is predicted
-        return factor * self.formula(call, layout)
+        unknown = 1.0 if call in self._like else 0.0  # of functions nothing is predicted
+        return (factor_of(self.factors, call, layout) or unknown) * self.formula(call, layout)
 
     def call_bytes(self, call: str, layout: CallLayout) -> float:
         """Return the memory that a call takes beside weights and optimizer: activations, gradients, KV cache."""

@@ -1,8 +1,7 @@
-"""Simulate the steps of an execution plan: the executor's own list of operations, in its order, on a clock per rank.
+"""Simulate a step of an execution plan: the executor's own list of operations, in its order, on a clock per rank.
 
 An operation begins when all of its ranks have ended what they did before, and a call also when the calls that make its
-inputs have; it occupies its ranks until it ends. Sending samples takes no time, for they are small beside weights. At
-the end of a step all ranks exchange metrics, so the next one begins everywhere at once.
+inputs have; it occupies its ranks until it ends. Sending samples takes no time, for they are small beside weights.
 
 Memory is counted as the executor holds it: trained copies with their optimizer states always, filled copies from the
 first operation that needs them to their release, offloaded ones while loaded, and what a call takes while it runs."""

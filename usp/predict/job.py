@@ -135,13 +135,14 @@ class Job:
     def layout(self) -> SequenceLayout:
         """The layout of a sequence on ring x ulysses."""
         config, dims = self.config, self.dims
-        documents = (self.boundaries,) if config.sp_layout == "balanced" and self.has_boundaries else None
+        documents = self.documents if config.sp_layout == "balanced" else None
         return SequenceLayout(config.sp_layout, config.padded_len, dims.ring, dims.ulysses, documents)
 
-    @property
-    def has_boundaries(self) -> bool:
-        """Whether a sequence is more than one document, or ends before the last token of its ranks."""
-        return bool(self.data.documents) or self.config.padded_len > self.config.seq_len
+    @cached_property
+    def documents(self) -> tuple[tuple[int, ...]] | None:
+        """`boundaries`, if a sequence is more than one document or ends before the last token of its ranks."""
+        several = self.data.documents or self.config.padded_len > self.config.seq_len
+        return (self.boundaries,) if several else None
 
     @property
     def rows(self) -> int:

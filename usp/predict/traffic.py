@@ -265,8 +265,7 @@ def _reductions(job: Job, unit: Unit) -> Iterator[Sent]:
 
 def attention_spec(job: Job, window: int) -> AttentionSpec:
     """Return the attention of a layer."""
-    documents = (job.boundaries,) if job.has_boundaries else None
-    return AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=documents)
+    return AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=job.documents)
 
 
 def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
