@@ -167,7 +167,7 @@ def test_what_a_curriculum_cannot_be_is_refused_naming_the_stage(base: TrainConf
             {"curriculum": (SHORT, replace(LONG, sp_ring=3))},
             "stage 2 of the curriculum: --sp-ring 3 = 3 ranks must divide",
         ),
-        ({"curriculum": (replace(SHORT, seq_len=129, sp_ring=2), LONG)}, "stage 1 of the curriculum: --seq-len = 129"),
+        ({"curriculum": (replace(SHORT, sp_ulysses=3), LONG)}, "stage 1 of the curriculum: --sp-ulysses 3 = 3 ranks"),
         ({"adam_beta1": 2.0}, "^--adam-beta1 = 2.0 must be at least 0 and below 1$"),
     ):
         with pytest.raises(ConfigurationError, match=said):
