@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
@@ -287,6 +287,11 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         )
 
 
+def given(config: RlhfConfig, kind: Any) -> list[str]:
+    """Return the fields of a part of the configuration that differ from their defaults."""
+    return [field.name for field in fields(kind) if getattr(config, field.name) != field.default]
+
+
 def _search_violations(config: RlhfConfig) -> Iterator[str]:
     if config.plan != SEARCH:
         if config.hardware != RlhfConfig.hardware and not config.replan:
@@ -306,9 +311,8 @@ def _search_violations(config: RlhfConfig) -> Iterator[str]:
 
 def _evaluation_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
     if not config.eval_every:
-        for field in fields(EvaluationConfig):
-            if getattr(config, field.name) != field.default:
-                yield f"{flag(field.name)} is an option of evaluations, but --eval-every is 0: set it, or remove this"
+        for name in given(config, EvaluationConfig):
+            yield f"{flag(name)} is an option of evaluations, but --eval-every is 0: set it, or remove this"
         return
     if not samples:
         yield f"--eval-every = {config.eval_every} samples responses, which {config.algorithm} does not: remove it"
@@ -324,9 +328,8 @@ def _evaluation_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
 
 def _environment_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
     if not config.environment:
-        for field in fields(EnvironmentConfig):
-            if getattr(config, field.name) != field.default:
-                yield f"{flag(field.name)} is an option of --environment: give both or neither"
+        for name in given(config, EnvironmentConfig):
+            yield f"{flag(name)} is an option of --environment: give both or neither"
         return
     if not samples:
         yield f"--environment answers responses, and {config.algorithm} generates none: remove it"

@@ -40,7 +40,7 @@ from .algorithms.algorithm import Algorithm, Options
 from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
-from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, violations
+from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, given, violations
 from .datasets import Example, Examples, hold_out, open_examples
 from .environments.episodes import Episodes, ids_between
 from .graph import DataflowGraph, Generate
@@ -274,7 +274,7 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
     if config.environment:
         return None
     if algorithm.data != "prompts" or config.reward_model:
-        unused = [field.name for field in fields(RewardConfig) if getattr(config, field.name) != field.default]
+        unused = given(config, RewardConfig)
         if not unused:
             return None
         flags = ", ".join(f"{flag(name)} = {getattr(config, name)}" for name in unused)

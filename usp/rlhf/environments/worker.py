@@ -43,12 +43,14 @@ def main() -> None:
     """Answer until there are no more lines. A line with a sample begins an episode."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    kind: Any = None
     environment: Any = None
     for line in sys.stdin:
         asked = json.loads(line)
         try:
             if "sample" in asked:
-                environment = load(sys.argv[1])()
+                kind = kind or load(sys.argv[1])
+                environment = kind()
                 environment.reset(asked["sample"])
             answer = checked(environment.step(asked["turn"]))
         except (Exception, SystemExit) as error:
