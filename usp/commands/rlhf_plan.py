@@ -63,6 +63,8 @@ class RlhfPlanConfig:
     --prompts, --group-size, --prompt-tokens and --response-tokens."""
     slots: AtLeast1 = 64
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
+    share_prefixes: bool = False
+    """Compute a prompt once for its responses, in training and for log-probabilities and values."""
     staleness: Annotated[int, one_of((0, 1))] = 0
     """1: generate the samples of a step while the step before trains."""
 
@@ -159,7 +161,11 @@ def _question(asked: RlhfPlanConfig) -> Question:
         workload=workload,
         hardware=load_hardware(asked.hardware),
         world_size=asked.world_size,
-        options=CallOptions(getattr(torch, measured.dtype) if measured else torch.bfloat16, asked.slots),
+        options=CallOptions(
+            getattr(torch, measured.dtype) if measured else torch.bfloat16,
+            asked.slots,
+            share_prefixes=asked.share_prefixes,
+        ),
         max_sequence=asked.max_sp,
         staleness=asked.staleness,
         measurements=measured,

@@ -10,7 +10,7 @@ The data-parallel rank with most tokens sets the pace. Nothing is measured: rate
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, expert_traff
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.rows import pack_lengths
-from usp.rlhf.samples import balance
+from usp.rlhf.samples import balance, kept_together
 
 from .workload import READ_MULTIPLE, ROW_MULTIPLE, Batching, Sample, Workload, batching
 
@@ -69,6 +69,7 @@ class CallOptions:
     kernel: str = "auto"  # --attention-kernel
     pipelined: bool = False  # stages decode a micro-batch each at once, as in ReaL; in rlhf.py one after another
     collective_launches: float = 2.0  # of the host for a collective, in operators: DTensor's launches it and a wait
+    share_prefixes: bool = False  # --share-prefixes
 
 
 @dataclass(frozen=True)
@@ -138,33 +139,54 @@ class Rows(NamedTuple):
     visible: float  # the part of a causal row's attention that is inside sequences
 
 
-def packed_rows(lengths: tuple[int, ...], layout: CallLayout, unit: int = 1) -> Rows:
+def packed_rows(samples: tuple[Sample, ...], layout: CallLayout, unit: int = 1, *, share: bool = False) -> Rows:
     """Return the rows of the data-parallel rank with most tokens, as `usp.rlhf.roles.rows` packs them."""
-    number, longest, pairs = _rows(lengths, layout.dims.batch, unit, layout.token_budget, layout.dims.pp)
+    share &= unit == 1
+    number, longest, pairs = _rows(samples, layout.dims.batch, unit, layout.token_budget, layout.dims.pp, share)
     multiple = _row_multiple(layout) * layout.dims.tp
     row_len = -(-longest // multiple) * multiple
     return Rows(number, row_len, min(1.0, pairs / (number * row_len**2)))
 
 
-def mini_batch_rows(work: TrainStep, layout: CallLayout, workload: Workload) -> Counter[Rows]:
+def mini_batch_rows(work: TrainStep, layout: CallLayout, workload: Workload, *, share: bool = False) -> Counter[Rows]:
     """Return the rows of a train step's mini-batches, and how many mini-batches have them."""
-    unit, lengths = work.objective.unit, workload.sequences
-    each = -(-len(lengths) // unit // work.mini_batches) * unit
-    mini_batches = [lengths[first : first + each] for first in range(0, len(lengths), each)]
-    return Counter(packed_rows(mini_batch, layout, unit) for mini_batch in mini_batches)
+    unit, samples = work.objective.unit, workload.samples
+    each = -(-len(samples) // unit // work.mini_batches) * unit
+    mini_batches = [samples[first : first + each] for first in range(0, len(samples), each)]
+    return Counter(packed_rows(mini_batch, layout, unit, share=share) for mini_batch in mini_batches)
 
 
 @lru_cache(maxsize=1024)
-def _rows(lengths: tuple[int, ...], parts: int, unit: int, budget: int, at_least: int) -> tuple[int, int, int]:
+def _rows(
+    samples: tuple[Sample, ...], parts: int, unit: int, budget: int, at_least: int, share: bool
+) -> tuple[int, int, int]:
     """Return (rows, tokens of the longest row, pairs of tokens in sequences), the most of any data-parallel rank."""
-    packed = []
-    for part in balance(range(len(lengths)), lengths, parts, unit):
-        own = [lengths[index] for index in part]
-        rows = pack_lengths(range(len(own)), own, unit=unit, budget=budget, at_least=at_least)
-        packed.append([[own[index] for index in row] for row in rows])
-    longest = max(sum(row) for rows in packed for row in rows)
-    pairs = max(sum(length**2 for row in rows for length in row) for rows in packed)
-    return max(map(len, packed)), longest, pairs
+    packed, pairs, together = [], [], unit
+    if share:
+        largest = max(Counter(sample.group for sample in samples).values())
+        together = kept_together(len(samples), largest, parts)
+    for part in balance(range(len(samples)), [sample.tokens for sample in samples], parts, together):
+        own = [samples[index] for index in part]
+        ids, shared = _families(own, budget) if share else (range(len(own)), [0] * len(own))
+        lengths = [sample.tokens - less for sample, less in zip(own, shared, strict=True)]
+        rows = pack_lengths(ids, lengths, unit=unit, budget=budget, at_least=at_least)
+        packed.append([sum(lengths[index] for index in row) for row in rows])
+        pairs.append(sum(sample.tokens**2 - less**2 for sample, less in zip(own, shared, strict=True)))
+    return max(map(len, packed)), max(map(max, packed)), max(pairs)
+
+
+def _families(samples: Sequence[Sample], budget: int) -> tuple[list[int], list[int]]:
+    """Return the family of each sample, which shares a prompt, and how many tokens it has from an earlier member: all
+    of the prompt's but the last, whose label differs. A family has at most `budget` tokens; 0: no limit."""
+    families, shared, number, filled = [], [], -1, 0
+    for before, sample in zip([None, *samples], samples, strict=False):
+        common = sample.prompt - 1 if before is not None and before.group == sample.group else 0
+        if budget and filled + sample.tokens - common > budget:
+            common = 0
+        number, filled = (number, filled + sample.tokens - common) if common else (number + 1, sample.tokens)
+        families.append(number)
+        shared.append(common)
+    return families, shared
 
 
 def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> tuple[Batching, ...]:
@@ -192,7 +214,7 @@ class _Calls:
     options: CallOptions
 
     def inference(self, work: Inference) -> CallCost:
-        rows = packed_rows(self.workload.sequences, self.layout)
+        rows = packed_rows(self.workload.samples, self.layout, share=self.options.share_prefixes)
         job = self._of_rows("logprobs" if work.head == "logprobs" else "values", rows)
         step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
         memory = max((forward_memory(job, rank) for rank in job.slowest_ranks), key=lambda moment: moment.total)
@@ -201,7 +223,8 @@ class _Calls:
 
     def train_step(self, work: TrainStep) -> CallCost:
         seconds, peaks = defaultdict[str, float](float), []
-        for rows, number in mini_batch_rows(work, self.layout, self.workload).items():
+        share = self.options.share_prefixes
+        for rows, number in mini_batch_rows(work, self.layout, self.workload, share=share).items():
             job = self._of_rows(work.objective.head, rows, trained=True)
             step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
             parts = {"passes": step.total - step.bubble - step.optimizer, "bubble": step.bubble}

@@ -249,12 +249,13 @@ class Measurements:
 
     def _call_seconds(self, part: Part, call: ModelCall, layout: CallLayout, estimates: Estimates) -> float:
         depth, workload = len(estimates.models[call.role].layers), estimates.workload
+        share = estimates.options.share_prefixes
         if isinstance(call.work, Generate):
             return self._generation(part, depth, layout, estimates)
         if isinstance(call.work, TrainStep):
-            mini_batches = mini_batch_rows(call.work, layout, workload).elements()
+            mini_batches = mini_batch_rows(call.work, layout, workload, share=share).elements()
             return call.work.epochs * sum(self._rows(part, depth, rows, layout, workload) for rows in mini_batches)
-        return self._rows(part, depth, packed_rows(workload.sequences, layout), layout, workload)
+        return self._rows(part, depth, packed_rows(workload.samples, layout, share=share), layout, workload)
 
     def _rows(self, part: Part, depth: int, rows: Rows, layout: CallLayout, workload: Workload) -> float:
         """Return the seconds of rows of packed sequences: of the fewest that the layout allows, and of the others."""

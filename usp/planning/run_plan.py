@@ -117,7 +117,9 @@ def question_of(run: PreparedRlhf) -> Question:
         workload=_workload(run),
         hardware=hardware,
         world_size=run.launch.world_size,
-        options=CallOptions(dtype, config.slots, config.loss_chunk, config.attention_kernel),
+        options=CallOptions(
+            dtype, config.slots, config.loss_chunk, config.attention_kernel, share_prefixes=config.share_prefixes
+        ),
         staleness=config.staleness,
         allowed=allowed,
     )

@@ -38,6 +38,12 @@ class Workload:
         """Tokens of each sample, prompt and response."""
         return tuple(map(sum, zip(self.prompts, self.responses, strict=True)))
 
+    @cached_property
+    def samples(self) -> tuple[Sample, ...]:
+        """The lengths of each sample, and which prompt it has."""
+        each = enumerate(zip(self.prompts, self.responses, strict=True))
+        return tuple(Sample(number // self.group_size, *lengths) for number, lengths in each)
+
     def longer(self, factor: float) -> Workload:
         """Return the workload with the lengths of responses, and their limit, times a factor."""
         responses = tuple(max(1, round(factor * length)) for length in self.responses)
@@ -61,6 +67,10 @@ class Sample(NamedTuple):
     group: int
     prompt: int
     response: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.response
 
 
 @dataclass(frozen=True)

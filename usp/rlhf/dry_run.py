@@ -30,7 +30,7 @@ from usp.train.dry_run import GroupSent, follow_step, label_state, sent_by_axis
 from .datasets import Example, sequences_of
 from .graph import Generate, Inference, ModelCall, TrainStep, unit
 from .prepare import PreparedRlhf
-from .samples import Samples
+from .samples import Samples, kept_together
 
 KV_CACHE = "KV cache"
 _PREFILL_TOKENS = 16384  # of a prefill's forward, unless one prompt is longer
@@ -88,8 +88,9 @@ def samples_of(run: PreparedRlhf, call: ModelCall) -> int:
     samples = run.config.prompts * (2 if run.algorithm.data == "pairs" else run.graph.group_size)
     if isinstance(call.work, TrainStep):
         samples = -(-samples // call.work.mini_batches)
-    groups = -(-samples // unit(call))
-    return -(-groups // run.plan[call.name].dims.batch) * unit(call)
+    parts, group = run.plan[call.name].dims.batch, run.graph.group_size if run.graph.shares(call) else 1
+    together = max(unit(call), kept_together(samples, group, parts))
+    return -(-samples // together // parts) * together
 
 
 class _Blank(RoleModel):

@@ -203,6 +203,8 @@ class DataflowGraph:
     Attributes:
         given: keys of the samples that every rank passes to each step.
         elsewhere: train steps of another graph, whose weights the calls of their roles use.
+        share_prefixes: models compute a prompt once for its samples, which therefore stay on one data-parallel rank
+            where there are prompts for all of them.
 
     Raises ValueError naming every violation: duplicate names and keys, inputs without a producer, cycles, missing
     roles, unknown kinds, and inputs or outputs that a call's kind does not support.
@@ -211,6 +213,7 @@ class DataflowGraph:
     calls: tuple[ModelCall, ...]
     given: tuple[str, ...]
     elsewhere: tuple[ModelCall, ...] = ()
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         violations = [*self._key_violations(), *(text for call in self.calls for text in _call_violations(call))]
@@ -316,6 +319,10 @@ class DataflowGraph:
     def group_size(self) -> int:
         """Samples per prompt. Prompt p becomes samples p * group_size to (p + 1) * group_size - 1."""
         return next((call.work.group_size for call in self.calls if isinstance(call.work, Generate)), 1)
+
+    def shares(self, call: ModelCall) -> bool:
+        """Return whether the samples of a call have their common prompts once."""
+        return self.share_prefixes and isinstance(call.work, Inference | TrainStep) and unit(call) == 1
 
 
 def unit(call: ModelCall) -> int:

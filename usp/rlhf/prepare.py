@@ -135,6 +135,7 @@ def prepare(
     graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
     problems.check()
     assert options is not None and graph is not None
+    graph = replace(graph, share_prefixes=config.share_prefixes)
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
     problems += _graph_violations(config, algorithm, options, graph, specs)
     if config.plan == SEARCH:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -87,12 +88,12 @@ def batch_violation(samples: int, mini_batches: int, unit: int) -> str:
 def balance(ids: Sequence[int], weights: Sequence[int], parts: int, unit: int = 1) -> tuple[tuple[int, ...], ...]:
     """Split ids into parts of similar weight, each ascending; the heaviest is at most 4/3 of the optimum.
 
-    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969), over units of `unit`
-    consecutive ids. A part is empty only if there are fewer units than parts.
+    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969), over units of
+    consecutive ids that begin at multiples of `unit`. A part is empty only if there are fewer units than parts.
 
     weights: by id.
     """
-    units = [tuple(ids[start : start + unit]) for start in range(0, len(ids), unit)]
+    units = [tuple(members) for _, members in groupby(ids, lambda number: number // unit)]
     heaviest_first = sorted(units, key=lambda members: -sum(weights[i] for i in members))
     loads = [(0, 0, part) for part in range(parts)]  # weight, units, and the part itself to break ties
     chosen: list[list[int]] = [[] for _ in range(parts)]
@@ -103,10 +104,16 @@ def balance(ids: Sequence[int], weights: Sequence[int], parts: int, unit: int = 
     return tuple(tuple(sorted(part)) for part in chosen)
 
 
-def partition(weights: Sequence[int], parts: int, mini_batches: int = 1, unit: int = 1) -> Partition:
-    """Balance every mini-batch over the parts separately. weights: of every sample of the step, by id."""
+def kept_together(samples: int, group: int, parts: int) -> int:
+    """Return how many samples of a prompt's `group` stay on one part, so that none of them is without samples."""
+    return next((n for n in range(group, 0, -1) if group % n == 0 and samples >= n * parts), 1)
+
+
+def partition(weights: Sequence[int], parts: int, mini_batches: int = 1, unit: int = 1, group: int = 1) -> Partition:
+    """Balance every mini-batch over the parts separately. weights: of every sample of the step, by id; group: samples
+    with a common prompt, which stay together as in `kept_together`."""
     batches = [mini_batch_ids(len(weights), mini_batches, number, unit) for number in range(mini_batches)]
-    balanced = [balance(batch, weights, parts, unit) for batch in batches]
+    balanced = [balance(batch, weights, parts, max(unit, kept_together(len(batch), group, parts))) for batch in batches]
     return tuple(tuple(batch[part] for batch in balanced) for part in range(parts))
 
 

@@ -12,11 +12,13 @@ from parallel import Hardware, ParallelDims, load_hardware
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
-from usp.planning.call_cost import CallCost, CallOptions, call_cost
+from usp.planning.call_cost import CallCost, CallOptions, Rows, call_cost, packed_rows
 from usp.planning.workload import Sample, Workload, batching
 from usp.rlhf.generation.decoding import Rollout, Slots
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.roles.rows import pack_lengths, prefix_families
+from usp.rlhf.samples import Samples, partition
 
 NODE = load_hardware("a100")
 A100 = replace(NODE, launch_seconds=0.0)  # so that what is read and sent is exact
@@ -81,6 +83,46 @@ def test_batching_takes_the_steps_of_generation() -> None:
 def test_equal_responses_fill_all_slots() -> None:
     full = batching([Sample(n, 8, 16) for n in range(8)], 16, slots=4, ranks=1, multiple=16)
     assert [(stretch.steps, stretch.active) for stretch in full.stretches] == [(16, 4), (16, 4)]
+
+
+def packed(load: Workload, layout: CallLayout) -> Rows:
+    """Pack samples with tokens as the ranks of a run do that share prefixes."""
+    tokens = [
+        torch.tensor([*range(-s.prompt, 0), *[number] * s.response]).add(1000 * s.group)
+        for number, s in enumerate(load.samples)
+    ]
+    (parts,) = zip(*partition(load.sequences, layout.dims.batch, group=load.group_size), strict=True)
+    rows, pairs = [], []
+    for part in parts:
+        own = Samples(part, {"tokens": [tokens[index] for index in part]})
+        families, lengths = prefix_families(own, layout.token_budget), [len(each) for each in own["tokens"]]
+        squares = [length**2 for length in lengths]
+        for members, shared in families:
+            for index in members[1:]:
+                lengths[index] -= shared
+                squares[index] -= shared**2
+        ids = [number for number, (members, _) in enumerate(families) for _ in members]
+        places = pack_lengths(ids, lengths, budget=layout.token_budget)
+        rows.append([sum(lengths[index] for index in row) for row in places])
+        pairs.append(sum(squares))
+    number, longest = max(map(len, rows)), max(map(max, rows))
+    return Rows(number, longest, min(1.0, max(pairs) / (number * longest**2)))
+
+
+@pytest.mark.parametrize("budget", [0, 400])
+@pytest.mark.parametrize(("prompts", "group"), [(4, 3), (8, 2), (2, 6), (1, 4)])
+def test_shared_prompts_are_counted_once_as_rows_have_them(prompts: int, group: int, budget: int) -> None:
+    generator = torch.Generator().manual_seed(prompts)
+    lengths = torch.randint(20, 90, (prompts,), generator=generator).repeat_interleave(group).tolist()
+    load = Workload(
+        tuple(lengths), tuple(torch.randint(1, 60, (prompts * group,), generator=generator).tolist()), group, 60
+    )
+    layout = CallLayout((0, 1, 2, 3), ParallelDims(dp_shard=4), micro_batch_tokens=budget)
+    found = packed_rows(load.samples, layout, share=True)
+    assert found == packed(load, layout)
+    assert (
+        found.tokens * found.number < (whole := packed_rows(load.samples, layout)).tokens * whole.number or group == 4
+    )
 
 
 def test_a_decode_step_reads_the_weights_and_the_cache() -> None:

@@ -45,7 +45,7 @@ def policy_as_reference(graph: DataflowGraph, plan: ExecutionPlan) -> tuple[Data
         else call
         for call in graph.calls
     )
-    graph = DataflowGraph(calls, graph.given)
+    graph = replace(graph, calls=calls)
     return graph, replace(plan, offload=plan.offload if "ref" in graph.roles else plan.offload - {"ref"})
 
 

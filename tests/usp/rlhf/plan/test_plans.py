@@ -14,7 +14,9 @@ import yaml
 
 from parallel import ParallelDims
 from tests.usp.rlhf.toy import ppo
-from usp.rlhf.graph import DataflowGraph
+from usp.rlhf.algorithms.critic_free import GRPO
+from usp.rlhf.algorithms.registry import build_graph
+from usp.rlhf.graph import DataflowGraph, Generate
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.operations import Operation, copy_of, schedule, trained_copy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, from_mapping, parse_ranks, to_mapping
@@ -177,6 +179,22 @@ def test_all_violations_of_a_plan_are_reported_at_once() -> None:
 
 
 # Measurements and fingerprints
+
+
+def test_samples_of_a_prompt_stay_on_one_rank_where_models_share_it() -> None:
+    graph = build_graph("grpo", GRPO(generate=Generate(group_size=4, max_new_tokens=4), mini_batches=2))
+    for parts, together in ((2, 4), (4, 2), (8, 1)):
+        layout = CallLayout(tuple(range(parts)), ParallelDims(dp_shard=parts))
+        plan = ExecutionPlan("", {call.name: layout for call in graph.calls})
+        ids = {}
+        for share in (False, True):
+            step = StepData(replace(graph, share_prefixes=share), plan, 16)
+            step.lengths["tokens"] = list(range(16))
+            ids[share] = step.partition(graph["actor_train"])
+        mini_batches = [sorted(i for part in ids[True] for i in part[number]) for number in (0, 1)]
+        assert mini_batches == [list(range(8)), list(range(8, 16))]
+        assert all(len({i // together for i in own}) * together == len(own) for part in ids[True] for own in part)
+        assert (ids[True] == ids[False]) == (together == 1)
 
 
 def collected(graph: DataflowGraph, plan: ExecutionPlan) -> set[int]:
