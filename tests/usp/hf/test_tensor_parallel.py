@@ -54,7 +54,6 @@ CASES = [
     Case("qwen3", ParallelDims(tp=2, ring=2), sequence_parallel=False),
     Case("qwen2", ParallelDims(tp=2, ulysses=2)),
     Case("qwen3", ParallelDims(tp=2, dp_replicate=2), zero=0),
-    Case("mistral", ParallelDims(tp=2, ring=2)),
     Case("llama-tied", ParallelDims(tp=4)),
     # outputs that are gathered: norms over all heads, and fused projections
     Case("olmo2", ParallelDims(tp=2, ring=2), sequence_parallel=False),

@@ -56,7 +56,7 @@ def compare_modes() -> list[float]:
     wanted: dict[str, Tensor] = {}
     differences = []
     for case in CASES:
-        stage, mesh = build(ParallelDims(ulysses=2, ring=2), *case)
+        stage, mesh = build(ParallelDims(ring=2), *case)
         apply_fsdp(stage, mesh, decoder_layers(stage.model))
         losses = [loss_of(stage, mesh, step) for step in range(2)]
         for loss in losses:
@@ -69,7 +69,7 @@ def compare_modes() -> list[float]:
 
 
 def test_gradients_match_saving_everything(ranks: RankPool) -> None:
-    for differences in ranks.run(compare_modes, 4):
+    for differences in ranks.run(compare_modes, 2):
         assert torch.tensor(differences).amax() <= 1e-6
         assert differences[:6] == [0.0] * 6  # nothing is even summed in another order
 

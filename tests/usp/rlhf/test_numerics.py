@@ -76,7 +76,7 @@ PLANS = (
 )
 # Without --exhaustive, on four ranks: those that differ most for the graph with every kind of call.
 CHOSEN = {
-    "ppo": ("tp2 pp2", "separation", STAGES),
+    "ppo": ("tp2 pp2", "separation"),
     "grpo": ("generate tp4, train u2 r2", "interleaving"),
     "dpo": ("flattening", "heuristic"),
     "remax": ("u2 tp2",),

@@ -14,7 +14,7 @@ from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from usp import UnifiedSPAttention
 
-B, S, H, V = 2, 24, 8, 4  # of one rank
+B, S, H, V = 2, 96, 8, 4
 CU_SEQLENS = torch.tensor([[0, 17, 50, 96], [0, 40, 96, 96]])
 CASES: list[dict[str, Any]] = [
     {"causal": False, "softcap": 3.0, "scale": 0.7},
@@ -27,8 +27,8 @@ CASES: list[dict[str, Any]] = [
 
 
 def inputs(heads: int, kv_heads: int, rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    shapes = [(B, heads, S, H), (B, kv_heads, S, H), (B, kv_heads, S, V), (heads,)]
+    generator, tokens = torch.Generator().manual_seed(rank), S // dist.get_world_size()
+    shapes = [(B, heads, tokens, H), (B, kv_heads, tokens, H), (B, kv_heads, tokens, V), (heads,)]
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
@@ -72,9 +72,9 @@ def differences(dims: ParallelDims, heads: int, kv_heads: int) -> list[tuple[flo
 
 
 def test_every_option_is_that_of_eager_attention(ranks: RankPool, exhaustive: bool) -> None:
-    grids = [(ParallelDims(ulysses=2, ring=2), 5, 5), (ParallelDims(ring=4), 4, 2)]
+    grids = [(ParallelDims(ulysses=2), 5, 5), (ParallelDims(ulysses=2, ring=2), 5, 5), (ParallelDims(ring=4), 4, 2)]
     for dims, heads, kv_heads in grids if exhaustive else grids[:1]:
-        for found in ranks.run(differences, 4, dims, heads, kv_heads):
+        for found in ranks.run(differences, dims.ulysses * dims.ring, dims, heads, kv_heads):
             # One graph without gradients, and one with.
             assert found == [(0.0, 2, 0, 0)] * len(CASES)
 

@@ -131,7 +131,7 @@ def options_of(base: Path) -> TrainConfig:
     return replace(RUN, **OPTIONS, model=str(base), lora_dora=tied)
 
 
-@pytest.fixture(scope="module", params=["LoRA", "DoRA, tied"])
+@pytest.fixture(scope="module", params=[pytest.param("LoRA", marks=pytest.mark.exhaustive), "DoRA, tied"])
 def whole(ranks: RankPool, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was never stopped, beside its base model."""
     folder = tmp_path_factory.mktemp("run")

@@ -81,6 +81,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...], dict[str, Any]]] = {
     "dp_replicate2 u2, zero 0, tied": (4, "llama-tied", ALL, {"dp_replicate": 2, "sp_ulysses": 2, "zero": 0}),
     "ep2 u2 r2": (4, "mixtral", ATTENTION, {"ep": 2, "sp_ulysses": 2, "sp_ring": 2, "ac": "full"}),
 }
+EXHAUSTIVE = ("tp2 u2, zero 1", "pp2 tp2, zero 2")  # which test_adapter_options.py has with dropout and DoRA
 
 
 def add_adapters(model: PreTrainedModel, targets: tuple[str, ...], rank: int = RANK) -> None:
@@ -100,7 +101,9 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Any
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ()) for name in LAYOUTS]
+)
 def test_steps_are_those_of_peft_in_one_process(ranks: RankPool, alone: dict[Any, Any], name: str) -> None:
     world_size, family, targets, flags = LAYOUTS[name]
     folder, wanted = alone[family, targets]

@@ -56,9 +56,8 @@ CHOSEN = {
     "gpt_oss": ["u2 r2"],  # sinks
     "deepseek_v3": ["r2"],  # values with a head dim of their own
     "llama4_text": ["u2"],  # chunks, and scales that grow
-    "cohere2": ["u2 r2"],  # layers without rotary positions
     "granite": ["pp2 u2"],  # scaled logits
-    "qwen3_next": ["u2 r2", "r2"],  # gated delta rule
+    "qwen3_next": ["u2 r2"],  # gated delta rule
     "falcon_h1": ["u2 r2"],  # Mamba-2 beside attention
     "mamba": ["u2 r2"],  # no attention
     "stablelm": ["pp2 u2"],  # layers that do not pass the cache on

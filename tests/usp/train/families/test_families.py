@@ -61,8 +61,8 @@ REFUSALS = (
     "does not divide the recurrent layers of",
 )
 CHOSEN = {
-    "gemma3_text": ["u2 r2", "tp2 r2"],  # windows, scaled embedding, norms of queries and keys
-    "granite": ["tp2 u2, tokens shared", "pp2 r2"],  # scaled embeddings, residuals and logits
+    "gemma3_text": ["tp2 r2"],  # windows, scaled embedding, norms of queries and keys
+    "granite": ["tp2 u2, tokens shared"],  # scaled embeddings, residuals and logits
     "stablelm": ["u2 r2, recomputed"],  # layers that do not pass documents on to attention
     "glm4_moe": ["tp2 ep2"],  # GLM-4.5's norms of queries and keys
     "mamba": ["u2 r2"],  # no attention
