@@ -35,6 +35,7 @@ from attention import (
     KeepResults,
     RingProgram,
     SequenceLayout,
+    SparseProgram,
     UnifiedPlan,
     WireBytes,
     accumulate_dtype,
@@ -121,6 +122,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         joint_strategy: str = "front",
         joint_cu_seqlens: Tensor | None = None,
         return_lse: bool = False,
+        indices: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -151,6 +153,10 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             joint_strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
             joint_cu_seqlens: boundaries of the joint tokens of each document, if there are several, or for padding.
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
+            indices: (B, S, k) integers: the global positions in its row that each query attends to, for all heads, of
+                those that it may see (sparse attention, as in DeepSeek-V3.2). Negative ones stand for none, and
+                repeated ones count once. Ranks receive only the keys that their queries chose. Supports causal,
+                window, chunk, cu_seqlens, softcap and sinks.
 
         Returns:
             (B, S, N, V) in q's dtype. If there are joint queries or `return_lse`, a tuple of out, joint_out, lse
@@ -168,16 +174,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
         front = _is_front(joint_strategy)
         if torch.compiler.is_compiling():
-            other = return_lse or any(x is not None for x in (*tensors[3:], *rows))
+            other = return_lse or any(x is not None for x in (*tensors[3:], *rows, indices))
             if other or k is None or v is None or k.shape[1] != q.shape[1]:
                 raise ValueError(
-                    "torch.compile supports attention of a sequence to itself: call what has joint or cross attention "
-                    "or return_lse under torch.compiler.disable"
+                    "torch.compile supports attention of a sequence to itself: call what has joint or cross attention, "
+                    "return_lse or indices under torch.compiler.disable"
                 )
             return attend(self._handle, q, k, v, sinks, *options)[0]
-        call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse)
+        sparse = 0 if indices is None else indices.shape[-1]
+        if indices is not None:
+            _check_indices(indices, q, return_lse)
+        call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse, sparse=sparse)
         results = unified_attention(
-            q, k, v, **call, sinks=sinks, keep=self.keep, joint=tensors[3:], return_lse=return_lse
+            q, k, v, **call, sinks=sinks, keep=self.keep, joint=tensors[3:], return_lse=return_lse, indices=indices
         )
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -207,6 +216,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         joint_strategy: str = "front",
         joint_cu_seqlens: Tensor | None = None,
         return_lse: bool = False,
+        indices: Tensor | None = None,
     ) -> WireBytes:
         """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
 
@@ -215,6 +225,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             seq_len_k: global length of the keys in cross attention, 0 for joint keys only.
             joint_len: joint tokens per row, with `joint_queries` or only with keys.
             return_lse: with lse, and its gradient in the backward.
+            indices: (batch, seq_len, k), of all queries of the sequence.
         """
         seq_len += 0 if cu_seqlens is None else self.axes.padding(self.layout, seq_len)
         if seq_len_k and cu_seqlens_k is not None:
@@ -227,7 +238,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *options)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         plan = self._plan(spec, heads, batch, layout, key_layout)
-        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype)
+        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, indices)
 
     @property
     def ranks(self) -> int:
@@ -250,15 +261,16 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         rows: tuple[Tensor | None, Tensor | None] = (None, None),
         front: bool = True,
         return_lse: bool = False,
+        sparse: int = 0,
     ) -> dict[str, Any]:
         """Check a call and count it; return its plan, its program, and the channels.
 
         tensors: q, k, v, and the joint ones. options: those of `_spec`. rows: boundaries of the keys and of the joint
-        tokens.
+        tokens. sparse: how many indices a query has, 0 without.
         """
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
-        others = None if sinks is None else sinks.shape, *rows, front, trained and torch.is_grad_enabled()
+        others = None if sinks is None else sinks.shape, *rows, front, trained and torch.is_grad_enabled(), sparse
         call = self._last_call(shapes, *others, *options)
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
@@ -269,9 +281,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def _look_up(
         self, shapes: tuple[Described | None, ...], sinks: torch.Size | None, *options: Any
     ) -> tuple[Any, ...]:
-        of_keys, of_joint, front, lse_gradient, *rest = options
+        of_keys, of_joint, front, lse_gradient, sparse, *rest = options
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
-        return self._described(shapes, sinks, *rows, front, lse_gradient, *_hashable(*rest))
+        return self._described(shapes, sinks, *rows, front, lse_gradient, sparse, *_hashable(*rest))
 
     def _describe(
         self,
@@ -281,6 +293,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         joint_documents: Rows,
         front: bool,
         lse_gradient: bool,
+        sparse: int,
         documents: Rows,
         *options: Any,
     ) -> tuple[Any, ...]:
@@ -295,7 +308,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents)
         sequences = self._sequences(seq_len, key_len, key_documents, joint, documents, *options)
         heads = HeadPlan(q[2], (k or joint_k)[2], self.axes.ulysses)
-        return *sequences, heads, q[0], q[3], (v or joint_v)[3], dtype, device, lse_gradient
+        return *sequences, heads, q[0], q[3], (v or joint_v)[3], dtype, device, lse_gradient, sparse
 
     def _sequences(
         self,
@@ -339,10 +352,14 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         lse_gradient: bool,
-    ) -> tuple[UnifiedPlan, RingProgram]:
+        sparse: int = 0,
+    ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
         if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
             raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
         plan = self._plan(spec, heads, batch, layout, key_layout)
+        kv_index = plan.heads.kv_index(plan.ulysses_rank)
+        if sparse:
+            return plan, self._prepare_sparse(plan, device, (head_dim, v_head_dim, dtype, sparse), kv_index)
         widened = v_head_dim + LSE_COLUMNS * lse_gradient
         kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, widened, layout)
         self.kernels.add(kernel.name)
@@ -351,8 +368,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self._log(logging.INFO, choice)
         for warning in (slow, *ulysses_violations(heads.num_heads, plan.heads.ulysses)):
             self._log(logging.WARNING, warning)
-        kv_index = plan.heads.kv_index(plan.ulysses_rank)
         return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype)
+
+    def _prepare_sparse(
+        self, plan: UnifiedPlan, device: torch.device, described: tuple[Any, ...], kv_index: tuple[int, ...] | None
+    ) -> SparseProgram:
+        if self.kernel != "auto":
+            raise ValueError(f"kernel={self.kernel!r} cannot attend to indices: use kernel='auto'")
+        program = SparseProgram.of(plan.layout, plan.spec, plan.batch, plan.ring.rank, device, kv_index, self.dkv_dtype)
+        self.kernels.add("gather")
+        call = (plan.layout, plan.spec, plan.heads, plan.batch, *map(str, described), self.dkv_dtype)
+        self.axes.agree(call, "the attention call")
+        self._log(logging.INFO, "attention to indices: gather, which runs on every device")
+        return program
 
     def _log(self, level: int, line: str) -> None:
         if line and line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -535,6 +563,18 @@ def _check_tensors(shapes: tuple[Described | None, ...], sinks: torch.Size | Non
     if violations:
         listed = ", ".join(f"{name} {tuple(x[0])} {x[1]} {x[2]}" for name, x in given.items())
         raise ValueError(f"{'; '.join(violations)}; got {listed}")
+
+
+def _check_indices(indices: Tensor, q: Tensor, return_lse: bool) -> None:
+    violations = []
+    if indices.dim() != 3 or indices.shape[:2] != q.shape[:2] or not indices.shape[2]:
+        violations.append(f"indices {tuple(indices.shape)} must be (batch, tokens, k) for q {tuple(q.shape)}")
+    if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
+        violations.append(f"indices must be int32 or int64 on {q.device}, got {indices.dtype} on {indices.device}")
+    if return_lse:
+        violations.append("return_lse is not supported with indices: leave one of them out")
+    if violations:
+        raise ValueError("; ".join(violations))
 
 
 def _hashable(
