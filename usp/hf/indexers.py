@@ -39,7 +39,7 @@ def indexers(model: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in model.named_modules()
         if type(module).__name__.endswith("Indexer")
-        and inspect.signature(module.forward).parameters.keys() >= _ARGUMENTS
+        and inspect.signature(type(module).forward).parameters.keys() >= _ARGUMENTS
     }
 
 
