@@ -127,7 +127,7 @@ def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict
     config = model.config
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
     if known.masks and not violations:  # of a refused model, they may differ between layers
-        violations += ulysses_violations(config.get_text_config().num_attention_heads, ulysses)
+        violations += ulysses_violations(_fewest_heads(config.get_text_config()), ulysses)
     if hasattr(model, NAME):
         violations.append("the model already has unified sequence parallel attention")
     violations += [f"{name}={p} is not supported: set it to 0" for name, p in dropouts(config)]
@@ -137,6 +137,12 @@ def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict
         raise ValueError("; ".join(violations))
     text = config.get_text_config()
     return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
+
+
+def _fewest_heads(config: PretrainedConfig) -> int:
+    """Return the query heads of the layers, or of that with the fewest if layers differ (dots3)."""
+    layers = getattr(config, "per_layer_config", None)
+    return min(layer.num_attention_heads for layer in layers) if layers else config.num_attention_heads
 
 
 def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:

@@ -52,6 +52,10 @@ from .sequence import SpAxes, StepKeeper, documents_of, rows_of
 logger = logging.getLogger(__name__)
 Rows = tuple[tuple[int, ...], ...] | None
 Described = tuple[torch.Size, torch.dtype, torch.device]
+_NOT_COMPILED = (
+    "torch.compile supports attention of a sequence to itself: call what has joint or cross attention, return_lse or "
+    "indices under torch.compiler.disable"
+)
 
 
 class UnifiedSPAttention(StepKeeper, nn.Module):
@@ -132,7 +136,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             v: (B, S, K, V); V may differ from H, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
                 Messages have the true head dims; a kernel that needs equal ones pads the smaller with zeros.
             causal: mask later keys.
-            scale: factor on the scores; defaults to 1 / sqrt(H).
+            scale: factor on the scores; 1 / sqrt(H) by default.
             window: (left, right) in global tokens, -1 for no limit.
             softcap: scores become softcap * tanh(scores / softcap).
             cu_seqlens: global boundaries of packed documents, integers, (documents + 1,) for all rows or
@@ -153,10 +157,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             joint_strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
             joint_cu_seqlens: boundaries of the joint tokens of each document, if there are several, or for padding.
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
-            indices: (B, S, k) integers: the global positions in its row that each query attends to, for all heads, of
-                those that it may see (sparse attention, as in DeepSeek-V3.2). Negative ones stand for none, and
-                repeated ones count once. Ranks receive only the keys that their queries chose. Supports causal,
-                window, chunk, cu_seqlens, softcap and sinks.
+            indices: (B, S, k), the global positions in its row that each query attends to if the mask shows them;
+                negative ones for none. Ranks receive only these keys. Without prefix, prefix_tree, joint tokens.
 
         Returns:
             (B, S, N, V) in q's dtype. If there are joint queries or `return_lse`, a tuple of out, joint_out, lse
@@ -176,18 +178,12 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if torch.compiler.is_compiling():
             other = return_lse or any(x is not None for x in (*tensors[3:], *rows, indices))
             if other or k is None or v is None or k.shape[1] != q.shape[1]:
-                raise ValueError(
-                    "torch.compile supports attention of a sequence to itself: call what has joint or cross attention, "
-                    "return_lse or indices under torch.compiler.disable"
-                )
+                raise ValueError(_NOT_COMPILED)
             return attend(self._handle, q, k, v, sinks, *options)[0]
-        sparse = 0 if indices is None else indices.shape[-1]
-        if indices is not None:
-            _check_indices(indices, q, return_lse)
-        call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse, sparse=sparse)
-        results = unified_attention(
-            q, k, v, **call, sinks=sinks, keep=self.keep, joint=tensors[3:], return_lse=return_lse, indices=indices
-        )
+        others = {"rows": rows, "front": front, "return_lse": return_lse, "sparse": _number(indices, q, return_lse)}
+        call = self._call(tensors, sinks, *options, **others)
+        call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
+        results = unified_attention(q, k, v, **call)
         return results[0] if len(results) == 1 else tuple(results)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
@@ -565,7 +561,10 @@ def _check_tensors(shapes: tuple[Described | None, ...], sinks: torch.Size | Non
         raise ValueError(f"{'; '.join(violations)}; got {listed}")
 
 
-def _check_indices(indices: Tensor, q: Tensor, return_lse: bool) -> None:
+def _number(indices: Tensor | None, q: Tensor, return_lse: bool) -> int:
+    """Return how many indices each query has, 0 without; raise ValueError for those that do not fit the call."""
+    if indices is None:
+        return 0
     violations = []
     if indices.dim() != 3 or indices.shape[:2] != q.shape[:2] or not indices.shape[2]:
         violations.append(f"indices {tuple(indices.shape)} must be (batch, tokens, k) for q {tuple(q.shape)}")
@@ -575,6 +574,7 @@ def _check_indices(indices: Tensor, q: Tensor, return_lse: bool) -> None:
         violations.append("return_lse is not supported with indices: leave one of them out")
     if violations:
         raise ValueError("; ".join(violations))
+    return indices.shape[2]
 
 
 def _hashable(
