@@ -52,6 +52,7 @@ from .sequence import SpAxes, StepKeeper, documents_of, rows_of
 logger = logging.getLogger(__name__)
 Rows = tuple[tuple[int, ...], ...] | None
 Described = tuple[torch.Size, torch.dtype, torch.device]
+GATHER = "attention to indices: gather, in plain torch on every device"
 _NOT_COMPILED = (
     "torch.compile supports attention of a sequence to itself: call what has joint or cross attention, return_lse or "
     "indices under torch.compiler.disable"
@@ -375,7 +376,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self.kernels.add("gather")
         call = (plan.layout, plan.spec, plan.heads, plan.batch, *map(str, described), self.dkv_dtype)
         self.axes.agree(call, "the attention call")
-        self._log(logging.INFO, "attention to indices: gather, which runs on every device")
+        self._log(logging.INFO, GATHER)
         return program
 
     def _log(self, level: int, line: str) -> None:
