@@ -39,9 +39,9 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_next": EXPERTS,
     "deepseek_v32": EXPERTS,
     "glm_moe_dsa": EXPERTS,
-    "hy_v4": EXPERTS,
+    "axk2": EXPERTS,
 }
-SPARSE = ("deepseek_v32", "glm_moe_dsa", "hy_v4")  # with an indexer, for which there is no sharded cache
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2")  # with an indexer, for which there is no sharded cache
 TOKENS = 6
 PROMPTS = [torch.arange(3, 20), torch.arange(40, 45), torch.tensor([9])]
 
