@@ -82,9 +82,9 @@ class SparseProgram:
                     bounds = _visible(spec, row, layout.seq_len, own)
                     first.append(bounds[0])
                     last.append(bounds[1])
-        tensors = (torch.cat(first).int(), torch.cat(last).int(), slots)
+        lowest, highest = torch.cat(first).int().to(device), torch.cat(last).int().to(device)
         index = None if kv_index is None else torch.tensor(kv_index, device=device)
-        return SparseProgram(spec, layout.ring, rank, *(x.to(device) for x in tensors), index, dkv_dtype)
+        return SparseProgram(spec, layout.ring, rank, lowest, highest, slots.to(device), index, dkv_dtype)
 
     def chosen(self, indices_Tk: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots (T, k) of the keys that queries chose and may see, each once and -1 for the others, and for
@@ -188,7 +188,8 @@ class SparseAttention(torch.autograd.Function):
             dq, *grads = _attend_backward(dout, q, *keys, lse, delta, choice.index, program.spec)
         if kv_index is not None:
             grads = [x.new_zeros(k.shape[1], *x.shape[1:]).index_add_(0, kv_index, x) for x in grads]
-        dk, dv = _returned(*(x.transpose(0, 1) for x in grads), choice, ctx.channel, program.dkv_dtype)
+        dk, dv = (x.transpose(0, 1) for x in grads)
+        dk, dv = _returned(dk, dv, choice, ctx.channel, program.dkv_dtype)
         dsinks = None
         if sinks is not None:
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)

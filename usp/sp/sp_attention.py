@@ -181,7 +181,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             if other or k is None or v is None or k.shape[1] != q.shape[1]:
                 raise ValueError(_NOT_COMPILED)
             return attend(self._handle, q, k, v, sinks, *options)[0]
-        others = {"rows": rows, "front": front, "return_lse": return_lse, "sparse": _number(indices, q, return_lse)}
+        sparse = _number(indices, q, return_lse)
+        others: Any = {"rows": rows, "front": front, "return_lse": return_lse, "sparse": sparse}
         call = self._call(tensors, sinks, *options, **others)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call)
@@ -491,6 +492,7 @@ def attend_backward(
     spec, layout = _spec(seq_len, documents, *options), layer.axes.layout(layer.layout, seq_len, documents)
     sizes = (heads, batch, head_dim, v_head_dim, dout.dtype, dout.device)
     plan, program = layer._prepare(spec, layout, None, *sizes, False)
+    assert isinstance(program, RingProgram)
     channels = {"ulysses": layer._ulysses, "ring": layer._ring}
     return unified_backward(dout, saved, head_dim, plan=plan, program=program, **channels, sinks=sinks)
 
