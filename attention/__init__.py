@@ -3,8 +3,8 @@
 Depends only on torch and, for plans, numpy; process groups, sequence layouts and kernels are passed in. Each file
 imports only earlier ones:
 
-intervals, spec, balance, layout, bands, schedule, heads, fused, accumulate, kernels, comm, keep, ring, ulysses,
-unified, decode.
+intervals, spec, balance, layout, bands, schedule, heads, fused, accumulate, kernels, comm, keep, ring, sparse,
+ulysses, unified, decode.
 """
 
 from .accumulate import accumulate_dtype
@@ -18,5 +18,6 @@ from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, SequenceLayout, Span
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
+from .sparse import Choice, SparseProgram, chosen_rows
 from .spec import AttentionSpec, Joint
 from .unified import UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward

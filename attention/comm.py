@@ -55,6 +55,13 @@ class Channel:
         self.sent_bytes += (x.numel() - send_splits[self.rank]) * x.element_size()
         return received
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the x of all ranks, (ranks, *x.shape)."""
+        every = x.new_empty(self.size * len(x), *x.shape[1:])
+        dist.all_gather_single(every, x.contiguous(), group=self.group)
+        self.sent_bytes += x.nbytes * (self.size - 1)
+        return every.unflatten(0, (self.size, -1))
+
     def combine(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Reduce the x (n, ...) of all ranks by `reduce`, (ranks, m, ...) -> (m, ...), bitwise alike on all of them.
 

@@ -32,6 +32,7 @@ from .keep import Keep, compute_now
 from .layout import SequenceLayout
 from .ring import RingAttention, RingProgram
 from .schedule import RingSchedule, local_schedule, ring_schedule
+from .sparse import SparseAttention, SparseProgram, choose, chosen_rows
 from .spec import AttentionSpec
 from .ulysses import HeadsToSeq, SeqToHeads, separated_heads, seq_to_heads
 
@@ -45,6 +46,7 @@ class WireBytes:
         dout_to_heads, grads_to_seq: of their gradients in the backward.
         keys: of keys and values over the ring axis, in the forward and again in the backward.
         grads: of their partial gradients.
+        chosen: with indices, of these over the ulysses axis, and of a bit per key over the ring axis; in the forward.
         joint, joint_grads: over the ring axis, of the partial results of joint queries in the forward, and of the
             gradients of their results in the backward.
     """
@@ -57,10 +59,11 @@ class WireBytes:
     grads: int
     joint: int = 0
     joint_grads: int = 0
+    chosen: int = 0
 
     @property
     def forward(self) -> int:
-        return self.seq_to_heads + self.heads_to_seq + self.keys + self.joint
+        return self.seq_to_heads + self.heads_to_seq + self.keys + self.joint + self.chosen
 
     @property
     def backward(self) -> int:
@@ -122,11 +125,12 @@ class UnifiedPlan:
         v_head_dim: int | None = None,
         lse: bool = False,
         dkv_dtype: torch.dtype | None = None,
+        indices: Tensor | None = None,
     ) -> WireBytes:
         """Predict the bytes that this rank sends to others.
 
         v_head_dim: that of v, None for `head_dim`. lse: the call returns lse, which has a gradient. dkv_dtype: of the
-        program.
+        program. indices: (B, sequence, k), of all queries of the sequence.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         heads, mine, size = self.heads, self.ulysses_rank, dtype.itemsize
@@ -145,15 +149,22 @@ class UnifiedPlan:
             own = shares[self.ring.rank]
             sent = (joint - own + own * (len(shares) - 1)) * heads.q_width(mine)
         per_token = heads.kv_width(mine) * (head_dim + v_head_dim)
+        keys_sent, grads_sent, chosen = self.ring.tokens_sent, self.ring.grad_tokens_sent, 0
+        if indices is not None:
+            rows, tokens = chosen_rows(self.layout, self.spec, indices), self.batch * self.layout.ring_len
+            keys_sent, grads_sent = int(rows[:, self.ring.rank].sum()), int(rows[self.ring.rank].sum())
+            of_indices = queries * indices.shape[2] * indices.element_size()
+            chosen = of_indices * len(others) + (self.layout.ring - 1) * -(-tokens // 8)
         return WireBytes(
             seq_to_heads=sum(map(inputs, others)),
             heads_to_seq=results * len(others) * heads.q_width(mine) * of_result,
             dout_to_heads=results * sum(map(heads.q_width, others)) * of_result,
             grads_to_seq=len(others) * inputs(mine),
-            keys=self.ring.tokens_sent * per_token * size,
-            grads=self.ring.grad_tokens_sent * per_token * (dkv_dtype or accumulate_dtype(dtype)).itemsize,
+            keys=keys_sent * per_token * size,
+            grads=grads_sent * per_token * (dkv_dtype or accumulate_dtype(dtype)).itemsize,
             joint=sent * (v_head_dim + 1) * exact,
             joint_grads=sent * of_result,
+            chosen=chosen,
         )
 
 
@@ -163,17 +174,19 @@ def unified_attention(
     v_BSKV: Tensor | None,
     *,
     plan: UnifiedPlan,
-    program: RingProgram,
+    program: RingProgram | SparseProgram,
     ulysses: Channel,
     ring: Channel,
     sinks: Tensor | None = None,
     keep: Keep = compute_now,
     joint: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     return_lse: bool = False,
+    indices: Tensor | None = None,
 ) -> list[Tensor]:
     """Compute exact, differentiable attention of this rank's queries over the whole sequence.
 
-    `program` is `plan.ring` lowered for a kernel. `sinks` (N,) are logits added to every row's softmax without a
+    `program` is `plan.ring` lowered for a kernel, or, with `indices` (B, S, k), that of attention to chosen keys
+    (sparse.py). `sinks` (N,) are logits added to every row's softmax without a
     value; each rank gets a partial gradient of them, to be summed over ranks. `keep` saves or replays results for
     activation checkpointing (keep.py).
 
@@ -196,11 +209,17 @@ def unified_attention(
     ranges = (heads.q_ranges[rank], heads.kv_ranges[rank], heads.kv_ranges[rank])
     q, k, v = (_with_joint(x, y, batch, part) for x, y, part in zip((*own, None, None), joint, ranges, strict=False))
     own_sinks = _own_sinks(sinks, plan)
+    choice = None
+    if isinstance(program, SparseProgram):
+        assert indices is not None
+        choice = choose(indices, program, ulysses, ring)
     if heads.q_width(rank) == 0:  # there are more ulysses ranks than query heads
         # Adding these empty sums gives every rank gradients and a backward in which to exchange heads.
         zero = q.sum() + k.sum() + v.sum() + (0 if own_sinks is None else own_sinks.sum())
         out = v.new_zeros(len(q), 0, v.shape[-1]) + zero.to(v.dtype)
         lse = out[..., 0].to(accumulate_dtype(out.dtype))
+    elif choice is not None:
+        out, lse = SparseAttention.apply(q, k, v, own_sinks, choice, program, ring, keep)
     else:
         out, lse = RingAttention.apply(q, k, v, own_sinks, program, ring, keep)
 

@@ -22,21 +22,21 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 3950,
+    "attention": 4325,
     "parallel": 3700,
     "usp/commands": 1425,
     "usp/data": 2500,
     "usp/evaluation": 650,
-    "usp/hf": 4500,
+    "usp/hf": 4725,
     "usp/losses": 525,
     "usp/model": 650,
     "usp/planning": 3550,
     "usp/predict": 3025,
     "usp/rlhf": 9550,
     "usp/run": 1225,
-    "usp/sp": 1950,
-    "usp/train": 3725,
-    "usp": 33950,
+    "usp/sp": 2000,
+    "usp/train": 3750,
+    "usp": 34275,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -27,6 +27,7 @@ from parallel import ParallelMesh, agree
 from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
+from .indexers import CausalMask, apply_indexers, indexers
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
@@ -75,11 +76,12 @@ def apply_unified_sp(
                 hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
     recurrent = sharded_mixers(model)  # convolutions are in parts that text does not reach, such as an audio tower
-    guard = _ForwardGuard(attention, calls, bool(recurrent))
+    guard = _ForwardGuard(attention, calls, bool(recurrent), bool(indexers(base)))
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     follow_positions(base, guard.places)
     base.register_forward_hook(guard.after)
+    apply_indexers(base, mesh, attention)
     if recurrent:
         model.unified_sp_order = apply_mixers(model, mesh, layout)  # type: ignore[assignment]
     return model
@@ -125,7 +127,7 @@ def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict
     config = model.config
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
     if known.masks and not violations:  # of a refused model, they may differ between layers
-        violations += ulysses_violations(config.get_text_config().num_attention_heads, ulysses)
+        violations += ulysses_violations(_fewest_heads(config.get_text_config()), ulysses)
     if hasattr(model, NAME):
         violations.append("the model already has unified sequence parallel attention")
     violations += [f"{name}={p} is not supported: set it to 0" for name, p in dropouts(config)]
@@ -135,6 +137,12 @@ def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict
         raise ValueError("; ".join(violations))
     text = config.get_text_config()
     return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
+
+
+def _fewest_heads(config: PretrainedConfig) -> int:
+    """Return the query heads of the layers, or of that with the fewest if layers differ (dots3)."""
+    layers = getattr(config, "per_layer_config", None)
+    return min(layer.num_attention_heads for layer in layers) if layers else config.num_attention_heads
 
 
 def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
@@ -148,8 +156,8 @@ def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
 class _ForwardGuard:
     """Forward hooks that reject arguments for which the result would differ from attention over the whole sequence."""
 
-    def __init__(self, attention: UnifiedSPAttention, layers: int, recurrent: bool) -> None:
-        self.recurrent = recurrent
+    def __init__(self, attention: UnifiedSPAttention, layers: int, recurrent: bool, sparse: bool) -> None:
+        self.recurrent, self.sparse = recurrent, sparse
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
         self.tree: Tensor | None = None  # of the current forward
         self.trees, self.trees_before = 0, 0  # layers that should get it, and calls that had one before
@@ -212,6 +220,11 @@ class _ForwardGuard:
             violations.append("kv_cache does not support packed documents: leave cu_seqlens out")
         if kwargs.get("prefix_tree") is not None and self.recurrent:
             violations.append("prefix_tree is not supported by recurrent layers: pack the documents without it")
+        violations += [
+            f"{name} is not supported by models with an indexer, which chooses the keys of the sequence itself"
+            for name in ("prefix_tree", "kv_cache")
+            if self.sparse and kwargs.get(name) is not None
+        ]
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True is not supported, there are no attention weights")
         if kwargs.get("output_router_logits"):
@@ -282,7 +295,7 @@ def _attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | CausalMask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -294,12 +307,13 @@ def _attention_forward(
     prefix_tree: Tensor | None = None,
     kv_cache: Prefill | DecodeStep | None = None,
     query_positions: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
     present = [name for name, value in kwargs.items() if value is not None]
     violations = [f"{name} is not supported by unified_sp" for name in present if name not in NEUTRAL]
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, CausalMask):
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")
     if dropout:
         violations.append(f"attention dropout={dropout} is not supported: set it to 0")
@@ -323,4 +337,4 @@ def _attention_forward(
         kv_cache.store(module, k, v)
     sides = None if window is None else (window - 1, -1)
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree}
-    return attention(q, k, v, causal=causal, window=sides, **documents, **options), None
+    return attention(q, k, v, causal=causal, window=sides, indices=indices, **documents, **options), None

@@ -46,6 +46,7 @@ ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+INDEXED = "indexed_attention"  # layer type of attention to the keys that an indexer chooses
 WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
 SEVERAL_PARTS = "its text model is one of several parts: save that by itself and use it (see docs/models.md)"
 # More than any model has.
@@ -348,6 +349,9 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or (getattr(config, "moe_layer_interval", None) or 1) > 1
     )
     kind = cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    chosen = tuple(config.index_topk if layer == INDEXED else 0 for layer in kinds) if INDEXED in kinds else ()
+    own = getattr(config, "indexer_types", None) or ["full"] * len(kinds)
+    indexers = sum(pair == (INDEXED, "full") for pair in zip(kinds, own, strict=False))
     return ModelFacts(
         name=model,
         num_heads=heads,
@@ -368,6 +372,8 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         tied=bool(config.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=getattr(config, "v_head_dim", None) or 0,
         in_stages=config.model_type in FAMILIES or structure(kind, config).in_stages,
+        chosen=chosen,
+        index_size=indexers * config.index_n_heads * config.index_head_dim if indexers else 0,
     )
 
 

@@ -43,6 +43,7 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from .indexers import indexers, own_keys, tiled_indices
 from .mixers import sharded_mixers
 from .positions import Places, follow_positions, scaled_query
 from .prune import backbone, hand_on, model_parts, prune_to_stage, stage_inputs
@@ -93,6 +94,7 @@ class Structure:
     handed: attention modules, by name, and the layers that do not pass on to them what `hand_on` does.
     calls: how often a forward calls attention modules, by name.
     mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
+    indexers: kinds of the modules that choose the keys of attention, which `usp.hf.indexers` runs.
     untried: numbers of the configuration that a tiny copy cannot have below the probe's length, such as sizes: whether
         anything begins at them is unknown.
     """
@@ -101,6 +103,7 @@ class Structure:
     problems: tuple[str, ...]
     in_stages: bool = False
     mixers: tuple[str, ...] = ()
+    indexers: tuple[str, ...] = ()
     layer_outputs: int = 0
     untried: tuple[str, ...] = ()
     handed: dict[str, str] = field(default_factory=dict)
@@ -198,14 +201,17 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
         problems.append(NOT_REGISTERED)
     elif difference:
         problems.append(difference)
-    masks: dict[str, LayerMask] = {}
+    masks, chosen = dict[str, LayerMask](), indexers(base)
+    if chosen and not problems and (problem := _indexer_problem(base, chosen)):
+        problems.append(problem)
+    honoured = NEUTRAL | HONOURED | ({"indices"} if chosen else set())
     for call in calls:
         kind, mask = type(call.module).__name__, _mask_of(call)
         if isinstance(mask, str):
             problems.append(f"{kind}: {mask}")
         elif masks.setdefault(names[call.module], mask) != mask:
             problems.append(f"{kind} has several masks")
-        unknown = [name for name, value in call.options.items() if name not in NEUTRAL | HONOURED and value is not None]
+        unknown = [name for name, value in call.options.items() if name not in honoured and value is not None]
         problems += [f"{kind} passes {name} to attention" for name in unknown]
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
@@ -218,6 +224,7 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
         problems=tuple(dict.fromkeys(problems)),
         in_stages=in_stages,
         mixers=tuple(dict.fromkeys(mixers.values())),
+        indexers=tuple(dict.fromkeys(type(module).__name__ for module in chosen.values())),
         layer_outputs=outputs,
         handed=handed,
         calls=Counter(names[call.module] for call in calls),
@@ -294,6 +301,34 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
     finally:
         places.positions = torch.arange(LENGTH).unsqueeze(0)
     return calls, mixing, "" if all(same) else "its layers depend on tokens, or on positions, that other ranks hold"
+
+
+@torch.no_grad()
+def _indexer_problem(base: nn.Module, chosen: Mapping[str, nn.Module]) -> str:
+    """Return whether an indexer chooses other keys if it runs as `usp.hf.indexers` runs it, empty if all do not."""
+    calls: list[tuple[Any, dict[str, Any], Tensor]] = []
+
+    def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
+        calls.append((module.forward, inspect.signature(module.forward).bind(*args, **kwargs).arguments, output))
+
+    hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in chosen.values()]
+    base(input_ids=_ids(), use_cache=False, kv_cache=None)
+    for hook in hooks:
+        hook.remove()
+    positions = torch.arange(LENGTH).unsqueeze(0)
+    for forward, call, output in calls:
+        own = tiled_indices(forward, call, own_keys(forward, call), positions, torch.zeros_like(positions), 5)
+        pairs = [_seen_indices(indices, positions) for indices in (own, output)]
+        if output.is_floating_point() or pairs[0] != pairs[1]:
+            return f"{type(forward.__self__).__name__} does not choose keys by token, from those of its cache"
+    return ""
+
+
+def _seen_indices(indices: Tensor, positions: Tensor) -> list[set[int]]:
+    """Return the indices of each query up to its position."""
+    return [
+        {key for key in keys if key <= at} for keys, at in zip(indices[0].tolist(), positions[0].tolist(), strict=True)
+    ]
 
 
 class _CountingFrom(TorchFunctionMode):
@@ -437,7 +472,8 @@ def verdict(model_type: str) -> tuple[str, str]:
         return "refused", f"No tiny copy: {type(cause).__name__}: {_cell(str(cause))}"
     if known.problems:
         return "refused", _cell("; ".join(known.problems))
-    kinds = ", ".join(dict.fromkeys((*(mask.kind for mask in known.masks.values()), *known.mixers)))
+    parts = *(mask.kind for mask in known.masks.values()), *known.mixers, *known.indexers
+    kinds = ", ".join(dict.fromkeys(parts))
     return "exact", kinds + (f"; not tried at a length: {', '.join(known.untried)}" if known.untried else "")
 
 

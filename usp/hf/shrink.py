@@ -33,6 +33,7 @@ _SIZES = {
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), 12),
     "zero_expert_num": 2,
+    **dict.fromkeys(("index_head_dim", "index_n_heads"), 16),
     "dim_model_base": 16,
     # linear attention and state spaces: heads x head size = 2 x hidden
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), HEADS),

@@ -35,6 +35,8 @@ class ModelFacts:
     tied: whether the output head shares the embedding's weight.
     v_head_dim: of the values; 0 where it is `head_dim`, that of queries and keys.
     in_stages: whether the model can be divided into pipeline stages.
+    chosen: per layer, how many keys an indexer chooses for each query, 0 for all; empty for a model without indexers.
+    index_size: heads x head dim of the indexers of all layers.
     """
 
     name: str
@@ -50,6 +52,14 @@ class ModelFacts:
     tied: bool = False
     v_head_dim: int = 0
     in_stages: bool = True
+    chosen: tuple[int, ...] = ()
+    index_size: int = 0
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """Per layer, to how many keys a query attends at most, as in `windows`."""
+        pairs = zip(self.windows, self.chosen or (0,) * len(self.windows), strict=True)
+        return tuple(min(window, chosen) or max(window, chosen) if window >= 0 else window for window, chosen in pairs)
 
     @property
     def value_dim(self) -> int:
@@ -190,10 +200,11 @@ def training_flops(
     matmul_parameters: weights that multiply each token; excludes the embedding, includes the output head.
     adapter_parameters: of LoRA adapters; with them, the other weights are frozen, and have no gradients.
     """
-    pairs = {window: visible_pairs(cu_seqlens, window) for window in set(facts.windows)}
+    pairs = {reach: visible_pairs(cu_seqlens, reach) for reach in {*facts.reaches, 0}}
     # per pair and head: 2 * head_dim for the score, 2 * value_dim for the sum of values; the backward takes twice that
     per_pair = 6 * facts.num_heads * (facts.head_dim + facts.value_dim)
-    attention = sum(per_pair * pairs[window] for window in facts.windows)
+    attention = sum(per_pair * pairs[reach] for reach in facts.reaches)
+    attention += 2 * facts.index_size * pairs[0]  # scores, which have no gradient
     products = (4 if adapter_parameters else 6) * matmul_parameters + 6 * adapter_parameters
     return products * tokens + attention
 

@@ -360,8 +360,8 @@ def _sequence_flops(job: Job) -> tuple[int, int]:
         weights += number * sum(p.numel // p.shape[0] * model.experts_per_token for p in layer.experts)
         adapters += number * sum(p.numel for p in layer.parameters if ADAPTER in p.name)
     cut = torch.tensor([job.boundaries])
-    windows = Counter(window for window in facts.windows if window != NO_ATTENTION)
-    pairs = sum(number * (tokens**2 - visible_pairs(cut, window)) for window, number in windows.items())
+    reaches = Counter(reach for reach in facts.reaches if reach != NO_ATTENTION)
+    pairs = sum(number * (tokens**2 - visible_pairs(cut, reach)) for reach, number in reaches.items())
     sizes = {"matmul_parameters": weights, "tokens": tokens, "adapter_parameters": adapters}
     flops = training_flops(facts, cu_seqlens=cut, **sizes)
     return flops, 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * pairs

@@ -22,9 +22,11 @@ from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from attention import AttentionSpec
 from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
-from usp.model.facts import NO_ATTENTION
+from usp.model.facts import NO_ATTENTION, visible_pairs
 
 from .compute import (
     Seconds,
@@ -171,23 +173,37 @@ class AttentionKernels(NamedTuple):
 
 
 def _attending(job: Job, hardware: Hardware, rank: int) -> Hashable:
-    """Return what determines the attention of a micro-batch on `rank`, besides its window."""
+    """Return what determines the attention of a micro-batch on `rank`, besides the layer's mask."""
     places = job.place("ring", rank), job.place("ulysses", rank)
     return job.micro_batch, kernel_rates(hardware), places
 
 
-@shared(lambda job, hardware, rank, window: (_attending(job, hardware, rank), window))
-def attention_kernels(job: Job, hardware: Hardware, rank: int, window: int) -> AttentionKernels:
-    """Return the kernels of the attention of a layer on `rank`; none for a layer without."""
+def _mask(job: Job, index: int) -> tuple[int, int, int]:
+    facts = job.model.facts
+    return facts.windows[index], facts.reaches[index], facts.index_size
+
+
+@shared(lambda job, hardware, rank, index: (_attending(job, hardware, rank), _mask(job, index)))
+def attention_kernels(job: Job, hardware: Hardware, rank: int, index: int) -> AttentionKernels:
+    """Return the kernels of the attention of layer `index` on `rank`; none for a layer without."""
+    (window, reach, index_size), shares = _mask(job, index), (1.0, 1.0)
     if window == NO_ATTENTION:
         return AttentionKernels()
     plan, facts = attention_plan(job, rank, window), job.model.facts
     per_token = job.rows * plan.heads.kv_width(plan.ulysses_rank) * (facts.head_dim + facts.value_dim)
     heads, kernel = plan.heads.q_width(plan.ulysses_rank), attention_kernel(job, hardware, plan.spec)
     steps = plan.ring.steps[1:]
+    if reach != window:  # an indexer scores all pairs in the forward, and attention has those that it chooses
+        cut, scored = torch.tensor([job.boundaries]), index_size / sum(map(bool, facts.chosen))
+        share = visible_pairs(cut, reach) / visible_pairs(cut, window)
+        shares = share + scored / (facts.num_heads * (facts.head_dim + facts.value_dim)), share
+    forward, backward = (
+        tuple(share * each for each in ring_step_seconds(job, hardware, plan.ring, heads, kernel, backward=late))
+        for share, late in zip(shares, (False, True), strict=True)
+    )
     return AttentionKernels(
-        forward=tuple(ring_step_seconds(job, hardware, plan.ring, heads, kernel, backward=False)),
-        backward=tuple(ring_step_seconds(job, hardware, plan.ring, heads, kernel, backward=True)),
+        forward=forward,
+        backward=backward,
         arriving=tuple(per_token * sum(message.tokens for message in step.receive) for step in steps),
         leaving=tuple(per_token * sum(message.tokens for message in step.grad_send) for step in steps),
     )
@@ -195,7 +211,7 @@ def attention_kernels(job: Job, hardware: Hardware, rank: int, window: int) -> A
 
 def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tuple[Attention, Attention]:
     """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
-    kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
+    kernels = attention_kernels(job, hardware, rank, index)
     forward, backward = kernels.forward, kernels.backward if job.trained else ()
     per_byte, per_message, _ = _links(job, hardware, "ring", rank, "send")
 
@@ -268,7 +284,7 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
     """Return the compute of one micro-batch in each pass but the update."""
     passes, stages = dict.fromkeys(PASSES, Seconds()), job.stages(rank)
     for index, number in job.kinds(*stages):
-        kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
+        kernels = attention_kernels(job, hardware, rank, index)
         layer = layer_seconds(job, hardware, index)
         both = kernels.forward, kernels.backward
         forward, backward = (Seconds(attention=job.visible * sum(each)) for each in both)

@@ -35,6 +35,7 @@ from attention import (
     KeepResults,
     RingProgram,
     SequenceLayout,
+    SparseProgram,
     UnifiedPlan,
     WireBytes,
     accumulate_dtype,
@@ -51,6 +52,11 @@ from .sequence import SpAxes, StepKeeper, documents_of, rows_of
 logger = logging.getLogger(__name__)
 Rows = tuple[tuple[int, ...], ...] | None
 Described = tuple[torch.Size, torch.dtype, torch.device]
+GATHER = "attention to indices: gather, in plain torch on every device"
+_NOT_COMPILED = (
+    "torch.compile supports attention of a sequence to itself: call what has joint or cross attention, return_lse or "
+    "indices under torch.compiler.disable"
+)
 
 
 class UnifiedSPAttention(StepKeeper, nn.Module):
@@ -121,6 +127,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         joint_strategy: str = "front",
         joint_cu_seqlens: Tensor | None = None,
         return_lse: bool = False,
+        indices: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -130,7 +137,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             v: (B, S, K, V); V may differ from H, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
                 Messages have the true head dims; a kernel that needs equal ones pads the smaller with zeros.
             causal: mask later keys.
-            scale: factor on the scores; defaults to 1 / sqrt(H).
+            scale: factor on the scores; 1 / sqrt(H) by default.
             window: (left, right) in global tokens, -1 for no limit.
             softcap: scores become softcap * tanh(scores / softcap).
             cu_seqlens: global boundaries of packed documents, integers, (documents + 1,) for all rows or
@@ -151,6 +158,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             joint_strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
             joint_cu_seqlens: boundaries of the joint tokens of each document, if there are several, or for padding.
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
+            indices: (B, S, k), the global positions in its row that each query attends to if the mask shows them;
+                negative ones for none. Ranks receive only these keys. Without prefix, prefix_tree, joint tokens.
 
         Returns:
             (B, S, N, V) in q's dtype. If there are joint queries or `return_lse`, a tuple of out, joint_out, lse
@@ -168,17 +177,15 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
         front = _is_front(joint_strategy)
         if torch.compiler.is_compiling():
-            other = return_lse or any(x is not None for x in (*tensors[3:], *rows))
+            other = return_lse or any(x is not None for x in (*tensors[3:], *rows, indices))
             if other or k is None or v is None or k.shape[1] != q.shape[1]:
-                raise ValueError(
-                    "torch.compile supports attention of a sequence to itself: call what has joint or cross attention "
-                    "or return_lse under torch.compiler.disable"
-                )
+                raise ValueError(_NOT_COMPILED)
             return attend(self._handle, q, k, v, sinks, *options)[0]
-        call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse)
-        results = unified_attention(
-            q, k, v, **call, sinks=sinks, keep=self.keep, joint=tensors[3:], return_lse=return_lse
-        )
+        sparse = _number(indices, q, return_lse)
+        others: Any = {"rows": rows, "front": front, "return_lse": return_lse, "sparse": sparse}
+        call = self._call(tensors, sinks, *options, **others)
+        call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
+        results = unified_attention(q, k, v, **call)
         return results[0] if len(results) == 1 else tuple(results)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
@@ -207,6 +214,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         joint_strategy: str = "front",
         joint_cu_seqlens: Tensor | None = None,
         return_lse: bool = False,
+        indices: Tensor | None = None,
     ) -> WireBytes:
         """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
 
@@ -215,6 +223,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             seq_len_k: global length of the keys in cross attention, 0 for joint keys only.
             joint_len: joint tokens per row, with `joint_queries` or only with keys.
             return_lse: with lse, and its gradient in the backward.
+            indices: (batch, seq_len, k), of all queries of the sequence.
         """
         seq_len += 0 if cu_seqlens is None else self.axes.padding(self.layout, seq_len)
         if seq_len_k and cu_seqlens_k is not None:
@@ -227,7 +236,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *options)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         plan = self._plan(spec, heads, batch, layout, key_layout)
-        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype)
+        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, indices)
 
     @property
     def ranks(self) -> int:
@@ -250,15 +259,16 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         rows: tuple[Tensor | None, Tensor | None] = (None, None),
         front: bool = True,
         return_lse: bool = False,
+        sparse: int = 0,
     ) -> dict[str, Any]:
         """Check a call and count it; return its plan, its program, and the channels.
 
         tensors: q, k, v, and the joint ones. options: those of `_spec`. rows: boundaries of the keys and of the joint
-        tokens.
+        tokens. sparse: how many indices a query has, 0 without.
         """
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
-        others = None if sinks is None else sinks.shape, *rows, front, trained and torch.is_grad_enabled()
+        others = None if sinks is None else sinks.shape, *rows, front, trained and torch.is_grad_enabled(), sparse
         call = self._last_call(shapes, *others, *options)
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
@@ -269,9 +279,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def _look_up(
         self, shapes: tuple[Described | None, ...], sinks: torch.Size | None, *options: Any
     ) -> tuple[Any, ...]:
-        of_keys, of_joint, front, lse_gradient, *rest = options
+        of_keys, of_joint, front, lse_gradient, sparse, *rest = options
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
-        return self._described(shapes, sinks, *rows, front, lse_gradient, *_hashable(*rest))
+        return self._described(shapes, sinks, *rows, front, lse_gradient, sparse, *_hashable(*rest))
 
     def _describe(
         self,
@@ -281,6 +291,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         joint_documents: Rows,
         front: bool,
         lse_gradient: bool,
+        sparse: int,
         documents: Rows,
         *options: Any,
     ) -> tuple[Any, ...]:
@@ -295,7 +306,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents)
         sequences = self._sequences(seq_len, key_len, key_documents, joint, documents, *options)
         heads = HeadPlan(q[2], (k or joint_k)[2], self.axes.ulysses)
-        return *sequences, heads, q[0], q[3], (v or joint_v)[3], dtype, device, lse_gradient
+        return *sequences, heads, q[0], q[3], (v or joint_v)[3], dtype, device, lse_gradient, sparse
 
     def _sequences(
         self,
@@ -339,10 +350,14 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         lse_gradient: bool,
-    ) -> tuple[UnifiedPlan, RingProgram]:
+        sparse: int = 0,
+    ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
         if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
             raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
         plan = self._plan(spec, heads, batch, layout, key_layout)
+        kv_index = plan.heads.kv_index(plan.ulysses_rank)
+        if sparse:
+            return plan, self._prepare_sparse(plan, device, (head_dim, v_head_dim, dtype, sparse), kv_index)
         widened = v_head_dim + LSE_COLUMNS * lse_gradient
         kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, widened, layout)
         self.kernels.add(kernel.name)
@@ -351,8 +366,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self._log(logging.INFO, choice)
         for warning in (slow, *ulysses_violations(heads.num_heads, plan.heads.ulysses)):
             self._log(logging.WARNING, warning)
-        kv_index = plan.heads.kv_index(plan.ulysses_rank)
         return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype)
+
+    def _prepare_sparse(
+        self, plan: UnifiedPlan, device: torch.device, described: tuple[Any, ...], kv_index: tuple[int, ...] | None
+    ) -> SparseProgram:
+        if self.kernel != "auto":
+            raise ValueError(f"kernel={self.kernel!r} cannot attend to indices: use kernel='auto'")
+        program = SparseProgram.of(plan.layout, plan.spec, plan.batch, plan.ring.rank, device, kv_index, self.dkv_dtype)
+        self.kernels.add("gather")
+        call = (plan.layout, plan.spec, plan.heads, plan.batch, *map(str, described), self.dkv_dtype)
+        self.axes.agree(call, "the attention call")
+        self._log(logging.INFO, GATHER)
+        return program
 
     def _log(self, level: int, line: str) -> None:
         if line and line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -466,6 +492,7 @@ def attend_backward(
     spec, layout = _spec(seq_len, documents, *options), layer.axes.layout(layer.layout, seq_len, documents)
     sizes = (heads, batch, head_dim, v_head_dim, dout.dtype, dout.device)
     plan, program = layer._prepare(spec, layout, None, *sizes, False)
+    assert isinstance(program, RingProgram)
     channels = {"ulysses": layer._ulysses, "ring": layer._ring}
     return unified_backward(dout, saved, head_dim, plan=plan, program=program, **channels, sinks=sinks)
 
@@ -535,6 +562,22 @@ def _check_tensors(shapes: tuple[Described | None, ...], sinks: torch.Size | Non
     if violations:
         listed = ", ".join(f"{name} {tuple(x[0])} {x[1]} {x[2]}" for name, x in given.items())
         raise ValueError(f"{'; '.join(violations)}; got {listed}")
+
+
+def _number(indices: Tensor | None, q: Tensor, return_lse: bool) -> int:
+    """Return how many indices each query has, 0 without; raise ValueError for those that do not fit the call."""
+    if indices is None:
+        return 0
+    violations = []
+    if indices.dim() != 3 or indices.shape[:2] != q.shape[:2] or not indices.shape[2]:
+        violations.append(f"indices {tuple(indices.shape)} must be (batch, tokens, k) for q {tuple(q.shape)}")
+    if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
+        violations.append(f"indices must be int32 or int64 on {q.device}, got {indices.dtype} on {indices.device}")
+    if return_lse:
+        violations.append("return_lse is not supported with indices: leave one of them out")
+    if violations:
+        raise ValueError("; ".join(violations))
+    return indices.shape[2]
 
 
 def _hashable(

@@ -23,6 +23,7 @@ from usp.fields import shared_values
 from usp.hf.dropout import CurrentTokens, tell_tokens
 from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
 from usp.hf.experts import expert_modules
+from usp.hf.indexers import indexers
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora import Lora, apply_lora, initialise_adapters
 from usp.hf.mixers import sharded_mixers
@@ -250,7 +251,13 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
 
 def _eager_modules(model: nn.Module, recipe: EngineRecipe) -> Iterator[nn.Module]:
     experts, mixers = set(expert_modules(model)), sharded_mixers(model)
+    sparse = bool(indexers(model))
     for name, module in model.named_modules():
         # The block around experts holds their router too, whose hooks collect statistics.
-        if name in mixers or experts.intersection(module.children()) or (recipe.mlp_tile and name.endswith(".mlp")):
+        if (
+            name in mixers
+            or (sparse and hasattr(module, "unified_sp_mask"))
+            or experts.intersection(module.children())
+            or (recipe.mlp_tile and name.endswith(".mlp"))
+        ):
             yield module

@@ -31,6 +31,7 @@ from usp.run.failures import Problems
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import parse_steps, wandb_problem
 from usp.sp.kernel_choice import PACKED, choose_kernel
+from usp.sp.sp_attention import GATHER
 
 from .checkpoints import Start, TrainingState, ended_stages, find_start, read_state, resume_violations
 from .resolve import ResolvedStage, resolve
@@ -117,9 +118,13 @@ class Prologue:
         name, device = self._config.attention_kernel, self._computes_on
         if device is None or name not in KERNEL_NAMES:  # refused elsewhere
             return ""
-        sizes = facts.head_dim, facts.value_dim
+        sizes, sparse = (facts.head_dim, facts.value_dim), GATHER if any(facts.chosen) else ""
+        if sparse and name != "auto":
+            self.problems.append(f"--attention-kernel = {name} cannot attend to indices of {facts.name}: use auto")
+        if sparse and all(facts.chosen):
+            return sparse
         choice = self.problems.attempt(lambda: choose_kernel(name, PACKED, device, self.dtype, *sizes)[1:]) or ()
-        return "\n".join(filter(None, choice))
+        return "\n".join(filter(None, (*choice, sparse)))
 
     def check_vocabulary(self, model: str, size: int) -> None:
         """Check that the vocabulary of `model` has every id of the tokenizer."""

@@ -44,6 +44,8 @@ CHOSEN = ["bamba", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "c
 # Documents that layers do not pass on, no positions and no arguments for the base model, two calls in a layer.
 CHOSEN += ["stablelm", "mamba", "diffllama"]
 CHOSEN += ["roberta"]
+# Keys chosen by an indexer in some layers, windows in others.
+CHOSEN += ["dots3_note_text"]
 LENGTH, CUTS = 32, [0, 11, 19, 32]
 CALLS = [("zigzag", CUTS), ("striped", [0, LENGTH])]
 
@@ -57,6 +59,8 @@ def tiny_config(model_type: str) -> PretrainedConfig:
                 setattr(part, name, 0.0)
         if "floor_scale" in vars(part):  # of Llama 4: where its queries begin to be scaled
             part.floor_scale = 4
+        if "index_topk" in vars(part):  # fewer than the tokens of a document
+            part.index_topk = 6
     if model_type == "zamba2":
         config.layer_types, config.hybrid_layer_ids = ["linear_attention", "hybrid"] * 2, [1, 3]
     return config
@@ -166,7 +170,6 @@ REFUSED = {
     "falcon": "its attention does not go through transformers' AttentionInterface",
     "minimax": "MiniMaxLightningAttention mix tokens outside of transformers' AttentionInterface",
     "doge": "DogeAttention: its mask adds to the scores",
-    "deepseek_v32": "DeepseekV32Attention passes indices to attention",
     "minimax_m3_vl_text": "MiniMaxM3VLAttention passes block_indices to attention",
     "bart": "its layers depend on tokens, or on positions, that other ranks hold",
 }
@@ -205,9 +208,8 @@ def other_classes() -> dict[str, str]:
 def test_models_of_other_kinds_are_accepted_or_refused_with_a_reason(ranks: RankPool) -> None:
     (said,) = ranks.run(other_classes, 1)
     assert "it is an encoder and a decoder" in said["t5"] and "it takes pixel_values" in said["vit"]
-    assert "Dots3NoteTextAttention passes indices to attention" in said["dots3_note"]
     assert "pixel_values is not supported: only text" in said["gemma3"]
-    assert said["qwen2_vl"] == said["qwen2_5_vl"] == ""
+    assert said["qwen2_vl"] == said["qwen2_5_vl"] == said["dots3_note"] == ""
 
 
 def hidden_states() -> tuple[Tensor, Tensor]:

@@ -58,6 +58,8 @@ def generation_problems(config: ModelConfig) -> str:
     model: Any = empty_model(config, causal=True)
     known = structure(type(model), model.config)
     problems = [*known.problems, *cache_problems({mask.kind for mask in known.masks.values()})]
+    if known.indexers:
+        problems.append(f"its {known.indexers[0]} chooses keys, and a cache does not hold what it chooses by")
     if max(known.calls.values(), default=1) > 1:
         problems.append("its layers attend more than once, and a cache holds keys and values of one call")
     try:

@@ -70,6 +70,7 @@ CHOSEN = {
     "phi3": ["pp2 r2"],  # fused projections
     "gpt_oss": ["ep2 dp2 r2"],  # experts with biases, transposed and interleaved; sinks; balanced
     "deepseek_v3": ["pp2 ep2"],  # grouped and biased routing, shared experts, a dense layer, latent attention
+    "glm_moe_dsa": ["u2 r2, recomputed"],  # keys that an indexer chooses
 }
 
 

@@ -1,0 +1,215 @@
+"""Attention to chosen keys on ring x ulysses grids, against dense fp64 attention with the mask that the indices make.
+
+The bytes sent are compared with the prediction, and with those of attention to all keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention import LAYOUTS, AttentionSpec, Channel, SequenceLayout, SparseProgram, chosen_rows, compute_now
+from attention import sparse as module_of_sparse
+from attention.sparse import SparseAttention, _bits, _flags, choose
+from parallel import ParallelDims, ParallelMesh
+from parallel.wire import SentBytes
+from tests.harness.ranks import RankPool
+from usp import UnifiedSPAttention, shard_sequence
+
+from .dense import dense_attention, relative_l2, visible
+
+SEQ_LEN, K = 64, 9
+DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4)]  # ulysses, ring
+MASKS = {
+    "causal": {},
+    "documents": {"cu_seqlens": [[0, 3, 40, 41, 64], [0, 30, 50, 50, 50]]},
+    "window": {"window": (20, 3), "causal": False},
+}
+# heads, KV heads, head dims of q and k, and of v: grouped, those of latent attention, and few for many ranks
+HEADS = [(8, 2, 16, 16), (6, 6, 24, 16), (3, 3, 8, 12)]
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    heads: tuple[int, int, int, int]
+    mask: str
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-6
+    extras: bool = False  # sinks, softcap, and a dtype of messages
+
+    def mask_arguments(self) -> dict:
+        return {k: torch.tensor(v) if isinstance(v, list) else v for k, v in MASKS[self.mask].items()}
+
+
+CASES = [
+    Case(layout, HEADS[(number + column) % 3], mask, extras=number == column)
+    for (number, layout), (column, mask) in product(enumerate(LAYOUTS), enumerate(MASKS))
+]
+CASES += [Case("zigzag", HEADS[0], "documents", torch.bfloat16, 1e-2)]
+CASES += [Case("striped", HEADS[1], "causal", torch.float64, 1e-13)]
+
+
+def drawn_indices(batch: int, seq_len: int, k: int, seed: int = 0) -> Tensor:
+    """Return indices (B, S, k) as they may come: in any order, some repeated, some masked out, some none at all."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(-1, seq_len, (batch, seq_len, k), generator=generator)
+    indices[:, ::2, 0] = torch.arange(0, seq_len, 2)  # half of the queries choose themselves
+    indices[:, 5] = -1
+    return indices.int()
+
+
+def mask_of(indices: Tensor) -> Tensor:
+    """Return the pairs (B, query, key) that indices name."""
+    keys = torch.arange(indices.shape[1])
+    return torch.stack([(row.unsqueeze(-1) == keys).any(1) for row in indices])
+
+
+def grid_errors(dims: ParallelDims, cases: list[Case]) -> list[tuple[Case, float, int, int, int, int]]:
+    """Return for each case the largest error, the bytes sent and predicted, the keys received, and those that all that
+    the mask lets see would be."""
+    mesh = ParallelMesh.create(dims)
+    return [(case, *_run(case, mesh)) for case in cases]
+
+
+def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int, int, int]:
+    heads, kv_heads, head_dim, v_head_dim = case.heads
+    generator, arguments = torch.Generator().manual_seed(1), case.mask_arguments()
+    sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim), (heads, v_head_dim)]
+    inputs = [torch.randn(2, SEQ_LEN, *size, generator=generator, dtype=torch.float64).to(case.dtype) for size in sizes]
+    indices, softcap = drawn_indices(2, SEQ_LEN, K), 3.0 if case.extras else None
+    sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.extras else None
+    exact = [x.double().clone().requires_grad_() for x in inputs[:3]]
+    exact_sinks = None if sinks is None else sinks.double().requires_grad_()
+    seen = visible(2, SEQ_LEN, **arguments) & mask_of(indices)
+    result = dense_attention(*exact, seen, softcap=softcap, sinks=exact_sinks)
+    result.backward(inputs[3].double())
+
+    shard = partial(
+        shard_sequence,
+        mesh=mesh,
+        layout=case.layout,
+        cu_seqlens=arguments.get("cu_seqlens", torch.tensor([0, SEQ_LEN])),
+    )
+    q, k, v = (shard(x).clone().requires_grad_() for x in inputs[:3])
+    own_sinks = None if sinks is None else sinks.clone().requires_grad_()
+    attention = UnifiedSPAttention(mesh, case.layout, dkv_dtype=case.dtype if case.extras else None)
+    call = partial(attention, **arguments, indices=shard(indices), softcap=softcap, sinks=own_sinks)
+    with torch.no_grad():
+        call(q, k, v)  # ranks compare the plan
+    with SentBytes() as sent:
+        out = call(q, k, v)
+        out.backward(shard(inputs[3]))
+    described = {
+        "batch": 2, "seq_len": SEQ_LEN, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
+        "v_head_dim": v_head_dim, "dtype": case.dtype, **arguments,
+    }  # fmt: skip
+    planned, dense = attention.wire_bytes(**described, indices=indices), attention.wire_bytes(**described)
+    assert attention.kernels == {"gather"}
+
+    squares = torch.stack(
+        [
+            (x.detach().double() - shard(y.detach())).square().sum()
+            for x, y in zip((out, q.grad, k.grad, v.grad), (result, *(x.grad for x in exact)), strict=True)
+        ]
+    )
+    dist.all_reduce(squares, group=mesh.group("sp"))
+    norms = [x.detach().norm() for x in (result, *(x.grad for x in exact))]
+    errors = [float(square.sqrt() / norm) for square, norm in zip(squares, norms, strict=True)]
+    if own_sinks is not None:
+        dist.all_reduce(own_sinks.grad, group=mesh.group("sp"))
+        errors.append(relative_l2(own_sinks.grad, exact_sinks.grad))
+    return max(errors), sent.total, planned.total, planned.keys, dense.keys
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), DEGREES)
+def test_matches_dense_attention_and_sends_only_what_is_chosen(
+    ranks: RankPool, exhaustive: bool, ulysses: int, ring: int
+) -> None:
+    stride = 1 if exhaustive else 2
+    cases = CASES[DEGREES.index((ulysses, ring)) % stride :: stride]
+    per_rank = ranks.run(grid_errors, ulysses * ring, ParallelDims(ring=ring, ulysses=ulysses), cases)
+    rows = [(rank, *row) for rank, rows in enumerate(per_rank) for row in rows]
+    assert not [row for row in rows if not row[2] <= row[1].tolerance]
+    assert not [row for row in rows if row[3] != row[4]]
+    for number in range(len(cases)):  # keys of all ranks
+        chosen, dense = (sum(of_rank[number][column] for of_rank in per_rank) for column in (4, 5))
+        assert chosen <= dense and (ring == 1 or chosen > 0)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_what_travels_is_the_union_of_what_is_chosen_and_visible(data: st.DataObject) -> None:
+    ring, ulysses = data.draw(st.sampled_from((1, 2, 4))), data.draw(st.sampled_from((1, 2)))
+    kind = data.draw(st.sampled_from(("contiguous", "zigzag", "striped")))
+    length = 8 * data.draw(st.integers(1, 6))
+    cut, window = data.draw(st.integers(0, length)), data.draw(st.sampled_from(((-1, -1), (3, 2))))
+    spec = AttentionSpec(data.draw(st.booleans()), window, documents=((0, cut, length),))
+    layout = SequenceLayout(kind, length, ring, ulysses)
+    indices = drawn_indices(2, length, 3, seed=data.draw(st.integers(0, 99)))
+    seen = visible(2, length, causal=spec.causal, window=window, cu_seqlens=torch.tensor([0, cut, length]))
+    pairs = seen & mask_of(indices)
+    owned = [torch.cat([layout.positions(rank, u) for u in range(ulysses)]) for rank in range(ring)]
+    expected = torch.tensor([[int(pairs[:, a][:, :, b].any(1).sum()) for b in owned] for a in owned])
+    assert torch.equal(chosen_rows(layout, spec, indices), expected.fill_diagonal_(0))
+
+
+@pytest.mark.parametrize("n", [1, 8, 13])
+def test_flags_are_packed_eight_to_a_byte(n: int) -> None:
+    flags = torch.arange(3 * n).view(3, n) % 3 == 0
+    assert _bits(flags).shape == (3, -(-n // 8))
+    assert torch.equal(_flags(_bits(flags), n), flags)
+
+
+def test_tiles_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, generator = SequenceLayout("contiguous", 24), torch.Generator().manual_seed(0)
+    program, alone = SparseProgram.of(layout, AttentionSpec(), 1, 0), Channel(None)
+    q, k, v = (torch.randn(24, 2, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def results() -> list[Tensor]:
+        choice = choose(drawn_indices(1, 24, 4), program, alone, alone)
+        out, _ = SparseAttention.apply(q, k, v, None, choice, program, alone, compute_now)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    whole = results()
+    monkeypatch.setattr(module_of_sparse, "TILE", 5 * 4 * 2 * 16)
+    for part, expected in zip(results(), whole, strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
+
+
+def refusals() -> list[str]:
+    mesh = ParallelMesh.create(ParallelDims(ring=2))
+    x, indices = torch.randn(1, 4, 2, 8), torch.zeros(1, 4, 3, dtype=torch.int64)
+    calls = [
+        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices[:, :2]),
+        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices.float()),
+        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices, return_lse=True),
+        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices, prefix=torch.tensor([3])),
+        lambda: UnifiedSPAttention(mesh, kernel="sdpa")(x, x, x, indices=indices),
+        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices[..., : 1 + dist.get_rank()]),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_other_calls_are_refused_on_every_rank(ranks: RankPool) -> None:
+    for messages in ranks.run(refusals, 2):
+        shape, dtype, lse, prefix, kernel, unequal = messages
+        assert "indices (1, 2, 3) must be (batch, tokens, k) for q (1, 4, 2, 8)" in shape
+        assert "indices must be int32 or int64 on cpu, got torch.float32" in dtype
+        assert "return_lse is not supported with indices" in lse
+        assert "attention to indices supports causal, window, chunk and cu_seqlens; not prefix" in prefix
+        assert "kernel='sdpa' cannot attend to indices: use kernel='auto'" in kernel
+        assert "the attention call must be the same on all ranks" in unequal

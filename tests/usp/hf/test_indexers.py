@@ -1,0 +1,177 @@
+"""Models whose attention is sparse by an indexer: their indices, loss and gradients are those of one process."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from parallel import ParallelDims, ParallelMesh
+from parallel.wire import SentBytes
+from tests.harness.ranks import RankPool
+from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients, tiny_config
+from usp import apply_unified_sp, shard_batch
+from usp.hf import indexers as module_of_indexers
+from usp.hf.indexers import indexers
+from usp.hf.probe import structure
+from usp.hf.shrink import VOCAB
+from usp.losses import causal_lm_loss, global_token_count
+from usp.sp.sequence import SpAxes, document_starts
+
+# DeepSeek-V3.2, GLM-5, and with sinks, gates and rotary positions at the end of the heads Hunyuan 4
+TYPES = ["deepseek_v32", "glm_moe_dsa", "hy_v4"]
+MORE = ["axk2", "dots3_note_text"]
+LENGTH, ROWS, TOP_K = 64, 2, 5
+DOCUMENTS = [0, 23, 24, 64]
+CALLS = [("zigzag", DOCUMENTS), ("striped", [0, LENGTH]), ("contiguous", DOCUMENTS)]
+GRIDS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ulysses, ring
+
+
+def tiny_model(model_type: str) -> PreTrainedModel:
+    """A model whose queries choose few keys, some of equal scores: with two heads, a quarter of the scores is zero."""
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    config.index_topk, config.index_n_heads = TOP_K, 2
+    if hasattr(config, "indexer_types"):
+        config.indexer_types = ["full", "shared", "full", "shared"]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def batch_of(cuts: list[int]) -> dict[str, Tensor]:
+    ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7 % (VOCAB - 4) + 3
+    return {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor(cuts, dtype=torch.int32)}
+
+
+def watched(model: PreTrainedModel) -> list[Tensor]:
+    """Return a list to which the model's indexers add their indices."""
+    found: list[Tensor] = []
+    for module in indexers(model).values():
+        module.register_forward_hook(lambda module, args, output: found.append(output))
+    return found
+
+
+def alone(model_type: str, cuts: list[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return indices, loss and gradients of the unchanged model, which sees documents by their positions."""
+    model, batch = tiny_model(model_type), batch_of(cuts)
+    indices, starts = watched(model), document_starts(batch["cu_seqlens"], ROWS, LENGTH)
+    logits = model(input_ids=batch["input_ids"], position_ids=torch.arange(LENGTH) - starts, use_cache=False).logits
+    labels = batch["labels"].roll(-1, 1)
+    labels[:, [cut - 1 for cut in cuts[1:]]] = -100
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    return indices, loss.detach(), torch.cat([gradient_of(parameter) for parameter in model.parameters()])
+
+
+def errors(model_type: str, dims: ParallelDims, calls: list[tuple[str, list[int]]]) -> list[tuple[float, float, int]]:
+    """Return for each call the errors of loss and gradients, and how many queries chose other keys than alone."""
+    mesh, results = ParallelMesh.create(dims), []
+    for layout, cuts in calls:
+        expected, loss, gradients = alone(model_type, cuts)
+        model = apply_unified_sp(tiny_model(model_type), mesh, layout)
+        indices, local = watched(model), shard_batch(batch_of(cuts), mesh, layout)
+        labels = local.pop("shift_labels")
+        share = causal_lm_loss(model(**local, use_cache=False).logits, labels, global_token_count(labels, mesh))
+        share.backward()
+        own_loss, axes = share.detach().clone(), SpAxes.of(mesh)
+        dist.all_reduce(own_loss, group=mesh.group("sp"))
+        (positions,) = axes.positions(axes.layout(layout, LENGTH))
+        starts = document_starts(local["cu_seqlens"], ROWS, LENGTH)
+        others = sum(
+            unequal(own, whole[:, positions], positions, starts[:, positions])
+            for own, whole in zip(indices, expected, strict=True)
+        )
+        results.append((relative(own_loss, loss), relative(summed_gradients(model), gradients), others))
+    return results
+
+
+def unequal(own: Tensor, expected: Tensor, positions: Tensor, starts: Tensor) -> int:
+    """Return how many queries have other indices, of those that their mask shows."""
+    at, first = positions.view(1, -1, 1), starts.unsqueeze(-1)
+    seen = [torch.where((x >= first) & (x <= at), x, -1).sort(-1).values for x in (own, expected)]
+    assert all((x >= 0).any(-1).all() for x in seen)
+    return int((seen[0] != seen[1]).any(-1).sum())
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_indices_loss_and_gradients_are_those_of_one_process(
+    ranks: RankPool, exhaustive: bool, model_type: str
+) -> None:
+    grids = [*GRIDS, (2, 4), (1, 8)] if exhaustive else [(2, 2), GRIDS[TYPES.index(model_type)]]
+    for number, (ulysses, ring) in enumerate(grids):
+        calls = CALLS if exhaustive else CALLS[number :: len(grids)]
+        for found in ranks.run(errors, ulysses * ring, model_type, ParallelDims(ring=ring, ulysses=ulysses), calls):
+            assert all(max(loss, gradients) <= 1e-5 and not others for loss, gradients, others in found), found
+
+
+def test_more_types_are_exact_with_the_exhaustive_option(ranks: RankPool, exhaustive: bool) -> None:
+    for model_type in MORE if exhaustive else MORE[:1]:
+        for found in ranks.run(errors, 4, model_type, ParallelDims(ring=2, ulysses=2), CALLS[:2]):
+            assert all(max(loss, gradients) <= 1e-5 and not others for loss, gradients, others in found), found
+
+
+def gathered_bytes() -> tuple[int, int]:
+    """Return the bytes that an indexer sends, and those of its keys."""
+    mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
+    model = apply_unified_sp(tiny_model("deepseek_v32"), mesh)
+    local = shard_batch(batch_of([0, LENGTH]), mesh)
+    local.pop("shift_labels")
+    (module, *_), sent = indexers(model).values(), []
+    forward = module.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        with SentBytes() as counter:
+            output = forward(*args, **kwargs)
+        sent.append(counter.total)
+        return output
+
+    module.forward = counted
+    with torch.no_grad():
+        model(**local, use_cache=False)
+    return sent[0], ROWS * LENGTH // 4 * module.head_dim * 4
+
+
+def test_an_indexer_sends_its_keys_to_every_other_rank(ranks: RankPool) -> None:
+    for sent, own in ranks.run(gathered_bytes, 4):
+        assert sent == 3 * own  # in two steps: over ulysses, then over the ring
+
+
+def test_tiles_change_nothing(ranks: RankPool) -> None:
+    assert ranks.run(in_tiles, 2) == [True, True]
+
+
+def in_tiles() -> bool:
+    mesh = ParallelMesh.create(ParallelDims(ring=2))
+    found: list[list[Tensor]] = []
+    for tile in (module_of_indexers.TILE, 7 * 2 * LENGTH * ROWS):
+        module_of_indexers.TILE = tile
+        model = apply_unified_sp(tiny_model("glm_moe_dsa"), mesh)
+        found.append(watched(model))
+        local = shard_batch(batch_of(DOCUMENTS), mesh)
+        local.pop("shift_labels")
+        model(**local, use_cache=False)
+    module_of_indexers.TILE = 1 << 24
+    return all(map(torch.equal, *found))
+
+
+def test_an_indexer_that_counts_its_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = tiny_model("deepseek_v32"), tiny_config("deepseek_v32")
+    kind = type(next(iter(indexers(model).values())))
+    whole = kind.forward
+
+    @wraps(whole)
+    def changed(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return whole(self, hidden_states, *args, **kwargs).clamp(max=hidden_states.shape[1] - 1)
+
+    monkeypatch.setattr(kind, "forward", changed)
+    config.index_topk = 7  # of which no structure is known
+    (problem,) = structure(type(model), config).problems
+    assert problem == "DeepseekV32Indexer does not choose keys by token, from those of its cache"
