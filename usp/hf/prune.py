@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-HANDED = ("position_ids", "cu_seqlens", "prefix_tree", "kv_cache")
+HANDED = ("position_ids", "cu_seqlens", "prefix_tree", "prefix", "kv_cache")
 
 
 class OtherStagesLayer(nn.Module):
