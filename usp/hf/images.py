@@ -95,13 +95,13 @@ def shard_image_batch(batch: Mapping[str, Tensor], model: PreTrainedModel) -> di
     images, attention = _images(batch, config), cast(UnifiedSPAttention, model.unified_sp)
     text = {name: value for name, value in batch.items() if name not in (*_PIXELS, *_COMPUTED)}
     sharded: dict[str, Any] = shard_batch(text, exchanged.mesh, attention.layout)
-    if not images:
-        return sharded
     ids, axes = batch["input_ids"], attention.axes
     documents = documents_of(batch.get("cu_seqlens")) or ((0, ids.shape[1]),)
     documents = documents * len(ids) if len(documents) == 1 else documents
     is_image = ids == config.image_token_id
     _check_places(images, is_image, documents)
+    if not images:
+        return sharded
     seq_len = sharded["input_ids"].shape[1] * axes.ranks
     layout = axes.layout(attention.layout, seq_len, documents_of(sharded.get("cu_seqlens")))
     if hasattr(backbone(model), "get_rope_index"):
@@ -134,10 +134,14 @@ def _images(batch: Mapping[str, Tensor], config: PretrainedConfig) -> list[Image
     if not batch.get("attention_mask", torch.ones(())).all():
         raise ValueError("attention_mask masks padding: drop it and pack documents, with boundaries in cu_seqlens")
     pixels, vision = batch.get("pixel_values"), config.vision_config
+    if dropped := [name for name, value in vars(vision).items() if "dropout" in name and value]:
+        raise ValueError(f"{', '.join(dropped)} of the encoder are not supported: set them to 0")
     if pixels is None:
         return []
     if _GRIDS in batch:
         patches = batch[_GRIDS].prod(-1).tolist()
+        if sum(patches) != len(pixels):
+            raise ValueError(f"pixel_values have {len(pixels)} patches, but {_GRIDS} says {sum(patches)}")
         return [Image(number, number, number // vision.spatial_merge_size**2) for number in patches]
     if _TILES in batch:
         patches = (batch[_TILES] != -1).all(-1).sum(-1).tolist()
@@ -150,7 +154,7 @@ def _check_places(images: Sequence[Image], is_image: Tensor, documents: Sequence
     """Check that images fill the image tokens, and that none is in two documents. is_image: (B, S)."""
     tokens, total = int(is_image.sum()), sum(image.tokens for image in images)
     if tokens != total:
-        raise ValueError(f"{len(images)} images have {total} features, but input_ids have {tokens} tokens for images")
+        raise ValueError(f"{len(images)} images have {total} features, but input_ids have {tokens} tokens for them")
     before = pad(is_image.flatten().cumsum(0), (1, 0)).tolist()  # image tokens before each token
     ends = {0, *accumulate(image.tokens for image in images)}
     for row, boundaries in enumerate(documents):
@@ -274,7 +278,8 @@ class ImageExchange:
 
     def _features(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Encode this rank's images, and return the features of the image tokens that it has."""
-        assert self.plan is not None
+        if self.plan is None:  # of a model whose decoder does not see what is passed to the whole (Llama 4)
+            raise ValueError("images come from shard_image_batch")
         output = encode(*args, **{name: value for name, value in kwargs.items() if name not in HANDED})
         main = "last_hidden_state" if output.get("pooler_output") is None else "pooler_output"
         given = [output[main], *(output.get("deepstack_features") or ())]

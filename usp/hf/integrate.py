@@ -66,7 +66,7 @@ def apply_unified_sp(
     _own_config(model)
     base, calls = backbone(model), 0
     _set_implementation(model, [module for name, module in base.named_modules() if name in masks])
-    model.config.use_cache = False
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     for name, mask in masks.items():
         with suppress(AttributeError):  # of another pipeline stage
             module = base.get_submodule(name)

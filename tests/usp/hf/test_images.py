@@ -3,57 +3,179 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
+from attention import LAYOUTS, SequenceLayout
 from parallel import ParallelDims, ParallelMesh
 from tests.attention.dense import relative_l2
 from tests.harness.ranks import RankPool
-from tests.usp.hf.vision import documents, loss_alone, packed, tiny_vlm
-from usp import apply_unified_sp
-from usp.hf.images import TYPES, shard_image_batch
+from tests.usp.hf.vision import IMAGE, documents, loss_alone, packed, tiny_vlm
+from usp import apply_unified_sp, shard_image_batch
+from usp.hf.images import TYPES, Image, balanced, image_plan
+
+Grids = list[tuple[int, int, str]]
+DOCS = Path(__file__).parents[3] / "docs" / "vision.md"
 
 
-def errors(kind: str, cases: list[tuple[int, int, str]]) -> dict[str, float]:
-    """Return, on rank 0, the largest errors of loss and gradients over (ring, ulysses, layout), by what differs."""
+def local_loss(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
+    """Return this rank's share of the mean loss of all ranks' labels."""
+    targets = batch.pop("shift_labels")
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return cross_entropy(model(**batch).logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
+
+
+def errors(kind: str, grids: Grids) -> dict[str, float]:
+    """Return, on rank 0, the largest errors of the loss and of each gradient over (ring, ulysses, layout)."""
     found: dict[str, float] = {}
-    whole, wanted = tiny_vlm(kind), None
-    rows = documents(whole)
-    model = copy.deepcopy(whole)
+    whole = tiny_vlm(kind)
+    rows, fresh = documents(whole), copy.deepcopy(whole)
     if dist.get_rank() == 0:
         wanted = loss_alone(whole, rows)
         wanted.backward()
-    for ring, ulysses, layout in cases:
-        own = apply_unified_sp(
-            copy.deepcopy(model), ParallelMesh.create(ParallelDims(ring=ring, ulysses=ulysses)), layout
-        )
-        batch = shard_image_batch(packed(rows), own)
-        targets = batch.pop("shift_labels")
-        count = (targets != -100).sum()
-        dist.all_reduce(count)
-        loss = cross_entropy(own(**batch).logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
+    for ring, ulysses, layout in grids:
+        mesh = ParallelMesh.create(ParallelDims(ring=ring, ulysses=ulysses))
+        own = apply_unified_sp(copy.deepcopy(fresh), mesh, layout)
+        loss = local_loss(own, shard_image_batch(packed(rows), own))
         loss.backward()
-        total = loss.detach()
-        dist.all_reduce(total)
-        grads = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in own.named_parameters()}
-        for grad in grads.values():
-            dist.all_reduce(grad)
-        if wanted is not None:
+        dist.all_reduce(total := loss.detach())
+        for parameter in own.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
+        if dist.get_rank() == 0:
             found["loss"] = max(found.get("loss", 0), abs(total / wanted - 1).item())
-            for name, x in whole.named_parameters():
-                exact = torch.zeros_like(x) if x.grad is None else x.grad
-                error = relative_l2(grads[name], exact) if exact.norm() > 1e-7 else grads[name].norm().item()
+            for (name, exact), parameter in zip(whole.named_parameters(), own.parameters(), strict=True):
+                unused = exact.grad is None or not exact.grad.norm() > 1e-12
+                error = parameter.grad.norm().item() if unused else relative_l2(parameter.grad, exact.grad)
                 found[name] = max(found.get(name, 0), error)
     return found
 
 
-GRIDS = [(2, 2, "zigzag"), (4, 1, "contiguous"), (1, 4, "zigzag")]
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, kind: str) -> None:
-    found = ranks.run(errors, 4, kind, GRIDS)[0]
+def check(found: dict[str, float]) -> None:
     wrong = {name: error for name, error in found.items() if not error <= 1e-5}
     assert len(found) > 30 and not wrong, wrong
+
+
+USUAL = {"qwen2_5_vl": [(2, 2, "zigzag"), (4, 1, "contiguous"), (1, 4, "striped")]}
+USUAL |= {"qwen3_vl": [(4, 1, "zigzag")], "gemma3": [(2, 2, "zigzag")]}
+
+
+@pytest.mark.parametrize("kind", USUAL)
+def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, kind: str) -> None:
+    check(ranks.run(errors, 4, kind, USUAL[kind])[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_on_every_layout(ranks: RankPool, kind: str) -> None:
+    layouts = [layout for layout in LAYOUTS if layout != "balanced" or not kind.startswith("gemma")]
+    check(ranks.run(errors, 4, kind, [(2, 2, layout) for layout in layouts] + [(4, 1, "zigzag"), (1, 4, "zigzag")])[0])
+    # more than half of the ranks have no image, and Ulysses copies heads of keys
+    check(ranks.run(errors, 8, kind, [(2, 4, "zigzag"), (8, 1, "contiguous")])[0])
+
+
+def sharded_weights(kind: str) -> dict[str, float]:
+    """Return the errors of the loss and of the gradients under FSDP2, where one of two ranks has no image."""
+    whole = tiny_vlm(kind)
+    rows = [documents(whole)[1][:1]]
+    mesh = ParallelMesh.create(ParallelDims(ring=2))
+    own = apply_unified_sp(copy.deepcopy(whole), mesh)
+    for layer in (*own.model.visual.blocks, *own.model.language_model.layers, own):
+        fully_shard(layer, mesh=mesh.device_mesh("ring"))
+    loss_alone(whole, rows).backward()
+    local_loss(own, shard_image_batch(packed(rows), own)).backward()
+    pairs = zip(own.named_parameters(), whole.parameters(), strict=True)
+    return {name: relative_l2(x.grad.full_tensor() * 2, exact.grad) for (name, x), exact in pairs}  # not their mean
+
+
+def test_ranks_without_images_gather_the_weights_of_the_encoder(ranks: RankPool) -> None:
+    check(ranks.run(sharded_weights, 2, "qwen2_5_vl")[0])
+
+
+def test_images_are_balanced_by_patches() -> None:
+    assert balanced([4, 100, 30, 50, 28], 2) == [0, 0, 1, 1, 1]
+    assert balanced([1], 4) == [0]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_each_feature_goes_to_its_token(layout: str) -> None:
+    images = [Image(8, 8, 2), Image(80, 80, 20), Image(12, 12, 3), Image(4, 4, 1)]
+    owners, whole = [1, 0, 2, 1], SequenceLayout(layout, 24, 2, 2)
+    is_image = torch.zeros(2, 23, dtype=torch.bool)
+    is_image[0, 1:3] = is_image[0, 3:] = is_image[1, 5:8] = is_image[1, 20] = True
+    own = [[number for number, owner in enumerate(owners) if owner == rank] or [3] for rank in range(4)]
+    plans = [image_plan(images, owners, own[rank], is_image, whole, rank) for rank in range(4)]
+    starts = torch.tensor([0, 2, 22, 25, 26])
+    encoded = [torch.cat([torch.arange(*starts[number : number + 2]) for number in numbers]) for numbers in own]
+    number = torch.full((2, 24), -1)
+    number[:, :23][is_image] = torch.arange(26)  # of each token's feature
+    for rank, plan in enumerate(plans):
+        received = torch.full((plan.tokens,), -1)
+        for peer, places in enumerate(plan.receives):
+            received[places] = encoded[peer][plans[peer].sends[rank]]
+        wanted = number[:, whole.positions(*divmod(rank, 2))]
+        assert torch.equal(received, wanted[wanted >= 0])
+
+
+def refusals() -> list[str]:
+    mesh = ParallelMesh.create(ParallelDims())
+    model = apply_unified_sp(tiny_vlm("qwen2_5_vl"), mesh)
+    batch = packed(documents(model))
+    straddling = batch | {"cu_seqlens": torch.tensor([0, 12, 60])}
+    found = []
+
+    def refused(call: Any, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(ValueError) as caught:
+            call(*args, **kwargs)
+        found.append(str(caught.value))
+
+    refused(model, input_ids=batch["input_ids"], pixel_values=batch["pixel_values"])
+    refused(shard_image_batch, batch, tiny_vlm("qwen2_5_vl"))
+    refused(
+        shard_image_batch, batch | {"input_ids": batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, 1)}, model
+    )
+    refused(shard_image_batch, straddling, model)
+    refused(shard_image_batch, batch | {"pixel_values": batch["pixel_values"][1:]}, model)
+    refused(shard_image_batch, batch | {"pixel_values_videos": batch["pixel_values"]}, model)
+    refused(shard_image_batch, batch | {"attention_mask": batch["input_ids"] != 0}, model)
+    gemma = apply_unified_sp(tiny_vlm("gemma3"), mesh, "balanced")
+    refused(shard_image_batch, packed(documents(gemma)), gemma)
+    return found
+
+
+def test_what_does_not_fit_is_refused_before_any_communication(ranks: RankPool) -> None:
+    messages = [
+        "pixel_values is not supported: images come from shard_image_batch",
+        "the model must be the result of apply_unified_sp",
+        "4 images have 40 features, but input_ids have 0 tokens for them",
+        "an image continues past the end of its document at token 12 of row 0",
+        "pixel_values have 159 patches, but image_grid_thw says 160",
+        "pixel_values_videos are not supported beside images",
+        "attention_mask masks padding",
+        "layout='balanced' does not support images that attend in both directions: use zigzag",
+    ]
+    for found, message in zip(ranks.run(refusals, 1)[0], messages, strict=True):
+        assert message in found
+
+
+def documented() -> tuple[int, int]:
+    """Run the example of the documentation; return the numbers of logits' tokens and of encoded patches."""
+    model, mesh = tiny_vlm("qwen3_vl"), ParallelMesh.create(ParallelDims(ring=2))
+    names: dict[str, Any] = {"model": model, "mesh": mesh, **packed(documents(model))}
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    exec(code, names)
+    return names["logits"].shape[1], len(names["batch"]["pixel_values"])
+
+
+def test_the_documented_example_runs(ranks: RankPool) -> None:
+    assert sorted(ranks.run(documented, 2)) == [(30, 48), (30, 112)]

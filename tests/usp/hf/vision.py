@@ -106,10 +106,12 @@ def tiny_vlm(kind: str) -> PreTrainedModel:
         **whole,
     )
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
+    model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").double()
     with torch.no_grad():
-        for parameter in model.parameters():  # first weights of some encoders are zero, and hide errors
+        for name, parameter in model.named_parameters():  # first weights of some encoders are zero, and hide errors
             parameter.add_(torch.randn_like(parameter) * 0.05)
+            if name.endswith("A_log"):
+                parameter.sub_(4)  # states that last for many tokens
     return model
 
 
@@ -123,17 +125,17 @@ def images_of(model: PreTrainedModel) -> tuple[list[dict[str, Tensor]], list[int
             places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1)
             padding = torch.full((64 - height * width, 2), -1)
             places = torch.cat((places.reshape(-1, 2), padding)).unsqueeze(0)
-            images.append({"pixel_values": torch.rand(1, 64, 12), "image_position_ids": places})
+            images.append({"pixel_values": torch.rand(1, 64, 12).double(), "image_position_ids": places})
         return images, [4, 16, 6, 1]
     if hasattr(config, "spatial_merge_size"):
         grids = ((1, 4, 4), (1, 8, 14), (1, 4, 6), (1, 2, 4))
         pixels = 3 * config.temporal_patch_size * config.patch_size**2
         return [
-            {"pixel_values": torch.randn(h * w, pixels), "image_grid_thw": torch.tensor([[1, h, w]])}
+            {"pixel_values": torch.randn(h * w, pixels).double(), "image_grid_thw": torch.tensor([[1, h, w]])}
             for _, h, w in grids
         ], [h * w // 4 for _, h, w in grids]
     size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-    return [{"pixel_values": torch.randn(1, 3, size, size)} for _ in range(4)], [16] * 4
+    return [{"pixel_values": torch.randn(1, 3, size, size).double()} for _ in range(4)], [16] * 4
 
 
 def documents(
