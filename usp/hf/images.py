@@ -235,20 +235,19 @@ def _bidirectional(config: PretrainedConfig) -> bool:
 def _image_blocks(is_image: Tensor, documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Return cu_seqlens, prefix_tree and prefix in which each run of image tokens is a document that continues the one
     before, and all of it a prefix."""
-    rows: list[tuple[Tensor, ...]] = []
+    starts, parents, prefixes = list[Tensor](), list[Tensor](), list[Tensor]()
     for kinds, boundaries in zip(is_image.tolist(), documents, strict=True):
-        cuts, parents, prefixes = [0], list[int](), list[int]()
-        for start, stop in pairwise(boundaries):
-            for number, (image, run) in enumerate(groupby(kinds[start:stop])):
-                length = len(list(run))
-                parents.append(len(parents) - 1 if number else -1)
-                prefixes.append(length if image else 0)
-                cuts.append(cuts[-1] + length)
-        rows.append(tuple(torch.tensor(x) for x in (cuts, parents, prefixes)))
-    cuts, parents, prefixes = zip(*rows, strict=True)
-    longest = max(map(len, cuts))
+        runs = [
+            (image, len([*run]), number)
+            for start, stop in pairwise(boundaries)
+            for number, (image, run) in enumerate(groupby(kinds[start:stop]))
+        ]
+        starts.append(torch.tensor([0, *accumulate(length for _, length, _ in runs)]))
+        parents.append(torch.tensor([at - 1 if number else -1 for at, (_, _, number) in enumerate(runs)]))
+        prefixes.append(torch.tensor([length if image else 0 for image, length, _ in runs]))
+    longest = max(map(len, starts))
     return {
-        "cu_seqlens": torch.stack([torch.cat((x, x[-1:].expand(longest - len(x)))) for x in cuts]),
+        "cu_seqlens": torch.stack([torch.cat((row, row[-1:].expand(longest - len(row)))) for row in starts]),
         "prefix_tree": pad_sequence(parents, batch_first=True, padding_value=-1),
         "prefix": pad_sequence(prefixes, batch_first=True),
     }
@@ -264,7 +263,7 @@ class ImageExchange:
         self.mesh, self.channel = mesh, GridChannel.of(mesh)
         self.plan: ImagePlan | None = None
         base = backbone(model)
-        owner = base if hasattr(base, "get_image_features") else model
+        owner: Any = base if hasattr(base, "get_image_features") else model
         owner.get_image_features = partial(self._features, owner.get_image_features)
         model.register_forward_pre_hook(self._take, with_kwargs=True)
 

@@ -5,23 +5,26 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from attention import LAYOUTS, SequenceLayout
-from parallel import ParallelDims, ParallelMesh
+from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from tests.attention.dense import relative_l2
 from tests.harness.ranks import RankPool
 from tests.usp.hf.vision import IMAGE, documents, loss_alone, packed, tiny_vlm
+from tests.usp.tiny import optimiser
 from usp import apply_unified_sp, shard_image_batch
 from usp.hf.images import TYPES, Image, balanced, image_plan
+from usp.losses import causal_lm_loss, global_token_count
 
 Grids = list[tuple[int, int, str]]
 DOCS = Path(__file__).parents[3] / "docs" / "vision.md"
@@ -33,6 +36,12 @@ def local_loss(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
     count = (targets != -100).sum()
     dist.all_reduce(count)
     return cross_entropy(model(**batch).logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
+
+
+def gradient_error(grad: Tensor | None, exact: Tensor | None) -> float:
+    """Return the relative L2 of a gradient, or its norm where the exact one is none or zero."""
+    assert grad is not None
+    return grad.norm().item() if exact is None or exact.norm() < 1e-12 else relative_l2(grad, exact)
 
 
 def errors(kind: str, grids: Grids) -> dict[str, float]:
@@ -55,9 +64,7 @@ def errors(kind: str, grids: Grids) -> dict[str, float]:
         if dist.get_rank() == 0:
             found["loss"] = max(found.get("loss", 0), abs(total / wanted - 1).item())
             for (name, exact), parameter in zip(whole.named_parameters(), own.parameters(), strict=True):
-                unused = exact.grad is None or not exact.grad.norm() > 1e-12
-                error = parameter.grad.norm().item() if unused else relative_l2(parameter.grad, exact.grad)
-                found[name] = max(found.get(name, 0), error)
+                found[name] = max(found.get(name, 0), gradient_error(parameter.grad, exact.grad))
     return found
 
 
@@ -95,11 +102,55 @@ def sharded_weights(kind: str) -> dict[str, float]:
     loss_alone(whole, rows).backward()
     local_loss(own, shard_image_batch(packed(rows), own)).backward()
     pairs = zip(own.named_parameters(), whole.parameters(), strict=True)
-    return {name: relative_l2(x.grad.full_tensor() * 2, exact.grad) for (name, x), exact in pairs}  # not their mean
+    # FSDP2 takes the mean over ranks.
+    return {name: gradient_error(cast(Any, x.grad).full_tensor() * 2, exact.grad) for (name, x), exact in pairs}
 
 
 def test_ranks_without_images_gather_the_weights_of_the_encoder(ranks: RankPool) -> None:
     check(ranks.run(sharded_weights, 2, "qwen2_5_vl")[0])
+
+
+def ten_steps(grid: dict[str, int], frozen: bool, folder: Path) -> tuple[list[float], list[float], list[float]]:
+    """Return the losses of ten steps under FSDP2 and alone, and those of the last weights: exported, and alone."""
+    mesh, whole = ParallelMesh.create(ParallelDims(**grid)), tiny_vlm("qwen3_vl").float()
+    rows = documents(whole)
+    whole.model.visual.requires_grad_(not frozen)
+    own = apply_unified_sp(copy.deepcopy(whole), mesh)
+    apply_fsdp(own, mesh, [*own.model.visual.blocks, *own.model.language_model.layers])
+    share = rows[mesh.rank("batch") :: mesh.size("batch")]
+    optimizers, losses = (optimiser(own), optimiser(whole)), ([], [])
+    for _ in range(10):
+        batch = shard_image_batch(packed(share), own)
+        targets = batch.pop("shift_labels")
+        loss = causal_lm_loss(own(**batch).logits, targets, global_token_count(targets, mesh))
+        loss.backward()
+        dist.all_reduce(total := loss.detach())
+        (alone := loss_alone(whole, rows)).backward()
+        for optimizer, values, value in zip(optimizers, losses, (total, alone.detach()), strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(value.item())
+    state = get_model_state_dict(own, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        exported = tiny_vlm("qwen3_vl").float()
+        exported.load_state_dict(state)
+        exported.save_pretrained(folder)
+    dist.barrier()
+    loaded = AutoModelForImageTextToText.from_pretrained(folder)
+    return *losses, [loss_alone(model, rows).item() for model in (loaded, whole)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("grid", "frozen"), [({"ring": 2, "ulysses": 2}, False), ({"dp_shard": 2, "ring": 2}, True)], ids=str
+)
+def test_ten_steps_and_the_exported_model_are_those_of_one_process(
+    ranks: RankPool, tmp_path: Path, grid: dict[str, int], frozen: bool
+) -> None:
+    """With the encoder trained, or frozen."""
+    found, alone, last = ranks.run(ten_steps, 4, grid, frozen, tmp_path)[0]
+    assert found == pytest.approx(alone, rel=1e-5) and found[-1] < 0.9 * found[0]
+    assert last[0] == pytest.approx(last[1], rel=1e-5)
 
 
 def test_images_are_balanced_by_patches() -> None:

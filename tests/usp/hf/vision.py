@@ -144,7 +144,7 @@ def documents(
     """Return the documents of each row, each a batch of its own, with labels for two thirds of its text."""
     images, tokens = images_of(model)
     generator = torch.Generator().manual_seed(2)
-    found = []
+    found: list[list[dict[str, Tensor]]] = []
     for row in rows:
         found.append([])
         for parts in row:
@@ -180,15 +180,18 @@ def packed(rows: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, Tensor]:
     return batch
 
 
+# The argument that tells images from text, by type.
+_KINDS = dict.fromkeys(FAMILIES, "mm_token_type_ids") | dict.fromkeys(("internvl", "llama4", "llava"), "")
+_KINDS["gemma3"] = "token_type_ids"
+
+
 def loss_alone(model: PreTrainedModel, rows: Sequence[Sequence[dict[str, Tensor]]]) -> Tensor:
     """Return the mean loss of all labels in one process, by transformers, each document by itself."""
     total, count = torch.zeros(()), 0
     for document in (document for row in rows for document in row):
         inputs = {name: value for name, value in document.items() if name != "labels"}
-        kinds = (inputs["input_ids"] == IMAGE).int()
-        kinds = {"token_type_ids": kinds} if model.config.model_type == "gemma3" else {"mm_token_type_ids": kinds}
-        if model.config.model_type in ("internvl", "llama4", "llava"):
-            kinds = {}
+        kinds = {_KINDS[model.config.model_type]: (inputs["input_ids"] == IMAGE).int()}
+        kinds = {name: value for name, value in kinds.items() if name}
         logits, targets = model(**inputs, **kinds, use_cache=False).logits[0, :-1], document["labels"][0, 1:]
         total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
         count += int((targets != -100).sum())
