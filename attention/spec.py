@@ -56,7 +56,7 @@ class AttentionSpec:
             row; None for no prefix.
         parents: of a prefix tree, for each document the index of an earlier one that it continues, -1 for none, one
             tuple for all rows or one per row. A document's tokens also attend to those of its parent, of the parent's
-            parent, and so on, and positions (so also windows) count along this path. Needs `causal`, and no prefixes.
+            parent, and so on, and positions (so also windows) count along this path. Needs `causal`.
         key_documents: of cross attention, whose keys are another sequence, the cu_seqlens of the keys: queries of
             document n attend to keys of document n. None if queries and keys are of the same tokens.
         joint: tokens that every rank holds beside its own; None for none.
@@ -93,8 +93,8 @@ class AttentionSpec:
             violations.append("prefix has no effect with causal=False: leave one of them out")
         if any(length < 0 for row in self.prefixes or () for length in row):
             violations.append("prefix must be numbers of tokens of at least 0")
-        if self.parents is not None and (not self.causal or self.documents is None or self.prefixes is not None):
-            violations.append("prefix_tree needs causal=True and cu_seqlens, and no prefix")
+        if self.parents is not None and (not self.causal or self.documents is None):
+            violations.append("prefix_tree needs causal=True and cu_seqlens")
         if any(not -1 <= parent < number for row in self.parents or () for number, parent in enumerate(row)):
             violations.append("prefix_tree must have for each document the index of an earlier one, or -1")
         if self.key_documents is not None and (self.causal or self.window != (-1, -1)):

@@ -21,7 +21,8 @@ def visible(
     """Return a bool mask (batch, query, key), pair by pair from positions and document numbers."""
     if prefix_tree is not None:
         assert cu_seqlens is not None
-        rows = zip(cu_seqlens.expand(batch, -1).tolist(), prefix_tree.expand(batch, -1).tolist(), strict=True)
+        prefix = torch.zeros_like(prefix_tree) if prefix is None else prefix
+        rows = zip(*(x.expand(batch, -1).tolist() for x in (cu_seqlens, prefix_tree, prefix)), strict=True)
         return torch.stack([_in_tree(seq_len, *row, window) for row in rows])
     position = torch.arange(seq_len)
     ahead = position.unsqueeze(0) - position.unsqueeze(1)  # key position - query position
@@ -51,8 +52,11 @@ def visible(
     return seen
 
 
-def _in_tree(seq_len: int, boundaries: list[int], parents: list[int], window: tuple[int, int] | None) -> Tensor:
-    """Return the causal mask (query, key) of one row: each document is preceded by those that it continues."""
+def _in_tree(
+    seq_len: int, boundaries: list[int], parents: list[int], prefixes: list[int], window: tuple[int, int] | None
+) -> Tensor:
+    """Return the mask (query, key) of one row, causal but in prefixes: each document is preceded by those that it
+    continues."""
     seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
     for document, (start, stop) in enumerate(pairwise(boundaries)):
         path, at = list(range(start, stop)), parents[document]
@@ -63,6 +67,8 @@ def _in_tree(seq_len: int, boundaries: list[int], parents: list[int], window: tu
             reach = (window or (-1, -1))[0]
             first = 0 if reach < 0 else max(0, place - reach)
             seen[path[place], path[first : place + 1]] = True
+            if path[place] < start + prefixes[document]:
+                seen[path[place], path[place] : start + prefixes[document]] = True
     return seen
 
 

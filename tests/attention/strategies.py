@@ -41,4 +41,7 @@ def trees(draw: st.DrawFn, seq_len: int, batch: int) -> AttentionSpec:
     cuts = st.lists(st.integers(0, seq_len), min_size=number, max_size=number)
     documents = tuple((0, *sorted(draw(cuts))) for _ in range(rows))
     parents = tuple(tuple(draw(st.integers(-1, at - 1)) for at in range(number)) for _ in range(rows))
-    return AttentionSpec(window=window, documents=documents, parents=parents)
+    prefixes = None
+    if draw(st.booleans()):
+        prefixes = tuple(tuple(draw(st.integers(0, b - a)) for a, b in pairwise(row)) for row in documents)
+    return AttentionSpec(window=window, documents=documents, parents=parents, prefixes=prefixes)

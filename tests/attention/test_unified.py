@@ -62,6 +62,12 @@ TREES = {
         "cu_seqlens": [[0, 5, 5, 60, 61, 90], [0, 20, 30, 50, 96, 96]],
         "prefix_tree": [[-1, 0, 1, 2, 0], [-1, -1, 1, 0, -1]],
     },
+    "bidirectional images in causal text, and a window": {
+        "window": (24, -1),
+        "cu_seqlens": [0, 9, 40, 44, 60, 96],
+        "prefix_tree": [-1, 0, 1, 2, -1],
+        "prefix": [0, 31, 0, 16, 0],
+    },
 }
 
 

@@ -35,7 +35,8 @@ checkpoints hold, such as the biases by which routers choose experts, are saved 
 last column says whether it generates responses, token for token as transformers does, on sharded ranks. rlhf.py takes
 models that do both; `usp cost` knows {known}.
 
-The text model of a model of several parts is trained as one of its own. `model.get_decoder().save_pretrained(folder)`
+Models of several parts run on images as well where [vision.md](vision.md) names their type. Their text model is trained
+as one of its own. `model.get_decoder().save_pretrained(folder)`
 writes it if its head is tied to its embedding, as in Gemma 3; with a head of its own:
 
 ```python

@@ -27,6 +27,7 @@ from parallel import ParallelMesh, agree
 from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
+from .images import TYPES, ImageExchange
 from .indexers import CausalMask, apply_indexers, indexers
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
@@ -64,9 +65,9 @@ def apply_unified_sp(
     masks = _check_model(model, known, attention.axes.ulysses)
     AttentionInterface.register(NAME, _attention_forward)
     _own_config(model)
-    model.set_attn_implementation(NAME)
-    model.config.use_cache = False
     base, calls = backbone(model), 0
+    _set_implementation(model, [module for name, module in base.named_modules() if name in masks])
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     for name, mask in masks.items():
         with suppress(AttributeError):  # of another pipeline stage
             module = base.get_submodule(name)
@@ -76,7 +77,9 @@ def apply_unified_sp(
                 hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
     recurrent = sharded_mixers(model)  # convolutions are in parts that text does not reach, such as an audio tower
-    guard = _ForwardGuard(attention, calls, bool(recurrent), bool(indexers(base)))
+    images = ImageExchange(model, mesh) if model.config.model_type in TYPES else None
+    model.image_exchange = images  # type: ignore[assignment]
+    guard = _ForwardGuard(attention, calls, bool(recurrent), bool(indexers(base)), images)
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     follow_positions(base, guard.places)
@@ -115,11 +118,23 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _own_config(model: PreTrainedModel) -> None:
-    """Copy the model's configuration, which other models may share."""
-    shared, copied = model.config, copy.deepcopy(model.config)
+    """Copy the model's configuration and those of its parts, which other models may share."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
     for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            module.config = copied  # type: ignore[assignment]
+        if (copied := copies.get(id(getattr(module, "config", None)))) is not None:
+            module.config = copied
+
+
+def _set_implementation(model: PreTrainedModel, attending: Sequence[nn.Module]) -> None:
+    """Let attention go through this file, but not that of parts without any of `attending`, such as an encoder."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    inside = {id(part): {*part.modules()} for part in parts}
+    text = {id(part.config) for part in parts if part is model or inside[id(part)] & {*attending}}
+    others = [(part.config, part.config._attn_implementation) for part in parts if id(part.config) not in text]
+    model.set_attn_implementation(NAME)
+    for config, implementation in others:
+        config._attn_implementation = implementation
 
 
 def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict[str, Mask]:
@@ -156,8 +171,15 @@ def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
 class _ForwardGuard:
     """Forward hooks that reject arguments for which the result would differ from attention over the whole sequence."""
 
-    def __init__(self, attention: UnifiedSPAttention, layers: int, recurrent: bool, sparse: bool) -> None:
-        self.recurrent, self.sparse = recurrent, sparse
+    def __init__(
+        self,
+        attention: UnifiedSPAttention,
+        layers: int,
+        recurrent: bool,
+        sparse: bool,
+        images: ImageExchange | None,
+    ) -> None:
+        self.recurrent, self.sparse, self.images = recurrent, sparse, images
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
         self.tree: Tensor | None = None  # of the current forward
         self.trees, self.trees_before = 0, 0  # layers that should get it, and calls that had one before
@@ -180,12 +202,13 @@ class _ForwardGuard:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs, self.given = {**self.given, **kwargs}, {}
-        for name in ("cu_seqlens", "prefix_tree"):
+        for name in ("cu_seqlens", "prefix_tree", "prefix"):
             if isinstance(rows := kwargs.get(name), Tensor) and rows.device.type != "cpu":
                 # FSDP2 moves the arguments of its root to the GPU, from which every layer would read them.
                 kwargs[name] = rows.cpu()
         named = _named(module, args, kwargs)
-        self.cache, self.places.positions = named.get("kv_cache"), named.get("position_ids", self.places.positions)
+        self.cache = named.get("kv_cache")
+        self.places.positions = _of_text(named.get("position_ids", self.places.positions))
         if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
             return args, kwargs  # its tokens are on all ranks
         try:
@@ -206,11 +229,14 @@ class _ForwardGuard:
         return args, kwargs
 
     def _violations(self, kwargs: dict[str, Any]) -> list[str]:
-        violations = [
-            f"{name} is not supported: only text runs with sequence parallelism, without images, video or audio"
-            for name, value in kwargs.items()
-            if name.startswith(_MEDIA) and value is not None
-        ]
+        violations = []
+        if self.images is None or self.images.plan is None:
+            instead = "images come from shard_image_batch" if self.images else "this model runs on text alone"
+            violations += [
+                f"{name} is not supported: {instead}, and there is no sequence parallelism for video and audio"
+                for name, value in kwargs.items()
+                if name.startswith(_MEDIA) and value is not None
+            ]
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             violations.append("a KV cache (use_cache, past_key_values) is not supported: leave it out")
         cache = kwargs.get("kv_cache")
@@ -239,7 +265,7 @@ class _ForwardGuard:
                 "documents, with their boundaries in cu_seqlens"
             )
         ids, embedded = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        position_ids = kwargs.get("position_ids")
+        position_ids = _of_text(kwargs.get("position_ids"))
         if ids is None and embedded is None:
             violations.append("input_ids or inputs_embeds must be given")
         elif position_ids is None:
@@ -284,6 +310,11 @@ class _ForwardGuard:
             raise RuntimeError(f"{type(module).__name__} does not pass prefix_tree on to its attention layers")
 
 
+def _of_text(position_ids: Any) -> Any:
+    """Return the positions in documents, (B, S), of `position_ids` that have several axes: those of the first."""
+    return position_ids[0] if isinstance(position_ids, Tensor) and position_ids.dim() == 3 else position_ids
+
+
 def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     if not args:
         return kwargs
@@ -305,6 +336,7 @@ def _attention_forward(
     s_aux: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     prefix_tree: Tensor | None = None,
+    prefix: Tensor | None = None,
     kv_cache: Prefill | DecodeStep | None = None,
     query_positions: Tensor | None = None,
     indices: Tensor | None = None,
@@ -336,5 +368,5 @@ def _attention_forward(
     if kv_cache is not None:
         kv_cache.store(module, k, v)
     sides = None if window is None else (window - 1, -1)
-    documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree}
+    documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}
     return attention(q, k, v, causal=causal, window=sides, indices=indices, **documents, **options), None

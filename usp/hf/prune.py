@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-HANDED = ("position_ids", "cu_seqlens", "prefix_tree", "kv_cache")
+HANDED = ("position_ids", "cu_seqlens", "prefix_tree", "prefix", "kv_cache")
 
 
 class OtherStagesLayer(nn.Module):
@@ -65,6 +65,9 @@ class Parts:
 
 def backbone(model: PreTrainedModel) -> Any:
     """Return the model below the output head, which returns hidden states: itself, if it has no head."""
+    inner = model._modules.get("language_model")
+    if isinstance(inner, PreTrainedModel) and inner.get_output_embeddings() is not None:  # Llama 4
+        return backbone(inner)
     return model.base_model if model.base_model is not model else model._modules.get("model", model)
 
 

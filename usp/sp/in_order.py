@@ -148,21 +148,26 @@ class Reshard(torch.autograd.Function):
 
 
 def _move(x: Tensor, plan: ReshardPlan, channel: Channel) -> Tensor:
-    rows, _, width = x.shape
-    tokens = x.flatten(0, 1)
-    out = x.new_empty(rows * plan.destination.local_len, width)
-    parts = [tokens.index_select(0, index.to(x.device)) for index in plan.sends]
-    received = [x.new_empty(len(index), width) for index in plan.receives]
-    received[plan.rank] = parts[plan.rank]
-    sends, receives = (
-        [(peer, part) for peer, part in enumerate(side) if peer != plan.rank and part.numel()]
+    moved = exchange(x.flatten(0, 1), plan.sends, plan.receives, len(x) * plan.destination.local_len, channel)
+    return moved.unflatten(0, (len(x), -1))
+
+
+def exchange(x: Tensor, sends: Sequence[Tensor], receives: Sequence[Tensor], length: int, channel: Channel) -> Tensor:
+    """Send each rank its rows of x (n, width), and return the received ones, (length, width). sends, receives: for each
+    rank, the rows in x and in the result; what no rank sends is 0."""
+    out = x.new_zeros(length, x.shape[1])
+    parts = [x.index_select(0, index.to(x.device)) for index in sends]
+    received = [x.new_empty(len(index), x.shape[1]) for index in receives]
+    received[channel.rank] = parts[channel.rank]
+    outgoing, incoming = (
+        [(peer, part) for peer, part in enumerate(side) if peer != channel.rank and part.numel()]
         for side in (parts, received)
     )
     with record_function("reshard"):
-        channel.post(sends, receives).wait()
-    for index, part in zip(plan.receives, received, strict=True):
+        channel.post(outgoing, incoming).wait()
+    for index, part in zip(receives, received, strict=True):
         out[index.to(x.device)] = part
-    return out.unflatten(0, (rows, -1))
+    return out
 
 
 @dataclass(frozen=True)

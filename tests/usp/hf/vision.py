@@ -1,0 +1,198 @@
+"""Tiny vision-language models, and packed batches of documents with zero, one and several images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+VOCAB, IMAGE = 96, 95
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "depth": 2,
+    "patch_size": 2,
+    "out_hidden_size": 64,
+}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "patch_size": 2}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+DELTA = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
+DELTA |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
+QWEN3_5 = {**DELTA, "layer_types": ["linear_attention", "full_attention"]}
+QWEN3_5 |= {"rope_parameters": {**AXES["rope_parameters"], "mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0}}
+DEEPSTACK = {**VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+GLM = {**VISION, "image_size": 16}
+HALF = {"rope_parameters": {**AXES["rope_parameters"], "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+SLIDING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+SIGLIP = {**TOWER, "image_size": 8, "vision_use_head": False}
+
+# By model type: fields of the text's configuration, of the encoder's, and of the whole.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (AXES, {**VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}, {}),
+    "qwen2_5_vl": (AXES, {**VISION, "window_size": 8, "fullatt_block_indexes": [1]}, {}),
+    "qwen3_vl": (AXES, DEEPSTACK, {}),
+    "qwen3_vl_moe": (AXES | EXPERTS, DEEPSTACK, {}),
+    "qwen3_5": (QWEN3_5, {**VISION, "num_position_embeddings": 64}, {}),
+    "qwen3_5_moe": (
+        QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 24},
+        {**VISION, "num_position_embeddings": 64},
+        {},
+    ),
+    "glm4v": (AXES, GLM, {}),
+    "glm4v_moe": (
+        HALF | EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        GLM,
+        {},
+    ),
+    "glm46v": ({"model_type": "glm4v_text", **AXES}, {"model_type": "glm4v_vision", **GLM}, {}),
+    "gemma3": (SLIDING, SIGLIP, {"mm_tokens_per_image": 16}),
+    "gemma4": (
+        SLIDING | {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "global_head_dim": 16},
+        {**TOWER, "head_dim": 8, "num_key_value_heads": 4, "pooling_kernel_size": 2, "position_embedding_size": 64},
+        {},
+    ),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {**TOWER, "image_size": [16, 16], "patch_size": [2, 2]},
+        {"image_seq_length": 16},
+    ),
+    "llama4": (
+        {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 16, "no_rope_layers": [1, 0]},
+        {
+            **TOWER,
+            "image_size": 16,
+            "intermediate_size": 128,
+            "vision_output_dim": 24,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+        },
+        {},
+    ),
+    "llava": (
+        {"model_type": "llama"},
+        {"model_type": "clip_vision_model", **TOWER, "image_size": 8},
+        {"image_seq_length": 16},
+    ),
+}
+# Documents as lengths of text and, as strings, numbers of images: none, one, and several.
+ROWS = (((7,), (3, "0", 5), (2, "1", 1, "2", 4)), ((9, "3", 11), (4,)))
+
+
+def tiny_vlm(kind: str) -> PreTrainedModel:
+    """Return a model of a type with random weights, the same on all ranks."""
+    text, vision, whole = FAMILIES[kind]
+    config = AutoConfig.for_model(
+        kind,
+        text_config={**TEXT, **text},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        tie_word_embeddings=False,
+        **whole,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # first weights of some encoders are zero, and hide errors
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+            if name.endswith("A_log"):
+                parameter.sub_(4)  # states that last for many tokens
+    return model
+
+
+def images_of(model: PreTrainedModel) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """Return four images as a processor does, and their numbers of tokens."""
+    torch.manual_seed(1)
+    config = model.config.vision_config
+    if model.config.model_type == "gemma4":
+        images = []
+        for height, width in ((4, 4), (8, 8), (4, 6), (2, 2)):
+            places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1)
+            padding = torch.full((64 - height * width, 2), -1)
+            places = torch.cat((places.reshape(-1, 2), padding)).unsqueeze(0)
+            images.append({"pixel_values": torch.rand(1, 64, 12).double(), "image_position_ids": places})
+        return images, [4, 16, 6, 1]
+    if hasattr(config, "spatial_merge_size"):
+        grids = ((1, 4, 4), (1, 8, 14), (1, 4, 6), (1, 2, 4))
+        pixels = 3 * config.temporal_patch_size * config.patch_size**2
+        return [
+            {"pixel_values": torch.randn(h * w, pixels).double(), "image_grid_thw": torch.tensor([[1, h, w]])}
+            for _, h, w in grids
+        ], [h * w // 4 for _, h, w in grids]
+    size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+    return [{"pixel_values": torch.randn(1, 3, size, size).double()} for _ in range(4)], [16] * 4
+
+
+def documents(
+    model: PreTrainedModel, rows: Sequence[Sequence[Sequence[int | str]]] = ROWS
+) -> list[list[dict[str, Tensor]]]:
+    """Return the documents of each row, each a batch of its own, with labels for two thirds of its text."""
+    images, tokens = images_of(model)
+    generator = torch.Generator().manual_seed(2)
+    found: list[list[dict[str, Tensor]]] = []
+    for row in rows:
+        found.append([])
+        for parts in row:
+            ids: list[int] = []
+            used = [images[int(part)] for part in parts if isinstance(part, str)]
+            for part in parts:
+                drawn = torch.randint(1, IMAGE, (part if isinstance(part, int) else 0,), generator=generator).tolist()
+                ids += drawn if isinstance(part, int) else [IMAGE] * tokens[int(part)]
+            input_ids = torch.tensor([ids])
+            ignored = (input_ids == IMAGE) | (torch.rand(input_ids.shape, generator=generator) < 1 / 3)
+            media = {name: torch.cat([image[name] for image in used]) for name in (used[0] if used else ())}
+            found[-1].append({"input_ids": input_ids, "labels": input_ids.masked_fill(ignored, -100), **media})
+    return found
+
+
+def packed(rows: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """Return these documents as a batch."""
+    length = max(sum(document["input_ids"].shape[1] for document in row) for row in rows)
+    number = max(map(len, rows))
+    batch: dict[str, Tensor] = {}
+    for name, filler in (("input_ids", 0), ("labels", -100)):
+        whole = torch.full((len(rows), length), filler)
+        for place, row in enumerate(rows):
+            joined = torch.cat([document[name][0] for document in row])
+            whole[place, : len(joined)] = joined
+        batch[name] = whole
+    ends = [[document["input_ids"].shape[1] for document in row] for row in rows]
+    ends = [row + [0] * (number - len(row)) for row in ends]
+    batch["cu_seqlens"] = torch.nn.functional.pad(torch.tensor(ends).cumsum(1), (1, 0))
+    every = [document for row in rows for document in row]
+    for name in {name for document in every for name in document} - {"input_ids", "labels"}:
+        batch[name] = torch.cat([document[name] for document in every if name in document])
+    return batch
+
+
+# The argument that tells images from text, by type.
+_KINDS = dict.fromkeys(FAMILIES, "mm_token_type_ids") | dict.fromkeys(("internvl", "llama4", "llava"), "")
+_KINDS["gemma3"] = "token_type_ids"
+
+
+def loss_alone(model: PreTrainedModel, rows: Sequence[Sequence[dict[str, Tensor]]]) -> Tensor:
+    """Return the mean loss of all labels in one process, by transformers, each document by itself."""
+    total, count = torch.zeros(()), 0
+    for document in (document for row in rows for document in row):
+        inputs = {name: value for name, value in document.items() if name != "labels"}
+        kinds = {_KINDS[model.config.model_type]: (inputs["input_ids"] == IMAGE).int()}
+        kinds = {name: value for name, value in kinds.items() if name}
+        logits, targets = model(**inputs, **kinds, use_cache=False).logits[0, :-1], document["labels"][0, 1:]
+        total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        count += int((targets != -100).sum())
+    return total / count
