@@ -103,6 +103,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self._last_call, self._last_plan = LastResult(self._look_up), LastResult(self._prepare)
         self._logged: set[str] = set()
         self.calls, self.trees = 0, 0  # trees: calls with a prefix tree
+        self.indexer_bytes = 0  # that indexers, which choose the indices of calls, have sent
         self.kernels: set[str] = set()  # names of those that calls have used
         self._handle = Handle(self, (self.axes.ulysses, self.axes.ulysses_rank))
 
@@ -245,8 +246,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
     @property
     def sent_bytes(self) -> int:
-        """Payload bytes that this rank has sent through this module so far."""
-        return self._ulysses.sent_bytes + self._ring.sent_bytes
+        """Payload bytes that this rank has sent through this module so far, and for the indices that it was given."""
+        return self._ulysses.sent_bytes + self._ring.sent_bytes + self.indexer_bytes
 
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"

@@ -142,6 +142,7 @@ def gathered_bytes() -> tuple[int, int]:
     module.forward = counted
     with torch.no_grad():
         model(**local, use_cache=False)
+    assert model.unified_sp.indexer_bytes == len(indexers(model)) * sent[0]
     return sent[0], ROWS * LENGTH // 4 * module.head_dim * 4
 
 
