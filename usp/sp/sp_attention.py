@@ -183,8 +183,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
                 raise ValueError(_NOT_COMPILED)
             return attend(self._handle, q, k, v, sinks, *options)[0]
         sparse = _number(indices, q, return_lse)
-        others: Any = {"rows": rows, "front": front, "return_lse": return_lse, "sparse": sparse}
-        call = self._call(tensors, sinks, *options, **others)
+        call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse, sparse=sparse)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call)
         return results[0] if len(results) == 1 else tuple(results)
