@@ -85,6 +85,7 @@ def _sharded(
     def choose() -> tuple[Tensor]:
         length = tokens * axes.ranks if cu_seqlens is None else int(cu_seqlens.max())  # without padding
         keys = own_keys(forward, call)
+        attention.indexer_bytes += keys.nbytes * (axes.ranks - 1)
         keys = unshard_sequence(keys, mesh, attention.layout, cu_seqlens=cu_seqlens, length=length)
         layout = axes.layout(attention.layout, tokens * axes.ranks, documents_of(cu_seqlens))
         positions = axes.positions(layout)

@@ -103,6 +103,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self._last_call, self._last_plan = LastResult(self._look_up), LastResult(self._prepare)
         self._logged: set[str] = set()
         self.calls, self.trees = 0, 0  # trees: calls with a prefix tree
+        self.indexer_bytes = 0  # that indexers, which choose the indices of calls, have sent
         self.kernels: set[str] = set()  # names of those that calls have used
         self._handle = Handle(self, (self.axes.ulysses, self.axes.ulysses_rank))
 
@@ -182,8 +183,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
                 raise ValueError(_NOT_COMPILED)
             return attend(self._handle, q, k, v, sinks, *options)[0]
         sparse = _number(indices, q, return_lse)
-        others: Any = {"rows": rows, "front": front, "return_lse": return_lse, "sparse": sparse}
-        call = self._call(tensors, sinks, *options, **others)
+        call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse, sparse=sparse)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call)
         return results[0] if len(results) == 1 else tuple(results)
@@ -245,8 +245,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
     @property
     def sent_bytes(self) -> int:
-        """Payload bytes that this rank has sent through this module so far."""
-        return self._ulysses.sent_bytes + self._ring.sent_bytes
+        """Payload bytes that this rank has sent through this module so far, and for the indices that it was given."""
+        return self._ulysses.sent_bytes + self._ring.sent_bytes + self.indexer_bytes
 
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attention import sparse as module_of_sparse
 from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients, tiny_config
 from usp import apply_unified_sp, shard_batch
+from usp.config import TrainConfig
 from usp.hf import indexers as module_of_indexers
 from usp.hf.indexers import indexers
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
 from usp.sp.sequence import SpAxes, document_starts
+from usp.train.dry_run import dry_run
 
 # DeepSeek-V3.2, GLM-5, and with sinks, gates and rotary positions at the end of the heads Hunyuan 4
 TYPES = ["deepseek_v32", "glm_moe_dsa", "hy_v4"]
@@ -136,6 +142,7 @@ def gathered_bytes() -> tuple[int, int]:
     module.forward = counted
     with torch.no_grad():
         model(**local, use_cache=False)
+    assert model.unified_sp.indexer_bytes == len(indexers(model)) * sent[0]
     return sent[0], ROWS * LENGTH // 4 * module.head_dim * 4
 
 
@@ -175,3 +182,46 @@ def test_an_indexer_that_counts_its_tokens_is_refused(monkeypatch: pytest.Monkey
     config.index_topk = 7  # of which no structure is known
     (problem,) = structure(type(model), config).problems
     assert problem == "DeepseekV32Indexer does not choose keys by token, from those of its cache"
+
+
+class _Largest(TorchDispatchMode):
+    """Finds the most elements of a tensor that an operator returns, in this thread and in the backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(output) if isinstance(x, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return output
+
+
+def largest_tensors() -> list[int]:
+    """Return the elements of the largest tensor in a forward and backward of one layer of two lengths."""
+    mesh, found = ParallelMesh.create(ParallelDims(ring=2)), []
+    module_of_indexers.TILE = module_of_sparse.TILE = 1 << 12
+    for length in (512, 1024):
+        config = tiny_config("deepseek_v32")
+        config.index_topk, config.index_n_heads, config.num_hidden_layers = TOP_K, 2, 1
+        model = apply_unified_sp(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), mesh)
+        local = shard_batch({"input_ids": torch.arange(length).unsqueeze(0) % 90 + 3}, mesh)
+        with _Largest() as largest:
+            model.model(**local, use_cache=False).last_hidden_state.sum().backward()
+        found.append(largest.elements)
+    module_of_indexers.TILE = module_of_sparse.TILE = 1 << 24
+    return found
+
+
+def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
+    for shorter, longer in ranks.run(largest_tensors, 2):
+        assert longer <= 2 * shorter < 512 * 512
+
+
+def test_dry_runs_assume_that_keys_are_chosen_in_turn(tmp_path: Path) -> None:
+    tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
+    config = TrainConfig(model=str(tmp_path), seq_len=LENGTH, dtype="float32", sp_ring=2, sp_ulysses=2, device="cpu")
+    sent = {(group.axes, group.collective): group.nbytes for group in dry_run(config, 4).sent}
+    # Two of four layers have an indexer, whose keys travel over ulysses and then, twice as many, over the ring.
+    own = LENGTH // 4 * 16 * 4
+    assert sent[("ring",), "_allgather_base_"] == 2 * 2 * own
+    assert sent[("ulysses",), "_allgather_base_"] == 2 * own + 4 * LENGTH // 4 * TOP_K * 4

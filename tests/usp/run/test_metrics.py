@@ -209,3 +209,14 @@ def test_flops_count_a_causal_mask_once() -> None:
     assert training_flops(facts, **call) == 6 * 1000 * length + 12 * 4 * 8 * (full + windowed)
     narrower = replace(facts, v_head_dim=5)
     assert training_flops(narrower, **call) == 6 * 1000 * length + 6 * 4 * (8 + 5) * (full + windowed)
+
+
+def test_flops_of_chosen_keys_grow_with_tokens_and_those_of_an_indexer_with_pairs() -> None:
+    facts = ModelFacts("m", num_heads=4, num_kv_heads=4, head_dim=8, vocab_size=10, windows=(0, 0), chosen=(16, 16))
+    assert facts.reaches == (16, 16)
+    cuts = [torch.tensor([[0, length]], dtype=torch.int32) for length in (64, 128, 192)]
+    few, more, most = (training_flops(facts, matmul_parameters=0, tokens=0, cu_seqlens=cut) for cut in cuts)
+    assert more - few == most - more == 2 * 12 * 4 * 8 * 64 * 16
+    indexed = training_flops(replace(facts, index_size=3), matmul_parameters=0, tokens=0, cu_seqlens=cuts[0])
+    assert indexed - few == 2 * 3 * 64 * 65 // 2
+    assert replace(facts, windows=(4, -1)).reaches == (4, -1)
