@@ -63,7 +63,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "glm46v": ({"model_type": "glm4v_text", **AXES}, {"model_type": "glm4v_vision", **GLM}, {}),
     "gemma3": (SLIDING, SIGLIP, {"mm_tokens_per_image": 16}),
     "gemma4": (
-        SLIDING | {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "global_head_dim": 16},
+        SLIDING
+        | {
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "global_head_dim": 16,
+        },
         {**TOWER, "head_dim": 8, "num_key_value_heads": 4, "pooling_kernel_size": 2, "position_embedding_size": 64},
         {},
     ),
