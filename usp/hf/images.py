@@ -43,7 +43,7 @@ _COMPUTED = ("attention_mask", "mm_token_type_ids", "token_type_ids")  # by proc
 # Types whose decoder takes images only as tokens, which tests compare with one process.
 TYPES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"),
-    *("gemma3", "gemma4", "internvl", "llama4", "llava"),
+    *("gemma3", "gemma4", "internvl", "llama4", "llava", "vipllava", "aya_vision", "cohere2_vision", "glm_ocr"),
 )
 _BLOCKS = ("gemma3", "gemma4")  # types whose images may be bidirectional
 

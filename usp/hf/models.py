@@ -49,8 +49,8 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 INDEXED = "indexed_attention"  # layer type of attention to the keys that an indexer chooses
 WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
 SEVERAL_PARTS = (
-    "its text model is one of several parts: save that by itself and use it (see docs/models.md), or train the whole "
-    "in a loop of your own (see docs/vision.md)"
+    "its text model is one of several parts: save that by itself and use it (see docs/models.md); with images, see "
+    "docs/vision.md"
 )
 # More than any model has.
 _LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**5, "num_key_value_heads": 10**5, "head_dim": 10**5}

@@ -20,7 +20,7 @@ from attention import LAYOUTS, SequenceLayout
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from tests.attention.dense import relative_l2
 from tests.harness.ranks import RankPool
-from tests.usp.hf.vision import IMAGE, documents, loss_alone, packed, tiny_vlm
+from tests.usp.hf.vision import FAMILIES, IMAGE, documents, loss_alone, packed, tiny_vlm
 from tests.usp.tiny import optimiser
 from usp import apply_unified_sp, shard_image_batch
 from usp.hf.images import TYPES, Image, balanced, image_plan
@@ -229,4 +229,5 @@ def documented() -> tuple[int, int]:
 
 
 def test_the_documented_example_runs(ranks: RankPool) -> None:
+    assert {*TYPES} == {*FAMILIES} and all(kind in DOCS.read_text() for kind in TYPES)
     assert sorted(ranks.run(documented, 2)) == [(30, 48), (30, 112)]

@@ -41,6 +41,7 @@ GLM = {**VISION, "image_size": 16}
 HALF = {"rope_parameters": {**AXES["rope_parameters"], "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 SLIDING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 SIGLIP = {**TOWER, "image_size": 8, "vision_use_head": False}
+SIGLIP16 = {**SIGLIP, "image_size": 16}
 
 # By model type: fields of the text's configuration, of the encoder's, and of the whole.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -63,7 +64,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "glm46v": ({"model_type": "glm4v_text", **AXES}, {"model_type": "glm4v_vision", **GLM}, {}),
     "gemma3": (SLIDING, SIGLIP, {"mm_tokens_per_image": 16}),
     "gemma4": (
-        SLIDING | {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "global_head_dim": 16},
+        SLIDING
+        | {
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "global_head_dim": 16,
+        },
         {**TOWER, "head_dim": 8, "num_key_value_heads": 4, "pooling_kernel_size": 2, "position_embedding_size": 64},
         {},
     ),
@@ -88,6 +95,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "llama"},
         {"model_type": "clip_vision_model", **TOWER, "image_size": 8},
         {"image_seq_length": 16},
+    ),
+    "vipllava": (
+        {"model_type": "llama"},
+        {"model_type": "clip_vision_model", **TOWER, "image_size": 8},
+        {"vision_feature_layers": [-1, -2]},
+    ),
+    "glm_ocr": ({"model_type": "glm_ocr_text", **AXES}, GLM, {}),
+    "aya_vision": ({"model_type": "cohere2", **SLIDING}, {"model_type": "siglip_vision_model", **SIGLIP16}, {}),
+    "cohere2_vision": (
+        {"model_type": "cohere2", **SLIDING},
+        {"model_type": "siglip_vision_model", **SIGLIP16},
+        {"alignment_intermediate_size": 48},
     ),
 }
 # Documents as lengths of text and, as strings, numbers of images: none, one, and several.
@@ -181,7 +200,8 @@ def packed(rows: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 
 # The argument that tells images from text, by type.
-_KINDS = dict.fromkeys(FAMILIES, "mm_token_type_ids") | dict.fromkeys(("internvl", "llama4", "llava"), "")
+_KINDS = dict.fromkeys(FAMILIES, "mm_token_type_ids")
+_KINDS |= dict.fromkeys(("internvl", "llama4", "llava", "vipllava", "aya_vision", "cohere2_vision"), "")
 _KINDS["gemma3"] = "token_type_ids"
 
 
