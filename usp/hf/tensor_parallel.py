@@ -143,13 +143,22 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
     model = empty_model(config)
     styles = module_styles(model, tp_plan(model))
     experts = {id(p) for module in expert_modules(model) for p in module.parameters()}
-    names = {id(module): name for name, module in model.named_modules()}
+    modules = dict(model.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+
+    def is_router(linear: str, rows: int) -> bool:
+        return rows == facts.num_experts and not linear.endswith("_proj")
 
     def shapes(module: nn.Module, routed: bool = False) -> tuple[ParameterShape, ...]:
         """Return the shapes of the experts, or of all other parameters."""
         owners = ((f"{names[id(module)]}.{name}".rpartition(".")[0], name, p) for name, p in module.named_parameters())
         return tuple(
-            ParameterShape(name, tuple(p.shape), "untouched" if routed else styles.get(owner, "replicated"))
+            ParameterShape(
+                name,
+                tuple(p.shape),
+                "untouched" if routed else styles.get(owner, "replicated"),
+                p.ndim == 2 and isinstance(modules[owner], nn.Linear) and not is_router(owner, len(p)),
+            )
             for owner, name, p in owners
             if routed == (id(p) in experts)
         )

@@ -63,11 +63,13 @@ class ParameterShape:
 
     name: in transformers, relative to its layer or top-level module.
     style: of its module in the tensor-parallel plan (`parallel.tensor`); "replicated" if the plan omits it.
+    linear: whether it is the weight of a linear that is no router.
     """
 
     name: str
     shape: tuple[int, ...]
     style: str = "replicated"
+    linear: bool = False
 
     @property
     def tp_dim(self) -> int | None:
@@ -79,6 +81,10 @@ class ParameterShape:
     def local(self, tp: int) -> tuple[int, ...]:
         """Return the shape on one of `tp` tensor-parallel ranks."""
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+
+    def float8(self, tp: int) -> bool:
+        """Return whether its products can be float8's, whose dims are multiples of 16, with its part on a tp rank."""
+        return self.linear and not any(size % 16 for size in self.local(tp))
 
     def partial_gradient(self, sequence_parallel: bool) -> bool:
         """Return whether each tp rank computes a part of the gradient, which must be summed over tp."""

@@ -1,0 +1,196 @@
+"""Training in float8, emulated: casts and losses are torchao's own on one process, whatever the layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from parallel import ParallelMesh, local_tensor
+from parallel.reallocation.boxes import local_box
+from tests.harness.ranks import RankPool
+from tests.usp.tiny import ADAM_EPS, LEARNING_RATE, MAX_NORM, ROWS, SEQ_LEN, VOCAB, loss_alone, optimiser, packed_batch
+from tests.usp.train.test_lora import ALL, ALPHA, RANK, add_adapters
+from tests.usp.train.test_matrix import train
+from usp.config import TrainConfig
+from usp.hf.float8 import RECIPES
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.prepare import prepare
+from usp.train.resolve import resolve
+from usp.train.trainer import Trainer
+
+STEPS, CLOSE = 3, 1e-3
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+ADAPTERS = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_targets": ",".join(ALL)}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
+    "alone": (1, {"fp8": "tensor"}),
+    "alone, rows": (1, {"fp8": "row"}),
+    "dp4": (4, {"fp8": "tensor", "ac": "full"}),
+    "ring x ulysses": (4, {"fp8": "tensor", "sp_ring": 2, "sp_ulysses": 2, "ac": "attention-saved"}),
+    "tp2 dp2": (4, {"fp8": "tensor", "tp": 2, "micro_batches": 2}),
+    "pp2 dp2": (4, {"fp8": "tensor", "pp": 2, "micro_batches": 2, "zero": 1}),
+    "rows, tp2 ring2": (4, {"fp8": "row", "tp": 2, "tp_sequence_parallel": True, "sp_ring": 2, "ac": "selective"}),
+    "adapters": (4, {"fp8": "tensor", "sp_ulysses": 2, **ADAPTERS}),
+    "rows, adapters": (2, {"fp8": "row", "tp": 2, **ADAPTERS}),
+    "replicas": (4, {"fp8": "tensor", "dp_replicate": 2, "zero": 2, "optimizer": "muon"}),
+    "compiled": (2, {"fp8": "tensor", "compile": True}),
+    "compiled, rows, tp2": (2, {"fp8": "row", "tp": 2, "compile": True}),
+}
+MUON = ("replicas",)  # no comparison with AdamW
+ALWAYS = [name for name in LAYOUTS if "compiled" not in name and name != "replicas"]
+
+
+def config_of(folder: Path, **flags: Any) -> TrainConfig:
+    each = {"seq_len": SEQ_LEN, "global_batch_size": ROWS, "device": "cpu", "dtype": "float32", "loss_chunk": 24}
+    optimizer = {"learning_rate": LEARNING_RATE, "adam_eps": ADAM_EPS, "max_grad_norm": MAX_NORM}
+    return TrainConfig(model=str(folder), **each | optimizer | flags)
+
+
+def in_float8(model: PreTrainedModel, fp8: str) -> PreTrainedModel:
+    """Convert the layers of a model as torchao's users do."""
+    config = replace(Float8LinearConfig.from_recipe_name(RECIPES[fp8]), emulate=True)
+    return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "layers." in name)
+
+
+def train_alone(folder: str, fp8: str, adapters: bool = False) -> list[tuple[float, float]]:
+    """Return (loss, gradient norm) of each step of transformers and torchao on one process; "": without float8."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = in_float8(model, fp8) if fp8 else model
+    if adapters:
+        add_adapters(model, ALL)
+    optimizer, history = optimiser(model), []
+    for step in range(STEPS):
+        loss = loss_alone(model, packed_batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        history.append((loss.item(), norm.item()))
+    return history
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=256, **SIZES)
+    folder = tmp_path_factory.mktemp("float8") / "llama"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(llama: Path) -> dict[tuple[str, bool], torch.Tensor]:
+    """(loss, gradient norm) of each step by recipe, and whether adapters are trained."""
+    cases = [(fp8, adapters) for fp8 in ("", *RECIPES) for adapters in (False, True)]
+    return {case: torch.tensor(train_alone(str(llama), *case), dtype=torch.float64) for case in cases}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive) for name in LAYOUTS]
+)
+def test_losses_are_those_of_torchao_on_one_process(
+    ranks: RankPool, llama: Path, alone: dict[tuple[str, bool], torch.Tensor], name: str
+) -> None:
+    world_size, flags = LAYOUTS[name]
+    found = torch.tensor(ranks.run(train, world_size, config_of(llama, **flags), STEPS), dtype=torch.float64)
+    wanted = alone[flags["fp8"], "lora_rank" in flags]
+    losses = (found / wanted - 1).abs()[..., 0]
+    if "optimizer" in flags:
+        losses = losses[:, :1]
+    assert losses.max() <= (1e-6 if world_size == 1 else CLOSE), (found / wanted - 1).abs().amax(0)
+
+
+def test_float8_is_neither_float32_nor_another_recipe(alone: dict[tuple[str, bool], torch.Tensor]) -> None:
+    norms = {fp8: alone[fp8, False][:, 1] for fp8 in ("", "tensor", "row")}
+    for one, other in (("", "tensor"), ("", "row"), ("tensor", "row")):
+        assert (norms[one] / norms[other] - 1).abs().max() > 1e-4
+
+
+def casts(config: TrainConfig) -> dict[str, tuple[Any, ...]]:
+    """Return the slices, float8 values and scale of each weight that this rank gathers, by its name."""
+    config, model_config, _, dims = resolve(config, dist.get_world_size()).valid()
+    mesh, fill = ParallelMesh.create(dims), partial(first_weights, source=config.model, seed=0)
+    engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
+    found = {}
+    for stage in engine.stages:
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        for name, parameter in stage.model.named_parameters():
+            value = local_tensor(parameter.detach())
+            if hasattr(value, "_data"):
+                found[name] = local_box(parameter).slices(), value._data.view(torch.uint8).clone(), value._scale.clone()
+    return found
+
+
+@pytest.mark.parametrize("flags", [{"sp_ring": 2}, {"tp": 2}, {"tp": 2, "pp": 2, "micro_batches": 2}], ids=str)
+def test_gathered_weights_are_torchaos_casts_bit_by_bit(ranks: RankPool, llama: Path, flags: dict[str, Any]) -> None:
+    weights = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).state_dict()
+    seen = set()
+    for found in ranks.run(casts, 4, config_of(llama, fp8="tensor", **flags)):
+        for name, (slices, values, scale) in found.items():
+            whole = hp_tensor_to_float8_dynamic(weights[name], torch.float8_e4m3fn, None)
+            assert torch.equal(values, whole._data.view(torch.uint8)[slices]) and scale == whole._scale
+        seen |= found.keys()
+    assert seen == {f"model.layers.{i}.{m}.weight" for i in (0, 1) for m in LINEARS}
+
+
+LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+def run(config: TrainConfig) -> None:
+    ranks = dist.get_world_size()
+    Trainer(prepare(config, Launch(rank=dist.get_rank(), world_size=ranks, local_world_size=ranks))).run()
+
+
+def test_a_run_continues_on_another_layout_and_its_export_loads(ranks: RankPool, tmp_path: Path) -> None:
+    base = TrainConfig(fp8="tensor", seq_len=128, steps=4, checkpoint_every=2, adam_eps=1e-4, device="cpu")
+    base = replace(base, global_batch_size=4, export_dtype="bfloat16")
+    first, second = tmp_path / "first", tmp_path / "second"
+    ranks.run(run, 2, replace(base, sp_ring=2, output=str(first)))
+    checkpoint = str(first / "checkpoints" / "step-00000002")
+    ranks.run(run, 4, replace(base, tp=2, output=str(second), resume=checkpoint))
+    whole, continued = (losses(folder) for folder in (first, second))
+    assert sorted(continued) == [3, 4] and all(abs(whole[step] / continued[step] - 1) <= CLOSE for step in continued)
+    model = AutoModelForCausalLM.from_pretrained(second / "model", dtype="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert "emulated" in (first / "log.txt").read_text() if (first / "log.txt").exists() else True
+
+
+def losses(folder: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records}
+
+
+REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    ({"engine": "deepspeed"}, "--fp8 tensor is not supported by --engine deepspeed: use --engine fsdp2"),
+    ({"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "zero": 1}, "computes both gradients .* at once"),
+    ({"optim_offload": True}, "--optim-offload has these on the host: use row"),
+    ({"lora_rank": 2, "lora_dora": True}, "whose rows --lora-dora could measure: remove one"),
+    ({"seq_len": 40, "sp_ring": 2, "global_batch_size": 2}, "multiple of 16 tokens of a sequence on a rank.*has 20"),
+    ({"mlp_tile": 24}, "multiple of 16 tokens of --mlp-tile, .* and has 24"),
+    ({"fp8": "none", "fp8_emulate": True}, "--fp8-emulate is an option of --fp8, which is none"),
+    ({"sp_ring": 3, "dp_shard": 1, "seq_len": 96}, "which they do not for self_attn.q_proj.weight .64 rows."),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED, ids=str)
+def test_what_cannot_work_is_refused_before_any_rank_communicates(
+    llama: Path, flags: Mapping[str, Any], said: str
+) -> None:
+    config = config_of(llama, **{"fp8": "tensor"} | flags)
+    with pytest.raises(ConfigurationError, match=said):
+        resolve(config, config.sp_ring * config.pp).valid()
