@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from parallel import ParallelMesh, local_tensor
 from usp.model.facts import ModelShape
 
 from .models import ModelConfig, empty_model, model_facts
@@ -77,10 +82,22 @@ def apply_float8(model: PreTrainedModel, fp8: str, emulate: bool, tp: int) -> No
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: f"{name}.weight" in weights)
 
 
-def update_scales(stages: Iterable[nn.Module]) -> None:
-    """Compute the scales of the weights that FSDP2 gathers in float8, by one maximum over all ranks that share them.
-    Collective over these, after every change of the weights."""
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+@torch.no_grad()
+def update_scales(stages: Iterable[nn.Module], mesh: ParallelMesh, sharded: bool) -> None:
+    """Compute the scales of the weights that FSDP2 gathers in float8, from their largest values on all ranks that share
+    them, as torchao's `precompute_float8_dynamic_scale_for_fsdp`. Collective over these, after every change of weights.
 
+    sharded: over fsdp, not only over tp.
+    """
+    from torchao.float8.float8_utils import amax_to_scale
+
+    axes = [axis for axis in ("fsdp", "tp") if mesh.size(axis) > 1 and (sharded or axis == "tp")]
     for stage in stages:
-        precompute_float8_dynamic_scale_for_fsdp(stage)
+        # Not by to_local(), which returns another object than the one that FSDP2 gathers.
+        parts = (parameter._local_tensor for parameter in stage.parameters() if isinstance(parameter, DTensor))
+        weights: list[Any] = [part for part in parts if hasattr(part, "_precomputed_scale")]
+        largest = torch.stack([local_tensor(weight).abs().amax().float() for weight in weights])
+        for axis in axes:  # torchao's function does it inside of DTensor, where `parallel.wire` would not count it
+            dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.group(axis))
+        for weight, scale in zip(weights, amax_to_scale(largest, torch.float8_e4m3fn), strict=True):
+            weight._precomputed_scale = scale

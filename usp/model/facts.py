@@ -63,7 +63,7 @@ class ParameterShape:
 
     name: in transformers, relative to its layer or top-level module.
     style: of its module in the tensor-parallel plan (`parallel.tensor`); "replicated" if the plan omits it.
-    linear: whether it is the weight of a linear that is no router.
+    linear: whether it is the weight of a linear of a layer that is no router.
     """
 
     name: str

@@ -204,8 +204,8 @@ def scale_traffic(job: Job, rank: int) -> Iterator[Sent]:
     for stage in job.stages(rank) if job.config.fp8 == "tensor" else ():
         layers = (job.model.layers[index] for index in job.stage_layers[stage])
         weights = sum(p.float8(job.dims.tp) for layer in layers for p in layer.parameters)
-        for axis in ("fsdp", "tp"):
-            yield all_reduce(axis, weights * FLOAT32, job.degree(axis), functional=True)
+        for axis in ("fsdp", "tp") if job.config.zero else ("tp",):
+            yield all_reduce(axis, weights * FLOAT32, job.degree(axis))
 
 
 class Gathers(NamedTuple):

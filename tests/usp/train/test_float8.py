@@ -13,10 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8 import Float8LinearConfig, GemmInputRole, ScalingGranularity, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+from torchao.float8.float8_utils import tensor_to_scale
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from attention import SequenceLayout
 from parallel import ParallelMesh, local_tensor
 from parallel.reallocation.boxes import local_box
 from tests.harness.ranks import RankPool
@@ -32,7 +36,9 @@ from usp.train.prepare import prepare
 from usp.train.resolve import resolve
 from usp.train.trainer import Trainer
 
-STEPS, CLOSE = 3, 1e-3
+STEPS = 2
+CLOSE = torch.tensor([[1e-3, 5e-2]] * STEPS)  # losses and norms with other scales: each rank's tokens have their own
+SAME = torch.tensor([[1e-6, 1e-6], [1e-5, 1e-2]])  # with the same; then rounding may choose the next float8 number
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 ADAPTERS = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_targets": ",".join(ALL)}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
@@ -49,8 +55,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
     "compiled": (2, {"fp8": "tensor", "compile": True}),
     "compiled, rows, tp2": (2, {"fp8": "row", "tp": 2, "compile": True}),
 }
-MUON = ("replicas",)  # no comparison with AdamW
-ALWAYS = [name for name in LAYOUTS if "compiled" not in name and name != "replicas"]
+ALWAYS = ("alone", "dp4", "ring x ulysses", "tp2 dp2", "pp2 dp2", "rows, tp2 ring2", "adapters")
 
 
 def config_of(folder: Path, **flags: Any) -> TrainConfig:
@@ -65,10 +70,55 @@ def in_float8(model: PreTrainedModel, fp8: str) -> PreTrainedModel:
     return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "layers." in name)
 
 
-def train_alone(folder: str, fp8: str, adapters: bool = False) -> list[tuple[float, float]]:
-    """Return (loss, gradient norm) of each step of transformers and torchao on one process; "": without float8."""
+class InParts(Float8Linear):
+    """A linear of torchao that multiplies on one process what the ranks of a layout do: it casts the inputs and the
+    gradients of each rank's tokens, and of its features, by themselves, and the weight in whole."""
+
+    parts: tuple[torch.Tensor, ...]  # rows of the flattened input
+    tp: int
+    rowwise: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        c = self.config.cast_config_weight
+        scale = tensor_to_scale(self.weight, c.target_dtype)
+        flat, results = x.flatten(0, -2), []
+        for rows in self.parts:
+            inputs = flat[rows].chunk(self.tp, -1) if self.rowwise else [flat[rows]] * self.tp
+            products = []
+            for each, weight in zip(inputs, self.weight.chunk(self.tp, 1 if self.rowwise else 0), strict=True):
+                if c.scaling_granularity is ScalingGranularity.TENSORWISE:
+                    role = GemmInputRole.WEIGHT
+                    weight = hp_tensor_and_scale_to_float8(weight, scale, c.target_dtype, self.linear_mm_config, role)
+                products.append(
+                    matmul_with_hp_or_float8_args.apply(each, weight.t(), self.linear_mm_config, self.config)
+                )
+            results.append(sum(products) if self.rowwise else torch.cat(products, -1))
+        back = torch.cat(self.parts).argsort()
+        return torch.cat(results)[back].view(*x.shape[:-1], -1)
+
+
+def parts_of(config: TrainConfig, ranks: int) -> tuple[torch.Tensor, ...]:
+    """Return the tokens (row * SEQ_LEN + position) of each rank and micro-batch."""
+    layout = SequenceLayout(config.sp_layout, SEQ_LEN, config.sp_ring, config.sp_ulysses)
+    data = ranks // (config.tp * config.pp * config.sp_ring * config.sp_ulysses)
+    places = [layout.positions(r, u) for r in range(config.sp_ring) for u in range(config.sp_ulysses)]
+    rows = torch.arange(ROWS).chunk(data * config.micro_batches)
+    return tuple((each.unsqueeze(1) * SEQ_LEN + place).flatten() for each in rows for place in places)
+
+
+def train_alone(
+    folder: str, fp8: str, adapters: bool = False, parts: tuple[torch.Tensor, ...] = (), tp: int = 1
+) -> list[tuple[float, float]]:
+    """Return (loss, gradient norm) of each step of transformers and torchao on one process; "": without float8.
+
+    parts, tp: of a layout whose casts are repeated, see `InParts`.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     model = in_float8(model, fp8) if fp8 else model
+    for name, module in model.named_modules() if parts else ():
+        if isinstance(module, Float8Linear):
+            module.__class__, module.parts, module.tp = InParts, parts, tp
+            module.rowwise = name.endswith(("o_proj", "down_proj"))
     if adapters:
         add_adapters(model, ALL)
     optimizer, history = optimiser(model), []
@@ -105,12 +155,16 @@ def test_losses_are_those_of_torchao_on_one_process(
     ranks: RankPool, llama: Path, alone: dict[tuple[str, bool], torch.Tensor], name: str
 ) -> None:
     world_size, flags = LAYOUTS[name]
-    found = torch.tensor(ranks.run(train, world_size, config_of(llama, **flags), STEPS), dtype=torch.float64)
-    wanted = alone[flags["fp8"], "lora_rank" in flags]
-    losses = (found / wanted - 1).abs()[..., 0]
-    if "optimizer" in flags:
-        losses = losses[:, :1]
-    assert losses.max() <= (1e-6 if world_size == 1 else CLOSE), (found / wanted - 1).abs().amax(0)
+    config, adapters = config_of(llama, **flags), "lora_rank" in flags
+    found = torch.tensor(ranks.run(train, world_size, config, STEPS), dtype=torch.float64)
+    steps = 1 if config.optimizer == "muon" else STEPS  # torchao alone is updated by AdamW
+    same_casts = train_alone(str(llama), config.fp8, adapters, parts_of(config, world_size), config.tp)
+    for wanted, bound in (
+        (alone[config.fp8, adapters], CLOSE),
+        (torch.tensor(same_casts, dtype=torch.float64), SAME),
+    ):
+        differences = (found / wanted - 1).abs()[:, :steps].amax(0)
+        assert (differences <= bound[:steps]).all(), differences
 
 
 def test_float8_is_neither_float32_nor_another_recipe(alone: dict[tuple[str, bool], torch.Tensor]) -> None:
@@ -164,10 +218,9 @@ def test_a_run_continues_on_another_layout_and_its_export_loads(ranks: RankPool,
     checkpoint = str(first / "checkpoints" / "step-00000002")
     ranks.run(run, 4, replace(base, tp=2, output=str(second), resume=checkpoint))
     whole, continued = (losses(folder) for folder in (first, second))
-    assert sorted(continued) == [3, 4] and all(abs(whole[step] / continued[step] - 1) <= CLOSE for step in continued)
+    assert sorted(continued) == [3, 4] and all(abs(whole[step] / continued[step] - 1) <= 1e-3 for step in continued)
     model = AutoModelForCausalLM.from_pretrained(second / "model", dtype="auto")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert "emulated" in (first / "log.txt").read_text() if (first / "log.txt").exists() else True
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -248,7 +248,7 @@ class Fsdp2Engine:
         self._tied = {name: stored for name, stored in ends.items() if name in self.parameters}
         self._copies = {name: stored for name, stored in self._tied.items() if name != stored}
         self._scaled = self.stages if float8_gather else ()
-        update_scales(self._scaled)
+        update_scales(self._scaled, mesh, zero > 0)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         if self.pipeline is not None:
@@ -280,7 +280,7 @@ class Fsdp2Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
-            update_scales(self._scaled)
+            update_scales(self._scaled, self.mesh, self.zero > 0)
         self.optimizer.zero_grad()
         return norm
 
@@ -311,7 +311,7 @@ class Fsdp2Engine:
                 local_tensor(copy.detach()).copy_(local_tensor(original.detach()))
                 for key, value in self.optimizer.state[original].items():
                     local_tensor(self.optimizer.state[copy][key]).copy_(local_tensor(value))
-        update_scales(self._scaled)
+        update_scales(self._scaled, self.mesh, self.zero > 0)
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
