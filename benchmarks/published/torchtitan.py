@@ -34,10 +34,11 @@ NOTES = (
     "everything that is bound by memory, but not attention: mixtures of steps with and without recomputation.",
     "torchtitan, H100: the node file with what the source says of its cards, 96 GB at 2.4 TB/s; that they run at 500 W "
     "instead of 700 W is not modelled. The source gives its own MFU as too low for that reason.",
-    "torchtitan, compiled: float8 is tensor-wise, weights are gathered in float8 and linears converted as here, but in "
-    "2024 the output head may have been, too. Of torch.compile, the time model has no waiting for launches and one "
-    "fused kernel a cast; other operators move as many bytes as eager ones. The kernel of attention is not stated: "
-    "flash-attn 2 is assumed; context parallelism gathers keys and values there, and is a ring here.",
+    "torchtitan, compiled: float8 has tensor scales, weights are gathered in float8, and linears converted as here, "
+    "though in 2024 perhaps the output head, too. Under tensor parallelism its ranks cast their tokens before they are "
+    "gathered; here they cast what they gathered. Of torch.compile, the time model has fused casts and no waiting for "
+    "launches; other operators move as many bytes as eager ones. The kernel of attention is not stated, and flash-attn "
+    "2 is assumed. Context parallelism gathers keys and values there, and is a ring here.",
 )
 FSDP: dict[str, Any] = {"seq_len": 8 * K, "batch_size": 2}
 LLAMA_70B: dict[str, Any] = {"seq_len": 8 * K, "batch_size": 16, "tp": 8, "tp_sequence_parallel": True}

@@ -192,21 +192,25 @@ def _float8_dtype(job: Job) -> str:
 def cast_bytes(job: Job, layer: LayerShape) -> tuple[float, float]:
     """Return the bytes that casts to float8 read and write in one micro-batch's (forward, backward) of a layer.
 
-    torchao's code: a forward casts inputs, and with row scales weights; a backward casts inputs and weights again, and
-    gradients of outputs for both products, once in a compiled graph with tensor scales. Float8 products take their
-    operands in one order only, so that a backward copies inputs, gradients and weights. Casts of shards of weights,
-    before they are gathered, are not counted.
+    torchao's code: a forward casts inputs, and with row scales weights; a backward casts both again, and gradients of
+    outputs for each product. Its products take their operands in one order only, so that a backward copies inputs,
+    gradients and weights. A compiled graph casts once what several linears take, and with tensor scales a gradient, and
+    keeps maxima of inputs. Casts of shards of weights, before they are gathered, are not counted.
     """
     forward = backward = 0.0
-    size, row = job.dtype.itemsize, job.config.fp8 == "row"
+    size, row, fused, cast_inputs = job.dtype.itemsize, job.config.fp8 == "row", job.config.compile, set()
     # Read for the maximum and for the cast; eager, each of their six operators reads and writes, half of them float32.
-    cast = 2 * size + 1 if job.config.compile else 4 * size + 25
+    cast = 2 * size + 1 if fused else 4 * size + 25
+    again = cast - size if fused and not row else cast
     for p in layer.parameters if job.config.fp8 != "none" else ():
         if p.float8(job.dims.tp):
             columns, inner = p.local(job.dims.tp)
-            taken, made, weight = job.tokens * inner, job.tokens * columns, inner * columns
+            of = (p.name.rsplit(".", 2)[0], inner) if fused and p.style.startswith("colwise") else p.name
+            taken = 0 if of in cast_inputs else job.tokens * inner
+            cast_inputs.add(of)
+            made, weight = job.tokens * columns, inner * columns
             forward += cast * (taken + row * weight)
-            backward += cast * (taken + made * (1 if job.config.compile and not row else 2) + row * weight)
+            backward += again * taken + cast * (made * (1 if fused and not row else 2) + row * weight)
             backward += 2 * (taken + made + weight)
     return forward, backward
 
