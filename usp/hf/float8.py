@@ -41,9 +41,7 @@ def float8_problems(shape: ModelShape, config: ModelConfig, tp: int, shards: int
         ]
     if not float8_weights(shape, tp):
         return [f"--fp8 needs dims that are multiples of 16 on a rank, and no linear of {name} with tp={tp} has them"]
-    # torchao casts what a rank holds, without the padding that FSDP2 gives to parts that are smaller than others.
-    parameters = {p: None for layer in shape.layers for p in layer.parameters if p.float8(tp)}
-    if uneven := [f"{p.name} ({p.local(tp)[0]} rows)" for p in parameters if p.local(tp)[0] % shards]:
+    if uneven := shape.uneven_float8(tp, shards):
         return [
             f"--fp8 tensor gathers weights in float8, whose rows the {shards} ranks of dp_shard x sp must divide, "
             f"which they do not for {', '.join(uneven)} of {name}: use --fp8 row, or other degrees"

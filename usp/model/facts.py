@@ -155,6 +155,12 @@ class ModelShape:
         layers = (part for layer in self.layers for part in (*layer.parameters, *layer.experts))
         return sum(part.numel for part in (*self.embedding, *layers, *self.norm, *self.head))
 
+    def uneven_float8(self, tp: int, shards: int) -> list[str]:
+        """Return the float8 weights whose rows on a tp rank so many shards do not divide: torchao casts what a rank
+        holds, without the padding that FSDP2 gives to parts that are smaller than others."""
+        weights = {p: p.local(tp)[0] for layer in self.layers for p in layer.parameters if p.float8(tp)}
+        return [f"{p.name} ({rows} rows)" for p, rows in weights.items() if rows % shards]
+
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
         """Return the parameters of LoRA adapters: rank x (in + out) for each linear whose name ends with a target."""
         linears = [

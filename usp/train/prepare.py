@@ -165,8 +165,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         kernel_choice = prologue.choose_kernel(facts)
         prologue.check_vocabulary(f"--model {facts.name}", facts.vocab_size)
     prologue.check_frozen_weights("give a directory with a trained model")
-    problems += _deepspeed_problems(config, prologue.dtype)
-    problems += _float8_problems(config, device)
+    problems += [*_deepspeed_problems(config, prologue.dtype), *_float8_problems(config, device)]
     named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
     held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))

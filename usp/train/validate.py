@@ -195,6 +195,8 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
         yield f"{given}, which --engine deepspeed does not support: use --engine fsdp2"
     if config.compile:
         yield f"{given}, for which --compile would compile each layer again and again: remove one"
+    if config.fp8 != "none":
+        yield f"{given} in torch's inference mode, which torchao's float8 tensors do not support: remove one"
     if config.tp_sequence_parallel:
         yield f"{given}, which --tp-sequence-parallel cannot divide: remove one"
     if config.pp > 1 and config.pp_schedule != "1f1b":

@@ -28,11 +28,13 @@ from tests.usp.tiny import ADAM_EPS, LEARNING_RATE, MAX_NORM, ROWS, SEQ_LEN, VOC
 from tests.usp.train.test_lora import ALL, ALPHA, RANK, add_adapters
 from tests.usp.train.test_matrix import train
 from usp.config import TrainConfig
-from usp.hf.float8 import RECIPES
+from usp.hf.float8 import RECIPES, float8_line
+from usp.hf.models import load_model_config, model_facts
+from usp.hf.tensor_parallel import model_shape
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.build import EngineRecipe, build_engine, first_weights
-from usp.train.prepare import prepare
+from usp.train.prepare import _float8_problems, prepare
 from usp.train.resolve import resolve
 from usp.train.trainer import Trainer
 
@@ -231,6 +233,7 @@ def losses(folder: Path) -> dict[int, float]:
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"engine": "deepspeed"}, "--fp8 tensor is not supported by --engine deepspeed: use --engine fsdp2"),
     ({"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "zero": 1}, "computes both gradients .* at once"),
+    ({"sample_every": 1, "sample_prompts": "x"}, "in torch's inference mode, .* do not support: remove one"),
     ({"optim_offload": True}, "--optim-offload has these on the host: use row"),
     ({"lora_rank": 2, "lora_dora": True}, "whose rows --lora-dora could measure: remove one"),
     ({"seq_len": 40, "sp_ring": 2, "global_batch_size": 2}, "multiple of 16 tokens of a sequence on a rank.*has 20"),
@@ -247,3 +250,22 @@ def test_what_cannot_work_is_refused_before_any_rank_communicates(
     config = config_of(llama, **{"fp8": "tensor"} | flags)
     with pytest.raises(ConfigurationError, match=said):
         resolve(config, config.sp_ring * config.pp).valid()
+
+
+def test_a_gpu_without_float8_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr("usp.train.prepare.find_spec", lambda name: None)
+    config, gpu = TrainConfig(fp8="row"), torch.device("cuda", 0)
+    package, device = _float8_problems(config, gpu)
+    assert package == "--fp8 row needs the package torchao: pip install 'usp-toolkit[fp8]'"
+    assert device == "--fp8 row needs a GPU with float8 (8.9 or above), not NVIDIA A100: give --fp8-emulate"
+    assert list(_float8_problems(replace(config, fp8_emulate=True), gpu)) == [package]
+    assert list(_float8_problems(config, torch.device("cpu"))) == [package]
+
+
+def test_the_summary_says_what_is_not_in_float8() -> None:
+    config = load_model_config("qwen3-moe-tiny")
+    line = float8_line(model_shape(model_facts("", config), config), "row", 1, emulated=True)
+    assert "rowwise recipe for 8 linears, emulated" in line
+    assert "not in float8: mlp.gate, mlp.experts.gate_up_proj, mlp.experts.down_proj, output head" in line
