@@ -160,7 +160,7 @@ def is_matrix(parameter: ParameterShape) -> bool:
 
 def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
     """Return (products of one micro-batch's forward, those that its backward recomputes): not a layer's last, because
-    nothing needs its result, and none with `selective`."""
+    nothing needs its result, except in float8 (torchao saves its operands after it); with `selective` no other."""
     linears, rows, forward = [p for p in layer.parameters if is_matrix(p)], job.expert_rows(job.outer_tokens), []
     for p in linears:  # one that tp does not shard multiplies only this rank's share of the tokens
         columns, inner = p.local(job.dims.tp)
@@ -172,7 +172,8 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
     for p in layer.experts:
         elements = p.numel / job.dims.ep + rows * sum(p.shape[1:])
         forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, job.dtype.itemsize))
-    again = forward[:-1] if job.config.ac not in ("none", "selective") else []
+    needed = forward if forward[-1].dtype else forward[:-1]
+    again = {"none": [], "selective": needed[len(forward) - 1 :]}.get(job.config.ac, needed)
     if job.config.mlp_tile and not layer.experts:
         in_mlp = [".mlp." in f".{p.name}" for p in linears]
         mlp = list(compress(forward, in_mlp))
@@ -181,7 +182,7 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
             share = (tokens - 1) // tile * tile / tokens
             again = [product for product, inside in zip(forward, in_mlp, strict=True) if not inside]
             again += [replace(p, flops=share * p.flops, elements=share * p.elements) for p in mlp]
-        again = again + mlp[:-1]
+        again = again + (mlp if forward[-1].dtype else mlp[:-1])
     return forward, again
 
 

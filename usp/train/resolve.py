@@ -137,8 +137,8 @@ def resolve(
             sequences = dims.batch * stage.batch_size
         stages.append(ResolvedStage(stage, dims, before + 1, last, sequences))
     found = Resolved(replace(config, steps=lasts[-1]), model_config, facts, (), tuple(stages))
-    problems += (text for stage in stages for text in _float8_problems(found, stage))
-    return replace(found, problems=tuple(dict.fromkeys(problems)))
+    problems = list(dict.fromkeys(text for stage in stages for text in _float8_problems(found, stage)))
+    return replace(found, problems=tuple(problems), stages=()) if problems else found
 
 
 def settled_lora(config: C) -> C:
