@@ -136,5 +136,9 @@ def _build_view(
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; return other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's part of a DTensor; return other tensors unchanged.
+
+    Of a weight that torchao wraps, so that FSDP2 gathers it in float8, it is the tensor inside.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(local, "_tensor", local)

@@ -45,6 +45,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BOS = ("auto", "always", "never")
 PACKINGS = ("auto", "cut", "whole")
 BAD_ROWS = (REFUSE, DROP)
+FP8 = ("none", "tensor", "row")
 ROUTER_BALANCES = ("step", "micro-batch")
 ALL_LINEAR = "all-linear"  # LoRA targets
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -348,6 +349,11 @@ class _Training:
     """Keep optimizer states, float32 weights and gradients in host memory, and update the weights there."""
     compile: bool = False
     """Compile each layer with torch.compile; attention is one operator. Experts and recurrent layers stay eager."""
+    fp8: Annotated[str, one_of(FP8)] = "none"
+    """Multiply in float8 in the layers' linears (requires torchao). tensor: one scale for a tensor, and ZeRO gathers
+    float8 weights; row: one for each row. Experts, routers and the output head stay in --dtype."""
+    fp8_emulate: bool = False
+    """Multiply in float32 what --fp8 casts, on a GPU without float8; a CPU always does."""
     profile: Annotated[str, arg(metavar="STEP|FIRST:LAST", help_behavior_hint="(optional)")] = ""
     """Steps to profile, such as 3 or 5:8. Traces for chrome://tracing or Perfetto go to the output directory."""
 
@@ -366,6 +372,11 @@ class TrainConfig(CommonConfig, _Training):
     def padded_len(self) -> int:
         """Tokens of a sequence with those behind its end that the sequence-parallel ranks need to divide it."""
         return SequenceLayout.padded_len(self.sp_layout, self.seq_len, self.sp_ring, self.sp_ulysses)
+
+    @property
+    def emulates_float8(self) -> bool:
+        """Whether what `fp8` casts is multiplied in float32, on a device that is known."""
+        return self.fp8 != "none" and (self.fp8_emulate or self.device == "cpu")
 
 
 def by_stage(config: TrainConfig) -> tuple[TrainConfig, ...]:

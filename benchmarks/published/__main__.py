@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.harness.record import Record, finish
 
-from . import alst, magi, torchtitan, trl, usp_paper
+from . import alst, magi, megatron, torchtitan, trl, usp_paper
 from .row import Row, Source, mean_error
 
 QUESTION = "The time and memory models against published measurements, with nothing fitted"
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
-    finish(record([module.source() for module in (torchtitan, usp_paper, magi, trl, alst)]), args.output)
+    finish(record([module.source() for module in (torchtitan, usp_paper, magi, trl, megatron, alst)]), args.output)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rich.console import Console
 from tyro.conf import arg
 
 from parallel import load_hardware
-from usp.config import AC_MODES, TrainConfig
+from usp.config import AC_MODES, FP8, TrainConfig
 from usp.fields import TOKENS, flag, one_of
 from usp.run.failures import nearest
 
@@ -46,6 +46,8 @@ class CostConfig(DataFlags):
     """Methods to compare, such as usp+zero1,tp-sp8+ring2."""
     ac: Annotated[str, one_of(AC_MODES)] = "none"
     """Activation checkpointing mode."""
+    fp8: Annotated[str, one_of(FP8)] = "none"
+    """Float8 products of the layers' linears, as of train.py."""
     hardware: Node = "h100"
     json: bool = False
     """Print JSON, with sizes in bytes."""
@@ -75,7 +77,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     setting = Setting(
         hardware=load_hardware(asked.hardware),
         world_size=asked.world_size,
-        base=TrainConfig(model=asked.model, seq_len=asked.seq_len, ac=asked.ac, dtype="bfloat16"),
+        base=TrainConfig(model=asked.model, seq_len=asked.seq_len, ac=asked.ac, dtype="bfloat16", fp8=asked.fp8),
         model_config=model_config,
         sequences=asked.global_batch_size,
         rows=asked.micro_batch,
@@ -110,8 +112,9 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 def _problems(asked: CostConfig) -> list[str]:
     counts = {name: getattr(asked, name) for name in ("seq_len", "global_batch_size", "micro_batch", "world_size")}
     problems = [f"{flag(name)} {value} must be at least 1" for name, value in counts.items() if value < 1]
-    if asked.ac not in AC_MODES:
-        problems.append(f"--ac {asked.ac} must be one of {', '.join(AC_MODES)}{nearest(asked.ac, AC_MODES)}")
+    for name, choices in (("ac", AC_MODES), ("fp8", FP8)):
+        if (value := getattr(asked, name)) not in choices:
+            problems.append(f"{flag(name)} {value} must be one of {', '.join(choices)}{nearest(value, choices)}")
     if asked.json and asked.markdown:
         problems.append("--json and --markdown are mutually exclusive: give one")
     outputs = (output_problem("--plot", asked.plot, ".png"), output_problem("--html", asked.html, ".html"))

@@ -143,18 +143,28 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
     model = empty_model(config)
     styles = module_styles(model, tp_plan(model))
     experts = {id(p) for module in expert_modules(model) for p in module.parameters()}
-    names = {id(module): name for name, module in model.named_modules()}
+    modules, parts, base = dict(model.named_modules()), model_parts(model), backbone_name(model)
+    names = {id(module): name for name, module in modules.items()}
+
+    def multiplies(owner: str, p: nn.Parameter) -> bool:
+        is_router = len(p) == facts.num_experts and not owner.endswith("_proj")
+        inside = owner.startswith(f"{base}.{parts.layers}.")
+        return inside and p.ndim == 2 and isinstance(modules[owner], nn.Linear) and not is_router
 
     def shapes(module: nn.Module, routed: bool = False) -> tuple[ParameterShape, ...]:
         """Return the shapes of the experts, or of all other parameters."""
         owners = ((f"{names[id(module)]}.{name}".rpartition(".")[0], name, p) for name, p in module.named_parameters())
         return tuple(
-            ParameterShape(name, tuple(p.shape), "untouched" if routed else styles.get(owner, "replicated"))
+            ParameterShape(
+                name,
+                tuple(p.shape),
+                "untouched" if routed else styles.get(owner, "replicated"),
+                multiplies(owner, p),
+            )
             for owner, name, p in owners
             if routed == (id(p) in experts)
         )
 
-    parts, base = model_parts(model), backbone_name(model)
     head = model.get_submodule(parts.head)
     known: dict[LayerShape, LayerShape] = {}
     layers = [LayerShape(shapes(layer), shapes(layer, routed=True)) for layer in decoder_layers(model)]

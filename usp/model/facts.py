@@ -73,11 +73,13 @@ class ParameterShape:
 
     name: in transformers, relative to its layer or top-level module.
     style: of its module in the tensor-parallel plan (`parallel.tensor`); "replicated" if the plan omits it.
+    linear: whether it is the weight of a linear of a layer that is no router.
     """
 
     name: str
     shape: tuple[int, ...]
     style: str = "replicated"
+    linear: bool = False
 
     @property
     def tp_dim(self) -> int | None:
@@ -89,6 +91,10 @@ class ParameterShape:
     def local(self, tp: int) -> tuple[int, ...]:
         """Return the shape on one of `tp` tensor-parallel ranks."""
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+
+    def float8(self, tp: int) -> bool:
+        """Return whether its products can be float8's, whose dims are multiples of 16, with its part on a tp rank."""
+        return self.linear and not any(size % 16 for size in self.local(tp))
 
     def partial_gradient(self, sequence_parallel: bool) -> bool:
         """Return whether each tp rank computes a part of the gradient, which must be summed over tp."""
@@ -158,6 +164,12 @@ class ModelShape:
     def numel(self) -> int:
         layers = (part for layer in self.layers for part in (*layer.parameters, *layer.experts))
         return sum(part.numel for part in (*self.embedding, *layers, *self.norm, *self.head))
+
+    def uneven_float8(self, tp: int, shards: int) -> list[str]:
+        """Return the float8 weights whose rows on a tp rank so many shards do not divide: torchao casts what a rank
+        holds, without the padding that FSDP2 gives to parts that are smaller than others."""
+        weights = {p: p.local(tp)[0] for layer in self.layers for p in layer.parameters if p.float8(tp)}
+        return [f"{p.name} ({rows} rows)" for p, rows in weights.items() if rows % shards]
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
         """Return the parameters of LoRA adapters: rank x (in + out) for each linear whose name ends with a target."""

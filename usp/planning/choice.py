@@ -67,6 +67,9 @@ def choose(
         hardware=hardware, world_size=world_size, base=base, facts=facts, sequences=asked.global_batch_size
     )
     every = tuple(layouts(question))
+    if base.fp8 == "tensor":  # any ZeRO stage and number of replicas makes fewer shards
+        shape, shards = resolved.shape, attrgetter("dp_shard", "sp_ring", "sp_ulysses")
+        every = tuple(each for each in every if not shape.uneven_float8(each.tp, math.prod(shards(each))))
     if not every:
         raise ConfigurationError(
             f"no layout of {world_size} devices fits --global-batch-size {question.sequences}: use a power of two"

@@ -168,7 +168,8 @@ class Search:
 
     def __init__(self, question: Question, predictor: Predictor, every: Sequence[TrainConfig]) -> None:
         self.question, self.predictor, self.every = question, predictor, every
-        on_device = question.base.optimizer == "muon"  # which multiplies matrices
+        # Muon multiplies matrices there, and float8 gathers need its largest weights.
+        on_device = question.base.optimizer == "muon" or question.base.fp8 == "tensor"
         self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
         self.waits: dict[tuple[int, ...], float] = {}  # by inner degrees, as the layouts with the largest micro-batches
         self.largest: dict[tuple[int, ...], TrainConfig] = {}

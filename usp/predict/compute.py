@@ -82,6 +82,8 @@ def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     return 2 * heads * pairs * ((products - of_values) * size + of_values * value[-1])
 
 
+FLOAT8 = "float8"  # in the peaks of hardware
+CAST_LAUNCHES, COPIES = 11, 9  # eager operators of a cast to float8; of a backward's copies and inverted scales
 # Elements read and written by a forward outside of matrix products, as transformers' eager layers are written; a
 # backward moves twice as many. Counted from their code, not measured.
 NORM_PASSES = 5  # of an RMSNorm in fp32: square (2), mean (1) and product (2), besides the weight and casts
@@ -120,15 +122,17 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product: FLOPs, elements read and written, and bytes of one."""
+    """A matrix product: FLOPs, elements read and written, bytes of one, and its own dtype, if it has one."""
 
     flops: float
     elements: float
-    itemsize: int
+    itemsize: float
+    dtype: str = ""
 
     @staticmethod
-    def of(rows: float, inner: float, columns: float, itemsize: int) -> Product:
-        return Product(2.0 * rows * inner * columns, rows * inner + inner * columns + rows * columns, itemsize)
+    def of(rows: float, inner: float, columns: float, itemsize: float, dtype: str = "") -> Product:
+        elements = rows * inner + inner * columns + rows * columns
+        return Product(2.0 * rows * inner * columns, elements, itemsize, dtype)
 
     def seconds(self, hardware: Hardware, dtype: str) -> float:
         """Return the time of the kernel or of reading and writing its operands, whichever is longer. The kernel runs at
@@ -138,7 +142,10 @@ class Product:
             return 0.0
         side = 1.5 * self.flops / self.elements  # of squares: 2 side^3 FLOPs of 3 side^2 elements
         square = self.flops if hardware.streams else 2 * side**3
-        kernel = hardware.matmul_seconds(square, dtype, self.flops / square)
+        calls, dtype = self.flops / square, self.dtype or dtype
+        if dtype == FLOAT8:  # the part of its peak that a bfloat16 product reaches which takes as long
+            square, dtype = square * hardware.peak("bfloat16") / hardware.peak(FLOAT8), "bfloat16"
+        kernel = hardware.matmul_seconds(square, dtype, calls)
         return max(kernel, hardware.memory_seconds(self.elements * self.itemsize))
 
 
@@ -153,16 +160,20 @@ def is_matrix(parameter: ParameterShape) -> bool:
 
 def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
     """Return (products of one micro-batch's forward, those that its backward recomputes): not a layer's last, because
-    nothing needs its result, and none with `selective`."""
+    nothing needs its result, except in float8 (torchao saves its operands after it); with `selective` no other."""
     linears, rows, forward = [p for p in layer.parameters if is_matrix(p)], job.expert_rows(job.outer_tokens), []
     for p in linears:  # one that tp does not shard multiplies only this rank's share of the tokens
         columns, inner = p.local(job.dims.tp)
         tokens = job.outer_tokens if p.tp_dim is None else job.tokens
-        forward.append(Product.of(tokens, inner, columns, job.dtype.itemsize))
+        dtype = "" if job.config.fp8 == "none" or not p.float8(job.dims.tp) else _float8_dtype(job)
+        # In float8 both operands have a byte; of the square's three matrices the result has as many as otherwise.
+        itemsize = (2 + job.dtype.itemsize) / 3 if dtype == FLOAT8 else job.dtype.itemsize
+        forward.append(Product.of(tokens, inner, columns, itemsize, dtype))
     for p in layer.experts:
         elements = p.numel / job.dims.ep + rows * sum(p.shape[1:])
         forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, job.dtype.itemsize))
-    again = forward[:-1] if job.config.ac not in ("none", "selective") else []
+    needed = forward if forward[-1].dtype else forward[:-1]
+    again = {"none": [], "selective": needed[len(forward) - 1 :]}.get(job.config.ac, needed)
     if job.config.mlp_tile and not layer.experts:
         in_mlp = [".mlp." in f".{p.name}" for p in linears]
         mlp = list(compress(forward, in_mlp))
@@ -171,8 +182,38 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
             share = (tokens - 1) // tile * tile / tokens
             again = [product for product, inside in zip(forward, in_mlp, strict=True) if not inside]
             again += [replace(p, flops=share * p.flops, elements=share * p.elements) for p in mlp]
-        again = again + mlp[:-1]
+        again = again + (mlp if forward[-1].dtype else mlp[:-1])
     return forward, again
+
+
+def _float8_dtype(job: Job) -> str:
+    return "float32" if job.config.emulates_float8 else FLOAT8
+
+
+def cast_bytes(job: Job, layer: LayerShape) -> tuple[float, float]:
+    """Return the bytes that casts to float8 read and write in one micro-batch's (forward, backward) of a layer.
+
+    torchao's code: a forward casts inputs, and with row scales weights; a backward casts both again, and gradients of
+    outputs for each product. Its products take their operands in one order only, so that a backward copies inputs,
+    gradients and weights. A compiled graph casts once what several linears take, and with tensor scales a gradient, and
+    keeps maxima of inputs. Casts of shards of weights, before they are gathered, are not counted.
+    """
+    forward = backward = 0.0
+    size, row, fused, cast_inputs = job.dtype.itemsize, job.config.fp8 == "row", job.config.compile, set()
+    # Read for the maximum and for the cast; eager, each of their six operators reads and writes, half of them float32.
+    cast = 2 * size + 1 if fused else 4 * size + 25
+    again = cast - size if fused and not row else cast
+    for p in layer.parameters if job.config.fp8 != "none" else ():
+        if p.float8(job.dims.tp):
+            columns, inner = p.local(job.dims.tp)
+            of = (p.name.rsplit(".", 2)[0], inner) if fused and p.style.startswith("colwise") else p.name
+            taken = 0 if of in cast_inputs else job.tokens * inner
+            cast_inputs.add(of)
+            made, weight = job.tokens * columns, inner * columns
+            forward += cast * (taken + row * weight)
+            backward += again * taken + cast * (made * (1 if fused and not row else 2) + row * weight)
+            backward += 2 * (taken + made + weight)
+    return forward, backward
 
 
 def head_products(job: Job) -> tuple[list[Product], list[Product]]:
@@ -219,13 +260,20 @@ def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
     # single row; a functional all-reduce copies its input (torch.distributed).
     copies = 0 if job.dims.tp == 1 else 4 if job.config.tp_sequence_parallel and job.rows > 1 else 2
     shared = hardware.memory_seconds(2.0 * copies * job.tokens * job.model.hidden_size * job.dtype.itemsize)
-    recomputes = job.config.ac != "none"
+    recomputes, (casting, casting_back) = job.config.ac != "none", map(hardware.memory_seconds, cast_bytes(job, layer))
+    memory_back, memory = 2 * memory + casting_back, memory + casting
+    of_float8 = [product.dtype != "" for product in forward]
+    # Frozen weights have no gradients, but torchao computes those of its linears.
+    frozen = _matmul_seconds(job, hardware, list(compress(forward, of_float8))) if job.frozen else matmul
     others = LAYER_LAUNCHES + (EXPERT_LAUNCHES if layer.experts else 0) + RING_LAUNCHES * (job.dims.ring - 1)
     return LayerSeconds(
         Seconds(matmul, 0.0, memory + shared),
         Seconds(repeated, 0.0, memory + shared if recomputes else 0.0),
-        Seconds((1 if job.frozen else 2) * matmul, 0.0, 2 * memory + shared),  # frozen weights have no gradients
-        (3 if job.trained else 1) * (len(forward) + others) + len(again) + (others if recomputes else 0),
+        Seconds(matmul + frozen, 0.0, memory_back + shared),
+        (3 if job.trained else 1) * (len(forward) + others)
+        + len(again)
+        + (others if recomputes else 0)
+        + sum(of_float8) * (CAST_LAUNCHES * (5 if recomputes else 4) + COPIES),
     )
 
 

@@ -175,7 +175,7 @@ class Job:
         """The same object for all jobs with the same work of a layer and a micro-batch, apart from recomputation."""
         dims, config = self.dims, self.config
         axes = dims.ring, dims.ulysses, dims.tp, dims.ep, config.tp_sequence_parallel, config.sp_layout
-        sizes = self.rows, config.seq_len, self.trained, self.frozen
+        sizes = self.rows, config.seq_len, self.trained, self.frozen, config.fp8, config.emulates_float8, config.compile
         return _same((self.model, self.dtype, *sizes, *axes, self.data, config.attention_kernel))
 
     @cached_property

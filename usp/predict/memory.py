@@ -131,8 +131,11 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
     weights = sum(math.prod(p.local(job.dims.tp)) for p in layer.parameters if p.name.startswith("mlp"))
     weights += sum(p.numel for p in layer.experts) // job.dims.ep
     of_weights = 0 if job.frozen else weights * size
+    float8 = [p.local(job.dims.tp) for p in layer.parameters if job.config.fp8 != "none" and p.float8(job.dims.tp)]
+    # An eager cast has two float32 copies.
+    casts = 0 if job.config.compile else 2 * FLOAT32 * job.tokens * max(map(max, float8), default=0)
     peaks = (  # in the MLP, in the norm before it, and in attention
-        of_mlp + of_weights / 3,
+        of_mlp + of_weights / 3 + casts,
         NORM_BYTES * hidden - in_mlp + of_weights,
         of_attention - in_mlp - norm + of_weights,
     )
@@ -205,7 +208,7 @@ def _idle(job: Job, stage: int, later: bool) -> int:
     sums = FLOAT32 if later and config.zero < 2 and config.micro_batches > 1 else 0
     if job.splits_backwards:
         sums = FLOAT32 + (size if size < FLOAT32 and stage > 0 else 0)
-    return units.numel * (0 if config.zero == 3 else size) + units.trained_numel * sums
+    return (0 if config.zero == 3 else units.gathered(size)) + units.trained_numel * sums
 
 
 def _backward(job: Job, stage: int, later: bool) -> Iterator[Moment]:
@@ -216,21 +219,22 @@ def _backward(job: Job, stage: int, later: bool) -> Iterator[Moment]:
     reduces = (later or not accumulates) and not job.splits_backwards
     root, layer = units.around, units.largest
     sums = units.numel * FLOAT32 if accumulates and later else 0
-    prefetched = layer.numel if zero == 3 and layer.numel > layer.shard else 0
+    prefetched = layer.gathered(size) if zero == 3 and layer.numel > layer.shard else 0
     # What reduces gradients stays until the next reduction: the root's of the micro-batch before, or a layer's, whose
     # activations are gone.
     reducing = root.reduced * FLOAT32 if zero >= 2 and later else 0
-    every = units.numel - root.numel
-    whole = sums + reducing + size * (root.numel + (prefetched if zero == 3 else every))
+    every, weights = units.numel - root.numel, units.gathered(size) - root.gathered(size)
+    whole = sums + reducing + root.gathered(size) + (prefetched if zero == 3 else weights)
     if stage == job.last_stage:
         yield Moment("loss", 0, 0, 0, whole, here.at_last + here.outside + here.head, here.logits)
     layers = len(units.layers)
     if reduces and layers > 1:  # the layer before the last, where offloading leaves two layers' activations again
         freed = 0 if job.config.ac_offload and layers > 2 else here.at_first
         whole += max(0, layer.reduced * FLOAT32 - freed - reducing)
-    whole += size * (here.of_head + (layer.numel if zero == 3 else 0))
+    whole += size * here.of_head + (layer.gathered(size) if zero == 3 else 0)
     yield Moment("last layer", 0, 0, 0, whole, here.at_last + here.outside, here.backward)
-    whole = sums + size * (root.numel + here.of_head + (layer.numel if reduces or zero == 3 else every))
+    whole = sums + root.gathered(size) + size * here.of_head
+    whole += layer.gathered(size) if reduces or zero == 3 else weights
     gradients = (units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
     whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
     yield Moment("first layer", 0, 0, gradients, whole, here.at_first + here.outside, here.backward)
@@ -364,7 +368,7 @@ def forward_memory(job: Job, rank: int) -> Moment:
 
     def copied(unit: Unit) -> int:
         """Return the bytes of a unit's weights in a forward besides the stored shard."""
-        return 0 if unit.ranks == 1 and job.weights == job.dtype else unit.numel * size
+        return 0 if unit.ranks == 1 and job.weights == job.dtype else unit.gathered(size)
 
     # ZeRO-3 has the current layer and the next one, the others have all.
     layers = [[sum(map(copied, layer)) for layer in stage.layers] for stage in stages]

@@ -58,6 +58,15 @@ class Unit(NamedTuple):
     trained_numel: int  # of `numel`, the elements with gradients: with LoRA, those of adapters
     trained_shard: int  # of `shard`, likewise
     summed_over_tp: tuple[int, ...]  # elements of each gradient that is summed over tp first
+    float8: int = 0  # of `numel`, the elements of weights that are gathered in float8; no rank has padding of these
+
+    def gathered(self, itemsize: int) -> int:
+        """Return the bytes of the whole unit, of weights that else have `itemsize` bytes each."""
+        return self.numel * itemsize - self.float8 * (itemsize - 1)
+
+    def sent(self, itemsize: int) -> int:
+        """Return the bytes that a rank sends to each other one in a gather."""
+        return self.shard * itemsize - self.float8 // self.ranks * (itemsize - 1)
 
     @property
     def reduced(self) -> int:
@@ -87,6 +96,10 @@ class StageUnits:
     trained_shard = _sum_of("trained_shard")
     reduced = _sum_of("reduced")
 
+    def gathered(self, itemsize: int) -> int:
+        """Return the sum of `Unit.gathered`."""
+        return sum(unit.gathered(itemsize) for unit in self.all)
+
     @cached_property
     def around(self) -> StageUnits:
         """The root."""
@@ -101,7 +114,7 @@ class StageUnits:
 def _sharding(job: Job, stage: int) -> Hashable:
     """Return what determines the units of a stage."""
     over = (job.degree("fsdp"), job.degree("efsdp")) if job.config.zero else (1, 1)
-    across = job.dims.ep, job.dims.tp, job.config.tp_sequence_parallel, job.frozen
+    across = job.dims.ep, job.dims.tp, job.config.tp_sequence_parallel, job.frozen, job.config.fp8
     return job.model, *over, *across, job.stage_layers[stage], stage == 0, stage == job.last_stage
 
 
@@ -124,7 +137,8 @@ def _units(
         trained = [not job.frozen or ADAPTER in p.name for p in parameters]
         partial = [tp > 1 and p.partial_gradient(job.config.tp_sequence_parallel) for p in parameters]
         summed = tuple(p.numel for p, *both in zip(parameters, trained, partial, strict=True) if all(both))
-        units.append(_unit(job, "fsdp", [p.local(tp) for p in parameters], trained, summed))
+        float8 = sum(math.prod(p.local(tp)) for p in parameters if job.config.fp8 == "tensor" and p.float8(tp))
+        units.append(_unit(job, "fsdp", [p.local(tp) for p in parameters], trained, summed)._replace(float8=float8))
     if experts:
         shapes = [(p.shape[0] // job.dims.ep, *p.shape[1:]) for p in experts]
         units.append(_unit(job, "efsdp", shapes, [not job.frozen] * len(shapes)))
@@ -185,6 +199,15 @@ def muon_traffic(job: Job, rank: int) -> Iterator[Sent]:
         yield Sent("fsdp", "alltoall_base_", 2 * BFLOAT16 * elements * (ranks - 1) // ranks, calls=2)
 
 
+def scale_traffic(job: Job, rank: int) -> Iterator[Sent]:
+    """Yield the maxima of the weights that are gathered in float8, of each stage together."""
+    for stage in job.stages(rank) if job.config.fp8 == "tensor" else ():
+        layers = (job.model.layers[index] for index in job.stage_layers[stage])
+        weights = sum(p.float8(job.dims.tp) for layer in layers for p in layer.parameters)
+        for axis in ("fsdp", "tp") if job.config.zero else ("tp",):
+            yield all_reduce(axis, weights * FLOAT32, job.degree(axis))
+
+
 class Gathers(NamedTuple):
     """How often a unit is gathered in the passes of a step."""
 
@@ -240,7 +263,7 @@ def _turns(schedule: Schedule, stage: int) -> tuple[int, bool]:
 
 def _unit_traffic(job: Job, unit: Unit, gathers: Gathers) -> Iterator[tuple[Pass, Sent]]:
     if unit.ranks > 1:
-        gathered = Sent(unit.axis, "_allgather_base_", unit.shard * (unit.ranks - 1) * job.dtype.itemsize)
+        gathered = Sent(unit.axis, "_allgather_base_", unit.sent(job.dtype.itemsize) * (unit.ranks - 1))
         passes: tuple[Pass, ...] = ("count", "forward", "backward")
         yield from ((kind, gathered.times(times)) for kind, times in zip(passes, gathers, strict=True) if times)
     if job.trained:
@@ -312,7 +335,7 @@ def pass_parts(job: Job, rank: int) -> ByPass:
         parts[kind].append(sent)
     if job.trained:
         parts["forward"] += _sums(job, FLOAT64, "loss")
-        parts["update"] += [*tied_traffic(job, rank), *muon_traffic(job, rank)]
+        parts["update"] += [*tied_traffic(job, rank), *muon_traffic(job, rank), *scale_traffic(job, rank)]
         parts["update"] += _sums(job, FLOAT64, "pp", "loss", "tp")
     if job.counts_choices and job.last_stage in job.stages(rank):
         parts["count"] += _choice_sums(job)

@@ -1,7 +1,7 @@
 """Build the engine that trains a model on a mesh.
 
-on the meta device   empty model -> its stage's layers -> unified SP -> experts -> tensor parallel -> adapters
-                     -> compilation -> recomputation
+on the meta device   empty model -> its stage's layers -> unified SP -> experts -> float8 -> tensor parallel
+                     -> adapters -> compilation -> recomputation
 then                 stage with the loss -> FSDP2 -> memory -> weights, each rank its own part
 """
 
@@ -23,6 +23,7 @@ from usp.fields import shared_values
 from usp.hf.dropout import CurrentTokens, tell_tokens
 from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
 from usp.hf.experts import expert_modules
+from usp.hf.float8 import apply_float8
 from usp.hf.indexers import indexers
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora import Lora, apply_lora, initialise_adapters
@@ -56,6 +57,7 @@ class EngineRecipe:
     weights_dtype: of the parameters. Adapters that are trained are float32.
     lora: the adapters that are trained instead of these parameters.
     compile: torch.compile's backend for the layers; empty for eager layers.
+    fp8_emulate: multiply in float32 what was cast to float8.
 
     The others are TrainConfig's fields of these names (kernel: attention_kernel).
     """
@@ -80,6 +82,8 @@ class EngineRecipe:
     weights_dtype: torch.dtype = torch.float32
     lora: Lora | None = None
     compile: str = ""
+    fp8: str = "none"
+    fp8_emulate: bool = False
 
     @staticmethod
     def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
@@ -95,6 +99,7 @@ class EngineRecipe:
             "weights_dtype": dtype if lora else torch.float32,  # frozen weights need no float32 copy
             "lora": lora,
             "compile": "inductor" if config.compile else "",
+            "fp8_emulate": config.emulates_float8,
         }
         return EngineRecipe(**shared_values(config, EngineRecipe) | different)
 
@@ -158,7 +163,10 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
             token_parts=mesh.size("tp") if recipe.tp_sequence_parallel else 1,
             num_experts=model_facts("", recipe.model).num_experts if recipe.balance else 0,
         )
-    return Fsdp2Engine(stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, pipeline=pipeline)
+    gather = recipe.fp8 == "tensor"
+    return Fsdp2Engine(
+        stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, pipeline=pipeline, float8_gather=gather
+    )
 
 
 def moved_engine(engine: Fsdp2Engine, recipe: EngineRecipe, mesh: ParallelMesh, device: torch.device) -> Fsdp2Engine:
@@ -225,6 +233,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
             parameter.data = parameter.data.to(recipe.weights_dtype)
     apply_unified_sp(model, mesh, layout=recipe.sp_layout, kernel=recipe.kernel)
     apply_ep(model, mesh, recipe.tp_sequence_parallel)
+    if recipe.fp8 != "none":
+        apply_float8(model, recipe.fp8, recipe.fp8_emulate, mesh.size("tp"))
     apply_tp(model, mesh, recipe.tp_sequence_parallel, trained=recipe.optimizer is not None)
     if recipe.lora is not None:
         adapters_dtype = recipe.weights_dtype if recipe.optimizer is None else torch.float32

@@ -37,6 +37,7 @@ from .checkpoints import Start, TrainingState, ended_stages, find_start, read_st
 from .resolve import ResolvedStage, resolve
 from .step import HeldOut
 
+FLOAT8_CAPABILITY = (8, 9)
 _Source = tuple[TokenStore, str]  # and lines about files that were left out, and keys that are read
 
 
@@ -169,7 +170,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         kernel_choice = prologue.choose_kernel(facts)
         prologue.check_vocabulary(f"--model {facts.name}", facts.vocab_size)
     prologue.check_frozen_weights("give a directory with a trained model")
-    problems += _deepspeed_problems(config, prologue.dtype)
+    problems += [*_deepspeed_problems(config, prologue.dtype), *_float8_problems(config, device)]
     named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
     held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))
@@ -231,6 +232,18 @@ def _deepspeed_problems(config: TrainConfig, dtype: torch.dtype) -> Iterator[str
         yield "--engine deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
     elif config.engine == "deepspeed" and config.zero == 0 and dtype == torch.bfloat16:
         yield "--engine deepspeed --zero 0 accumulates gradients in bfloat16: use --zero 1, or --dtype float32"
+
+
+def _float8_problems(config: TrainConfig, device: torch.device | None) -> Iterator[str]:
+    if config.fp8 == "none":
+        return
+    if find_spec("torchao") is None:
+        yield f"--fp8 {config.fp8} needs the package torchao: pip install 'usp-toolkit[fp8]'"
+    if device is None or device.type != "cuda" or config.fp8_emulate:
+        return
+    if torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        yield f"--fp8 {config.fp8} needs a GPU with float8 (8.9 or above), not {name}: give --fp8-emulate"
 
 
 def _find_all(config: TrainConfig, held_out: Mapping[str, DataFiles | Path]) -> dict[str, DataFiles | Path]:

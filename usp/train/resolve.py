@@ -12,6 +12,7 @@ from typing import TypeVar
 from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.hf.expert_parallel import aux_loss_coefficient
+from usp.hf.float8 import float8_problems
 from usp.hf.lora import Lora, frozen_ends, lora_targets, modules_to_save
 from usp.hf.mixers import sharded_mixers
 from usp.hf.models import (
@@ -135,7 +136,9 @@ def resolve(
             stage, dims = settle_batch(stage, world_size), dims.resolve(world_size)
             sequences = dims.batch * stage.batch_size
         stages.append(ResolvedStage(stage, dims, before + 1, last, sequences))
-    return Resolved(replace(config, steps=lasts[-1]), model_config, facts, (), tuple(stages))
+    found = Resolved(replace(config, steps=lasts[-1]), model_config, facts, (), tuple(stages))
+    problems = list(dict.fromkeys(text for stage in stages for text in _float8_problems(found, stage)))
+    return replace(found, problems=tuple(problems), stages=()) if problems else found
 
 
 def settled_lora(config: C) -> C:
@@ -174,6 +177,15 @@ def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
         lora_of(config, model)
     except ValueError as error:
         yield with_flags(str(error))
+
+
+def _float8_problems(resolved: Resolved, stage: ResolvedStage) -> Iterator[str]:
+    """Yield why a model cannot be trained in float8 with the degrees of a stage."""
+    if stage.config.fp8 != "none" and stage.dims.dp_shard > 0:  # not of a stage that has ended
+        assert resolved.model_config is not None
+        dims, gathers = stage.dims, stage.config.fp8 == "tensor" and stage.config.zero > 0
+        shards = dims.dp_shard * dims.ring * dims.ulysses if gathers else 1
+        yield from float8_problems(resolved.shape, resolved.model_config, stage.dims.tp, shards)
 
 
 def trained_model(config: TrainConfig, weights: bool = True, ids: int = 0) -> ModelConfig:

@@ -39,6 +39,7 @@ from usp.data.batches import Batch, BatchReader, parse_mixture, parse_named
 from usp.data.cache import special_tokens_line
 from usp.data.chats import CLOSE, OPEN, excerpt
 from usp.data.rows import PackedRows, WholeRows
+from usp.hf.float8 import float8_line
 from usp.hf.models import hide_progress_bars
 from usp.hf.stage import CausalLMStage
 from usp.model.facts import training_flops
@@ -266,6 +267,8 @@ class Trainer(TrainingLoop):
             kind = f"{'DoRA' if lora.dora else 'LoRA'}: rank {lora.rank}, alpha {lora.alpha}"
             yield f"{kind}, on {', '.join(lora.targets)}: {adapters}{whole}"
         yield self.prepared.kernel_choice
+        if config.fp8 != "none":
+            yield float8_line(self.prepared.shape, config.fp8, config.tp, config.emulates_float8)
         yield from self._stage_summary()
         yield f"learning rate: {config.learning_rate:g}, {self.schedule}"
         if self.prepared.saved is not None:

@@ -41,7 +41,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[str]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
     rules = (_train_tokens, _micro_batches, _zero_bubble, _planning, common_violations, _evaluation)
-    yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer))
+    yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer, _float8))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts))
 
@@ -195,6 +195,8 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
         yield f"{given}, which --engine deepspeed does not support: use --engine fsdp2"
     if config.compile:
         yield f"{given}, for which --compile would compile each layer again and again: remove one"
+    if config.fp8 != "none":
+        yield f"{given} in torch's inference mode, which torchao's float8 tensors do not support: remove one"
     if config.tp_sequence_parallel:
         yield f"{given}, which --tp-sequence-parallel cannot divide: remove one"
     if config.pp > 1 and config.pp_schedule != "1f1b":
@@ -255,6 +257,26 @@ def _optimizer(config: TrainConfig) -> Iterator[str]:
     if config.tp > 1 and config.ep > 1:
         degrees = f"--tp {config.tp} with --ep {config.ep}"
         yield f"--optimizer muon does not support {degrees}: use --tp 1 or --ep 1, or --optimizer adamw"
+
+
+def _float8(config: TrainConfig) -> Iterator[str]:
+    if config.fp8 == "none":
+        if config.fp8_emulate:
+            yield "--fp8-emulate is an option of --fp8, which is none: give --fp8, or remove it"
+        return
+    given = f"--fp8 {config.fp8}"
+    if config.engine == "deepspeed":
+        yield f"{given} is not supported by --engine deepspeed: use --engine fsdp2"
+    if config.pp > 1 and config.pp_schedule == "zero-bubble":
+        yield f"{given} computes both gradients of a linear at once, zero-bubble apart: use another --pp-schedule"
+    if config.fp8 == "tensor" and config.optim_offload:
+        yield f"{given} reduces scales of weights on the device, and --optim-offload has these on the host: use row"
+    if config.lora_dora:
+        yield f"{given} has no float32 weights whose rows --lora-dora could measure: remove one"
+    tokens = config.padded_len // (config.sp_ring * config.sp_ulysses)
+    for name, number in (("tokens of a sequence on a rank", tokens), ("tokens of --mlp-tile", config.mlp_tile)):
+        if number % 16:
+            yield f"{given} needs a multiple of 16 {name}, for products of float8, and has {number}: change --seq-len"
 
 
 def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:

@@ -65,6 +65,8 @@ def llama(world_size: int = 16, **flags: object) -> Job:
         (2, {"model": "qwen3-moe-tiny", "ep": 2, "sp_ring": 2}),
         (2, {"model": "qwen3-moe-tiny", "pp": 2, "batch_size": 2, "micro_batches": 2}),
         (2, {"pp": 2, "batch_size": 2, "micro_batches": 2}),
+        (2, {"fp8": "tensor", "sp_ring": 2, "ac": "full"}),
+        (2, {"fp8": "row", "tp": 2, "tp_sequence_parallel": True, "ac": "selective"}),
     ],
     ids=str,
 )
@@ -249,6 +251,23 @@ def test_more_takes_longer() -> None:
         assert step_seconds(llama(sp_ulysses=8, sp_ring=2, **more), A800).total > 1.1 * base
     slow = replace(A800, link_efficiency=0.1)
     assert step_seconds(llama(sp_ulysses=8, sp_ring=2), slow).total > base
+
+
+def test_float8_halves_products_and_adds_casts_which_a_compiler_fuses() -> None:
+    h100 = load_hardware("h100")
+
+    def layer(**flags: Any) -> tuple[float, float]:
+        found = layer_seconds(llama(8, seq_len=8192, ac="none", **flags), h100, 0)
+        return found.forward.matmul + found.backward.matmul, found.forward.memory + found.backward.memory
+
+    (plain, moved), (halved, fused) = layer(compile=True), layer(compile=True, fp8="tensor")
+    assert halved == pytest.approx(plain / 2, rel=0.15) and fused > moved  # smaller products reach less of the peak
+    assert moved < fused < layer(compile=True, fp8="row")[1] < layer(fp8="tensor")[1] < layer(fp8="row")[1]
+    # torchao computes the gradients of frozen weights
+    frozen, trained = (layer(fp8="tensor", lora_rank=rank)[0] for rank in (1, 0))
+    assert frozen > trained
+    with pytest.raises(ValueError, match="A800 states no peak_flops for float8"):
+        step_seconds(llama(8, fp8="tensor"), A800)
 
 
 def test_narrow_products_are_slower_on_a_processor_and_not_on_a_gpu() -> None:

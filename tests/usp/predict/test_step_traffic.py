@@ -44,6 +44,15 @@ AXES: dict[str, Flags] = {
 ODD: Flags = {"sp_ring": 2, "sp_layout": "striped", "seq_len": SEQ_LEN - 1}
 SINGLE: list[Flags] = [*AXES.values(), {"tp": 2}, {"zero": 0}, ODD]
 PAIRS: list[Flags] = [AXES[a] | AXES[b] for a, b in combinations(AXES, 2)]
+FLOAT8: list[Flags] = [  # of the tiny models, keys and values stay in bfloat16
+    {"fp8": "tensor"},
+    {"fp8": "tensor", "sp_ring": 2, "dtype": "float32"},
+    {"fp8": "tensor", "tp": 2, "tp_sequence_parallel": True, "zero": 1, "micro_batches": 2, "batch_size": 2},
+    {"fp8": "tensor", "dp_replicate": 2, "pp": 2, "micro_batches": 2, "batch_size": 2},
+    {"fp8": "tensor", "model": "mixtral", "ep": 2},
+    {"fp8": "tensor", "zero": 0, "lora_rank": 2},
+    {"fp8": "row", "sp_ulysses": 2},
+]
 MIXTURES: list[Flags] = [
     {"model": "qwen3", "sp_ulysses": 4, "sp_ring": 2},  # 2 key-value heads, so they are replicated
     {"model": "mistral", "sp_ring": 4, "sp_layout": "striped", "ac": "full", "seq_len": SEQ_LEN - 3},
@@ -120,7 +129,18 @@ def predicted(job: Job, rank: int) -> dict[GroupOp, tuple[int, int]]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("llama", "llama-deep", "mistral", "qwen2", "qwen3", "mixtral", "mixtral-deep", "qwen3_moe", TIED):
+    for family in (
+        "llama",
+        "llama-4kv",
+        "llama-deep",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "mixtral-deep",
+        "qwen3_moe",
+        TIED,
+    ):
         tiny_model(family).save_pretrained(folder / family)
     return folder
 
@@ -139,6 +159,22 @@ def test_every_byte_is_predicted(
     for rank, found in enumerate(ranks.run(counted, world_size, configs)):
         for flags, job, wire in zip(mixtures, jobs, found, strict=True):
             assert predicted(job, rank) == wire, f"rank {rank} of {world_size}: {flags}"
+
+
+def test_float8_halves_the_gathers_of_linears_to_the_byte(ranks: RankPool, models: Path) -> None:
+    configs = [config_of(flags, models) for flags in (*FLOAT8, {"model": "llama-4kv"})]
+    configs.append(replace(configs[-1], fp8="tensor"))
+    jobs = [job_of(config, load_model_config(config.model), 4) for config in configs]
+    found = ranks.run(counted, 4, configs)
+    for rank, wires in enumerate(found):
+        for job, wire in zip(jobs, wires, strict=True):
+            assert predicted(job, rank) == wire, f"rank {rank}: {job.config}"
+    gathered = [sum(sent for (_, name), (sent, _) in wire.items() if "gather" in name) for wire in found[0][-2:]]
+    layers = jobs[-1].model.layers
+    linears = sum(p.numel for layer in layers for p in layer.parameters if p.linear)
+    norms = sum(p.numel for layer in layers for p in layer.parameters if not p.linear)
+    around = jobs[-1].model.numel - linears - norms  # gathered once, the layers in forward and backward
+    assert gathered == [3 * 2 * (2 * (linears + norms) + around) // 4, 3 * 2 * (linears + 2 * norms + around) // 4]
 
 
 def test_attention_traffic_equals_its_plan(models: Path) -> None:

@@ -32,6 +32,7 @@ from parallel.grad_norm import sum_tied_gradients
 from parallel.reallocation.boxes import Box, box_at
 from usp.hf.disk import is_adapter, stored_tensors
 from usp.hf.experts import expert_modules
+from usp.hf.float8 import update_scales
 from usp.hf.integrate import decoder_layers
 from usp.hf.prune import tied_ends
 from usp.hf.stage import CausalLMStage
@@ -216,7 +217,7 @@ class Fsdp2Engine:
     """An `Engine` over stages that `apply_fsdp` sharded.
 
     stages: the pipeline stages that this rank holds, in order. zero: the ZeRO stage they were sharded with. pipeline:
-    runs the stages where the mesh has more than one.
+    runs the stages where the mesh has more than one. float8_gather: weights are gathered in float8.
     """
 
     def __init__(
@@ -227,6 +228,7 @@ class Fsdp2Engine:
         zero: int,
         optimizer: AdamW,
         pipeline: PipelineRunner | None = None,
+        float8_gather: bool = False,
     ) -> None:
         self.stages, self.mesh, self.zero, self.pipeline = stages, mesh, zero, pipeline
         self.parameters = {name: p for stage in stages for name, p in stage.model.named_parameters() if p.requires_grad}
@@ -245,6 +247,8 @@ class Fsdp2Engine:
         ends = {name: stored for stage in stages for name, stored in tied_ends(stage.model).items()}
         self._tied = {name: stored for name, stored in ends.items() if name in self.parameters}
         self._copies = {name: stored for name, stored in self._tied.items() if name != stored}
+        self._scaled = self.stages if float8_gather else ()
+        update_scales(self._scaled, mesh, zero > 0)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         if self.pipeline is not None:
@@ -276,6 +280,7 @@ class Fsdp2Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
+            update_scales(self._scaled, self.mesh, self.zero > 0)
         self.optimizer.zero_grad()
         return norm
 
@@ -288,7 +293,7 @@ class Fsdp2Engine:
             stored = self._copies.get(name, name)
             if stored != name and stored in self.parameters:  # this rank has both stages
                 continue
-            state[f"model.{stored}"] = parameter.detach()
+            state[f"model.{stored}"] = _placed(parameter.detach(), parameter)
             state.update({f"optimizer.{stored}.{key}": value for key, value in moments.items()})
         return state
 
@@ -306,6 +311,7 @@ class Fsdp2Engine:
                 local_tensor(copy.detach()).copy_(local_tensor(original.detach()))
                 for key, value in self.optimizer.state[original].items():
                     local_tensor(self.optimizer.state[copy][key]).copy_(local_tensor(value))
+        update_scales(self._scaled, self.mesh, self.zero > 0)
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
@@ -314,4 +320,4 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
         return value
     assert isinstance(parameter, DTensor)
     placed = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(value.to_local(), *placed, run_check=False, shape=value.shape, stride=value.stride())
+    return DTensor.from_local(local_tensor(value), *placed, run_check=False, shape=value.shape, stride=value.stride())

@@ -1,0 +1,271 @@
+"""Training in float8, emulated: casts and losses are torchao's own on one process, whatever the layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torchao.float8 import Float8LinearConfig, GemmInputRole, ScalingGranularity, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+from torchao.float8.float8_utils import tensor_to_scale
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from attention import SequenceLayout
+from parallel import ParallelMesh, local_tensor
+from parallel.reallocation.boxes import local_box
+from tests.harness.ranks import RankPool
+from tests.usp.tiny import ADAM_EPS, LEARNING_RATE, MAX_NORM, ROWS, SEQ_LEN, VOCAB, loss_alone, optimiser, packed_batch
+from tests.usp.train.test_lora import ALL, ALPHA, RANK, add_adapters
+from tests.usp.train.test_matrix import train
+from usp.config import TrainConfig
+from usp.hf.float8 import RECIPES, float8_line
+from usp.hf.models import load_model_config, model_facts
+from usp.hf.tensor_parallel import model_shape
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.prepare import _float8_problems, prepare
+from usp.train.resolve import resolve
+from usp.train.trainer import Trainer
+
+STEPS = 2
+CLOSE = torch.tensor([[1e-3, 5e-2]] * STEPS)  # losses and norms with other scales: each rank's tokens have their own
+SAME = torch.tensor([[1e-6, 1e-6], [1e-5, 1e-2]])  # with the same; then rounding may choose the next float8 number
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+ADAPTERS = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_targets": ",".join(ALL)}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
+    "alone": (1, {"fp8": "tensor"}),
+    "alone, rows": (1, {"fp8": "row"}),
+    "dp4": (4, {"fp8": "tensor", "ac": "full"}),
+    "ring x ulysses": (4, {"fp8": "tensor", "sp_ring": 2, "sp_ulysses": 2, "ac": "attention-saved"}),
+    "tp2 dp2": (4, {"fp8": "tensor", "tp": 2, "micro_batches": 2}),
+    "pp2 dp2": (4, {"fp8": "tensor", "pp": 2, "micro_batches": 2, "zero": 1}),
+    "rows, tp2 ring2": (4, {"fp8": "row", "tp": 2, "tp_sequence_parallel": True, "sp_ring": 2, "ac": "selective"}),
+    "adapters": (4, {"fp8": "tensor", "sp_ulysses": 2, **ADAPTERS}),
+    "rows, adapters": (2, {"fp8": "row", "tp": 2, **ADAPTERS}),
+    "replicas": (4, {"fp8": "tensor", "dp_replicate": 2, "zero": 2, "optimizer": "muon"}),
+    "compiled": (2, {"fp8": "tensor", "compile": True}),
+    "compiled, rows, tp2": (2, {"fp8": "row", "tp": 2, "compile": True}),
+}
+ALWAYS = ("alone", "dp4", "ring x ulysses", "tp2 dp2", "pp2 dp2", "rows, tp2 ring2", "adapters")
+
+
+def config_of(folder: Path, **flags: Any) -> TrainConfig:
+    each = {"seq_len": SEQ_LEN, "global_batch_size": ROWS, "device": "cpu", "dtype": "float32", "loss_chunk": 24}
+    optimizer = {"learning_rate": LEARNING_RATE, "adam_eps": ADAM_EPS, "max_grad_norm": MAX_NORM}
+    return TrainConfig(model=str(folder), **each | optimizer | flags)
+
+
+def in_float8(model: PreTrainedModel, fp8: str) -> PreTrainedModel:
+    """Convert the layers of a model as torchao's users do."""
+    config = replace(Float8LinearConfig.from_recipe_name(RECIPES[fp8]), emulate=True)
+    return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "layers." in name)
+
+
+class InParts(Float8Linear):
+    """A linear of torchao that multiplies on one process what the ranks of a layout do: it casts the inputs and the
+    gradients of each rank's tokens, and of its features, by themselves, and the weight in whole."""
+
+    parts: tuple[torch.Tensor, ...]  # rows of the flattened input
+    tp: int
+    rowwise: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        c = self.config.cast_config_weight
+        scale = tensor_to_scale(self.weight, c.target_dtype)
+        flat, results = x.flatten(0, -2), []
+        for rows in self.parts:
+            inputs = flat[rows].chunk(self.tp, -1) if self.rowwise else [flat[rows]] * self.tp
+            products = []
+            for each, weight in zip(inputs, self.weight.chunk(self.tp, 1 if self.rowwise else 0), strict=True):
+                if c.scaling_granularity is ScalingGranularity.TENSORWISE:
+                    role = GemmInputRole.WEIGHT
+                    weight = hp_tensor_and_scale_to_float8(weight, scale, c.target_dtype, self.linear_mm_config, role)
+                products.append(
+                    matmul_with_hp_or_float8_args.apply(each, weight.t(), self.linear_mm_config, self.config)
+                )
+            results.append(sum(products) if self.rowwise else torch.cat(products, -1))
+        back = torch.cat(self.parts).argsort()
+        return torch.cat(results)[back].view(*x.shape[:-1], -1)
+
+
+def parts_of(config: TrainConfig, ranks: int) -> tuple[torch.Tensor, ...]:
+    """Return the tokens (row * SEQ_LEN + position) of each rank and micro-batch."""
+    layout = SequenceLayout(config.sp_layout, SEQ_LEN, config.sp_ring, config.sp_ulysses)
+    data = ranks // (config.tp * config.pp * config.sp_ring * config.sp_ulysses)
+    places = [layout.positions(r, u) for r in range(config.sp_ring) for u in range(config.sp_ulysses)]
+    rows = torch.arange(ROWS).chunk(data * config.micro_batches)
+    return tuple((each.unsqueeze(1) * SEQ_LEN + place).flatten() for each in rows for place in places)
+
+
+def train_alone(
+    folder: str, fp8: str, adapters: bool = False, parts: tuple[torch.Tensor, ...] = (), tp: int = 1
+) -> list[tuple[float, float]]:
+    """Return (loss, gradient norm) of each step of transformers and torchao on one process; "": without float8.
+
+    parts, tp: of a layout whose casts are repeated, see `InParts`.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = in_float8(model, fp8) if fp8 else model
+    for name, module in model.named_modules() if parts else ():
+        if isinstance(module, Float8Linear):
+            module.__class__, module.parts, module.tp = InParts, parts, tp
+            module.rowwise = name.endswith(("o_proj", "down_proj"))
+    if adapters:
+        add_adapters(model, ALL)
+    optimizer, history = optimiser(model), []
+    for step in range(STEPS):
+        loss = loss_alone(model, packed_batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        history.append((loss.item(), norm.item()))
+    return history
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=256, **SIZES)
+    folder = tmp_path_factory.mktemp("float8") / "llama"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(llama: Path) -> dict[tuple[str, bool], torch.Tensor]:
+    """(loss, gradient norm) of each step by recipe, and whether adapters are trained."""
+    cases = [(fp8, adapters) for fp8 in ("", *RECIPES) for adapters in (False, True)]
+    return {case: torch.tensor(train_alone(str(llama), *case), dtype=torch.float64) for case in cases}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive) for name in LAYOUTS]
+)
+def test_losses_are_those_of_torchao_on_one_process(
+    ranks: RankPool, llama: Path, alone: dict[tuple[str, bool], torch.Tensor], name: str
+) -> None:
+    world_size, flags = LAYOUTS[name]
+    config, adapters = config_of(llama, **flags), "lora_rank" in flags
+    found = torch.tensor(ranks.run(train, world_size, config, STEPS), dtype=torch.float64)
+    steps = 1 if config.optimizer == "muon" else STEPS  # torchao alone is updated by AdamW
+    same_casts = train_alone(str(llama), config.fp8, adapters, parts_of(config, world_size), config.tp)
+    for wanted, bound in (
+        (alone[config.fp8, adapters], CLOSE),
+        (torch.tensor(same_casts, dtype=torch.float64), SAME),
+    ):
+        differences = (found / wanted - 1).abs()[:, :steps].amax(0)
+        assert (differences <= bound[:steps]).all(), differences
+
+
+def test_float8_is_neither_float32_nor_another_recipe(alone: dict[tuple[str, bool], torch.Tensor]) -> None:
+    norms = {fp8: alone[fp8, False][:, 1] for fp8 in ("", "tensor", "row")}
+    for one, other in (("", "tensor"), ("", "row"), ("tensor", "row")):
+        assert (norms[one] / norms[other] - 1).abs().max() > 1e-4
+
+
+def casts(config: TrainConfig) -> dict[str, tuple[Any, ...]]:
+    """Return the slices, float8 values and scale of each weight that this rank gathers, by its name."""
+    config, model_config, _, dims = resolve(config, dist.get_world_size()).valid()
+    mesh, fill = ParallelMesh.create(dims), partial(first_weights, source=config.model, seed=0)
+    engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
+    found = {}
+    for stage in engine.stages:
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        for name, parameter in stage.model.named_parameters():
+            value = local_tensor(parameter.detach())
+            if hasattr(value, "_data"):
+                found[name] = local_box(parameter).slices(), value._data.view(torch.uint8).clone(), value._scale.clone()
+    return found
+
+
+@pytest.mark.parametrize("flags", [{"sp_ring": 2}, {"tp": 2}, {"tp": 2, "pp": 2, "micro_batches": 2}], ids=str)
+def test_gathered_weights_are_torchaos_casts_bit_by_bit(ranks: RankPool, llama: Path, flags: dict[str, Any]) -> None:
+    weights = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).state_dict()
+    seen = set()
+    for found in ranks.run(casts, 4, config_of(llama, fp8="tensor", **flags)):
+        for name, (slices, values, scale) in found.items():
+            whole = hp_tensor_to_float8_dynamic(weights[name], torch.float8_e4m3fn, None)
+            assert torch.equal(values, whole._data.view(torch.uint8)[slices]) and scale == whole._scale
+        seen |= found.keys()
+    assert seen == {f"model.layers.{i}.{m}.weight" for i in (0, 1) for m in LINEARS}
+
+
+LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+def run(config: TrainConfig) -> None:
+    ranks = dist.get_world_size()
+    Trainer(prepare(config, Launch(rank=dist.get_rank(), world_size=ranks, local_world_size=ranks))).run()
+
+
+def test_a_run_continues_on_another_layout_and_its_export_loads(ranks: RankPool, tmp_path: Path) -> None:
+    base = TrainConfig(fp8="tensor", seq_len=128, steps=4, checkpoint_every=2, adam_eps=1e-4, device="cpu")
+    base = replace(base, global_batch_size=4, export_dtype="bfloat16")
+    first, second = tmp_path / "first", tmp_path / "second"
+    ranks.run(run, 2, replace(base, sp_ring=2, output=str(first)))
+    checkpoint = str(first / "checkpoints" / "step-00000002")
+    ranks.run(run, 4, replace(base, tp=2, output=str(second), resume=checkpoint))
+    whole, continued = (losses(folder) for folder in (first, second))
+    assert sorted(continued) == [3, 4] and all(abs(whole[step] / continued[step] - 1) <= 1e-3 for step in continued)
+    model = AutoModelForCausalLM.from_pretrained(second / "model", dtype="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records}
+
+
+REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    ({"engine": "deepspeed"}, "--fp8 tensor is not supported by --engine deepspeed: use --engine fsdp2"),
+    ({"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "zero": 1}, "computes both gradients .* at once"),
+    ({"sample_every": 1, "sample_prompts": "x"}, "in torch's inference mode, .* do not support: remove one"),
+    ({"optim_offload": True}, "--optim-offload has these on the host: use row"),
+    ({"lora_rank": 2, "lora_dora": True}, "whose rows --lora-dora could measure: remove one"),
+    ({"seq_len": 40, "sp_ring": 2, "global_batch_size": 2}, "multiple of 16 tokens of a sequence on a rank.*has 20"),
+    ({"mlp_tile": 24}, "multiple of 16 tokens of --mlp-tile, .* and has 24"),
+    ({"fp8": "none", "fp8_emulate": True}, "--fp8-emulate is an option of --fp8, which is none"),
+    ({"sp_ring": 3, "dp_shard": 1, "seq_len": 96}, "which they do not for self_attn.q_proj.weight .64 rows."),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED, ids=str)
+def test_what_cannot_work_is_refused_before_any_rank_communicates(
+    llama: Path, flags: Mapping[str, Any], said: str
+) -> None:
+    config = config_of(llama, **{"fp8": "tensor"} | flags)
+    with pytest.raises(ConfigurationError, match=said):
+        resolve(config, config.sp_ring * config.pp).valid()
+
+
+def test_a_gpu_without_float8_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr("usp.train.prepare.find_spec", lambda name: None)
+    config, gpu = TrainConfig(fp8="row"), torch.device("cuda", 0)
+    package, device = _float8_problems(config, gpu)
+    assert package == "--fp8 row needs the package torchao: pip install 'usp-toolkit[fp8]'"
+    assert device == "--fp8 row needs a GPU with float8 (8.9 or above), not NVIDIA A100: give --fp8-emulate"
+    assert list(_float8_problems(replace(config, fp8_emulate=True), gpu)) == [package]
+    assert list(_float8_problems(config, torch.device("cpu"))) == [package]
+
+
+def test_the_summary_says_what_is_not_in_float8() -> None:
+    config = load_model_config("qwen3-moe-tiny")
+    line = float8_line(model_shape(model_facts("", config), config), "row", 1, emulated=True)
+    assert "rowwise recipe for 8 linears, emulated" in line
+    assert "not in float8: mlp.gate, mlp.experts.gate_up_proj, mlp.experts.down_proj, output head" in line
