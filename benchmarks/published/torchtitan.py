@@ -34,8 +34,7 @@ NOTES = (
     "everything that is bound by memory, but not attention: mixtures of steps with and without recomputation.",
     "torchtitan, H100: the node file with what the source says of its cards, 96 GB at 2.4 TB/s; that they run at 500 W "
     "instead of 700 W is not modelled. The source gives its own MFU as too low for that reason.",
-    "torchtitan: rows with torch.compile or float8 (all with context, tensor or pipeline parallelism) are left out: "
-    "the time model has neither.",
+    "torchtitan: rows in float8 are left out, and those of this report with torch.compile.",
 )
 
 
