@@ -35,7 +35,7 @@ FAMILIES = 6  # in a report
 MOST_TIGHT = 20  # layouts that are searched for the least memory
 D = TypeVar("D")
 ACTIVATION_AXES = ("ring", "ulysses", "tp", "ep")
-PARAMETER_AXES = ("fsdp", "efsdp", "dp_replicate")
+PARAMETER_AXES = ("fsdp", "efsdp", "dp_replicate", "host")  # copies wait for messages on the same link
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
