@@ -91,7 +91,7 @@ def terms_of(asked: JobFlags) -> Terms:
     )
     return Terms(
         asked.train_tokens,
-        _prices(asked.price),
+        prices_of(asked.price),
         asked.deadline or math.inf,
         asked.failures / 1000 or FAILURES,
         asked.checkpoint_minutes,
@@ -99,7 +99,9 @@ def terms_of(asked: JobFlags) -> Terms:
     )
 
 
-def _prices(text: str) -> dict[str, float]:
+def prices_of(text: str) -> dict[str, float]:
+    """Return prices by hardware name in lower case, "" for any, from a price or a file of prices. Raises
+    ConfigurationError for anything else."""
     if not text:
         return {}
     try:

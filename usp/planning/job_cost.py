@@ -109,6 +109,14 @@ def hours_text(hours: float) -> str:
     return f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:.2f} h"
 
 
+def step_cost_text(seconds: float, devices: int, samples: int, price: float | None) -> str:
+    """Return what a step and each of its samples cost."""
+    if price is None:
+        return "cost unknown: --price has no price of this hardware"
+    cost = devices * seconds / 3600 * price
+    return f"a step costs {cost:,.4g}, a sample {cost / samples:,.4g}, in the unit of --price"
+
+
 def verdicts(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> list[str]:
     """Return which job is the fastest and which the cheapest, of those that keep the deadline if any does, and what
     has no price."""
@@ -159,7 +167,8 @@ def plot(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Any:
     for place, (hours, cost) in enumerate(places):
         on_front = place in front
         axes.scatter(hours / unit, cost, color="tab:blue" if on_front else "0.5", zorder=2)
-        axes.annotate(jobs[place][0], (hours / unit, cost), textcoords="offset points", xytext=(6, 4), fontsize="small")
+        offset = (6, -12 if on_front else 5)
+        axes.annotate(jobs[place][0], (hours / unit, cost), textcoords="offset points", xytext=offset, fontsize="small")
     if terms.deadline < math.inf:
         axes.axvline(terms.deadline / unit, color="tab:red", linestyle="--", linewidth=1, label="deadline")
         axes.legend(frameon=False)
@@ -169,4 +178,5 @@ def plot(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Any:
     axes.set_title(f"{terms.trained / BILLION:,g}B tokens; the line joins plans that no other beats", fontsize="medium")
     axes.margins(x=0.2, y=0.15)
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     return figure

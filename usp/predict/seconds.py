@@ -42,7 +42,7 @@ from .compute import (
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
-from .traffic import FLOAT32, Sent, attention_plan, attention_spec, pass_parts
+from .traffic import FLOAT32, ByPass, Sent, attention_plan, attention_spec, pass_parts
 
 if TYPE_CHECKING:
     from .meter import Work
@@ -279,16 +279,18 @@ class PassSeconds:
         return PassSeconds(self.compute + other.compute, communication)
 
 
-def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = True) -> dict[Pass, PassSeconds]:
+def pass_seconds(
+    job: Job, hardware: Hardware, rank: int, prefetches: bool = True, parts: ByPass | None = None
+) -> dict[Pass, PassSeconds]:
     """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
-    if it `prefetches`, as in the implementation, compute hides the traffic of parameters."""
+    if it `prefetches`, as in the implementation, compute hides the traffic of parameters. `parts`: `pass_parts`."""
     compute, messages, number = _compute(job, hardware, rank), _messages(job, hardware, rank), job.config.micro_batches
     hides = dict.fromkeys(PASSES, 0.0)
     if prefetches and hardware.streams:
         hides = {kind: each.total for kind, each in compute.items()}
         hides["backward"] += hides["recompute"]
     passes: dict[Pass, PassSeconds] = {}
-    for kind, sent in pass_parts(job, rank).items():
+    for kind, sent in (parts or pass_parts(job, rank)).items():
         communication = sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number))
         passes[kind] = PassSeconds(compute[kind].times(number), communication)
     if job.trained:
@@ -465,16 +467,17 @@ def rank_seconds(
     job: Job, hardware: Hardware, rank: int, prefetches: bool = True, collective: float = 0.0
 ) -> tuple[PassSeconds, float]:
     """Return (the sum of a rank's passes but the optimizer, the optimizer). collective: its launches, in operators."""
-    passes = pass_seconds(job, hardware, rank, prefetches)
+    parts = pass_parts(job, rank)
+    passes = pass_seconds(job, hardware, rank, prefetches, parts)
     update, number = passes.pop("update"), job.config.micro_batches
     backward = sum(passes[kind].compute.total for kind in ("recompute", "backward") if kind in passes)
     offloads = job.config.ac_offload or job.config.optim_offload
-    parts = pass_parts(job, rank) if offloads or (collective and hardware.launch_seconds) else {}
     sent = (parts["forward"], parts["recompute"] + parts["backward"]) if offloads else ((), ())
     each = passes["forward"].compute.total / number, backward / number
     copies = host_copies(job, hardware, rank, *each, sent=sent)
     found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)
-    operators = rank_launches(job, hardware, rank, chain(*parts.values()), collective)
+    launched = chain(*parts.values()) if collective and hardware.launch_seconds else ()
+    operators = rank_launches(job, hardware, rank, launched, collective)
     return found + launching(job, hardware, operators, found.total), update.compute.total
 
 
