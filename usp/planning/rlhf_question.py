@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import takewhile
 
 from rich.console import Group, RenderableType
 
@@ -36,6 +37,7 @@ from .workload import Workload
 
 _MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
 _REMEDY_SECONDS = 1.0  # to search a plan with each remedy
+_LATE = 0.9  # of a budget, after which a search is taken to have been cut
 _PREDICTING, _NAMING, _SEARCHING = 0.45, 0.3, 0.8  # shares of a budget; the later two of what is left
 Supposed = Callable[[float], Problem]  # makes the problem until a time of `time.monotonic`
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
@@ -155,30 +157,42 @@ def answer(
         left = begin + budget - time.monotonic()
         return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
     except NothingFits as error:
-        end = max(begin + budget, time.monotonic() + _REMEDY_SECONDS)
-        fits = partial(_fits, until=end)
-        remedies = [f"--slots {slots}, with which one fits" if (slots := _fewer_slots(question, fits)) else ""]
-        if not remedies[0] and (enough := enough_devices(question, fits, _MORE_RANKS)):
+        now = time.monotonic()
+        remedies = ["a larger --budget"] if budget > 0 and now >= begin + _LATE * budget else []
+        fits = partial(_fits, until=max(begin + budget, now + _REMEDY_SECONDS))
+        if slots := _fewer_slots(question):
+            remedies.append(f"--slots {slots}, with which rollouts fit")
+        elif enough := enough_devices(question, fits, _MORE_RANKS):
             remedies.append(f"{enough} ranks, where one fits")
-        words = ", or ".join(filter(None, [*remedies, "devices with more memory", "shorter or fewer samples"]))
+        words = ", or ".join([*remedies, "devices with more memory", "shorter or fewer samples"])
         raise NothingFits(f"{error}. Use {words}") from None
 
 
-def _fewer_slots(question: Question, fits: Callable[[Question], bool]) -> int:
-    """Return the most sequences decoded at a time, halved again and again, with which a plan fits; 0 if none does, or
-    if rollouts do not decide."""
-    slots = question.options.slots
-    while slots > 1:
-        slots //= 2
-        if fits(replace(question, options=replace(question.options, slots=slots))):
-            return slots
-    return 0
+def _fewer_slots(question: Question) -> int:
+    """Return the most sequences to decode at a time with which rollouts fit by themselves, half of what is asked, or
+    half of that and so on; 0 if they fit as asked, or never do."""
+
+    def fits(slots: int) -> bool:
+        other = replace(question, options=replace(question.options, slots=slots))
+        rollouts = {call.name: other.layouts[call.name] for call in other.graph.rollouts}
+        simulator = Simulator(other.graph, other.estimates, other.world_size)
+        try:
+            return bool(Problem(simulator, rollouts, other.usable.device).that_fit(until=0.0))
+        except NothingFits:
+            return False
+
+    halves = list(takewhile(bool, (question.options.slots >> places for places in range(1, 32))))
+    if not halves or fits(question.options.slots) or not fits(halves[-1]):
+        return 0
+    return next(filter(fits, halves))
 
 
 def _fits(question: Question, until: float) -> bool:
-    """Return whether a plan is found that fits by the time `until`, or by a few tries after it."""
+    """Return whether a plan is found that fits; nothing is tried after the time `until`."""
+    if (now := time.monotonic()) >= until:
+        return False
     try:
-        problem = question.problem(until=min(until, time.monotonic() + _REMEDY_SECONDS))
+        problem = question.problem(until=min(until, now + _REMEDY_SECONDS))
     except NothingFits:
         return False
     named = [one.plan for one in baselines(problem, question.space, question.facts, until) if one.plan]

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product, zip_longest
 from operator import itemgetter
 
 import numpy as np
@@ -35,7 +35,7 @@ from .simulator import Simulator, rank_index
 _STAGES_BESIDE_HOSTS = 8  # ReaL: pp is at most the number of hosts, or this if there are fewer
 _FORBIDDEN, _OVER_MEMORY = 1e18, 1e9  # seconds, more than any step takes
 _BEST = 10  # plans that a search returns
-_MOST_LATE = 20  # groups of layouts of a call that are tried after the time is up, until one fits
+_MOST_LATE = 8  # groups of layouts of a call that are tried after the time is up, until one fits
 RESTARTS = 10  # without a new best in a row, after which the search ends
 Progress = Callable[[float, int, float], None]  # with (seconds, simulated plans, seconds of the best plan's step)
 
@@ -124,28 +124,27 @@ def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
 
 
 def _in_turns(layouts: Iterable[CallLayout]) -> list[list[CallLayout]]:
-    """Return the layouts in groups that differ in their place only, to be popped from the end: in turns the group with
-    the fewest degrees and options, and the one whose ranks hold least."""
+    """Return the layouts in groups that differ in their place only, to be popped from the end: of each number of ranks
+    in turns the group with the fewest degrees and options, and the one whose ranks hold least."""
 
-    def axes(layout: CallLayout) -> tuple[int, int]:
+    def axes(layout: CallLayout) -> int:
         dims = layout.dims
         degrees = (dims.pp, dims.batch, dims.ring, dims.ulysses, dims.tp)
-        return sum(d > 1 for d in degrees) + (layout.zero > 0) + (layout.ac != "none"), -len(layout.ranks)
+        return sum(degree > 1 for degree in degrees) + (layout.zero > 0) + (layout.ac != "none")
 
-    def held(layout: CallLayout) -> tuple[int, bool, int]:
+    def held(layout: CallLayout) -> tuple[int, bool]:
         dims = layout.dims
-        return (
-            -dims.tp * dims.pp * (dims.batch * dims.sp if layout.zero else 1),
-            layout.ac == "none",
-            -len(layout.ranks),
-        )
+        return -dims.tp * dims.pp * dims.sp * (dims.batch if layout.zero else 1), layout.ac == "none"
 
     groups: dict[CallLayout, list[CallLayout]] = defaultdict(list)
+    sizes: dict[int, list[CallLayout]] = defaultdict(list)
     for layout in layouts:
-        groups[replace(layout, ranks=tuple(range(len(layout.ranks))))].append(layout)
-    simple, small = sorted(groups, key=axes), sorted(groups, key=held)
-    order = dict.fromkeys(key for pair in zip(simple, small, strict=True) for key in pair)
-    return [groups[key] for key in reversed(order)]
+        first = replace(layout, ranks=tuple(range(len(layout.ranks))))
+        sizes[len(layout.ranks)] += [] if first in groups else [first]
+        groups[first].append(layout)
+    turns = (chain(*zip(sorted(of, key=axes), sorted(of, key=held), strict=True)) for of in sizes.values())
+    order = dict.fromkeys(filter(None, chain(*zip_longest(*turns))))
+    return [groups[first] for first in reversed(order)]
 
 
 class NothingFits(ValueError):
@@ -182,7 +181,9 @@ class Problem:
                 if (late[name] and (fitting[name] or late[name] > _MOST_LATE)) or not waiting[name]:
                     del waiting[name]
                     continue
-                for layout in waiting[name].pop():
+                group = waiting[name].pop()
+                tried += len(group)
+                for layout in group:
                     needed = self._weight_bytes(name, layout)
                     if (fitting[name] and needed > limit) or needed >= max(limit, least[name][0]):
                         continue  # what a call takes beside its weights is only predicted where it may matter
@@ -191,7 +192,6 @@ class Problem:
                         fitting[name].append(layout)
                     elif needed < least[name][0]:
                         least[name] = needed, f"{name} needs {needed / GIB:.1f} GiB on {layout}"
-            tried = every - sum(len(group) for groups in waiting.values() for group in groups)
             report(tried, every)
         if nearest := [words for name, (_, words) in least.items() if not fitting[name]]:
             part = "" if tried == every else f" of the {tried} of {every} layouts that were predicted in time"
@@ -367,7 +367,7 @@ def _at_its_best(name: str, problem: Problem, space: OptionSpace, facts: Facts, 
         variants = [replace(saving, dims=dims, zero=zero) for saving, dims, zero in every]
 
     def best(variants: Iterable[Facts]) -> tuple[Facts, Baseline] | None:
-        measured = []
+        measured: list[tuple[Facts, Baseline]] = []
         for facts in variants:
             if measured and time.monotonic() >= until:
                 break

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 
 from parallel import Hardware
 from usp.config import TrainConfig
@@ -169,7 +169,7 @@ def render(report: StepReport, terms: Terms) -> Group:
     if report.on_host and math.isfinite(limits.host):
         into += f", and {limits.host / GIB:.0f} of a host's {hardware.host_memory_bytes / GIB:.0f} GiB"
     verdict = f"the step {'fits' if report.fits else 'does not fit'} into {into}"
-    compared = [] if report.measured is None else [_comparison(report, report.measured).table()]
+    compared: list[RenderableType] = [] if report.measured is None else [_comparison(report, report.measured).table()]
     if terms.asked:
         jobs = [(f"{report.job.world_size} x {hardware.name}", report.job_cost(terms))]
         compared += [job_grid(terms, jobs).table(), *missing_prices(jobs)]

@@ -472,7 +472,7 @@ def rank_seconds(
     update, number = passes.pop("update"), job.config.micro_batches
     backward = sum(passes[kind].compute.total for kind in ("recompute", "backward") if kind in passes)
     offloads = job.config.ac_offload or job.config.optim_offload
-    sent = (parts["forward"], parts["recompute"] + parts["backward"]) if offloads else ((), ())
+    sent = (parts["forward"], [*parts["recompute"], *parts["backward"]]) if offloads else ((), ())
     each = passes["forward"].compute.total / number, backward / number
     copies = host_copies(job, hardware, rank, *each, sent=sent)
     found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rich import box
 from rich.table import Table
@@ -31,8 +32,9 @@ class Grid:
         for column, *cells in zip(self.columns, *self.rows, strict=True):
             numbers = all(cell.replace(".", "").replace(",", "").isdigit() for cell in cells if cell)
             longest = max((len(word) for cell in cells for word in cell.split()), default=0)
-            width, side = min(longest, _WORD), "right" if numbers else "left"
-            table.add_column(column, overflow="fold", no_wrap=numbers, justify=side, min_width=width)
+            width = min(longest, _WORD)
+            justify: Literal["left", "right"] = "right" if numbers else "left"
+            table.add_column(column, overflow="fold", no_wrap=numbers, justify=justify, min_width=width)
         for row in self.rows:
             table.add_row(*(cell.replace(AND, "\n") for cell in row))
         return table
