@@ -10,7 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cluster.hardware import Hardware, Link, Tier, load_hardware, node_names, node_of, peak_flops
-from .cluster.links import ReallocSeconds, message_seconds, overlap_of, realloc_seconds, transfer_seconds
+from .cluster.links import (
+    ReallocSeconds,
+    host_link_seconds,
+    message_seconds,
+    overlap_of,
+    realloc_seconds,
+    transfer_seconds,
+)
 from .dims import SP_ORDERS, ParallelDims, divisors
 from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups, RanksDisagree, agree, format_ranks

@@ -88,6 +88,24 @@ TOKENS = shown(
     read=lambda value: token_count(value) if isinstance(value, str) else _convert(value, int),
 )
 
+DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def corpus_tokens(text: str) -> int:
+    """Parse a number of tokens of a corpus, with decimal units: `1.5T`. Raises ValueError for any other text."""
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    if number is None:
+        raise ValueError(f"{text} must be a number of tokens such as 300B or 15T")
+    return round(float(number[1]) * DECIMAL[number[2]])
+
+
+CORPUS = shown(
+    "N|NB|NT",
+    int,
+    corpus_tokens,
+    read=lambda value: corpus_tokens(value) if isinstance(value, str) else _convert(value, int),
+)
+
 AtLeast0 = Annotated[int, at_least(0)]
 AtLeast1 = Annotated[int, at_least(1)]
 Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, "at least 0 and below 1")]

@@ -101,10 +101,13 @@ def _planner(record: Record) -> str:
 
 
 def _published(record: Record) -> str:
-    rows, mean = noted(record, r"of all (\d+) bfloat16 rows without compiler: (\S+)\.$")
-    sources = [groups for note in record.notes if (groups := re.match(r"([^:]+): mean (\S+), \d+ of", note))]
-    by_source = ", ".join(f"{name.split(',')[0]} {error}" for name, error in (match.groups() for match in sources))
-    return f"{rows} measurements that others published are predicted within {mean} on average ({by_source})."
+    found = [groups for note in record.notes if (groups := re.match(r"([^:]+): mean absolute error ([^,]+), ", note))]
+    (_, mean), (_, recent), *sources = (match.groups() for match in found)
+    by_source = ", ".join(f"{name.split(',')[0]} {error}" for name, error in sources)
+    return (
+        f"{sum(row['timed'] for row in record.data)} measurements that others published are predicted within {mean} on "
+        f"average, those from 2024 on within {recent} ({by_source})."
+    )
 
 
 def _paper_tables(record: Record) -> str:

@@ -6,13 +6,14 @@ python -m benchmarks.published            # seconds
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.harness.record import Record, finish
 
-from . import alst, magi, megatron, torchtitan, trl, usp_paper
+from . import alst, foundry, magi, megatron, suites, torchtitan, trl, usp_paper
 from .row import Row, Source, mean_error
 
 QUESTION = "The time and memory models against published measurements, with nothing fitted"
@@ -34,12 +35,19 @@ def _number(row: Row, value: float) -> str:
 
 
 def _means(sources: Sequence[Source]) -> Iterator[str]:
-    eager = [row for source in sources for row in source.rows if row.eager]
-    yield f"Mean absolute error of all {len(eager)} bfloat16 rows without compiler: {mean_error(eager):.1%}."
+    def mean(sources: Sequence[Source], of: str) -> Iterator[str]:
+        if rows := [row for source in sources for row in source.rows if row.timed]:
+            bias, beyond = statistics.mean(row.error for row in rows), sum(abs(row.error) > 0.1 for row in rows)
+            worst = max(abs(row.error) for row in rows)
+            yield (
+                f"{of}: mean absolute error {mean_error(rows):.1%}, mean {bias:+.1%}, worst {worst:.1%}, {beyond} of "
+                f"{len(rows)} beyond 10%."
+            )
+
+    yield from mean(sources, "All bfloat16 rows")
+    yield from mean([source for source in sources if source.year >= 2024], "All from 2024 on")
     for source in sources:
-        if rows := [row for row in source.rows if row.eager]:
-            beyond = sum(abs(row.error) > 0.1 for row in rows)
-            yield f"{source.title}: mean {mean_error(rows):.1%}, {beyond} of {len(rows)} beyond 10%."
+        yield from mean([source], source.title)
 
 
 def _notes(sources: Sequence[Source]) -> Iterator[str]:
@@ -52,7 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
-    finish(record([module.source() for module in (torchtitan, usp_paper, magi, trl, megatron, alst)]), args.output)
+    sources = [module.source() for module in (torchtitan, usp_paper, magi, trl, suites, megatron, alst)]
+    finish(record([*sources, *foundry.sources()]), args.output)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def source() -> Source:
     for devices, trained in TRAINED:
         longest = longest_sequence(devices)
         found = _step(devices, trained)
-        rows.append(Row(f"llama3-8b, {devices} x H100", "tokens", trained, longest, eager=False))
+        rows.append(Row(f"llama3-8b, {devices} x H100", "tokens", trained, longest, timed=False))
         peak = found.memory.peak
         host = found.memory.host * min(devices, 8) / 1e12
         notes.append(

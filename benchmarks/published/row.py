@@ -21,14 +21,14 @@ class Row:
 
     Attributes:
         unit: of both numbers: `s` of a step, `tokens/s` or `TFLOP/s` of a GPU, `tokens` of the longest sequence.
-        eager: a step or an attention layer in bfloat16, without a compiler and without float8.
+        timed: a step or an attention layer in bfloat16.
     """
 
     name: str
     unit: str
     measured: float
     predicted: float
-    eager: bool = True
+    timed: bool = True
 
     @property
     def error(self) -> float:
@@ -42,12 +42,14 @@ class Source:
     Attributes:
         reference: where the measurements stand.
         notes: what the source leaves open and is assumed here, and what was looked for and not found.
+        year: of the measurements.
     """
 
     title: str
     reference: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    year: int = 2024
 
 
 def mean_error(rows: Sequence[Row]) -> float:

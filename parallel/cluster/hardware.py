@@ -97,6 +97,8 @@ class Tier:
             only by their links.
         overlap: fraction of a transfer that overlaps with compute without slowing it down; below 1 where CPUs copy
             the data.
+        on_host_link: messages pass the link between a device and its host, as those of a network adapter on the
+            device's PCIe link do, and share its rate with copies to and from the host.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Tier:
     exchange: Link = field(metadata={"inline": True})
     shared_bytes_per_second: float = field(default=math.inf, metadata=ANY_SIZE)
     overlap: float = field(default=1.0, metadata=OVERLAP)
+    on_host_link: bool = False
 
     def faster(self, bandwidth: float) -> Tier:
         """Return the tier with `bandwidth` times the rates."""

@@ -11,6 +11,8 @@ adjacent ranks share a host. The traffic that crosses a tier follows from the ra
 The slowest tier determines the time, and within it the slower of a device's link and the link that devices share. A
 kind of message that achieves a fraction of a device's `send` rate achieves the same fraction of the shared rate.
 
+A device's link to its host carries copies of offloaded data, and the messages of tiers that are `on_host_link`.
+
 Point-to-point messages that are sent at once: a device sends over the link of the tier that connects it with the
 receiver, and the devices of an inner tier share what leaves it. The busiest link determines the time, plus a latency
 per message of the busiest device. A reallocation is a sequence of such rounds (`parallel.reallocation.reallocation`).
@@ -58,6 +60,17 @@ def transfer_seconds(
         shared = nbytes * domain_part * inner / rate
         seconds = max(seconds, on_link, shared)
     return seconds / hardware.link_efficiency + steps * max(link.alpha_seconds for link in links.values())
+
+
+def host_link_seconds(hardware: Hardware, ranks: Sequence[int], kind: str, nbytes: float) -> float:
+    """Return the time for which each of `ranks`, that sends as in `transfer_seconds`, occupies its link to the host in
+    either direction."""
+    if len(ranks) < 2:
+        return 0.0
+    rings = kind in ("gather", "reduce") and hardware.parallel_rings
+    crossing = _crossing(_Tree.of(hardware), ranks if isinstance(ranks, range) else tuple(ranks), rings, kind)
+    parts = (part for level, (part, _) in crossing.items() if hardware.tiers[level].on_host_link)
+    return nbytes * sum(parts) / hardware.host_link_bytes_per_second
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.published import alst, magi, torchtitan, usp_paper
+from benchmarks.published import alst, foundry, magi, torchtitan, usp_paper
 from benchmarks.published.__main__ import record
 from benchmarks.published.row import Row, Source
 from parallel import load_hardware
@@ -38,9 +38,22 @@ def test_every_system_of_the_study_has_all_its_rows() -> None:
 
 
 def test_every_error_is_printed_and_other_rows_leave_the_mean_alone() -> None:
-    rows = (Row("a", "s", 10.0, 10.5), Row("b", "s", 100.0, 80.0), Row("c", "tokens", 1e6, 0.0, eager=False))
+    rows = (Row("a", "s", 10.0, 10.5), Row("b", "s", 100.0, 80.0), Row("c", "tokens", 1e6, 0.0, timed=False))
     made = record([Source("us", "there", rows, ("A note.",))])
     assert [row[-1] for row in made.rows] == ["+5.0%", "-20.0%", "-100.0%"]
-    assert made.notes[0] == "Mean absolute error of all 2 bfloat16 rows without compiler: 12.5%."
-    assert made.notes[1:] == ("us: mean 12.5%, 1 of 2 beyond 10%.", "us: there.", "A note.")
+    words = "mean absolute error 12.5%, mean -7.5%, worst 20.0%, 1 of 2 beyond 10%."
+    assert made.notes == (
+        f"All bfloat16 rows: {words}",
+        f"All from 2024 on: {words}",
+        f"us: {words}",
+        "us: there.",
+        "A note.",
+    )
     assert made.data[0]["error"] == pytest.approx(0.05)
+
+
+def test_a_row_of_foundry_has_the_weights_and_the_tokens_of_its_table() -> None:
+    assert len({row[:6] for row in (*foundry.H100,)}) == len(foundry.H100) == 43 and len(foundry.A100) == 25
+    h100 = load_hardware("h100")
+    none, full = (foundry._seconds(h100, "1b", 2048, 8, 14, 1, again) for again in (False, True))
+    assert none < full < 1.5 * none

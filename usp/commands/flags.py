@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import sys
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
@@ -20,12 +21,13 @@ import yaml
 from tyro.conf import Fixed, Suppress, arg
 
 from parallel import node_names
-from usp.fields import config_from_mapping, shared_values, token_count
+from usp.fields import CORPUS, config_from_mapping, flag, shared_values, token_count
 from usp.model.facts import ModelFacts
 from usp.run.failures import INTERRUPTED, ConfigurationError, end, ending_of
 from usp.run.launch import Launch, StopRequest, end_with_launcher, leave, meet, set_library_defaults
 
 if TYPE_CHECKING:
+    from usp.planning.job_cost import Terms
     from usp.predict.job import Data
 
 if sys.version_info >= (3, 11):
@@ -34,9 +36,8 @@ else:
     import tomli as tomllib
 
 C = TypeVar("C")
-Node = Annotated[
-    str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file from python -m usp calibrate.")
-]
+NODE_HELP = f"{', '.join(node_names())}, or a file from python -m usp calibrate."
+Node = Annotated[str, arg(metavar="NODE|PATH.json", help=NODE_HELP)]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,67 @@ class DataFlags:
     """Tokens of the documents of a sequence, repeated until it is full, such as 4K or 512,2K,16K."""
     router_imbalance: float = 1.0
     """Tokens of the busiest expert-parallel rank relative to the mean, for models with experts."""
+
+
+@dataclass(frozen=True)
+class JobFlags:
+    """Flags of predictions: what to tell of a whole job."""
+
+    price: Annotated[str, arg(metavar="PRICE|PATH", help_behavior_hint="(optional)")] = ""
+    """Price of a device-hour, or a JSON or YAML file of prices by hardware name, such as h100: 2.5."""
+    train_tokens: Annotated[int, CORPUS] = 0
+    """Tokens that times and costs are for, such as 300B or 15T. 0: a billion."""
+    deadline: Annotated[float, arg(metavar="HOURS", help_behavior_hint="(optional)")] = 0.0
+    """Hours of wall-clock time that the job may take, restarts included."""
+    failures: Annotated[float, arg(help_behavior_hint="(default: 0.0197)")] = 0.0
+    """Failures in 1,000 device-hours. The default is that of Llama 3 (arXiv 2407.21783, section 3.3.4)."""
+    checkpoint_minutes: float = 30.0
+    """Minutes between checkpoints; a failure loses half of them."""
+    restart_minutes: float = 15.0
+    """Minutes from a failure to the next step."""
+
+
+def terms_of(asked: JobFlags) -> Terms:
+    """Return what the flags ask of a job. Raises ConfigurationError for wrong values, and a file that has no prices."""
+    from usp.planning.job_cost import FAILURES, Terms
+
+    names = ("train_tokens", "deadline", "failures", "checkpoint_minutes", "restart_minutes")
+    values = {name: getattr(asked, name) for name in names}
+    check(
+        *(
+            f"{flag(name)} = {value:g} must be at least 0 and finite"
+            for name, value in values.items()
+            if not 0 <= value < math.inf
+        )
+    )
+    return Terms(
+        asked.train_tokens,
+        prices_of(asked.price),
+        asked.deadline or math.inf,
+        asked.failures / 1000 or FAILURES,
+        asked.checkpoint_minutes,
+        asked.restart_minutes,
+    )
+
+
+def prices_of(text: str) -> dict[str, float]:
+    """Return prices by hardware name in lower case, "" for any, from a price or a file of prices. Raises
+    ConfigurationError for anything else."""
+    if not text:
+        return {}
+    try:
+        prices = {"": float(text)}
+    except ValueError:
+        file = Path(text).expanduser()
+        try:
+            read = yaml.load(file.read_text(), UniqueKeysLoader)  # JSON is YAML
+            prices = {str(name).lower(): float(price) for name, price in read.items()}
+        except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+            raise ConfigurationError(
+                f"--price {text} must be a price or a JSON or YAML file of prices by hardware name: {error}"
+            ) from None
+    check(*(f"--price: {price} must be positive" for price in prices.values() if not 0 < price < math.inf))
+    return prices
 
 
 def data_of(asked: DataFlags, facts: ModelFacts) -> Data:

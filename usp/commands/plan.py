@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import yaml
 from rich.console import Console
@@ -16,50 +16,101 @@ from tyro.conf import arg
 from parallel import load_hardware
 from usp.config import UNPREDICTED, TrainConfig
 from usp.planning.question import CHOSEN
+from usp.run.failures import ConfigurationError
 
-from .flags import DataFlags, Node, as_kind, check, data_of, output_problem, parse
+from .flags import (
+    NODE_HELP,
+    DataFlags,
+    JobFlags,
+    as_kind,
+    check,
+    check_world_size,
+    data_of,
+    output_problem,
+    parse,
+    terms_of,
+)
+
+if TYPE_CHECKING:
+    from usp.planning.choice import Choice
 
 
 @dataclass(frozen=True)
-class PlanConfig(DataFlags, TrainConfig):
+class PlanConfig(JobFlags, DataFlags, TrainConfig):
     """Find the fastest parallel configuration for a model, a sequence length and a number of devices.
 
     The plan sets the parallel degrees, ZeRO stage, activation checkpointing and micro-batches. A configuration file may
     be given as the first argument, without --config.
 
+    Several kinds or numbers of devices are compared, in time and in money.
+
     For example: python -m usp plan --model llama3-8b --seq-len 131072 --world-size 64 --hardware h100
     """
 
-    world_size: int = 0
+    world_size: Annotated[str, arg(metavar="N|N,N,...")] = ""
     """Number of devices."""
     global_batch_size: int = 1
     """Sequences per step over all devices."""
-    hardware: Node = "h100"
+    hardware: Annotated[str, arg(metavar="NODE|PATH.json,...", help=NODE_HELP)] = "h100"
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
-    """Write the fastest configuration to this file, for train.py --config."""
+    """Write the first configuration to this file, for train.py --config."""
+    plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
+    """Plot time against cost of the job with each plan."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the plan that `argv` asks for, and write it to --out; raise ConfigurationError if nothing fits."""
-    without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"compile"}
+    without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"compile", "train_tokens"}
     asked = parse(argv, PlanConfig, prog, leading_config=True, without=without)
 
-    from usp.planning.choice import choose, render_plan, suppose
+    from usp.planning.choice import choose, compare_choices, render_plan, suppose
+    from usp.planning.job_cost import plot
 
     gc.disable()  # a search makes no cycles worth looking for
-    out = Path(asked.out).expanduser()
-    check(output_problem("--out", out if asked.out else None, ".yaml", ".yml"))
+    out, picture = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
+    check(output_problem("--out", out, ".yaml", ".yml"), output_problem("--plot", picture, ".png"))
+    sizes, terms = _sizes(asked.world_size), terms_of(asked)
+    kinds = {name: load_hardware(name) for name in asked.hardware.split(",")}
+    config = replace(as_kind(asked, TrainConfig), train_tokens=0, hardware=TrainConfig.hardware)
+    places = [(kind, size) for kind in kinds.values() for size in sizes]
+    if out and len(places) > 1:
+        raise ConfigurationError("--out needs one plan: give one --hardware and one --world-size")
+    choices: dict[str, Choice | str] = {}
     with Console(stderr=True).status("planning") as status:
 
         def report(tried: int, layouts: int) -> None:
             if tried % 100 == 0:
                 status.update(f"planning: {tried} of {layouts} layouts tried; most are ruled out by their bounds")
 
-        hardware, data = load_hardware(asked.hardware), partial(data_of, asked)
-        choice = choose(as_kind(asked, TrainConfig), asked.world_size, hardware, report, data)
-        status.update("planning: with other memory and links")
-        shown = render_plan(choice, suppose(choice))
+        for hardware, size in places:
+            try:
+                choice = choose(config, size, hardware, report, partial(data_of, asked))
+            except ConfigurationError as error:
+                if len(places) == 1:
+                    raise
+                choices[f"{size} x {hardware.name}"] = str(error)
+                continue
+            choices[f"{size} x {hardware.name}"] = choice
+        if len(places) == 1:
+            status.update("planning: with other memory and links")
+            shown = render_plan(choice, suppose(choice), terms)
+            jobs = [(str(n), choice.job_cost(each, terms)) for n, each in enumerate(choice.shown, start=1)]
+        else:
+            shown, jobs = compare_choices(choices, terms)
     Console().print(shown)
-    if asked.out:
+    if out:
         out.write_text(yaml.safe_dump(asdict(choice.best.config), sort_keys=False))
         print(f"written: {out} (torchrun ... train.py --config {out})")
+    if picture and jobs:
+        plot(terms, jobs).savefig(picture, dpi=150)
+        print(f"written: {picture}")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(word) for word in text.split(",")] if text else [0]
+    except ValueError:
+        raise ConfigurationError(f"--world-size = {text} must be a number of devices, or several: 64,128") from None
+    for size in sizes:
+        check_world_size(size)
+    return sizes

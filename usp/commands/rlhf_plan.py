@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +20,7 @@ from usp.fields import TOKENS, AtLeast0, AtLeast1, at_least, flag, one_of, value
 from usp.rlhf.algorithms.registry import ALGORITHMS
 from usp.run.failures import ConfigurationError
 
-from .flags import Node, check, check_world_size, output_problem, parse, token_counts
+from .flags import Node, check, check_world_size, output_problem, parse, prices_of, token_counts
 
 if TYPE_CHECKING:
     from usp.planning.rlhf_question import Question
@@ -77,18 +79,21 @@ class RlhfPlanConfig:
     max_sp: AtLeast1 = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
-    """Seconds of the whole command; a what-if that has begun by then is ended. With fewer than predictions and named
-    plans take, only these are compared."""
+    """Seconds of the whole command. Layouts that are not predicted by then are left out; with too few seconds, only the
+    named plans are compared."""
     seed: int = 0
     """Seed of the search."""
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
     """Write the plan to this file, for rlhf.py --plan."""
     plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
     """Write the timeline of the predicted step to this file."""
+    price: Annotated[str, arg(metavar="PRICE|PATH", help_behavior_hint="(optional)")] = ""
+    """Price of a device-hour, or a JSON or YAML file of prices by hardware name."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the plan that `argv` asks for, and write --out and --plot; raise ConfigurationError if nothing fits."""
+    begin = time.monotonic()
     asked = parse(argv, RlhfPlanConfig, prog)
     check_world_size(asked.world_size)
     out, plot = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
@@ -99,32 +104,77 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         *(f"{flag(name)} and --workload exclude each other: remove one" for name in lengths),
         *value_violations(asked).values(),
     )
+    prices = prices_of(asked.price)
+    with Progress() as progress:
+        _plan(asked, begin + asked.budget, out, plot, prices, progress)
 
+
+def _plan(
+    asked: RlhfPlanConfig,
+    end: float,
+    out: Path | None,
+    picture: Path | None,
+    prices: Mapping[str, float],
+    progress: Progress,
+) -> None:
+    """Search until `end`, and print, write and draw the plan."""
+    progress.say("reading the models")
+    from usp.planning.job_cost import Terms, step_cost_text
     from usp.planning.rlhf_question import answer, render_choice, suppose, what_ifs
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
 
-    end = time.monotonic() + asked.budget
-    with Console(stderr=True).status("predicting the calls in every layout") as status:
-        question = _question(asked)
+    question = _question(asked)
 
-        def report(seconds: float, simulated: int, best: float) -> None:
-            status.update(f"searching: {simulated} plans simulated, a step takes {best:.2f} s")
+    def report(seconds: float, simulated: int, best: float) -> None:
+        progress.say(f"searching: {simulated} plans simulated, a step takes {best:.2f} s")
 
-        choice = answer(question, seed=asked.seed, budget=_SEARCHED * asked.budget, report=report)
-        plan = choice.plan
-        status.update("searching: with other memory, lengths and links")
-        others = list(what_ifs(question, choice.problem))
-        supposed = list(suppose(others, choice, seed=asked.seed, budget=end - time.monotonic()))
+    def predicted(tried: int, every: int) -> None:
+        progress.say(f"predicting: {tried} of {every} layouts of calls")
+
+    budget = _SEARCHED * (end - time.monotonic())
+    choice = answer(question, seed=asked.seed, budget=budget, report=report, predicted=predicted)
+    plan = choice.plan
+    progress.say("searching: with other memory, lengths and links")
+    others = list(what_ifs(question, choice.problem))
+    supposed = list(suppose(others, choice, seed=asked.seed, budget=end - time.monotonic()))
+    progress.end()
     Console().print(render_choice(choice, supposed))
+    if prices:
+        price = Terms(prices=prices).price(question.hardware.name)
+        print(step_cost_text(choice.simulation.seconds, asked.world_size, len(question.workload.sequences), price))
     for line in question.not_measured(plan) if question.measurements else ():
         print(line)
     if out:
         out.write_text(yaml.safe_dump(to_mapping(plan), sort_keys=False))
         print(f"written: {out} (torchrun ... rlhf.py --plan {out})")
-    if plot:
-        draw(list(choice.simulation.events), plot)
-        print(f"written: {plot}")
+    if picture:
+        draw(list(choice.simulation.events), picture)
+        print(f"written: {picture}")
+
+
+class Progress:
+    """What a command is doing: on a terminal beside a spinner, elsewhere as a line at most every `EVERY` seconds."""
+
+    EVERY = 5.0
+
+    def __enter__(self) -> Progress:
+        self.console = Console(stderr=True)
+        self.status, self.said = self.console.status("starting"), -math.inf
+        self.status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def say(self, words: str) -> None:
+        self.status.update(words)
+        if not self.console.is_terminal and time.monotonic() - self.said >= self.EVERY:
+            self.said = time.monotonic()
+            print(words, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        self.status.stop()
 
 
 def _question(asked: RlhfPlanConfig) -> Question:

@@ -16,11 +16,22 @@ from tyro.conf import arg
 from parallel import load_hardware
 from usp.config import UNPREDICTED, TrainConfig
 
-from .flags import DataFlags, Node, as_kind, check, check_world_size, data_of, output_problem, parse
+from .flags import (
+    DataFlags,
+    JobFlags,
+    Node,
+    as_kind,
+    check,
+    check_world_size,
+    data_of,
+    output_problem,
+    parse,
+    terms_of,
+)
 
 
 @dataclass(frozen=True)
-class TimeConfig(DataFlags, TrainConfig):
+class TimeConfig(JobFlags, DataFlags, TrainConfig):
     """Predict the time of a step by its parts, its MFU and its memory, without devices: by formulas, or for models,
     adapters and optimizers that have none by a dry run.
 
@@ -42,20 +53,21 @@ class TimeConfig(DataFlags, TrainConfig):
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the prediction that `argv` asks for, and write its plot."""
-    asked = parse(argv, TimeConfig, prog, leading_config=True, without=UNPREDICTED)
+    asked = parse(argv, TimeConfig, prog, leading_config=True, without=UNPREDICTED - {"train_tokens"})
     check_world_size(asked.world_size)
     check(output_problem("--plot", Path(asked.plot).expanduser() if asked.plot else None, ".png"))
 
     from usp.planning.step_report import measured, plot, render, report_json, step_report
 
-    config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware)
+    config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware, train_tokens=0)
+    terms = terms_of(asked)
     run = measured(Path(asked.against).expanduser()) if asked.against else None
     hardware = load_hardware(TimeConfig.hardware if asked.hardware == "auto" else asked.hardware)  # auto: of a file
     report = step_report(config, asked.world_size, hardware, partial(data_of, asked), run)
     if asked.json:
-        print(json.dumps(report_json(report), indent=2))
+        print(json.dumps(report_json(report, terms), indent=2))
     else:
-        Console().print(render(report))
+        Console().print(render(report, terms))
     if asked.plot:
         plot(report).savefig(Path(asked.plot).expanduser(), dpi=150)
         if not asked.json:

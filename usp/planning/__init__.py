@@ -1,6 +1,6 @@
 """Choosing the parallelism of training runs and RLHF steps by prediction, and comparing strategies. Each file imports
 only earlier ones:
 
-question, methods, workload, search, call_cost, estimates, simulator, step_report, choice,
-comparison, rlhf_search, measuring, comparison_page, rlhf_question, run_plan.
+question, methods, workload, search, call_cost, estimates, simulator, job_cost, step_report,
+choice, comparison, rlhf_search, measuring, comparison_page, rlhf_question, run_plan.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -17,15 +17,16 @@ from usp.model.facts import ModelFacts
 from usp.predict.devices import Memory, hardware_here
 from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import host_bytes, peak_moment
-from usp.predict.seconds import exposure, least_seconds, step_seconds
+from usp.predict.seconds import PUBLISHED_ERROR, exposure, least_seconds, step_seconds
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
 from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 
+from .job_cost import JobCost, Terms, job_cost, job_grid, verdicts
 from .question import CHOSEN, enough_devices, from_rank_0, suppositions, what_if_line
-from .search import Candidate, Predictor, Question, Search, SearchResult, layouts
+from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, layouts
 from .step_report import StepReport, step_report
 
 T = TypeVar("T")
@@ -44,7 +45,24 @@ class Choice:
 
     @property
     def best(self) -> Candidate:
-        return self.result.best[0]
+        """The simplest configuration that is about as fast as the fastest."""
+        assert self.result.preferred is not None
+        return self.result.preferred
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.search.question.sequences * self.search.question.base.seq_len
+
+    def job_cost(self, candidate: Candidate, terms: Terms) -> JobCost:
+        """Return what the job takes with one of the configurations."""
+        question = self.search.question
+        return job_cost(terms, question.hardware.name, question.world_size, candidate.time.total, self.step_tokens)
+
+    @property
+    def shown(self) -> list[Candidate]:
+        """The best, then the fastest of each family."""
+        return [self.best, *(each for each in self.result.best if each.config != self.best.config)]
 
 
 def choose(
@@ -54,7 +72,7 @@ def choose(
     report: Callable[[int, int], None] = lambda tried, layouts: None,
     data: Callable[[ModelFacts], Data] = lambda facts: ONE_DOCUMENT,
 ) -> Choice:
-    """Search the fastest configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
+    """Search the best configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
     `report` is as in `Search.run`, `data` what to assume of the data. Raise ConfigurationError for invalid values,
     for values that the planner chooses, and, naming the one that needs least memory, if no configuration fits."""
     base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
@@ -86,14 +104,14 @@ def choose(
 def _proved(choice: Choice) -> Choice:
     """Return the choice with the best configuration that fits by its dry run."""
     data, question = replace(choice.job.data, router_imbalance=1.0), choice.search.question
-    for number, best in enumerate(choice.result.best):
+    for number, best in enumerate(choice.shown):
         proof = step_report(best.config, question.world_size, question.hardware, lambda facts: data, None)
         if proof.fits:
             proved = replace(best, memory=Memory(proof.memory.peak.total, proof.on_host))
-            result = replace(choice.result, best=(proved, *choice.result.best[number + 1 :]))
+            result = replace(choice.result, preferred=proved, best=tuple(choice.shown[number + 1 :]))
             return replace(choice, result=result, proof=proof)
     raise ConfigurationError(
-        f"{question.base.model}: by their dry runs none of the {len(choice.result.best)} fastest configurations fits "
+        f"{question.base.model}: by their dry runs none of the {len(choice.shown)} fastest configurations fits "
         f"{question.world_size} x {question.hardware.name}: use more devices or fewer tokens"
     )
 
@@ -146,7 +164,7 @@ def _nothing_fits(search: Search, job: Job) -> str:
 
     def fits(larger: Question) -> bool:
         every = tuple(layouts(larger))
-        return Search(larger, predictor_for(job, larger.hardware), every).fastest() is not None
+        return Search(larger, predictor_for(job, larger.hardware), every).preferred() is not None
 
     smallest = search.tightest()
     assert smallest is not None
@@ -168,7 +186,7 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
         predictor = search.predictor
         if question.hardware is not search.question.hardware:  # memory and compute do not depend on links
             predictor = replace(predictor, seconds=predictor_for(choice.job, question.hardware).seconds)
-        supposed.append((words, Search(question, predictor, search.every).fastest()))
+        supposed.append((words, Search(question, predictor, search.every).preferred()))
     return supposed
 
 
@@ -177,7 +195,7 @@ def contradicted(choice: Choice) -> Iterator[str]:
     search = choice.search
     for tip, followed in broken_tips(choice.best.config, search.question.facts):
         following = list(filter(followed, search.every))
-        if other := Search(search.question, search.predictor, following).fastest():
+        if other := Search(search.question, search.predictor, following).preferred():
             yield (
                 f"{tip}. The fastest that follows it, {candidate_text(other)}, takes "
                 f"{seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"
@@ -208,8 +226,8 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     if launch.rank == 0:
         on_host = f"({best.memory.host / GIB:.1f} GiB of a host's memory) " if best.memory.host else ""
         print(
-            f"plan: {candidate_text(best)}, the fastest of {choice.result.layouts} "
-            f"layouts, {seconds(best.time.total)} per step and {best.memory.device / GIB:.1f} GiB {on_host}predicted "
+            f"plan: {candidate_text(best)}, of {choice.result.layouts} layouts the simplest within {NOISE:.0%} of the "
+            f"fastest, {seconds(best.time.total)} per step and {best.memory.device / GIB:.1f} GiB {on_host}predicted "
             f"on {hardware.name} with attention by {', '.join(best.time.kernels)}"
         )
     return {name: getattr(best.config, name) for name in CHOSEN}
@@ -233,8 +251,8 @@ def bound(candidate: Candidate, memory_bytes: float) -> str:
     return words
 
 
-def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]) -> Group:
-    """Return the report for rich to print; `supposed` is what `suppose` returns."""
+def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]], terms: Terms) -> Group:
+    """Return the report for rich to print; `supposed` is what `suppose` returns, `terms` what is asked of the job."""
     result, memory, first = choice.result, choice.search.question.usable, choice.best
     host = f" and {memory.host / GIB:.0f} GiB of a host" if math.isfinite(memory.host) else ""
     lines = [
@@ -247,23 +265,59 @@ def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]
             f"1 by a dry run, because {choice.job.approximate}: {size(proof.memory.peak.total)} at the peak, "
             f"{size(sent)} sent by a rank, {seconds(proof.time.total)} per step"
         )
-    slower = enumerate(result.best[1:], start=2)
-    lines += [f"{number} is slower by: {why_slower(candidate, first)}" for number, candidate in slower]
+    slower = enumerate(choice.shown[1:], start=2)
+    lines += [f"{number} compared with 1: {why_slower(candidate, first)}" for number, candidate in slower]
     lines += [f"warning: {words}" for words in contradicted(choice)]
     for words, best in supposed:
         plan = f"{candidate_text(best)}, {seconds(best.time.total)} per step" if best else None
         lines.append(what_if_line(words, plan, same=best is not None and best.config == first.config))
-    return Group(_configurations(result).table(), *lines)
+    kernels = ", ".join(sorted({kernel for candidate in choice.shown for kernel in candidate.time.kernels}))
+    titles = (
+        f"The simplest of the plans within {NOISE:.0%} of the fastest (fewest degrees above 1; then no offload, least "
+        f"recomputation, no tiles, one micro-batch, lowest ZeRO stage), and the fastest of each set of axes; attention "
+        f"by {kernels}; published steps are predicted within {PUBLISHED_ERROR:.0%} on average",
+        "The same degrees with each recomputation, with and without its offload, where it fits",
+    )
+    options = choice.search.by_memory_option(result)
+    grids = [_configurations(choice, *each) for each in zip((choice.shown, options), titles, strict=True)]
+    if terms.asked:
+        jobs = [(str(number), choice.job_cost(each, terms)) for number, each in enumerate(choice.shown, start=1)]
+        grids.append(job_grid(terms, jobs))
+        lines = [*verdicts(terms, jobs), *lines]
+    return Group(*(grid.table() for grid in grids), *lines)
 
 
-def _configurations(result: SearchResult) -> Grid:
+def _configurations(choice: Choice, candidates: Sequence[Candidate], title: str) -> Grid:
     rows = []
-    for number, each in enumerate(result.best, start=1):
-        numbers = seconds(each.time.total), f"{each.time.mfu:.2f}", *(f"{nbytes / GIB:.1f}" for nbytes in each.memory)
-        rows.append((str(number), degrees(each.config), memory_options(each.config), *numbers))
-    kernels = ", ".join(sorted({kernel for candidate in result.best for kernel in candidate.time.kernels}))
-    title = f"Fastest configurations, one for each set of axes; MFU with attention by {kernels}"
-    return Grid(title, ("", "degrees", "memory options", "step", "MFU", "GiB", "host GiB"), tuple(rows))
+    for number, each in enumerate(candidates, start=1):
+        place = str(number) if candidates == choice.shown else ""
+        rows.append((place, *_figures(choice, each), f"{degrees(each.config)}; {memory_options(each.config)}"))
+    return Grid(title, ("", "step", "tokens/s", "MFU", "GiB", "host", "plan"), tuple(rows))
+
+
+def _figures(choice: Choice, candidate: Candidate) -> tuple[str, ...]:
+    """Return the step, tokens/s of a device, MFU, and GiB of a device and of a host."""
+    rate = choice.step_tokens / candidate.time.total / choice.search.question.world_size
+    memory = (f"{nbytes / GIB:.1f}" for nbytes in candidate.memory)
+    return seconds(candidate.time.total), f"{rate:,.0f}", f"{candidate.time.mfu:.2f}", *memory
+
+
+def compare_choices(choices: Mapping[str, Choice | str], terms: Terms) -> tuple[Group, list[tuple[str, JobCost]]]:
+    """Return (the report of the best plans on several kinds or numbers of devices, the job with each), by their names;
+    where nothing fits there is an error's text in place of a choice."""
+    rows, jobs, lines = [], [], []
+    for name, choice in choices.items():
+        if isinstance(choice, str):
+            lines.append(f"{name}: {choice}")
+            continue
+        plan = f"{degrees(choice.best.config)}; {memory_options(choice.best.config)}"
+        rows.append((name, *_figures(choice, choice.best)[:4], plan))
+        jobs.append((name, choice.job_cost(choice.best, terms)))
+    grids = [Grid("The plan of each", ("devices", "step", "tokens/s", "MFU", "GiB", "plan"), tuple(rows))]
+    if jobs:
+        grids.append(job_grid(terms, jobs))
+        lines = [*verdicts(terms, jobs), *lines]
+    return Group(*(grid.table() for grid in grids), *lines), jobs
 
 
 def degrees(config: TrainConfig) -> str:

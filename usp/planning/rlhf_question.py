@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import takewhile
 
 from rich.console import Group, RenderableType
 
@@ -35,7 +36,10 @@ from .simulator import Simulation, Simulator
 from .workload import Workload
 
 _MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
-_REMEDY_SECONDS = 3.0  # to search a plan on each of these
+_REMEDY_SECONDS = 1.0  # to search a plan with each remedy
+_LATE = 0.9  # of a budget, after which a search is taken to have been cut
+_PREDICTING, _NAMING, _SEARCHING = 0.45, 0.3, 0.8  # shares of a budget; the later two of what is left
+Supposed = Callable[[float], Problem]  # makes the problem until a time of `time.monotonic`
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
 
 
@@ -88,15 +92,21 @@ class Question(Devices):
         layers = min(len(facts.windows) for facts in models)
         return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=any(f.num_experts for f in models))
 
-    def problem(self, estimates: Estimates | None = None) -> Problem:
+    def problem(
+        self,
+        estimates: Estimates | None = None,
+        until: float = math.inf,
+        report: Callable[[int, int], None] = lambda tried, every: None,
+    ) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
-        models and optimizer states. Raise NothingFits naming the calls that no layout fits, and ValueError for devices
-        that are not whole hosts, or that the hardware does not connect."""
+        models and optimizer states; `until` and `report` as in `Problem.that_fit`. Raise NothingFits naming the calls
+        that no layout fits, and ValueError for devices that are not whole hosts, or that the hardware does not
+        connect."""
         estimates = estimates or self.estimates
         simulator = Simulator(self.graph, estimates, self.world_size, staleness=self.staleness)
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
-        return Problem(simulator, self.layouts, self.usable.device, offload).that_fit()
+        return Problem(simulator, self.layouts, self.usable.device, offload).that_fit(until, report)
 
     def not_measured(self, plan: ExecutionPlan) -> Iterator[str]:
         """Yield which calls of a plan were not measured in its layouts, and how many layouts were not."""
@@ -130,40 +140,78 @@ class RlhfChoice:
         return self.found.best[0][1]
 
 
-def answer(question: Question, *, seed: int = 0, budget: float = 60.0, report: Progress) -> RlhfChoice:
-    """Search the fastest plan in `budget` seconds, predictions included; in too few only the named plans are compared.
-    Raise as `Question.problem`, and NothingFits with the plan that needs least memory."""
-    end = time.monotonic() + budget
+def answer(
+    question: Question,
+    *,
+    seed: int = 0,
+    budget: float = 60.0,
+    report: Progress,
+    predicted: Callable[[int, int], None] = lambda tried, every: None,
+) -> RlhfChoice:
+    """Search the fastest plan in `budget` seconds: at most `_PREDICTING` of them predict layouts, which `predicted` is
+    told of, and the rest compares plans. Raise as `Question.problem`, and NothingFits with the plan that needs least
+    memory and what would help."""
+    begin = time.monotonic()
     try:
-        problem = question.problem()
-        left = end - time.monotonic()
+        problem = question.problem(until=begin + _PREDICTING * budget, report=predicted)
+        left = begin + budget - time.monotonic()
         return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
     except NothingFits as error:
-        enough = enough_devices(question, _fits, _MORE_RANKS)
-        more = f"{enough} ranks, where one fits, or " if enough else ""
-        raise NothingFits(f"{error}. Use {more}devices with more memory, or shorter or fewer samples") from None
+        now = time.monotonic()
+        remedies = ["a larger --budget"] if budget > 0 and now >= begin + _LATE * budget else []
+        fits = partial(_fits, until=max(begin + budget, now + _REMEDY_SECONDS))
+        if slots := _fewer_slots(question):
+            remedies.append(f"--slots {slots}, with which rollouts fit")
+        elif enough := enough_devices(question, fits, _MORE_RANKS):
+            remedies.append(f"{enough} ranks, where one fits")
+        words = ", or ".join([*remedies, "devices with more memory", "shorter or fewer samples"])
+        raise NothingFits(f"{error}. Use {words}") from None
 
 
-def _fits(question: Question) -> bool:
+def _fewer_slots(question: Question) -> int:
+    """Return the most sequences to decode at a time with which rollouts fit by themselves, half of what is asked, or
+    half of that and so on; 0 if they fit as asked, or never do."""
+
+    def fits(slots: int) -> bool:
+        other = replace(question, options=replace(question.options, slots=slots))
+        rollouts = {call.name: other.layouts[call.name] for call in other.graph.rollouts}
+        simulator = Simulator(other.graph, other.estimates, other.world_size)
+        try:
+            return bool(Problem(simulator, rollouts, other.usable.device).that_fit(until=0.0))
+        except NothingFits:
+            return False
+
+    halves = list(takewhile(bool, (question.options.slots >> places for places in range(1, 32))))
+    if not halves or fits(question.options.slots) or not fits(halves[-1]):
+        return 0
+    return next(filter(fits, halves))
+
+
+def _fits(question: Question, until: float) -> bool:
+    """Return whether a plan is found that fits; nothing is tried after the time `until`."""
+    if (now := time.monotonic()) >= until:
+        return False
     try:
-        problem = question.problem()
+        problem = question.problem(until=min(until, now + _REMEDY_SECONDS))
     except NothingFits:
         return False
-    named = [one.plan for one in baselines(problem, question.space, question.facts) if one.plan]
-    return bool(search(problem, budget=_REMEDY_SECONDS, starts=named).best)
+    named = [one.plan for one in baselines(problem, question.space, question.facts, until) if one.plan]
+    left = min(_REMEDY_SECONDS, until - time.monotonic())
+    return bool(search(problem, budget=left, starts=named).best)
 
 
 def choose_plan(
     problem: Problem, space: OptionSpace, facts: Facts, *, seed: int = 0, budget: float = 60.0, report: Progress
 ) -> RlhfChoice:
-    """Measure the named plans and search from them in `budget` seconds, and simulate the best plan in full; raise
-    NothingFits with the plan that needs least memory."""
-    end, named = time.monotonic() + budget, baselines(problem, space, facts)
-    starts, left = [one.plan for one in named if one.plan], end - time.monotonic()
-    found = search(problem, seed=seed, budget=left, starts=starts, progress=report)
+    """Measure the named plans and search from them in `budget` seconds, and simulate the best plan in full, which no
+    change of one call that it knows of improves; raise NothingFits with the plan that needs least memory."""
+    begin = time.monotonic()
+    named = baselines(problem, space, facts, begin + _NAMING * budget)
+    starts, left = [one.plan for one in named if one.plan], begin + budget - time.monotonic()
+    found = search(problem, seed=seed, budget=_SEARCHING * left, starts=starts, progress=report)
     if found.best:
-        _, plan = found.best[0]
-        return RlhfChoice(problem, found, problem.simulator.run(plan), named, dict(_next_best(problem, plan)))
+        found, others = _settled(problem, found, begin + budget)
+        return RlhfChoice(problem, found, problem.simulator.run(found.best[0][1]), named, others)
     if found.nearest is None:
         raise NothingFits("no plan keeps rollouts and training on different ranks, as --staleness 1 needs")
     needed, plan = found.nearest
@@ -174,11 +222,24 @@ def choose_plan(
     )
 
 
-def _next_best(problem: Problem, plan: ExecutionPlan) -> Iterator[tuple[str, tuple[float, CallLayout]]]:
+def _settled(problem: Problem, found: Found, until: float) -> tuple[Found, dict[str, tuple[float, CallLayout]]]:
+    """Return the result with the plan that no single call improves, and the next best layout of each call; without the
+    latter where the time is up, but never with one that is faster."""
+    while True:
+        seconds, plan = found.best[0]
+        others = dict(_next_best(problem, plan, until))
+        name = min(others, key=lambda name: others[name][0], default=None)
+        if name is None or others[name][0] >= seconds:
+            return found, others
+        better = replace(plan, calls={**plan.calls, name: others[name][1]})
+        found = replace(found, best=((others[name][0], better), *found.best))
+
+
+def _next_best(problem: Problem, plan: ExecutionPlan, until: float) -> Iterator[tuple[str, tuple[float, CallLayout]]]:
     for name in problem.options:
         least, best = math.inf, plan[name]
         for bound, other in problem.alternatives(plan, name):
-            if bound >= least:
+            if bound >= least or time.monotonic() >= until:
                 break
             same = (len(other[name].ranks), other[name].dims) == (len(plan[name].ranks), plan[name].dims)
             if not same and not problem.shared_ranks(other):
@@ -189,33 +250,41 @@ def _next_best(problem: Problem, plan: ExecutionPlan) -> Iterator[tuple[str, tup
             yield name, (least, best)
 
 
-def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Callable[[], Problem]]]:
+def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Supposed]]:
     """Yield what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
     for words, other in suppositions(question):
-        more_memory = replace(problem, memory_bytes=other.usable.device)
-        yield words, more_memory.that_fit if other.hardware is question.hardware else other.problem
+        memory = replace(problem, options=question.layouts, memory_bytes=other.usable.device)
+        same = other.hardware is question.hardware
+        yield words, memory.that_fit if same else partial(_problem_until, other)
     for words, times in (("twice", 2.0), ("half", 0.5)):
-        yield f"with responses {words} as long", replace(question, workload=question.workload.longer(times)).problem
+        longer = replace(question, workload=question.workload.longer(times))
+        yield f"with responses {words} as long", partial(_problem_until, longer)
+
+
+def _problem_until(question: Question, until: float) -> Problem:
+    return question.problem(until=until)
 
 
 def suppose(
-    suppositions: Sequence[tuple[str, Callable[[], Problem]]],
+    suppositions: Sequence[tuple[str, Supposed]],
     choice: RlhfChoice,
     *,
     seed: int = 0,
     budget: float = 10.0,
 ) -> Iterator[tuple[str, ExecutionPlan | None, float]]:
     """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
-    Plans whose gain is below 1% are the chosen one. Each supposition makes the problem, or raises NothingFits; after
-    `budget` seconds only the first one is looked at."""
+    Plans whose gain is below 1% are the chosen one. Each supposition makes the problem until a time, or raises
+    NothingFits; after `budget` seconds only the first one is looked at."""
     end = time.monotonic() + budget
     for number, (words, make) in enumerate(suppositions):
         if number and time.monotonic() >= end:
             return
         left = (end - time.monotonic()) / (len(suppositions) - number)
         try:
-            problem = make()
-            best, plan = search(problem, seed=seed, budget=left, starts=[choice.plan]).best[0]
+            begin = time.monotonic()
+            problem = make(begin + left / 2)
+            rest = begin + left - time.monotonic()
+            best, plan = search(problem, seed=seed, budget=rest, starts=[choice.plan]).best[0]
         except (NothingFits, IndexError):
             yield words, None, 0.0
             continue
@@ -281,18 +350,24 @@ def _calls(choice: RlhfChoice) -> Grid:
             longer, other = choice.next_best[call.name]
             slower = f"{layout_text(other)}: +{longer / choice.simulation.seconds - 1:.1%}"
         rows.append((call.name, format_ranks(layout.ranks), degrees_text(layout), seconds(took[call.name]), slower))
-    headings = ("call", "ranks", "layout", "time", "next best, and how much longer a step takes then")
+    headings = ("call", "ranks", "layout", "time", "next best, and how much longer a step takes")
     return Grid(f"Plan: {seconds(choice.simulation.seconds)} a step", headings, tuple(rows))
 
 
 def _plans(choice: RlhfChoice) -> Grid:
     memory, best = choice.problem.memory_bytes, choice.simulation.seconds
-    rows = [("search", seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
+    same = [one.name for one in choice.named if one.plan and (one.plan.calls, one.plan.offload) == _of(choice.plan)]
+    name = f"this plan, {same[0]}" if same else "this plan"
+    rows = [(name, seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
     for named in choice.named:
         over = "" if named.peak_bytes <= memory else f"does not fit into {memory / GIB:.0f} GiB"
         step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over
         rows.append((named.name, *(step if named.plan else ("", "", "", named.why))))
     return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
+
+
+def _of(plan: ExecutionPlan) -> tuple[Mapping[str, CallLayout], frozenset[str]]:
+    return plan.calls, plan.offload
 
 
 def _verdict(plan: ExecutionPlan, other: ExecutionPlan, loss: float) -> str:

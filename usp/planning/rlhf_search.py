@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product, zip_longest
 from operator import itemgetter
 
 import numpy as np
@@ -34,6 +35,7 @@ from .simulator import Simulator, rank_index
 _STAGES_BESIDE_HOSTS = 8  # ReaL: pp is at most the number of hosts, or this if there are fewer
 _FORBIDDEN, _OVER_MEMORY = 1e18, 1e9  # seconds, more than any step takes
 _BEST = 10  # plans that a search returns
+_MOST_LATE = 8  # groups of layouts of a call that are tried after the time is up, until one fits
 RESTARTS = 10  # without a new best in a row, after which the search ends
 Progress = Callable[[float, int, float], None]  # with (seconds, simulated plans, seconds of the best plan's step)
 
@@ -121,6 +123,30 @@ def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
     return space.samples >= 2 * dims.batch * dims.pp * call.work.mini_batches
 
 
+def _in_turns(layouts: Iterable[CallLayout]) -> list[list[CallLayout]]:
+    """Return the layouts in groups that differ in their place only, to be popped from the end: of each number of ranks
+    in turns the group with the fewest degrees and options, and the one whose ranks hold least."""
+
+    def axes(layout: CallLayout) -> int:
+        dims = layout.dims
+        degrees = (dims.pp, dims.batch, dims.ring, dims.ulysses, dims.tp)
+        return sum(degree > 1 for degree in degrees) + (layout.zero > 0) + (layout.ac != "none")
+
+    def held(layout: CallLayout) -> tuple[int, bool]:
+        dims = layout.dims
+        return -dims.tp * dims.pp * dims.sp * (dims.batch if layout.zero else 1), layout.ac == "none"
+
+    groups: dict[CallLayout, list[CallLayout]] = defaultdict(list)
+    sizes: dict[int, list[CallLayout]] = defaultdict(list)
+    for layout in layouts:
+        first = replace(layout, ranks=tuple(range(len(layout.ranks))))
+        sizes[len(layout.ranks)] += [] if first in groups else [first]
+        groups[first].append(layout)
+    turns = (chain(*zip(sorted(of, key=axes), sorted(of, key=held), strict=True)) for of in sizes.values())
+    order = dict.fromkeys(filter(None, chain(*zip_longest(*turns))))
+    return [groups[first] for first in reversed(order)]
+
+
 class NothingFits(ValueError):
     """No plan fits into memory."""
 
@@ -134,29 +160,46 @@ class Problem:
     memory_bytes: float  # of a rank
     offload: tuple[str, ...] = ()  # names that may be offloaded: see `ExecutionPlan.offload`
 
-    def that_fit(self) -> Problem:
-        """Return the problem without layouts that alone need too much; raise NothingFits naming calls without any."""
+    def that_fit(
+        self, until: float = math.inf, report: Callable[[int, int], None] = lambda tried, every: None
+    ) -> Problem:
+        """Return the problem without layouts that alone need too much, and without those that are not predicted by the
+        time `until` of `time.monotonic`; tell `report` how many are, of all. Calls take turns, each with its simplest
+        layouts and its most sharded ones first. Raise NothingFits naming calls without any."""
         if missing := [name for name, layouts in self.options.items() if not layouts]:
             raise NothingFits(
                 f"{', '.join(missing)}: no layout, as the model and the samples of a step allow none on these ranks"
             )
         limit, work = self.memory_bytes, self.simulator.estimates.call_bytes
-        options, nearest = {}, []
-        for name, layouts in self.options.items():
-            # What a call takes beside its weights is only predicted where these fit, or need less than what is known.
-            weights = {layout: self._weight_bytes(name, layout) for layout in layouts}
-            options[name] = [o for o in layouts if weights[o] <= limit and weights[o] + work(name, o) <= limit]
-            if not options[name]:
-                needed = math.inf
-                for layout in sorted(weights, key=weights.__getitem__):
-                    if weights[layout] < needed and (total := weights[layout] + work(name, layout)) < needed:
-                        needed, words = total, f"{name} needs {total / GIB:.1f} GiB on {layout}"
-                nearest.append(words)
-        if nearest:
+        fitting: dict[str, list[CallLayout]] = {name: [] for name in self.options}
+        least = dict.fromkeys(fitting, (math.inf, ""))
+        waiting = {name: _in_turns(layouts) for name, layouts in self.options.items()}
+        tried, late, every = 0, Counter[str](), sum(map(len, self.options.values()))
+        while waiting:
+            for name in list(waiting):
+                late[name] += time.monotonic() >= until
+                if (late[name] and (fitting[name] or late[name] > _MOST_LATE)) or not waiting[name]:
+                    del waiting[name]
+                    continue
+                group = waiting[name].pop()
+                tried += len(group)
+                for layout in group:
+                    needed = self._weight_bytes(name, layout)
+                    if (fitting[name] and needed > limit) or needed >= max(limit, least[name][0]):
+                        continue  # what a call takes beside its weights is only predicted where it may matter
+                    needed += work(name, layout)
+                    if needed <= limit:
+                        fitting[name].append(layout)
+                    elif needed < least[name][0]:
+                        least[name] = needed, f"{name} needs {needed / GIB:.1f} GiB on {layout}"
+            report(tried, every)
+        if nearest := [words for name, (_, words) in least.items() if not fitting[name]]:
+            part = "" if tried == every else f" of the {tried} of {every} layouts that were predicted in time"
             raise NothingFits(
-                f"no layout of some calls fits into {limit / GIB:.1f} GiB per rank. The nearest: {'; '.join(nearest)}"
+                f"no layout of some calls fits into {limit / GIB:.1f} GiB per rank{part}. The nearest: "
+                f"{'; '.join(nearest)}"
             )
-        return replace(self, options=options)
+        return replace(self, options=fitting)
 
     def _weight_bytes(self, name: str, layout: CallLayout) -> float:
         """Return the memory of a call's weights and optimizer states, if all else that can be offloaded is."""
@@ -308,12 +351,15 @@ class Baseline:
     why: str = ""
 
 
-def baselines(problem: Problem, space: OptionSpace, facts: Facts) -> tuple[Baseline, ...]:
-    """Return every named plan with its fastest degrees and memory options; where none fit, those that need least."""
-    return tuple(_at_its_best(name, problem, space, facts) for name in NAMED_PLANS)
+def baselines(problem: Problem, space: OptionSpace, facts: Facts, until: float = math.inf) -> tuple[Baseline, ...]:
+    """Return every named plan with its fastest degrees and memory options, of those that are predicted by the time
+    `until`; where none fit, those that need least."""
+    begin, number = time.monotonic(), len(NAMED_PLANS)
+    ends = [begin + (until - begin) * place / number for place in range(1, number + 1)]
+    return tuple(_at_its_best(name, problem, space, facts, end) for name, end in zip(NAMED_PLANS, ends, strict=True))
 
 
-def _at_its_best(name: str, problem: Problem, space: OptionSpace, facts: Facts) -> Baseline:
+def _at_its_best(name: str, problem: Problem, space: OptionSpace, facts: Facts, until: float) -> Baseline:
     variants = [replace(facts, ac=ac, ac_offload=offload) for ac, offload in space.recompute]
     ranks = space.world_size // 2 if name == "separation" else space.world_size
     if name != "heuristic":  # which chooses its degrees itself
@@ -321,7 +367,12 @@ def _at_its_best(name: str, problem: Problem, space: OptionSpace, facts: Facts) 
         variants = [replace(saving, dims=dims, zero=zero) for saving, dims, zero in every]
 
     def best(variants: Iterable[Facts]) -> tuple[Facts, Baseline] | None:
-        measured = [(facts, one) for facts in variants if (one := _measured(name, facts, problem, space))]
+        measured: list[tuple[Facts, Baseline]] = []
+        for facts in variants:
+            if measured and time.monotonic() >= until:
+                break
+            if one := _measured(name, facts, problem, space):
+                measured.append((facts, one))
         fit = [pair for pair in measured if pair[1].peak_bytes <= problem.memory_bytes]
         fastest = min(fit, key=lambda pair: pair[1].seconds, default=None)
         return fastest or min(measured, key=lambda pair: pair[1].peak_bytes, default=None)

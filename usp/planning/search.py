@@ -7,8 +7,10 @@ The search is best first by a lower bound that grows from step to step:
     replicas      more of them (HSDP): the step with one, without the traffic of parameters
     a candidate   with a ZeRO stage and a number of replicas that fit, timed
 
-so a candidate that is reached is faster than all that has not been reached. Only the fastest of each family, the
-configurations with the same axes, is of interest. Only the lowest ZeRO stage that fits is timed, because higher ones
+so a candidate that is reached is faster than all that has not been reached. Of interest are the fastest of each family,
+the configurations with the same axes, and the simplest of those that are within `NOISE` of the fastest.
+
+Only the lowest ZeRO stage that fits is timed, because higher ones
 communicate more; optimizer offload, which saves no time, is tried only for lower ones."""
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from .question import Devices
 MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 FAMILIES = 6  # in a report
+NOISE = 0.03  # predicted steps that differ by less are taken as equal
 MOST_TIGHT = 20  # layouts that are searched for the least memory
 D = TypeVar("D")
 ACTIVATION_AXES = ("ring", "ulysses", "tp", "ep")
-PARAMETER_AXES = ("fsdp", "efsdp", "dp_replicate")
+PARAMETER_AXES = ("fsdp", "efsdp", "dp_replicate", "host")  # copies wait for messages on the same link
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,6 +70,7 @@ class Candidate:
 class SearchResult:
     """The result of a search."""
 
+    preferred: Candidate | None  # the simplest within `NOISE` of the fastest; None if nothing fits
     best: tuple[Candidate, ...]  # the fastest configuration of each family that fits, the fastest first
     layouts: int  # how many there are
     tried: int  # of these, how many were checked against the memory
@@ -85,6 +89,15 @@ def family(config: TrainConfig) -> tuple[str, ...]:
     degrees = {"pp": config.pp, "dp": config.dp_replicate * config.dp_shard}
     degrees |= {name: getattr(config, name) for name in ("sp_ring", "sp_ulysses", "tp", "ep")}
     return tuple(name for name, degree in degrees.items() if degree > 1)
+
+
+def simplicity(config: TrainConfig) -> tuple[int, ...]:
+    """Return what orders configurations, the simplest first: the number of degrees above 1, then offload,
+    recomputation, MLP tiles, more than one micro-batch, and the ZeRO stage."""
+    degrees = (config.pp, config.dp_replicate, config.dp_shard, config.sp_ring, config.sp_ulysses, config.tp, config.ep)
+    offloads = config.ac_offload + config.optim_offload
+    saved = AC_MODES.index(config.ac), int(config.mlp_tile > 0), int(config.micro_batches > 1)
+    return sum(degree > 1 for degree in degrees), offloads, *saved, config.zero
 
 
 def layouts(question: Question) -> Iterator[TrainConfig]:
@@ -152,6 +165,11 @@ def shardings(config: TrainConfig, replicas: int) -> list[TrainConfig]:
     return [changed(config, dp_replicate=replicas, dp_shard=shards, zero=zero) for zero in stages]
 
 
+def _degrees(config: TrainConfig) -> tuple[int, ...]:
+    """Return the degrees, whatever part of dp replicates."""
+    return config.pp, config.dp_replicate * config.dp_shard, *_inner(config)
+
+
 def _inner(config: TrainConfig) -> tuple[int, ...]:
     """Return the degrees inside pp and dp, which determine how much a sequence's activations are sent."""
     return config.sp_ring, config.sp_ulysses, config.tp, config.ep
@@ -166,8 +184,14 @@ def without_parameters(time: StepTime) -> float:
 class Search:
     """A search among `every` layout for the fastest configurations that fit the devices of a question."""
 
-    def __init__(self, question: Question, predictor: Predictor, every: Sequence[TrainConfig]) -> None:
-        self.question, self.predictor, self.every = question, predictor, every
+    def __init__(
+        self,
+        question: Question,
+        predictor: Predictor,
+        every: Sequence[TrainConfig],
+        only: tuple[str, bool] | None = None,  # (--ac, --ac-offload); None: any
+    ) -> None:
+        self.question, self.predictor, self.every, self.only = question, predictor, every, only
         # Muon multiplies matrices there, and float8 gathers need its largest weights.
         on_device = question.base.optimizer == "muon" or question.base.fp8 == "tensor"
         self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
@@ -179,30 +203,40 @@ class Search:
     def run(
         self, keep: int = FAMILIES, report: Callable[[int, int], None] = lambda tried, layouts: None
     ) -> SearchResult:
-        """Search the fastest configurations of `keep` families; tell `report` how many layouts were tried, and all."""
+        """Search the fastest configurations of `keep` families, and the simplest that is about as fast; tell `report`
+        how many layouts were tried, and all."""
         order = count()  # among equally fast ones, the first
         queue: list[tuple[float, int, str, TrainConfig, Candidate | None]] = []
         best: dict[tuple[str, ...], Candidate] = {}
-        tried = 0
+        preferred: Candidate | None = None
+        tried, limit = 0, math.inf  # seconds up to which a simpler one is preferred
 
         def push(least: float, state: str, config: TrainConfig, candidate: Candidate | None = None) -> None:
             heappush(queue, (least, next(order), state, config, candidate))
 
         for layout in self.every:
             push(self._least(layout), "layout", layout)
-        while queue and len(best) < keep:
-            _, _, state, config, candidate = heappop(queue)
-            if family(config) in best:
+        while queue and (len(best) < keep or queue[0][0] <= limit):
+            least, _, state, config, candidate = heappop(queue)
+            # What is reached from a layout or an option has as many degrees, offloads and recomputations, or more.
+            simplest = changed(config, zero=1)
+            simpler = least <= limit and (preferred is None or simplicity(simplest) < simplicity(preferred.config))
+            if (family(config) in best or len(best) >= keep) and not simpler:
                 continue
             if candidate:
-                best[family(config)] = candidate
+                limit = min(limit, (1 + NOISE) * candidate.time.total)
+                if preferred is None or (simpler and simplicity(config) < simplicity(preferred.config)):
+                    preferred = candidate
+                if len(best) < keep:
+                    best.setdefault(family(config), candidate)
             elif state == "layout":
                 report(tried, len(self.every))
                 tried += 1
                 *_, most = options = list(recomputations(config, self.question.facts))
                 smallest = self.predictor.memory(changed(most, optim_offload=self.can_offload))
                 for option in options if smallest.device <= self.question.usable.device else ():
-                    push(self._least(option), "option", option)
+                    if self.only in (None, (option.ac, option.ac_offload)):
+                        push(self._least(option), "option", option)
             else:
                 first, *more = replications(config)  # more replicas need more memory
                 fitting = takewhile(
@@ -213,11 +247,21 @@ class Search:
                     push(each.time.total, "candidate", each.config, each)
                 if candidates and state == "option":
                     push(min(without_parameters(each.time) for each in candidates), "replicas", config)
-        return SearchResult(tuple(best.values()), len(self.every), tried)
+        return SearchResult(preferred, tuple(best.values()), len(self.every), tried)
 
-    def fastest(self) -> Candidate | None:
-        """Search the fastest configuration that fits; None if none does."""
-        return next(iter(self.run(keep=1).best), None)
+    def preferred(self) -> Candidate | None:
+        """Search the simplest configuration within `NOISE` of the fastest that fits; None if none does."""
+        return self.run(keep=1).preferred
+
+    def by_memory_option(self, result: SearchResult) -> list[Candidate]:
+        """Search the fastest configuration with each recomputation, with and without its offload, among the layouts
+        with the degrees of a result; without those that do not fit."""
+        shown = {_degrees(candidate.config) for candidate in result.best}
+        like = [layout for layout in self.every if _degrees(layout) in shown]
+        options = [(ac, offload) for ac in AC_MODES for offload in (False, True)[: 1 + (ac != "none")]]
+        searches = (Search(self.question, self.predictor, like, only=option) for option in options)
+        found = (search.run(keep=1).best for search in searches)
+        return sorted(chain(*found), key=lambda candidate: candidate.time.total)
 
     def _least(self, config: TrainConfig) -> float:
         """Return a lower bound of a step: compute, and the traffic of activations as with the same inner degrees in the

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 
 from parallel import Hardware
 from usp.config import TrainConfig
@@ -22,13 +22,15 @@ from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
 from usp.predict.meter import CATEGORIES, FSDP_COLLECTIVES
-from usp.predict.seconds import StepTime, counted_seconds, step_seconds
+from usp.predict.seconds import PUBLISHED_ERROR, StepTime, counted_seconds, step_seconds
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
 from usp.run.metrics import METRICS_FILE, seconds
 from usp.run.tables import GIB, Grid
 from usp.train.dry_run import DryRun, dry_run
 from usp.train.resolve import job_of, trained_model
+
+from .job_cost import JobCost, Terms, job_cost, job_grid, missing_prices
 
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 
@@ -93,6 +95,10 @@ class StepReport:
     def fits(self) -> bool:
         return self.memory.peak.total <= self.limits.device and self.on_host <= self.limits.host
 
+    def job_cost(self, terms: Terms) -> JobCost:
+        """Return what a job of these steps takes."""
+        return job_cost(terms, self.hardware.name, self.job.world_size, self.time.total, self.tokens)
+
     @property
     def tokens_per_second(self) -> float:
         """Tokens that a device processes per second."""
@@ -148,8 +154,8 @@ def measured(folder: Path) -> Measured:
         raise ConfigurationError(f"--against = {folder}: {path} is no log of train.py: {error!r}") from error
 
 
-def render(report: StepReport) -> Group:
-    """Return the tables of a report for rich to print."""
+def render(report: StepReport, terms: Terms) -> Group:
+    """Return the tables of a report, and of the job if any is asked for, for rich to print."""
     config = report.job.config
     how = "by formula; `dry-run` counts its memory and bytes exactly"
     if report.runs:
@@ -163,12 +169,15 @@ def render(report: StepReport) -> Group:
     if report.on_host and math.isfinite(limits.host):
         into += f", and {limits.host / GIB:.0f} of a host's {hardware.host_memory_bytes / GIB:.0f} GiB"
     verdict = f"the step {'fits' if report.fits else 'does not fit'} into {into}"
-    compared = [] if report.measured is None else [_comparison(report, report.measured).table()]
+    compared: list[RenderableType] = [] if report.measured is None else [_comparison(report, report.measured).table()]
+    if terms.asked:
+        jobs = [(f"{report.job.world_size} x {hardware.name}", report.job_cost(terms))]
+        compared += [job_grid(terms, jobs).table(), *missing_prices(jobs)]
     return Group(asked, _times(report).table(), _memory(report).table(), verdict, *compared)
 
 
-def report_json(report: StepReport) -> dict[str, Any]:
-    """Return the report as JSON values: seconds, bytes and fractions."""
+def report_json(report: StepReport, terms: Terms | None = None) -> dict[str, Any]:
+    """Return the report, and with `terms` the job, as JSON values: seconds, bytes, fractions and hours."""
     peak = report.memory.peak
     return {
         "seconds": report.time.total,
@@ -185,6 +194,7 @@ def report_json(report: StepReport) -> dict[str, Any]:
         "host_limit_bytes": report.limits.host if math.isfinite(report.limits.host) else None,
         "fits": report.fits,
         "measured": None if report.measured is None else vars(report.measured),
+        **({"job": vars(report.job_cost(terms))} if terms and terms.asked else {}),
     }
 
 
@@ -192,7 +202,7 @@ def _times(report: StepReport) -> Grid:
     total, names = report.time.total, {"attention": f"attention by {', '.join(report.time.kernels)}"}
     slowest = sorted(report.time.parts.items(), key=lambda item: -item[1])
     rows = [(names.get(part, part), seconds(took), f"{took / total:.1%}") for part, took in slowest if took]
-    rows.append(("step", seconds(total), "100%"))
+    rows.append(("step", seconds(total), f"+-{PUBLISHED_ERROR:.0%}"))
     rows.append(("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""))
     rows.append(("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""))
     rows.append(("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""))

@@ -9,7 +9,8 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
                      if collectives run on their own streams; the first gather and the last reduction are exposed, and
                      so are sums of scalars such as token counts
     host             a layer's compute hides the copy of what the previous layer saved, and in the backward the copy of
-                     what the next layer needs; the devices of a host copy at once and share its memory
+                     what the next layer needs; the devices of a host copy at once and share its memory, and a copy
+                     waits while overlapped messages to other hosts occupy the device's link to its host
     the rest         Ulysses, tp, ep and pp are exposed"""
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from attention import AttentionSpec
-from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
+from parallel import Hardware, bubble_fraction, host_link_seconds, overlap_of, transfer_seconds
 from usp.model.facts import NO_ATTENTION, visible_pairs
 
 from .compute import (
@@ -43,11 +44,12 @@ from .compute import (
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
-from .traffic import FLOAT32, Sent, attention_plan, attention_spec, pass_parts
+from .traffic import FLOAT32, ByPass, Sent, attention_plan, attention_spec, pass_parts
 
 if TYPE_CHECKING:
     from .meter import Work
 
+PUBLISHED_ERROR = 0.12  # mean absolute error of the published steps in benchmarks/results/published.json
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
 _LAYERS = "the compute of the neighbouring layers"
 OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
@@ -125,15 +127,50 @@ def _links(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tup
     return seconds(1.0, 0.0), seconds(0.0, 1.0), overlap_of(hardware, ranks)
 
 
+def _repeats(job: Job, part: Sent) -> bool:
+    """Return whether every micro-batch sends a part: ZeRO-3 gathers in both passes of each, the other stages in the
+    first forward; stages 2 and 3 reduce in every backward, the others in the last."""
+    if "gather" in part.collective:
+        return job.config.zero == 3
+    return part.axis == "ring" or (job.config.zero >= 2 and part.axis in ("fsdp", "efsdp"))
+
+
+def _hiding_copies(
+    job: Job, hardware: Hardware, rank: int, compute: float, sent: Iterable[Sent]
+) -> tuple[float, float]:
+    """Return the time that hides the copies of (the micro-batch that sends all parts, each of the others): `compute`,
+    or overlapped messages that take longer, without the time for which messages occupy the link to the host. `sent` is
+    what a pass sends in all micro-batches."""
+    number, most, others = job.config.micro_batches, [0.0, 0.0], [0.0, 0.0]
+    for part in sent if any(tier.on_host_link for tier in hardware.tiers) else ():
+        if part.axis in OVERLAPS_WITH and part.nbytes > SCALARS * part.calls:
+            ranks, (kind, _) = job.linked(part.axis, rank), _KINDS[part.collective]
+            took = sent_seconds(job, hardware, part, rank), host_link_seconds(hardware, ranks, kind, part.nbytes)
+            times = number if _repeats(job, part) else 1
+            for place, seconds in enumerate(took):
+                most[place] += seconds / times
+                others[place] += seconds / times if times > 1 else 0.0
+    first, other = (min(compute, max(0.0, max(compute, busy) - link)) for busy, link in (most, others))
+    return first, other
+
+
 def host_copies(
-    job: Job, hardware: Hardware, rank: int, forward: float, backward: float, *, saved: int | None = None
+    job: Job,
+    hardware: Hardware,
+    rank: int,
+    forward: float,
+    backward: float,
+    *,
+    saved: int | None = None,
+    sent: tuple[Sequence[Sent], Sequence[Sent]] = ((), ()),
 ) -> dict[str, TransferSeconds]:
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
 
     ZeRO-3 copies the weights of each gather, the other stages once; stages 2 and 3 copy the gradients of each backward,
     and those that are added to earlier ones are exposed, because the host adds them. Of a micro-batch's seconds of
-    compute in `forward` and `backward`, recomputation included, those of layers hide copies. `saved` are the bytes that
-    --ac-offload copies in a forward, and back in a backward; None: by formula.
+    compute in `forward` and `backward`, recomputation included, those of layers hide copies where the messages that are
+    `sent` in the same passes leave the link to the host free. `saved` are the bytes that --ac-offload copies in a
+    forward, and back in a backward; None: by formula.
     """
     if saved is None:
         saved = sum(stage_bytes(job, stage).layers for stage in job.stages(rank)) if job.config.ac_offload else 0
@@ -152,8 +189,10 @@ def host_copies(
         return overlapped_in_pieces(seconds, compute if hardware.streams else 0.0, layers).times(times)
 
     again = shard if zero == 3 else 0
-    found = copies(1, forward, saved, shard) + copies(number - 1, forward, saved, again)
-    found += copies(1, backward, shard, saved + again) + copies(number - 1, backward, 0, saved + again)
+    first, others = _hiding_copies(job, hardware, rank, forward, sent[0])
+    found = copies(1, first, saved, shard) + copies(number - 1, others, saved, again)
+    last, others = _hiding_copies(job, hardware, rank, backward, sent[1])
+    found += copies(1, last, shard, saved + again) + copies(number - 1, others, 0, saved + again)
     if zero >= 2:
         added = hardware.host_copy_seconds(shard, 0, devices) + hardware.host_memory_seconds(3 * shard, devices)
         found += TransferSeconds(exposed=(number - 1) * added)
@@ -256,16 +295,18 @@ class PassSeconds:
         return PassSeconds(self.compute + other.compute, communication)
 
 
-def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = True) -> dict[Pass, PassSeconds]:
+def pass_seconds(
+    job: Job, hardware: Hardware, rank: int, prefetches: bool = True, parts: ByPass | None = None
+) -> dict[Pass, PassSeconds]:
     """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
-    if it `prefetches`, as in the implementation, compute hides the traffic of parameters."""
+    if it `prefetches`, as in the implementation, compute hides the traffic of parameters. `parts`: `pass_parts`."""
     compute, messages, number = _compute(job, hardware, rank), _messages(job, hardware, rank), job.config.micro_batches
     hides = dict.fromkeys(PASSES, 0.0)
     if prefetches and hardware.streams:
         hides = {kind: each.total for kind, each in compute.items()}
         hides["backward"] += hides["recompute"]
     passes: dict[Pass, PassSeconds] = {}
-    for kind, sent in pass_parts(job, rank).items():
+    for kind, sent in (parts or pass_parts(job, rank)).items():
         communication = sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number))
         passes[kind] = PassSeconds(compute[kind].times(number), communication)
     if job.trained:
@@ -319,17 +360,15 @@ def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfer
 def sent_by_axis(
     job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds
 ) -> dict[str, TransferSeconds]:
-    """Return the communication of a pass, with the `ring`'s as it overlaps with attention. ZeRO-3 gathers in both
-    passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in every backward, the
-    others in the last. The seconds of `compute` of one micro-batch hide both."""
-    zero, number = job.config.zero, job.config.micro_batches
+    """Return the communication of a pass, with the `ring`'s as it overlaps with attention. The seconds of `compute` of
+    one micro-batch hide gathers and reductions."""
+    number = job.config.micro_batches
     by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
     transfers: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for part in sent:
         if OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > SCALARS * part.calls:
-            every = zero == 3 if "gather" in part.collective else zero >= 2 and part.axis in ("fsdp", "efsdp")
             seconds = sent_seconds(job, hardware, part, rank)
-            transfers[number if every else 1][part.axis] += seconds  # type: ignore[assignment]
+            transfers[number if _repeats(job, part) else 1][part.axis] += seconds  # type: ignore[assignment]
         elif part.axis != "ring":
             by_axis[part.axis] += TransferSeconds(exposed=sent_seconds(job, hardware, part, rank))
     layers = sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
@@ -413,9 +452,12 @@ def counted_seconds(
     messages = sum(sent_seconds(job, hardware, each, rank) for each in sent if each.axis == "ring")
     hides, ring = busy.total / micro_batches if hardware.streams else 0.0, overlapped([messages], [busy.attention])
     communication = sent_by_axis(job, hardware, sent, rank, hides, ring)
-    forward = busy.total / (4 if job.config.ac != "none" else 3)
+    share = 4 if job.config.ac != "none" else 3  # of the forward
+    forward = busy.total / share
     passes = forward / micro_batches, (busy.total - forward) / micro_batches
-    communication |= host_copies(job, hardware, rank, *passes, saved=offloaded // micro_batches)
+    ahead = [part._replace(nbytes=part.nbytes // share) for part in sent]
+    rest = [part._replace(nbytes=part.nbytes - part.nbytes // share) for part in sent]
+    communication |= host_copies(job, hardware, rank, *passes, saved=offloaded // micro_batches, sent=(ahead, rest))
     optimizer = update.seconds(hardware, dtype, kernel).total
     if job.config.optim_offload:
         optimizer = hardware.host_memory_seconds(update.nbytes, sharing(job, hardware))
@@ -441,13 +483,17 @@ def rank_seconds(
     job: Job, hardware: Hardware, rank: int, prefetches: bool = True, collective: float = 0.0
 ) -> tuple[PassSeconds, float]:
     """Return (the sum of a rank's passes but the optimizer, the optimizer). collective: its launches, in operators."""
-    passes = pass_seconds(job, hardware, rank, prefetches)
+    parts = pass_parts(job, rank)
+    passes = pass_seconds(job, hardware, rank, prefetches, parts)
     update, number = passes.pop("update"), job.config.micro_batches
     backward = sum(passes[kind].compute.total for kind in ("recompute", "backward") if kind in passes)
-    copies = host_copies(job, hardware, rank, passes["forward"].compute.total / number, backward / number)
+    offloads = job.config.ac_offload or job.config.optim_offload
+    sent = (parts["forward"], [*parts["recompute"], *parts["backward"]]) if offloads else ((), ())
+    each = passes["forward"].compute.total / number, backward / number
+    copies = host_copies(job, hardware, rank, *each, sent=sent)
     found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)
-    sent = chain(*pass_parts(job, rank).values()) if collective and hardware.launch_seconds else ()
-    operators = rank_launches(job, hardware, rank, sent, collective)
+    launched = chain(*parts.values()) if collective and hardware.launch_seconds else ()
+    operators = rank_launches(job, hardware, rank, launched, collective)
     return found + launching(job, hardware, operators, found.total), update.compute.total
 
 

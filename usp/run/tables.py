@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rich import box
 from rich.table import Table
 
 AND = " + "  # between the parts of a cell
 GIB = 2**30
+_WORD = 20  # characters of a word that a column has room for
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,10 @@ class Grid:
         table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for column, *cells in zip(self.columns, *self.rows, strict=True):
             numbers = all(cell.replace(".", "").replace(",", "").isdigit() for cell in cells if cell)
-            table.add_column(column, overflow="fold", no_wrap=numbers, justify="right" if numbers else "left")
+            longest = max((len(word) for cell in cells for word in cell.split()), default=0)
+            width = min(longest, _WORD)
+            justify: Literal["left", "right"] = "right" if numbers else "left"
+            table.add_column(column, overflow="fold", no_wrap=numbers, justify=justify, min_width=width)
         for row in self.rows:
             table.add_row(*(cell.replace(AND, "\n") for cell in row))
         return table

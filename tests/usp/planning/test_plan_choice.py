@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,8 @@ from rich.console import Console
 from tests.usp.planning.estimates import Simple
 from tests.usp.rlhf.toy import ppo
 from usp.model.facts import ModelFacts
-from usp.planning.rlhf_question import RlhfChoice, choose_plan, render_choice, suppose
-from usp.planning.rlhf_search import OptionSpace, Problem, baselines, options
+from usp.planning.rlhf_question import RlhfChoice, _next_best, _settled, choose_plan, render_choice, suppose
+from usp.planning.rlhf_search import Found, OptionSpace, Problem, baselines, options
 from usp.planning.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts
 from usp.rlhf.plan.plan import from_mapping, to_mapping
@@ -66,7 +67,7 @@ def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
 
 def test_suppositions_tell_what_the_chosen_plan_would_lose(choice: RlhfChoice) -> None:
     little = replace(choice.problem, memory_bytes=2.0)
-    supposed = [("as it is", lambda: choice.problem), ("with little memory", little.that_fit)]
+    supposed = [("as it is", lambda until: choice.problem), ("with little memory", little.that_fit)]
     same, nothing = suppose(supposed, choice, budget=0.5)
     assert same[1] is not None
     assert same[2] < 0.01 or same[1].calls != choice.plan.calls
@@ -91,3 +92,29 @@ def test_a_cluster_without_a_plan_is_told_the_nearest() -> None:
         choose(memory=2.0)
     with pytest.raises(ValueError, match=r"no plan fits into 0.0 GiB per rank. The nearest needs 0.0 GiB: actor"):
         choose(memory=12.0)
+
+
+def test_layouts_that_are_not_predicted_in_time_are_left_out() -> None:
+    layouts = {call.name: list(options(call, SPACE)) for call in GRAPH.calls}
+    estimates = Simple({"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0})
+    whole = Problem(Simulator(GRAPH, estimates, 4), layouts, 24.0, ("ref", "reward"))  # type: ignore[arg-type]
+    told: list[tuple[int, int]] = []
+    hurried = whole.that_fit(until=0.0, report=lambda tried, every: told.append((tried, every)))
+    assert 0 < told[-1][0] < told[-1][1] == sum(map(len, layouts.values()))
+    complete = whole.that_fit()
+    assert all(0 < len(hurried.options[name]) < len(complete.options[name]) for name in layouts if name != "advantages")
+    assert all(set(hurried.options[name]) <= set(complete.options[name]) <= set(layouts[name]) for name in layouts)
+    late = choose_plan(hurried, SPACE, FACTS, budget=0.0, report=lambda seconds, simulated, best: None)
+    assert not late.next_best and late.simulation.peak_bytes <= 24.0  # found among the named plans
+
+
+def test_a_plan_that_a_single_call_improves_is_not_chosen() -> None:
+    made = problem(1e9)
+    (named,) = (one for one in baselines(made, SPACE, FACTS) if one.name == "heuristic")
+    assert named.plan
+    first = Found(((named.seconds, named.plan),), None, 0, 0.0, ())
+    assert min(seconds for _, (seconds, _) in _next_best(made, named.plan, math.inf)) < named.seconds
+    found, others = _settled(made, first, math.inf)
+    assert found.best[0][0] < named.seconds
+    assert all(seconds >= found.best[0][0] for seconds, _ in others.values())
+    assert _settled(made, first, 0.0) == (first, {})

@@ -9,7 +9,7 @@ import pytest
 from parallel import load_hardware
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.predict.compute import held_elements
+from usp.predict.compute import head_seconds, held_elements
 from usp.predict.job import Job
 from usp.predict.memory import footprint, host_bytes
 from usp.predict.seconds import (
@@ -17,6 +17,7 @@ from usp.predict.seconds import (
     host_copies,
     step_seconds,
 )
+from usp.predict.traffic import pass_parts
 from usp.train.resolve import job_of
 
 H100 = load_hardware("h100")
@@ -49,6 +50,27 @@ def test_offloading_takes_the_time_that_compute_does_not_hide() -> None:
     slow = step_seconds(llama(sp_ulysses=8, ac_offload=True), replace(H100, host_link_bytes_per_second=1e9))
     assert slow.communication["host"].exposed > 10 * offloaded.communication["host"].exposed
     assert slow.communication["host"].overlapped > 0
+
+
+def test_copies_and_messages_to_other_hosts_share_a_devices_link() -> None:
+    made = llama(16, dp_shard=16, zero=3, ac_offload=True)
+    sent = tuple(pass_parts(made, 0)["forward"]), ()
+    gathers = [part for part in sent[0] if part.axis == "fsdp"]
+    on_link = sum(part.nbytes for part in gathers) / 8 / 55e9  # what leaves a host passes its eight links
+    copied = footprint(made, 0).host / 55e9
+    enough, head = copied + on_link, head_seconds(made, H100)[0].total  # which hides no copies
+    for forward, exposed in ((enough, 0.0), (copied, on_link), (0.0, copied)):
+        one, other = (host_copies(made, H100, 0, head + forward, 1e3, sent=parts)["host"] for parts in (sent, ((), ())))
+        assert one.exposed == pytest.approx(copied * 2 / LAYERS + exposed * (LAYERS - 1) / LAYERS, rel=1e-6)
+        assert one.exposed + one.overlapped == pytest.approx(2 * copied)
+        assert other.exposed <= one.exposed
+    pcie4 = replace(H100, host_link_bytes_per_second=25e9)
+    own_link = replace(pcie4, tiers=tuple(replace(tier, on_host_link=False) for tier in H100.tiers))
+    short = llama(16, seq_len=2048, dp_shard=16, zero=3, ac_offload=True)
+    apart, shared = (step_seconds(short, hardware).communication["host"] for hardware in (own_link, pcie4))
+    assert apart.exposed < shared.exposed
+    inside = llama(8, dp_shard=8, zero=3, ac_offload=True)  # NVLink is no part of the link to the host
+    assert step_seconds(inside, own_link) == step_seconds(inside, pcie4)
 
 
 def test_weights_and_gradients_of_an_offloaded_optimizer_are_copied_as_often_as_they_are_gathered() -> None:

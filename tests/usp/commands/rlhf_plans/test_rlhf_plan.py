@@ -67,3 +67,16 @@ def test_a_plan_for_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
 def test_bad_input_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *flags], {}) == 1
     assert said in capsys.readouterr().err
+
+
+def test_rollouts_whose_cache_is_too_large_are_told_how_many_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", "1M"], {}) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("reading the models") and "with which rollouts fit" in told
+    slots = re.search(r"Use --slots (\d+),", told)
+    assert slots and int(slots[1]) < 64
+
+
+def test_steps_and_samples_have_a_price(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--price", "2"], {}) == 0
+    assert re.search(r"a step costs [\d.]+, a sample [\d.e-]+, in the unit of --price", capsys.readouterr().out)
