@@ -43,5 +43,5 @@ def source() -> Source:
         rate = sequences * 8 * K / devices / step_seconds(job, load_hardware("h100")).total
         listed = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
         title = f"{model}, 8K, global batch {sequences}, {listed}, float8, {devices} x H100"
-        rows.append(Row(title, "tokens/s", measured, rate, eager=False))
+        rows.append(Row(title, "tokens/s", measured, rate, timed=False))
     return Source("Megatron-Bridge", "github.com/NVIDIA-NeMo/Megatron-Bridge @067f987", tuple(rows), NOTES)

@@ -45,8 +45,8 @@ STEPS: tuple[tuple[str, str, dict[str, Any], str, int, dict[str, Any], float], .
 KERNELS = {"prime-rl, Qwen3-0.6B, 8K": "flash3", "prime-rl, Qwen3-0.6B, 16K": "flash3"}
 NOTES = (
     "prime-rl: a step has two micro-batches of one sequence on each GPU, as its MFU says. NeMo: the kernel is not "
-    "stated; cuDNN's is assumed. prime-rl and NeMo compile their layers: launches cost nothing, but memory-bound operators "
-    "are counted as eager ones, which fused ones undercut.",
+    "stated; cuDNN's is assumed. prime-rl and NeMo compile their layers: launches cost nothing, but memory-bound "
+    "operators are counted as eager ones, which fused ones undercut.",
     "Left out: rows in float8, those with LoRA (whose micro-batches are not all stated), with experts (likewise), and "
     "what Megatron's tables do not say of recomputation.",
 )

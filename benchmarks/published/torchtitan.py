@@ -108,7 +108,7 @@ def _compiled(nodes: dict[str, Hardware]) -> tuple[list[Row], str]:
             rates.append(options["seq_len"] * options.get("batch_size", 1) / tp / ring / seconds)
             kind = "bfloat16" if fp8 == "none" else "float8"
             title = f"{model}, {size}, {recomputed}{degrees}, compiled, {kind}, {devices} x {node.upper()}"
-            rows.append(Row(title, "tokens/s", measured, rates[-1], eager=False))
+            rows.append(Row(title, "tokens/s", measured, rates[-1], timed=fp8 == "none"))
         if len(rates) == 2:
             gains.append(f"{both[1] / both[0]:.2f} and {rates[1] / rates[0]:.2f} ({model}{degrees}, {devices} GPUs)")
     return rows, f"torchtitan, float8 over bfloat16, measured and predicted: {'; '.join(gains)}."
