@@ -26,8 +26,12 @@ from usp.hf.indexers import indexers
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
+from usp.rlhf.generation.generate import generation_problems
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
 from usp.sp.sequence import SpAxes, document_starts
 from usp.train.dry_run import dry_run
+from usp.train.prepare import prepare
 
 # DeepSeek-V3.2, GLM-5, and with sinks, gates and rotary positions at the end of the heads Hunyuan 4
 TYPES = ["deepseek_v32", "glm_moe_dsa", "hy_v4"]
@@ -225,3 +229,11 @@ def test_dry_runs_assume_that_keys_are_chosen_in_turn(tmp_path: Path) -> None:
     own = LENGTH // 4 * 16 * 4
     assert sent[("ring",), "_allgather_base_"] == 2 * 2 * own
     assert sent[("ulysses",), "_allgather_base_"] == 2 * own + 4 * LENGTH // 4 * TOP_K * 4
+
+
+def test_a_named_kernel_and_generation_are_refused(tmp_path: Path) -> None:
+    tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
+    config = TrainConfig(model=str(tmp_path), tokenizer="bytes", seq_len=64, device="cpu", attention_kernel="sdpa")
+    with pytest.raises(ConfigurationError, match=r"--attention-kernel = sdpa cannot attend to indices of .*: use auto"):
+        prepare(config, Launch())
+    assert "its GlmMoeDsaIndexer chooses keys" in generation_problems(tiny_config("glm_moe_dsa"))
