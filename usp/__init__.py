@@ -6,21 +6,21 @@ evaluation, commands, __main__.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from .sp.sequence import shard_batch, shard_sequence, unshard_sequence
-from .sp.sp_attention import UnifiedSPAttention
 
 if TYPE_CHECKING:
     from .hf.integrate import apply_unified_sp
+    from .sp.sequence import shard_batch, shard_sequence, unshard_sequence
+    from .sp.sp_attention import UnifiedSPAttention
 
 __all__ = ["UnifiedSPAttention", "apply_unified_sp", "shard_batch", "shard_sequence", "unshard_sequence"]
 
+_FILES = {"UnifiedSPAttention": ".sp.sp_attention", "apply_unified_sp": ".hf.integrate"}
+
 
 def __getattr__(name: str) -> Any:
-    """`apply_unified_sp` on first use: importing transformers takes seconds, and the layer alone does not need it."""
-    if name == "apply_unified_sp":
-        from .hf.integrate import apply_unified_sp
-
-        return apply_unified_sp
+    """A public name on first use: torch and transformers take seconds, and processes of environments need neither."""
+    if name in __all__:
+        return getattr(importlib.import_module(_FILES.get(name, ".sp.sequence"), __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@
     CPU seconds, memory, a file's size             RLIMIT_CPU, RLIMIT_AS, RLIMIT_FSIZE
     seconds, output                                the caller, who ends the program, and keeps a part of what it prints
 
-All of it are system calls (man 7 namespaces, man 7 landlock), with and without root. Nothing but the standard library is
+All of it are system calls (man 7 namespaces, man 7 landlock), with and without root. Only the standard library is
 imported: environments run this beside the ranks."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 READY = b"ready\n"  # what a guard prints before the program, or else what is missing
 FOLDER = "/sandbox"  # where a program runs
 OWNERS = 1 << 20  # with root, programs belong to users from here on: one for each process number, and nobody's
-# From linux/sched.h, sys/mount.h, linux/prctl.h and linux/landlock.h. Landlock's system calls have one number everywhere.
+# From linux/sched.h, sys/mount.h, linux/prctl.h and linux/landlock.h, whose calls have one number everywhere.
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE, RELATIME = 1, 2, 4, 32, 4096, 1 << 14, 1 << 18, 1 << 21
 LOCKED = RDONLY | NOSUID | NODEV | 8 | 1024 | 2048  # flags of a mount that a user namespace must keep; as in statvfs
@@ -56,6 +56,9 @@ class Limits(NamedTuple):
     processes: int = 8
 
 
+LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a program printed, its exit code, 128 and more for a signal, and why it was ended, empty if it was not."""
@@ -69,7 +72,7 @@ class Unprotected(RuntimeError):
     """The machine lacks a protection."""
 
 
-def run_python(code: str, stdin: str = "", limits: Limits = Limits(), unprotected: bool = False) -> Ran:
+def run_python(code: str, stdin: str = "", limits: Limits = LIMITS, unprotected: bool = False) -> Ran:
     """Run a program, which reads `stdin`, with the packages of this interpreter.
 
     unprotected: also where the machine lacks a protection, with the others.
@@ -87,14 +90,15 @@ def run_python(code: str, stdin: str = "", limits: Limits = Limits(), unprotecte
             with suppress(ProcessLookupError):
                 os.killpg(guard.pid, signal.SIGKILL)  # and so all processes of the namespace
             guard.wait()
-    started, output, code = begin.startswith(READY), begin.removeprefix(READY), guard.returncode
-    if not (started or late):
+    output = begin.removeprefix(READY)
+    if not (begin.startswith(READY) or late):
         raise Unprotected((output + end).decode(errors="replace").strip() or "the sandbox ended without a word")
     cut = f"\n[{left_out:,} bytes left out]\n".encode() if left_out else b""
-    text, code = (output + cut + end).decode(errors="replace"), code if code >= 0 else 128 - code
+    code = guard.returncode if guard.returncode >= 0 else 128 - guard.returncode
     known = {128 + each.value: f"it was ended by {each.name}" for each in signal.Signals}
     known |= dict.fromkeys((137, 152), f"it was killed: more than {limits.cpu_seconds} CPU seconds, or no memory")
-    return Ran(text, code, f"it took longer than {limits.seconds:g} seconds" if late else known.get(code, ""))
+    why = f"it took longer than {limits.seconds:g} seconds" if late else known.get(code, "")
+    return Ran((output + cut + end).decode(errors="replace"), code, why)
 
 
 def _exchange(guard: subprocess.Popen[bytes], request: bytes, limits: Limits) -> tuple[bool, bytes, int, bytes]:
@@ -138,10 +142,11 @@ def needed_paths(python: str, prefixes: Iterable[str]) -> list[str]:
     """Return what an interpreter reads: its installations, the system's libraries, and itself, under every name."""
     paths = {*prefixes} - {"/", "/usr", "/usr/local"}
     paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/dev/null", python}
-    while os.path.islink(python):
-        python = os.path.normpath(os.path.join(os.path.dirname(python), os.readlink(python)))
-        paths.add(python)
-    return sorted(path for path in paths if os.path.exists(path))
+    link = Path(python)
+    while link.is_symlink():
+        link = Path(os.path.normpath(link.parent / link.readlink()))
+        paths.add(str(link))
+    return sorted(path for path in paths if Path(path).exists())
 
 
 def isolate(root: str, paths: Iterable[str], limits: Limits, owner: int) -> None:
@@ -158,17 +163,17 @@ def isolate(root: str, paths: Iterable[str], limits: Limits, owner: int) -> None
     call("mount", None, b"/", None, REC | PRIVATE, None)
     call("mount", b"tmpfs", root.encode(), b"tmpfs", NOSUID | NODEV, f"mode=755,size={limits.files}".encode())
     for path in paths:
-        place = root + path
-        if os.path.isdir(path):
-            os.makedirs(place, exist_ok=True)
-        elif not os.path.exists(place):
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            Path(place).touch()
-        call("mount", path.encode(), place.encode(), None, BIND | REC, None)
+        place = Path(root + path)
+        if Path(path).is_dir():
+            place.mkdir(parents=True, exist_ok=True)
+        elif not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
+        call("mount", path.encode(), bytes(place), None, BIND | REC, None)
         flags = os.statvfs(place).f_flag
         keep = flags & LOCKED | (RELATIME if flags & 4096 else 0)
-        call("mount", None, place.encode(), None, REMOUNT | BIND | RDONLY | keep, None)
-    os.mkdir(root + FOLDER)
+        call("mount", None, bytes(place), None, REMOUNT | BIND | RDONLY | keep, None)
+    Path(root + FOLDER).mkdir()
     os.chown(root + FOLDER, owner or uid, owner or gid)
     os.chdir(root)
     call("pivot_root", b".", b".")
@@ -182,7 +187,7 @@ def confine_files(paths: Iterable[str], folder: str) -> None:
     rules = call("syscall", CREATE_RULESET, struct.pack("=Q", everything), 8, 0)
     for path, rights in [*((path, READ) for path in paths), (folder, everything), ("/dev/null", READ | 2)]:
         place = os.open(path, os.O_PATH)
-        rights &= everything if os.path.isdir(path) else everything & OF_FILES
+        rights &= everything if Path(path).is_dir() else everything & OF_FILES
         call("syscall", ADD_RULE, rules, 1, struct.pack("=Qi", rights, place), 0)
     call("syscall", RESTRICT_SELF, rules, 0)
 

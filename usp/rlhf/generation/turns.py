@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from usp.rlhf.environments.episodes import Answer, Episodes, Processes
+from usp.rlhf.environments.episodes import Answer, Episodes
 
 from .decoding import Rollout
 
@@ -69,12 +69,12 @@ class Turns:
         self.waiting: dict[int, Rollout] = {}
         self._limits = [rollout.limit for rollout in rollouts]
         self._episodes, self._samples, self._tell, self._context = episodes, samples, tell, context
-        self._processes = Processes(episodes.environment, episodes.timeout) if leads else None
+        self._processes = episodes.processes if leads else None
 
     def close(self) -> None:
-        """End the environments."""
+        """End the environments that have not answered."""
         if self._processes is not None:
-            self._processes.close()
+            self._processes.stop()
 
     def end_turn(self, rollout: Rollout) -> None:
         """Ask the environment of a rollout that has all of its tokens."""

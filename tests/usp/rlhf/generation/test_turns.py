@@ -15,7 +15,7 @@ from parallel import ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.environments.answers import Echo
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
-from usp.rlhf.environments.episodes import Episodes, Observation
+from usp.rlhf.environments.episodes import Episodes, Observation, Processes
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.graph import Generate
 
@@ -44,7 +44,7 @@ def observe(observation: Observation, last: int) -> list[int]:
 
 
 def work(environment: str = "Echo", **different: object) -> Generate:
-    episodes = Episodes(f"{HERE}:{environment}", examples(), letters, observe, **different)  # type: ignore[arg-type]
+    episodes = Episodes(Processes(f"{HERE}:{environment}"), examples(), letters, observe, **different)  # type: ignore[arg-type]
     return Generate(max_new_tokens=9, temperature=0, stop_ids=STOPS, episodes=episodes)
 
 
