@@ -31,7 +31,7 @@ CONFIG = RlhfConfig(
     prompts=4,
     group_size=2,
     device="cpu",
-    options="mini_batches=2",
+    options="mini_batches=2,turn_discount=0.7",
 )
 PLANS: dict[str, dict[str, Any]] = {
     "u2 r2": {"sp_ulysses": 2, "sp_ring": 2},

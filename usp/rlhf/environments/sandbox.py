@@ -94,11 +94,11 @@ def run_python(code: str, stdin: str = "", limits: Limits = LIMITS, unprotected:
     if not (begin.startswith(READY) or late):
         raise Unprotected((output + end).decode(errors="replace").strip() or "the sandbox ended without a word")
     cut = f"\n[{left_out:,} bytes left out]\n".encode() if left_out else b""
-    code = guard.returncode if guard.returncode >= 0 else 128 - guard.returncode
-    known = {128 + each.value: f"it was ended by {each.name}" for each in signal.Signals}
+    status = guard.returncode if guard.returncode >= 0 else 128 - guard.returncode
+    known = {128 + int(each): f"it was ended by {each.name}" for each in signal.Signals}
     known |= dict.fromkeys((137, 152), f"it was killed: more than {limits.cpu_seconds} CPU seconds, or no memory")
-    why = f"it took longer than {limits.seconds:g} seconds" if late else known.get(code, "")
-    return Ran((output + cut + end).decode(errors="replace"), code, why)
+    why = f"it took longer than {limits.seconds:g} seconds" if late else known.get(status, "")
+    return Ran((output + cut + end).decode(errors="replace"), status, why)
 
 
 def _exchange(guard: subprocess.Popen[bytes], request: bytes, limits: Limits) -> tuple[bool, bytes, int, bytes]:
@@ -201,12 +201,13 @@ def wait_for(child: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def protections(request: dict[str, Any], limits: Limits, owner: int) -> tuple[str, list[str]]:
-    """Protect this process; return the folder of the program, and what is missing."""
+def protect(request: dict[str, Any], limits: Limits) -> tuple[str, list[str]]:
+    """Protect what this process becomes; return the folder of the program, and what is missing."""
     folder, paths, missing = request["folder"], needed_paths(request["python"], request["prefixes"]), []
     if sys.platform != "linux":
         return folder, [f"files, network and processes are not confined on {sys.platform}"]
     call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    owner = 0 if os.geteuid() else OWNERS + os.getpid()
     try:
         isolate(folder, paths, limits, owner)
         folder, paths = FOLDER, ["/"]
@@ -214,9 +215,12 @@ def protections(request: dict[str, Any], limits: Limits, owner: int) -> tuple[st
             if child := os.fork():
                 wait_for(child)
             call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if owner:
+            os.setgroups([])
+            os.setresgid(owner, owner, owner)
+            os.setresuid(owner, owner, owner)
     except OSError as error:
         missing.append(f"namespaces ({error.strerror}), and so the network and the number of processes")
-        os.chown(folder, owner or -1, -1)
     try:
         call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
         confine_files(paths, folder)
@@ -228,18 +232,14 @@ def protections(request: dict[str, Any], limits: Limits, owner: int) -> tuple[st
 def main() -> None:
     """Read a request, and become the program."""
     request = json.load(sys.stdin)
-    limits, owner = Limits(*request["limits"]), 0 if os.geteuid() else OWNERS + os.getpid()
-    folder, missing = protections(request, limits, owner)
+    limits = Limits(*request["limits"])
+    folder, missing = protect(request, limits)
     if missing and not request["unprotected"]:
         sys.exit(f"this machine cannot protect itself from programs: {'; '.join(missing)}")
     os.chdir(folder)
     for name, text in (("main.py", request["code"]), ("stdin", request["stdin"])):
         Path(name).write_text(text, "utf-8", "surrogatepass")
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
-    if owner:
-        os.setgroups([])
-        os.setresgid(owner, owner, owner)
-        os.setresuid(owner, owner, owner)
     for limit, most in (
         (resource.RLIMIT_CPU, limits.cpu_seconds),
         (resource.RLIMIT_AS, limits.memory),
