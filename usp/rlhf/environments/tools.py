@@ -145,7 +145,7 @@ class Search:
     """Passages of local text files by BM25 (Robertson and Zaragoza, "The Probabilistic Relevance Framework", 2009).
 
     Attributes:
-        path: a file, or a folder of .txt, .md and .jsonl files, which blank lines (.jsonl: lines) divide into passages.
+        path: a .txt, .md or .jsonl file, or a folder of them, which blank lines (.jsonl: lines) divide into passages.
         results: passages that a search returns. longest: characters of a passage that are shown.
     """
 
@@ -179,9 +179,10 @@ class Search:
     @cached_property
     def _passages(self) -> list[str]:
         path = Path(self.path).expanduser()
-        files = sorted(each for each in path.rglob("*") if each.suffix in (".txt", ".md", ".jsonl"))
+        found = path.rglob("*") if path.is_dir() else [path]
+        files = sorted(each for each in found if each.suffix in (".txt", ".md", ".jsonl") and each.is_file())
         texts: list[str] = []
-        for file in files if path.is_dir() else [path]:
+        for file in files:
             text = file.read_text("utf-8", "replace")
             texts += text.splitlines() if file.suffix == ".jsonl" else re.split(r"\n\s*\n", text)
         return [text.strip() for text in texts if text.strip()]
