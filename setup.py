@@ -4,7 +4,8 @@ from setuptools import find_packages, setup
 
 DEEPSPEED = ["deepspeed>=0.19.8"]
 LORA = ["peft>=0.21"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED, *LORA]
+MATH = ["math-verify>=0.9"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED, *LORA, *MATH]
 
 setup(
     name="usp-toolkit",
@@ -44,6 +45,7 @@ setup(
         "bench": ["yunchang==0.6.4"],
         "deepspeed": DEEPSPEED,
         "lora": LORA,
+        "math": MATH,
         "flash": ["flash-attn>=2.8"],
     },
     entry_points={
