@@ -187,7 +187,7 @@ def turns_of(
     turns = []
     starts = [place for place in range(len(ids)) if not place or owners[place] != owners[place - 1]]
     for begin, end in pairwise([*starts, len(ids)]):
-        turn = {"text": decode(list(ids[begin:end])), "tokens": end - begin}
+        turn: dict[str, Any] = {"text": decode(list(ids[begin:end])), "tokens": end - begin}
         if owners[begin]:
             turn |= {"turn": owners[begin], "reward": sum(rewards[begin:end])}
             turn["calls"] = [call if isinstance(call, str) else call[0] for call in calls_of(turn["text"])]
@@ -224,8 +224,8 @@ def sample_page(title: str, samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shown(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample as the page shows it. parts: the turns of an episode, otherwise one; each with a label, and spans:
-    the text, the title and the color of each token."""
+    """Return a sample as the page shows it. parts: the turns of an episode, otherwise one; each with a label, and the
+    text, the title and the color of each token (spans)."""
     prompt, tokens = str(sample["prompt"]), sample.get("tokens") or ()
     end = prompt if len(prompt) <= _SUMMARY else f"…{prompt[-_SUMMARY:]}"
     spans, gaps = [], []
