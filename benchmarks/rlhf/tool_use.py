@@ -59,7 +59,7 @@ def run(seed: int, folder: Path) -> dict[str, Any]:
     supervised = ["--algorithm", "sft", "--data", str(folder / "demonstrations.jsonl"), "--steps", str(SUPERVISED)]
     supervised += ["--output", str(folder / "sft"), "--learning-rate", "3e-3"]
     policy = ["--algorithm", "grpo", "--data", str(folder / "questions.jsonl"), "--steps", str(STEPS), *FLAGS]
-    policy += ["--model", str(folder / "sft" / "model"), "--output", str(folder / "grpo"), "--learning-rate", "6e-4"]
+    policy += ["--model", str(folder / "sft" / "model"), "--output", str(folder / "grpo"), "--learning-rate", "3e-4"]
     policy += ["--environment", "tools", "--tools", json.dumps([tool])]
     begin = time.monotonic()
     for flags in (supervised, policy):
