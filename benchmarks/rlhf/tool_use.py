@@ -92,7 +92,8 @@ def record_of(results: list[dict[str, Any]]) -> Record:
             f"{SUPERVISED} supervised steps of 64 demonstrations, {SEARCHES:.0%} of which search, from random weights; "
             f"{STEPS} steps of GRPO with 8 responses to each of 8 prompts. Score: share of right answers; a guess is "
             "right in a tenth.",
-            "0.8 at step: when the mean of ten steps reaches 0.8. Minutes include everything from random weights on; the machine was shared by several others.",
+            "0.8 at step: when the mean of ten steps reaches 0.8. Minutes include everything from random weights on; "
+            "other programs had most of the machine.",
         ),
         results,
         command="python -m benchmarks.rlhf.tool_use",
