@@ -5,7 +5,8 @@ from setuptools import find_packages, setup
 DEEPSPEED = ["deepspeed>=0.19.8"]
 LORA = ["peft>=0.21"]
 FP8 = ["torchao>=0.18"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED, *LORA, *FP8]
+MATH = ["math-verify>=0.9"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED, *LORA, *FP8, *MATH]
 
 setup(
     name="usp-toolkit",
@@ -46,6 +47,7 @@ setup(
         "deepspeed": DEEPSPEED,
         "lora": LORA,
         "fp8": FP8,
+        "math": MATH,
         "flash": ["flash-attn>=2.8"],
     },
     entry_points={

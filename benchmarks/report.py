@@ -6,7 +6,8 @@ python -m benchmarks.report
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.harness.headlines import SECTIONS, Headline
@@ -16,7 +17,12 @@ from benchmarks.harness.record import RESULTS, Record
 ROOT = Path(__file__).parents[1]
 DOCUMENT, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 TABLES = ROOT / "docs" / "benchmarks"
-PLOTS = {"learning": plot_learning, "long_rollouts": plot_long_rollouts, "memory": plot_memory}
+PLOTS: dict[str, Callable[[Record, Path], None]] = {
+    "learning": plot_learning,
+    "long_rollouts": plot_long_rollouts,
+    "memory": plot_memory,
+    "tool_use": partial(plot_learning, level=0.8),
+}
 BENCHMARKS = "## Benchmarks\n"
 GUIDE = """# Benchmarks
 

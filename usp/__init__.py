@@ -6,14 +6,14 @@ evaluation, commands, __main__.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from .sp.sequence import shard_batch, shard_sequence, unshard_sequence
-from .sp.sp_attention import UnifiedSPAttention
 
 if TYPE_CHECKING:
     from .hf.images import shard_image_batch
     from .hf.integrate import apply_unified_sp
+    from .sp.sequence import shard_batch, shard_sequence, unshard_sequence
+    from .sp.sp_attention import UnifiedSPAttention
 
 __all__ = [
     "UnifiedSPAttention",
@@ -24,15 +24,15 @@ __all__ = [
     "unshard_sequence",
 ]
 
+_FILES = {
+    "UnifiedSPAttention": ".sp.sp_attention",
+    "apply_unified_sp": ".hf.integrate",
+    "shard_image_batch": ".hf.images",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """What needs transformers on first use: importing it takes seconds, and the layer alone does not need it."""
-    if name == "apply_unified_sp":
-        from .hf.integrate import apply_unified_sp
-
-        return apply_unified_sp
-    if name == "shard_image_batch":
-        from .hf.images import shard_image_batch
-
-        return shard_image_batch
+    """A public name on first use: torch and transformers take seconds, and processes of environments need neither."""
+    if name in __all__:
+        return getattr(importlib.import_module(_FILES.get(name, ".sp.sequence"), __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

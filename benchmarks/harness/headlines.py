@@ -154,6 +154,15 @@ def _learning(record: Record) -> str:
     )
 
 
+def _tool_use(record: Record) -> str:
+    first, last = (span(record, f"mean of the {part} ten") for part in ("first", "last"))
+    steps, seeds = len(record.data[0]["scores"]), len(record.data)
+    return (
+        f"From random weights and demonstrations of which a fifth searches, {steps} steps of GRPO take the share of "
+        f"right answers from {first} to {last} (means of ten steps, {seeds} seeds)."
+    )
+
+
 def _searched_plans(record: Record) -> str:
     regret, cells_, worst = noted(record, r"one: (\S+) on average over (\d+) cells .*, worst (\S+)\.$")
     mean, most = noted(record, r"it takes -(\S+) on average, at worst \+(\S+):")
@@ -302,6 +311,7 @@ SECTIONS: dict[str, dict[str, Headline]] = {
         "shared_prefixes": Headline("What does computing a prompt once gain?", _shared_prefixes),
         "decode": Headline("Does one rank generate as fast as transformers?", _decode),
         "learning": Headline("Do policies learn?", _learning),
+        "tool_use": Headline("Does a policy learn to use a tool?", _tool_use),
         "realloc": Headline("What does moving weights between layouts cost?", _realloc),
         "realloc_cluster": Headline("And between hosts?", _realloc_cluster),
         "staleness": Headline(

@@ -46,8 +46,9 @@ def plot_memory(record: Record, path: Path) -> None:
     _save(figure, path)
 
 
-def plot_learning(record: Record, path: Path) -> None:
-    """Plot for each algorithm and seed the score of every step, and its mean over the last ten steps."""
+def plot_learning(record: Record, path: Path, level: float = 0.9) -> None:
+    """Plot for each algorithm and seed the score of every step, and its mean over the last ten steps. level: of correct
+    answers, that a line marks."""
     titles = {"grpo": "GRPO: share of correct answers", "ahead": "GRPO with --staleness 1"}
     titles |= {"ppo": "PPO: score from the trained reward model"}
     shown = {name: title for name, title in titles.items() if any(run["algorithm"] == name for run in record.data)}
@@ -61,7 +62,7 @@ def plot_learning(record: Record, path: Path) -> None:
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize=8)
         if algorithm != "ppo":
-            axes.axhline(0.9, color="k", linestyle=":")
+            axes.axhline(level, color="k", linestyle=":")
             axes.set_ylim(0, 1.02)
     _save(figure, path)
 

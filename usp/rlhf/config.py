@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ from usp.train.validate import common_violations
 
 from .algorithms.algorithm import Algorithm
 from .algorithms.registry import ALGORITHMS
+from .environments.tools import NAME as TOOLS
 
 DEFAULT_SFT_STEPS = 100
 SEARCH = "search"  # --plan
@@ -41,7 +43,7 @@ SEARCH = "search"  # --plan
 RLHF_UNPREDICTED = (UNPREDICTED - {"data", "bad_rows", "tokenizer", "chat_template", "plan"}) | {
     *("search_budget", "replan", "wrong_answers", "reward_retries", "reward_failure", "temperature", "top_k", "top_p"),
     *("stop_ids", "stop", "eval_prompts", "eval_samples", "eval_temperature", "eval_pass_score", "keep_best"),
-    *("critic_learning_rate", "sft_learning_rate"),
+    *("critic_learning_rate", "sft_learning_rate", "reward_processes", "reward_timeout"),
 }
 
 EvalTemperature = Annotated[
@@ -125,21 +127,31 @@ class _Rlhf:
 class RewardConfig:
     """The function that scores responses."""
 
-    reward_function: Annotated[str, arg(metavar="match|PATH.py:NAME")] = "match"
-    """Function reward(prompt, response, answer) -> float. match: 1 if the response equals the answer, else 0."""
+    reward_function: Annotated[str, arg(metavar="NAME[=VALUE]|PATH.py:NAME")] = "match"
+    """Function reward(prompt, response, answer) -> float, or a ready one. match: 1 if the response equals the answer,
+    else 0. math: mathematical equality. regex=PATTERN. code: tests in a sandbox. judge=URL: a model's verdict."""
     reward_retries: AtLeast0 = 2
     """Retries of the reward function for a sample that it fails for, after 1, 2, 4, ... seconds."""
     reward_failure: Annotated[str, one_of(("stop", "zero", "drop"))] = "stop"
     """If every retry fails, or an environment. stop: end the run with a checkpoint. zero: the score is 0. drop: leave
     the sample out."""
 
+    reward_processes: AtLeast0 = 0
+    """Processes beside each rank that call the reward function, at most; for slow ones. 0: the rank calls it."""
+    reward_timeout: Positive = 60.0
+    """Seconds of a call in --reward-processes, which is ended after that."""
+
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
     """The environment that answers the turns of responses, and scores them instead of a reward function."""
 
-    environment: Annotated[str, arg(metavar="PATH.py:NAME", help_behavior_hint="(optional)")] = ""
-    """Class of an environment: reset(sample), then step(turn) -> (observation, reward, done), see docs/rlhf.md."""
+    environment: Annotated[str, arg(metavar="tools|PATH.py:NAME", help_behavior_hint="(optional)")] = ""
+    """Class of an environment: reset(sample), then step(turn) -> (observation, reward, done), see docs/rlhf.md. tools:
+    run the calls of --tools in a turn; --reward-function scores the one without calls, which ends the episode."""
+    tools: Annotated[str, arg(metavar="NAME[=VALUE],...|JSON", help_behavior_hint="(optional)")] = ""
+    """Tools of --environment tools, with commas between them or as a JSON list: python (in a sandbox), calculator,
+    search=PATH (texts in a folder), mcp=COMMAND (a local server)."""
     max_turns: AtLeast1 = 8
     """Maximum turns of the policy in an episode; --max-new-tokens are those of all."""
     max_observation_tokens: AtLeast1 = 1024
@@ -276,6 +288,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     yield from _environment_violations(config, samples)
     if (config.stop or config.stop_ids) and not samples:
         yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
+    if config.reward_timeout != RlhfConfig.reward_timeout and not config.reward_processes:
+        yield "--reward-timeout is an option of --reward-processes: give both or neither"
     if config.share_prefixes and not samples:
         yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
     if config.staleness and not samples:
@@ -290,6 +304,19 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
 def given(config: RlhfConfig, kind: Any) -> list[str]:
     """Return the fields of a part of the configuration that differ from their defaults."""
     return [field.name for field in fields(kind) if getattr(config, field.name) != field.default]
+
+
+def texts(value: str, flag_name: str, apart: str = "") -> list[str]:
+    """Return the texts of a JSON list, or of a value that is no list, which `apart` separates if there are several."""
+    if not value.startswith("["):
+        return [text.strip() for text in (value.split(apart) if apart else [value]) if text] if value else []
+    try:
+        listed = json.loads(value)
+    except ValueError:
+        listed = None
+    if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
+        raise ValueError(f'{flag_name} = {value} must be a text, or a JSON list of texts such as ["one", "two"]')
+    return listed
 
 
 def _search_violations(config: RlhfConfig) -> Iterator[str]:
@@ -333,7 +360,10 @@ def _environment_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
         return
     if not samples:
         yield f"--environment answers responses, and {config.algorithm} generates none: remove it"
-    for name in ("reward_model", "reward_function", "reward_retries"):
+    if bool(config.tools) != (config.environment == TOOLS):
+        yield f"--tools = {config.tools} are those of --environment {TOOLS}: give both or neither"
+    unused = ["reward_model", "reward_retries", "reward_processes", "reward_timeout"]
+    for name in unused if config.environment == TOOLS else [*unused, "reward_function"]:
         if getattr(config, name) != getattr(RlhfConfig, name):
             yield f"{flag(name)} is not used with --environment, which scores the responses: remove one"
     if config.replan:

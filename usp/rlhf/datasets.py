@@ -154,6 +154,7 @@ def open_examples(
     drop_long: bool = False,
     bad_rows: str = REFUSE,
     optional: Sequence[str] = (),
+    tools: list[dict[str, Any]] | None = None,
 ) -> Examples:
     """Open `data`: stdlib, or a file of JSON lines that have text or messages under each of `keys`.
 
@@ -164,6 +165,7 @@ def open_examples(
         whole: prompt and answer are trained on together, so together they must fit in `longest`.
         drop_long: leave out lines that do not fit in `longest`. bad_rows: with "drop", leave out invalid ones.
         optional: those of `keys` that a line may lack, and then has empty text under.
+        tools: schemas that the chat template describes in prompts of messages without tools of their own.
 
     Raises ValueError naming every invalid line, and prompts that are too long.
     """
@@ -186,7 +188,7 @@ def open_examples(
             where = f"line {number}"
             try:
                 row = _row(line, where, keys)
-                examples.append(_parse(row, where, keys, tokenizer, longest, whole, optional))
+                examples.append(_parse(row, where, keys, tokenizer, longest, whole, optional, tools))
                 read[row.names()] += 1
             except _TooLong as error:
                 (long if drop_long else problems).append(f"{where}: {error}")
@@ -247,6 +249,7 @@ def _parse(
     longest: int,
     whole: bool,
     optional: Sequence[str],
+    tools: list[dict[str, Any]] | None,
 ) -> Example:
     _add_names(row, "answer" in keys, tokenizer, where)
     first = MESSAGES if MESSAGES in row and PROMPT not in row else PROMPT
@@ -255,7 +258,7 @@ def _parse(
     for key in (first, *keys[1:]):
         if key not in row:
             raise ValueError(f"{where}: no text under {key!r}{nearest(key, row)}")
-    prompt = _prompt(row, first, tokenizer, where)
+    prompt = _prompt(row, first, tokenizer, where, tools)
     if not len(prompt):
         raise ValueError(f"{where}: a prompt of 0 tokens, expected at least 1")
     advice = "shorten it, drop such lines with long_prompts=drop, or use a model with a longer context"
@@ -302,13 +305,18 @@ def _answered(value: Any, where: str) -> dict[str, Any]:
     return {MESSAGES: messages[:-1], "answer": messages[-1:]}
 
 
-def _prompt(row: dict[str, Any], key: str, tokenizer: Tokenizer, where: str) -> Ids:
-    """Return the ids of text, or of messages to which the assistant responds."""
+def _prompt(row: dict[str, Any], key: str, tokenizer: Tokenizer, where: str, tools: list[dict[str, Any]] | None) -> Ids:
+    """Return the ids of text, or of messages to which the assistant responds, with a description of `tools`."""
     value = row[key]
     if isinstance(value, str) and key == PROMPT:
         return as_document(tokenizer, tokenizer.encode(value), end=False)
-    chat = chat_of(row, messages_of(value, key, where), where)
-    return chat_encoder(tokenizer, where).prompt(chat)
+    chat, encoder = chat_of(row, messages_of(value, key, where), where), chat_encoder(tokenizer, where)
+    if not tools or chat.tools:
+        return encoder.prompt(chat)
+    prompt = encoder.prompt(replace(chat, tools=tools))
+    if np.array_equal(prompt, encoder.prompt(chat)):
+        raise ValueError(f"{where}: the chat template of tokenizer={tokenizer.name} does not describe tools")
+    return prompt
 
 
 def _sequence(content: Chat | Completed, tokenizer: Tokenizer) -> tuple[Ids, Mask]:

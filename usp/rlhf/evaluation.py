@@ -25,7 +25,7 @@ from .graph import Compute, DataflowGraph, Generate, ModelCall
 from .samples import Samples, derived_seed, fingerprint
 
 SCORE = "score"
-COLLECTED = (SCORE, "finished", "tokens", "prompt_length", "logprobs")
+COLLECTED = (SCORE, "finished", "tokens", "prompt_length", "logprobs", "turns", "turn_rewards")
 
 
 class Evaluator:
@@ -56,7 +56,8 @@ class Evaluator:
     def change_plan(self, plan: ExecutionPlan) -> None:
         """Evaluate under the plan that the executor now runs. Collective."""
         self._evaluated, plan = evaluation_step(self._graph, plan, self._prompts, self._config)
-        self._executor = self._training.another(self._evaluated, plan, collect=COLLECTED, progress=self._progress)
+        collect = tuple(key for key in COLLECTED if key in self._evaluated.producers)
+        self._executor = self._training.another(self._evaluated, plan, collect=collect, progress=self._progress)
 
     def due(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""

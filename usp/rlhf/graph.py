@@ -106,7 +106,8 @@ class Generate:
         stop_ids: a response ends with the first of these, which it includes.
         stop_strings: it also ends with the first token after which its text contains one of these.
         episodes: a response consists of turns, which end so, and an environment answers each. Also reads prompt_index,
-            and writes score.
+            and writes score, the sum of the rewards; and of every token, as `mask` does, its turn, from 1 (turns), and
+            the reward of a turn at its last token (turn_rewards).
     """
 
     group_size: int = 1
@@ -382,13 +383,16 @@ GENERATED = {
     "finished": torch.bool,
     "prompt_length": torch.int64,
     "score": torch.float32,
+    "turns": torch.int64,
+    "turn_rewards": torch.float32,
 }
+OF_EPISODES = ("score", "turns", "turn_rewards")
 _GENERATED_SCALARS = ("finished", "prompt_length", "score")
 
 
 def generated_keys(work: Generate) -> tuple[str, ...]:
     """Return the keys of `GENERATED` that a generate call writes."""
-    return tuple(key for key in GENERATED if key != "score" or work.episodes is not None)
+    return tuple(key for key in GENERATED if key not in OF_EPISODES or work.episodes is not None)
 
 
 def canonical(key: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,11 +37,14 @@ from usp.train.validate import parallel_dims
 
 from .algorithms.algorithm import Algorithm, Options
 from .algorithms.registry import ALGORITHMS, build_graph, with_outside
-from .algorithms.rewards import ScoreWith, load_reward_function
+from .algorithms.rewards import RewardFunction, ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
-from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, given, violations
+from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, given, texts, violations
 from .datasets import Example, Examples, hold_out, open_examples
-from .environments.episodes import Episodes, ids_between
+from .environments.episodes import Episodes, Processes, ids_between
+from .environments.ready_rewards import REWARD
+from .environments.tools import NAME as TOOLS
+from .environments.tools import Toolbox
 from .graph import DataflowGraph, Generate
 from .role_specs import layout_violations, missing_models, role_specs, router_violations, unused_models
 
@@ -122,7 +124,8 @@ def prepare(
     if algorithm.data == "prompts" and (reasons := attempt(lambda: generation_problems(specs["actor"].config))):
         actor, kind = specs["actor"].source, specs["actor"].config.model_type
         problems.append(f"--model = {actor} has model_type={kind!r}, which cannot generate: {reasons}")
-    opened = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer))
+    tools = attempt(lambda: _toolbox(config)) if config.tools else None
+    opened = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer, tools))
     examples, held_out, notes = opened or (None, (), ())
     if saved := attempt(lambda: read_state(start, strict, RlhfState.from_extra)):
         after_sft = bool(sft_steps) or (start.folder is not None and config.model == str(start.folder / SFT / MODEL))
@@ -216,14 +219,20 @@ def find_rlhf_start(config: RlhfConfig, sft_steps: int, launch: Launch, damaged:
 
 
 def _open_data(
-    config: RlhfConfig, algorithm: Algorithm, sft_steps: int, specs: dict[str, RoleSpec], tokenizer: Tokenizer
+    config: RlhfConfig,
+    algorithm: Algorithm,
+    sft_steps: int,
+    specs: dict[str, RoleSpec],
+    tokenizer: Tokenizer,
+    tools: list[dict[str, Any]] | None,
 ) -> tuple[Examples, Sequence[Example], tuple[str, ...]]:
-    """Return the examples to train on, those to evaluate on, and lines on what of the files is read."""
-    examples = _open_examples(config, algorithm, sft_steps, specs, tokenizer)
+    """Return the examples to train on, those to evaluate on, and lines on what of the files is read. tools: schemas of
+    what responses may call."""
+    examples = _open_examples(config, algorithm, sft_steps, specs, tokenizer, tools)
     notes = tuple(f"data: {note}" for note in examples.notes)
     if config.eval_data:
         try:
-            opened = _open_examples(replace(config, data=config.eval_data), algorithm, 0, specs, tokenizer)
+            opened = _open_examples(replace(config, data=config.eval_data), algorithm, 0, specs, tokenizer, tools)
         except ValueError as error:
             raise ValueError(str(error).replace("--data", "--eval-data", 1)) from error
         held_out = [opened[index] for index in range(len(opened))][: config.eval_prompts or None]
@@ -238,7 +247,12 @@ def _open_data(
 
 
 def _open_examples(
-    config: RlhfConfig, algorithm: Algorithm, sft_steps: int, specs: dict[str, RoleSpec], tokenizer: Tokenizer
+    config: RlhfConfig,
+    algorithm: Algorithm,
+    sft_steps: int,
+    specs: dict[str, RoleSpec],
+    tokenizer: Tokenizer,
+    tools: list[dict[str, Any]] | None,
 ) -> Examples:
     sampled = algorithm.data == "prompts"
     models = [spec.config for spec in specs.values()]
@@ -263,6 +277,7 @@ def _open_examples(
             drop_long=config.long_prompts == "drop",
             bad_rows=config.bad_rows,
             optional=("answer",) if unread else (),
+            tools=tools,
         )
     except ValueError as error:
         names = r"\b(data|prompt_tokens|long_prompts|tokenizer|chat_template)="
@@ -282,37 +297,57 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
         if algorithm.data != "prompts":
             raise ValueError(f"{flags} is not used: {config.algorithm} does not score responses, remove it")
         raise ValueError(f"{flags} is not used with --reward-model, which scores the responses: remove one")
-    try:
-        function = load_reward_function(name)
-    except ValueError as error:
-        raise ValueError(f"--reward-function = {error}") from error
+    pool = Processes(REWARD, config.reward_timeout, {"reward": name}) if config.reward_processes else None
     return ScoreWith(
-        function,
+        _load_reward(name),
         tokenizer.decode,
         lambda index: examples[index].answer,
         retries=config.reward_retries,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
+        pool=pool,
+        workers=config.reward_processes,
     )
+
+
+def _load_reward(name: str) -> RewardFunction:
+    """Return the reward function of a name. Raises ValueError if it cannot work on this machine."""
+    try:
+        return load_reward_function(name)
+    except ValueError as error:
+        raise ValueError(f"--reward-function = {error}") from error
+
+
+def _toolbox(config: RlhfConfig) -> list[dict[str, Any]]:
+    """Return the schemas of --tools. Raises ValueError where one cannot work on this machine."""
+    try:
+        return Toolbox(texts(config.tools, "--tools", apart=",")).check()
+    except ValueError as error:
+        raise ValueError(f"--tools = {error}") from error
 
 
 def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> Episodes | None:
     """Return how --environment answers responses, or None without one."""
     if not config.environment:
         return None
-    try:
-        environment = load_from_file(config.environment, "class")
-        if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
-            raise ValueError(f"{config.environment} has no method {' and no method '.join(missing)}")
-    except ValueError as error:
-        raise ValueError(f"--environment = {error}") from error
+    settings: dict[str, Any] = {}
+    if config.environment == TOOLS:
+        _load_reward(config.reward_function)
+        settings = {"tools": texts(config.tools, "--tools", apart=","), "reward": config.reward_function}
+        settings["chat"] = tokenizer.chats is not None
+    else:
+        try:
+            environment = load_from_file(config.environment, "class")
+            if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
+                raise ValueError(f"{config.environment} has no method {' and no method '.join(missing)}")
+        except ValueError as error:
+            raise ValueError(f"--environment = {error}") from error
     return Episodes(
-        config.environment,
+        Processes(config.environment, config.environment_timeout, settings),
         examples,
         tokenizer.decode,
         partial(ids_between, tokenizer.encode, tokenizer.chats),
         config.max_turns,
         config.max_observation_tokens,
-        config.environment_timeout,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
     )
 
@@ -342,24 +377,12 @@ def _stops(config: RlhfConfig, tokenizer: Tokenizer, vocabulary: int) -> dict[st
         ids = [int(part) for part in config.stop_ids.split(",") if part.strip()]
     except ValueError:
         raise ValueError(f"--stop-ids = {config.stop_ids} must be token ids with commas between them") from None
-    strings = _stop_strings(config.stop)
+    strings = tuple(texts(config.stop, "--stop"))
     work = Generate(stop_ids=tuple(ids), stop_strings=strings)
     if problems := stop_problems(work, tokenizer.encode, tokenizer.decode, vocabulary):
         raise ValueError(f"--stop-ids = {config.stop_ids}, --stop = {config.stop}: {'; '.join(problems)}")
     ends = {*ids, *end_of_sequence_ids(config.model), *(() if tokenizer.eos is None else (tokenizer.eos,))}
     return {"stop_ids": tuple(sorted(ends)), "stop_strings": strings}
-
-
-def _stop_strings(stop: str) -> tuple[str, ...]:
-    if not stop.startswith("["):
-        return (stop,) if stop else ()
-    try:
-        strings = json.loads(stop)
-    except ValueError:
-        strings = None
-    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise ValueError(f'--stop = {stop} must be a text, or a JSON list of texts such as ["one", "two"]')
-    return tuple(strings)
 
 
 def _graph_violations(

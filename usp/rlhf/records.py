@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from usp.run.output import LineFile
 
 from .algorithms.rewards import RewardFailed, ScoreWith
 from .environments.episodes import Episodes
+from .environments.tools import calls_of
 from .graph import Compute, DataflowGraph, Generate
 from .samples import Samples
 
@@ -139,7 +141,8 @@ def sample_record(sample: Mapping[str, Tensor], decode: Callable[[list[int]], st
     """Return the JSON record of a sample, whose values `sample` holds by key, as `Samples` does.
 
     tokens: [text, log-probability at sampling, in training (None if it was not computed)] of the first `most_tokens` of
-    the response's `response_tokens` tokens; ⟨id⟩ for a token without text. advantage: mean over the response.
+    the response's `response_tokens` tokens; ⟨id⟩ for a token without text. advantage: mean over the response. turns: of
+    an episode, see `turns_of`, whose tokens of the environment have no log-probabilities.
     """
     ids, cut = sample["tokens"].tolist(), int(sample["prompt_length"])
     score = float(sample["score"])
@@ -163,7 +166,33 @@ def sample_record(sample: Mapping[str, Tensor], decode: Callable[[list[int]], st
             for token, at, then in numbers
         ]
         record["response_tokens"] = len(ids) - cut
+    if "turns" in sample:
+        owners, rewards = (sample[key][cut - 1 : len(ids) - 1].tolist() for key in ("turns", "turn_rewards"))
+        record["turns"] = turns_of(ids[cut:], owners, rewards, decode)
+        record["tokens"] = [
+            shown if owner else [shown[0], None, None]
+            for shown, owner in zip(record.get("tokens", ()), owners, strict=False)
+        ]
     return record
+
+
+def turns_of(
+    ids: Sequence[int], owners: Sequence[int], rewards: Sequence[float], decode: Callable[[list[int]], str]
+) -> list[dict[str, Any]]:
+    """Return the text and the number of tokens of each turn, and of each answer of the environment between them; of the
+    policy's turns also number, reward, and the names of the tools that they call.
+
+    owners: of each token, the turn; 0 for the environment's. rewards: of each token.
+    """
+    turns = []
+    starts = [place for place in range(len(ids)) if not place or owners[place] != owners[place - 1]]
+    for begin, end in pairwise([*starts, len(ids)]):
+        turn: dict[str, Any] = {"text": decode(list(ids[begin:end])), "tokens": end - begin}
+        if owners[begin]:
+            turn |= {"turn": owners[begin], "reward": sum(rewards[begin:end])}
+            turn["calls"] = [call if isinstance(call, str) else call[0] for call in calls_of(turn["text"])]
+        turns.append(turn)
+    return turns
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:
@@ -195,12 +224,13 @@ def sample_page(title: str, samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shown(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample as the page shows it; `spans` are the text, the title and the color of each token."""
+    """Return a sample as the page shows it. parts: the turns of an episode, otherwise one; each with a label, and the
+    text, the title and the color of each token (spans)."""
     prompt, tokens = str(sample["prompt"]), sample.get("tokens") or ()
     end = prompt if len(prompt) <= _SUMMARY else f"…{prompt[-_SUMMARY:]}"
     spans, gaps = [], []
     for text, sampled, trained in tokens:
-        title, color = f"at sampling {sampled:.4f}", ""
+        title, color = "" if sampled is None else f"at sampling {sampled:.4f}", ""
         if trained is not None:
             gaps.append(trained - sampled)
             title, color = f"{title}, in training {trained:.4f}, gap {gaps[-1]:+.2g}", _color(gaps[-1])
@@ -208,8 +238,20 @@ def _shown(sample: Mapping[str, Any]) -> dict[str, Any]:
     total = sample.get("response_tokens", len(tokens))
     note = f"{total:,} tokens" if total == len(tokens) else f"the first {len(tokens):,} of {total:,} tokens"
     note += f", largest gap {max(map(abs, gaps)):.2g}" if gaps else ""
+    parts, begin = [], 0
+    whole = {"text": sample["response"], "tokens": len(tokens)}
+    for turn in sample.get("turns") or [whole]:
+        of_turn, begin = spans[begin : begin + turn["tokens"]], begin + turn["tokens"]
+        label = ""
+        if "turn" in turn:
+            calls = f", calls {', '.join(turn['calls'])}" if turn["calls"] else ""
+            label = f"turn {turn['turn']}{calls}, reward {turn['reward']:.4g}"
+        elif turn is not whole:
+            label = "environment"
+        whole_turn = len(of_turn) == turn["tokens"] or turn is whole
+        parts.append({"label": label, "text": turn["text"], "spans": of_turn if whole_turn else []})
     kind = "evaluation" if sample.get("evaluation") else "training"
-    return {**sample, "set": kind, "prompt": prompt, "end": end, "spans": spans, "note": note}
+    return {**sample, "set": kind, "prompt": prompt, "end": end, "parts": parts, "note": note}
 
 
 def _color(gap: float) -> str:

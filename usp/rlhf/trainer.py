@@ -72,7 +72,10 @@ BuildReplanner: TypeAlias = Callable[[PreparedRlhf, Launch], Replanner]
 
 MOST = 0.5  # share of clipped rewards above which the run warns
 _IN_FLIGHT = "in_flight"  # prefix of the names of samples in a checkpoint
-_COLLECTED = ("tokens", "prompt_length", "score", "finished", "reward", "advantages", "logprobs", "old_logprobs")
+_COLLECTED = (
+    *("tokens", "prompt_length", "score", "finished", "turns", "turn_rewards"),
+    *("reward", "advantages", "logprobs", "old_logprobs"),
+)
 
 
 def train_rlhf(

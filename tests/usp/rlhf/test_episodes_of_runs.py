@@ -31,7 +31,7 @@ CONFIG = RlhfConfig(
     prompts=4,
     group_size=2,
     device="cpu",
-    options="mini_batches=2",
+    options="mini_batches=2,turn_discount=0.7",
 )
 PLANS: dict[str, dict[str, Any]] = {
     "u2 r2": {"sp_ulysses": 2, "sp_ring": 2},
@@ -108,6 +108,11 @@ def test_a_failing_environment_stops_the_run_or_leaves_the_sample_out(
         ({"algorithm": "sft"}, "--environment answers responses, and sft generates none"),
         ({"reward_model": "models/reward"}, "--reward-model is not used with --environment"),
         ({"reward_retries": 1}, "--reward-retries is not used with --environment"),
+        ({"tools": "calculator"}, "--tools = calculator are those of --environment tools: give both or neither"),
+        ({"environment": "tools", "tools": "calc"}, "--tools = calc: calc must be one of python, calculator"),
+        ({"environment": "tools", "tools": "calculator", "reward_function": "regex=("}, "--reward-function = regex=(:"),
+        ({"reward_function": "math"}, "--reward-function is not used with --environment"),
+        ({"reward_timeout": 3.0}, "--reward-timeout is an option of --reward-processes"),
         ({"replan": "every=1", "plan": "search"}, "--replan does not predict how often an environment answers"),
     ],
 )
@@ -117,3 +122,37 @@ def test_what_does_not_go_with_an_environment_is_refused(
     with pytest.raises(ConfigurationError) as refused:
         prepare(replace(CONFIG, data=data, output=str(tmp_path / "run"), **changes), Launch())
     assert said in str(refused.value)
+
+
+def test_tools_are_described_in_the_prompt_and_run(ranks: RankPool, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}"
+        "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    file, reward = tmp_path / "chats.jsonl", tmp_path / "reward.py"
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{number} + 1?"}], "answer": str(number + 1)} for number in range(8)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    reward.write_text(
+        "def share(prompt, response, answer):\n    return response.count('a') / 8 + ('[calculator]' in prompt)\n"
+    )
+    config = replace(
+        CONFIG,
+        environment="tools",
+        tools="calculator",
+        reward_function=f"{reward}:share",
+        chat_template=str(template),
+        data=str(file),
+        steps=1,
+        output=str(tmp_path / "run"),
+    )
+    (metrics,) = ranks.run(metrics_of, 1, config)[0]
+    assert metrics["score"] >= 1
+    (line, *_) = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["turns"][0]["turn"] == 1
+    template.write_text(template.read_text().replace("tools or []", "[]"))
+    with pytest.raises(ConfigurationError, match="does not describe tools"):
+        prepare(replace(config, output=str(tmp_path / "other")), Launch())

@@ -39,6 +39,26 @@ def test_a_record_has_the_tokens_of_the_response_with_both_log_probabilities() -
     assert bare["tokens"][2] == [">", -2.0, None] and "advantage" not in bare
 
 
+def test_an_episode_has_turns_with_rewards_and_the_tools_that_they_call(tmp_path: Path) -> None:
+    texts = {1: '<tool_call>{"name": "search", "arguments": {}}</tool_call>', 2: "<b>seven</b>", 3: "8", 0: "Q"}
+    sample = {
+        "tokens": torch.tensor([0, 1, 2, 2, 3]),
+        "prompt_length": torch.tensor(1),
+        "score": torch.tensor(1.5),
+        "logprobs": torch.tensor([-0.5, 0.0, 0.0, -1.0, 0.0]),
+        "turns": torch.tensor([1, 0, 0, 2, 0]),
+        "turn_rewards": torch.tensor([0.5, 0.0, 0.0, 1.0, 0.0]),
+    }
+    record = sample_record(sample, lambda ids: "".join(texts[each] for each in ids), most_tokens=3)
+    assert [turn.get("reward") for turn in record["turns"]] == [0.5, None, 1.0]
+    assert record["turns"][0]["calls"] == ["search"] and record["turns"][1]["tokens"] == 2
+    assert record["tokens"][1] == ["<b>seven</b>", None, None]
+    page = Page(sample_page("run", [{"step": 1, **record}]))
+    for label in ("turn 1, calls search, reward 0.5", "environment", "turn 2, reward 1"):
+        assert label in page.text
+    assert page.text.count("<b>seven</b>") == 2 and [tag for tag, _ in page.elements].count("pre") == 4
+
+
 class Page(HTMLParser):
     """The elements of a page, and its text outside of scripts and styles."""
 

@@ -43,6 +43,7 @@ class GRPO(PolicyOptions):
     """
 
     min_group_size = 2
+    by_turns = True
     generate: Generate = field(default_factory=lambda: Generate(group_size=8))
     kl: float = 0.04
     aggregation: Aggregation = "sequence_mean"
@@ -81,19 +82,32 @@ class GRPO(PolicyOptions):
 
 def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
     """Subtract the group's mean reward, and divide by its standard deviation if `scale_by_std` (arXiv 2402.03300,
-    section 4.1.2). Also returns `informative`: 1 if the rewards of the group differ."""
+    section 4.1.2). Also returns `informative`: 1 if the rewards of the group differ.
+
+    With `turn_discount`, the returns of a turn are compared with those of the same turn of the group's other episodes,
+    which are 0 once an episode has ended, and so on for every turn.
+    """
     batch = Batch.of(samples, options)
     group_size = options.generate.group_size
-    distances_PG, counts_P = batch.group_distances(batch.rewards_N)
-    differs_P = distances_PG.amax(1) - distances_PG.amin(1) > _EQUAL
+    returns_NK, turns_NR = batch.turn_returns() if options.turn_discount else (batch.rewards_N[:, None], None)
+    advantages_KN, differs_P = [], torch.zeros(len(samples) // group_size, dtype=torch.bool)
+    for returns_N in returns_NK.unbind(1):
+        distances_PG, counts_P = batch.group_distances(returns_N)
+        differs_P |= distances_PG.amax(1) - distances_PG.amin(1) > _EQUAL
+        if options.scale_by_std:
+            variance_P = distances_PG.square().sum(1) / (counts_P - 1).clamp(min=1)
+            distances_PG = distances_PG / (variance_P.sqrt() + _STD_EPSILON)[:, None]
+        advantages_KN.append(distances_PG.flatten())
     differs_N = differs_P.repeat_interleave(group_size)
-    if options.scale_by_std:
-        variance_P = distances_PG.square().sum(1) / (counts_P - 1).clamp(min=1)
-        distances_PG = distances_PG / (variance_P.sqrt() + _STD_EPSILON)[:, None]
     trained_N = differs_N if options.drop_equal_groups else None
     if options.oversample > 1:
         trained_N = _first_groups(options, samples, differs_P, reduce).repeat_interleave(group_size)
-    result = batch.result(batch.spread(distances_PG.flatten()), reduce, trained_N)
+    if turns_NR is None:
+        advantages_NR = batch.spread(advantages_KN[0])
+    else:
+        zero_N = torch.zeros(len(samples), dtype=torch.float64)
+        advantages_NR = torch.stack([zero_N, *advantages_KN], 1).gather(1, turns_NR)
+    result = batch.result(advantages_NR, reduce, trained_N)
     return Samples(samples.ids, {**result, "informative": per_sample(differs_N)})
 
 
@@ -203,6 +217,7 @@ class ReinforcePlusPlusBaseline(GRPO):
     and advantages are normalized over all tokens of the step. The KL penalty is in the loss, estimated by k2.
     """
 
+    by_turns = False
     kl: float = 0.01
     kl_estimator: Estimator = "k2"
     aggregation: Aggregation = "token_mean"

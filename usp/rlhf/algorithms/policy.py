@@ -14,14 +14,15 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from usp.fields import shared_values
 from usp.rlhf.graph import Compute, Generate, Inference, ModelCall, Reduce, generated_keys
 from usp.rlhf.samples import Samples
 
-from .algorithm import Options, at_least, finite, logprobs, one_of, train
+from .algorithm import Options, at_least, finite, fraction, logprobs, one_of, train
 from .objectives import SAMPLED, Aggregation, ClippedPolicy, RolloutIS, Weighting
-from .response_rows import Responses, per_sample, scalars
+from .response_rows import Responses, discounted_sums, per_sample, scalars
 from .rewards import RewardShape, ScoreWith
 
 CLIPPED = "reward_clipped"
@@ -47,11 +48,15 @@ class PolicyOptions(Options):
             old_logprobs are those at sampling, else none.
         rollout_is_threshold: the most that it multiplies with; inf: any.
         max_importance_ratio: end the train step when a mini-batch's mean ratio is above; 0 disables.
+        turn_discount: of episodes, the discount of a turn's reward in the return of the turn before: rewards then count
+            at their turns, and a turn only for what follows it. 0: their sum counts at the end, for all tokens.
         staleness: 1: the samples are of the policy before the last step's training. Set by --staleness.
         min_group_size: 2 if the responses to a prompt are compared with each other.
+        by_turns: the algorithm has returns of turns.
     """
 
     min_group_size: ClassVar[int] = 1
+    by_turns: ClassVar[bool] = False
     objective_type: ClassVar[type[ClippedPolicy]] = ClippedPolicy
     generate: Generate = field(default_factory=Generate)
     reward: ScoreWith | None = None
@@ -70,6 +75,7 @@ class PolicyOptions(Options):
     rollout_is: Literal["auto"] | RolloutIS = "auto"
     rollout_is_threshold: float = 2.0
     max_importance_ratio: float = 5.0
+    turn_discount: float = 0.0
     staleness: int = 0
 
     @property
@@ -123,6 +129,14 @@ class PolicyOptions(Options):
             yield f"rollout_is_threshold={self.rollout_is_threshold} must be above 0: nothing would be trained on"
         if self.rollout_is_threshold != PolicyOptions.rollout_is_threshold and self.correction == "none":
             yield f"rollout_is_threshold={self.rollout_is_threshold} has no effect without rollout_is: remove it"
+        yield from fraction(self, "turn_discount")
+        if self.turn_discount and not self.by_turns:
+            yield f"turn_discount={self.turn_discount}: this algorithm has no returns of turns, GRPO and PPO do: remove"
+        if self.turn_discount and self.generate.episodes is None:
+            yield f"turn_discount={self.turn_discount} is of episodes: give --environment, or remove it"
+        shape = self.shape()
+        if self.turn_discount and (replace(shape, scaling=1.0, max_tokens=0) != RewardShape()):
+            yield f"turn_discount={self.turn_discount} takes rewards of turns as they are, but for their scaling"
         if not self.generate.temperature > 0:
             yield f"temperature={self.generate.temperature} must be above 0: greedy responses are not policy samples"
         if self.eps_low > 1:
@@ -161,7 +175,8 @@ def policy_calls(
     numbers = (*options.reward_numbers, *scalars)
     compute = Compute(advantages, options.generate.group_size if grouped else 1, numbers)
     penalty = (options.old_key, "ref_logprobs") if options.kl_in_reward else ()
-    reads = tuple(dict.fromkeys(("tokens", "mask", "score", "finished", *penalty, *inputs)))
+    by_turn = ("turns", "turn_rewards") if options.turn_discount and options.generate.episodes else ()
+    reads = tuple(dict.fromkeys(("tokens", "mask", "score", "finished", *by_turn, *penalty, *inputs)))
     recompute = "old_logprobs" in (*reads, options.old_key)
     gives = ("advantages", "weights", "token_weights", *per_token, *numbers)
     stop_above = ("importance_ratio", options.max_importance_ratio) if options.max_importance_ratio else None
@@ -232,10 +247,31 @@ class Batch:
     def token_rewards(self, kl: float) -> Tensor:
         """Return -kl * log-ratio per token, plus the reward at the last one, (N, R) (arXiv 1909.08593, equation 2).
 
-        A response without tokens drops its reward.
+        A response without tokens drops its reward. With `turn_discount`, rewards are at the last tokens of their turns.
         """
+        if "turns" in self.samples.values:
+            return self._turn_rewards_NR() - kl * self.log_ratios_NR
         last_NR = torch.arange(self.log_ratios_NR.shape[1]) == self.responses.lengths_N[:, None] - 1
         return self.rewards_N.double()[:, None] * last_NR - kl * self.log_ratios_NR
+
+    def _turn_rewards_NR(self) -> Tensor:
+        return self.responses.rows(self.samples["turn_rewards"]) * self.options.reward_scaling
+
+    def token_discounts(self, gamma: float) -> Tensor | float:
+        """Return the discount from a token to the next one: gamma, and `turn_discount` between turns, (N, R)."""
+        if "turns" not in self.samples.values:
+            return gamma
+        turns_NR = self.responses.rows(self.samples["turns"])
+        ends_NR = turns_NR != pad(turns_NR[:, 1:], (0, 1))
+        return torch.where(ends_NR, gamma * self.options.turn_discount, gamma).double()
+
+    def turn_returns(self) -> tuple[Tensor, Tensor]:
+        """Return the discounted return of every turn, (N, K), 0 after the last; and the turn of each token, (N, R)."""
+        turns_NR = self.responses.rows(self.samples["turns"]).long()
+        most = int(turns_NR.max()) if turns_NR.numel() else 0
+        rewards_NK = torch.zeros(len(turns_NR), most + 1, dtype=torch.float64)
+        rewards_NK = rewards_NK.scatter_add(1, turns_NR, self._turn_rewards_NR())[:, 1:]
+        return discounted_sums(rewards_NK, self.options.turn_discount), turns_NR
 
     def result(self, advantages_NR: Tensor, reduce: Reduce, trained_N: Tensor | None = None) -> dict[str, list[Tensor]]:
         """Return the outputs of every `advantages` function. Four all-reduces.

@@ -41,6 +41,7 @@ class PPO(PolicyOptions):
         value_norm, value_norm_beta, value_norm_eps: see `RunningMoments`.
     """
 
+    by_turns = True
     mini_batches: int = 4
     gamma: float = 1.0
     lam: float = 1.0
@@ -67,6 +68,8 @@ class PPO(PolicyOptions):
             yield f"value_norm_beta={self.value_norm_beta} must be at least 0 and below 1"
         if not self.value_norm_eps > 0:
             yield f"value_norm_eps={self.value_norm_eps} must be above 0: it bounds a divisor"
+        if self.turn_discount and self.normalise_rewards:
+            yield "normalise_rewards is of whole responses, and turn_discount has rewards of turns: remove one"
         if self.aggregation != "token_mean":
             yield f"aggregation={self.aggregation!r}: PPO supports only token_mean, which its critic shares"
 
@@ -90,7 +93,13 @@ def next_kl(options: PPO, weight: float, kl: float, samples: int) -> float:
 
 
 def gae(
-    rewards_NR: Tensor, values_NR: Tensor, inside_NR: Tensor, last_values_N: Tensor, *, gamma: float, lam: float
+    rewards_NR: Tensor,
+    values_NR: Tensor,
+    inside_NR: Tensor,
+    last_values_N: Tensor,
+    *,
+    gamma: float | Tensor,
+    lam: float,
 ) -> Tensor:
     """Return generalized advantages, (N, R) (Schulman et al., arXiv 1506.02438, equation 16).
 
@@ -99,6 +108,7 @@ def gae(
     Args:
         inside_NR: mask of the entries that hold a token; rewards and values are 0 elsewhere.
         last_values_N: value of the state after each row's last token: 0 where the response ended there.
+        gamma: for all tokens, or (N, R) of each.
     """
     width = rewards_NR.shape[1]
     is_last_NR = inside_NR & ~pad(inside_NR, (0, 1))[:, 1:]
@@ -144,7 +154,8 @@ class PPOAdvantages:
         # The value after the last token is 0 for finished responses, the critic's for truncated ones.
         last_N = of_critic.denormalise(scalars([values[-1] for values in samples["values"]]))
         last_N = last_N.where(scalars(samples["finished"]) == 0, 0)
-        advantages_NR = gae(rewards_NR, values_NR, inside_NR, last_N, gamma=options.gamma, lam=options.lam)
+        gamma = batch.token_discounts(options.gamma)
+        advantages_NR = gae(rewards_NR, values_NR, inside_NR, last_N, gamma=gamma, lam=options.lam)
         returns_NR = advantages_NR + values_NR
         of_returns = moments(returns_NR[inside_NR], reduce)
         of_errors = moments(advantages_NR[inside_NR], reduce)  # returns - values

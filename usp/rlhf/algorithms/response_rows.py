@@ -50,12 +50,16 @@ class Responses:
         return values
 
 
-def discounted_sums(x_NR: Tensor, factor: float) -> Tensor:
-    """Return y[t] = x[t] + factor * y[t + 1] in log2(R) steps (Hillis and Steele, "Data parallel algorithms", 1986)."""
+def discounted_sums(x_NR: Tensor, factor: float | Tensor) -> Tensor:
+    """Return y[t] = x[t] + factor[t] * y[t + 1] in log2(R) steps (Hillis and Steele, "Data parallel algorithms", 1986).
+
+    factor: for all entries, or (N, R) of each.
+    """
     reach = 1
     while reach < x_NR.shape[1]:
         x_NR = x_NR + factor * pad(x_NR[:, reach:], (0, reach))
-        reach, factor = 2 * reach, factor * factor
+        factor = factor * (pad(factor[:, reach:], (0, reach)) if isinstance(factor, Tensor) else factor)
+        reach = 2 * reach
     return x_NR
 
 

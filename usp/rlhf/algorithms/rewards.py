@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from usp.rlhf.environments.episodes import Processes
+from usp.rlhf.environments.ready_rewards import READY_REWARDS, from_spec
 from usp.rlhf.graph import Reduce
 from usp.rlhf.samples import Samples
 from usp.run.failures import UserCodeFailed, load_from_file
@@ -21,20 +23,19 @@ from .response_rows import scalars
 
 # reward(prompt, response, answer) -> a finite number; prompt and response as `ScoreWith.decode` gives them
 RewardFunction = Callable[[Any, Any, Any], float]
-
-
-def match(prompt: str, response: str, answer: str) -> float:
-    """Return 1 if the response is the answer up to surrounding whitespace, else 0."""
-    return float(response.strip() == answer.strip())
+_Tried = tuple[Tensor, str, str]  # a score; or why there is none, and the traceback
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """Return `match`, or the function that PATH.py:NAME names.
+    """Return the ready function of a name, or the function that PATH.py:NAME names.
 
-    Raises ValueError for another name, a file that cannot be imported, or a missing function.
+    Raises ValueError for another name, a file that cannot be imported, a missing function or package, or a machine that
+    lacks what the function needs.
     """
-    if name == "match":
-        return match
+    if name.partition("=")[0] in READY_REWARDS:
+        function = from_spec(name, READY_REWARDS)
+        getattr(function, "check", lambda: None)()
+        return function
     function = load_from_file(name, "function")
     if not callable(function):
         raise ValueError(f"{name} must be a function, got a {type(function).__name__}")
@@ -72,6 +73,8 @@ class ScoreWith:
             others record it in `failures`; its score is 0 (zero), or nan: the sample is no part of the step (drop), or
             the step must not train (stop).
         failures: the samples that failed since the last `take_failures`, as `RewardFailed.record`.
+        pool: processes that call the function instead of this one, `workers` at a time; a call that takes too long
+            fails.
     """
 
     reward: RewardFunction
@@ -82,6 +85,8 @@ class ScoreWith:
     pause: float = 1.0
     failure: Literal["raise", "stop", "zero", "drop"] = "raise"
     failures: list[dict[str, Any]] = field(default_factory=list)
+    pool: Processes | None = None
+    workers: int = 1
 
     def take_failures(self) -> list[dict[str, Any]]:
         """Return `failures`, and forget them."""
@@ -99,27 +104,50 @@ class ScoreWith:
 
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
         """Score samples. Raises RewardFailed at the first sample without a finite score, if `failure` is "raise"."""
-        scores = [
-            self._score(*of_sample)
-            for of_sample in zip(samples.ids, *(samples[key] for key in self.inputs), strict=True)
-        ]
+        texts: list[tuple[Any, Any, Any]] = []
+        for tokens, prompt_length, prompt_index in zip(*(samples[key] for key in self.inputs), strict=True):
+            ids, cut = tokens.tolist(), int(prompt_length)
+            texts.append((self.decode(ids[:cut]), self.decode(ids[cut:]), self.answer(int(prompt_index))))
+        tried = self._in_pool(texts) if self.pool else None
+        scores = []
+        for number in range(len(samples)):
+            score, error, trace = tried[number] if tried else self._patiently(texts[number])
+            scores.append(self._failed(samples, number, texts[number], error, trace) if error else score)
         return Samples(samples.ids, {self.output: scores})
 
-    def _score(self, sample: int, tokens: Tensor, prompt_length: Tensor, prompt_index: Tensor) -> Tensor:
-        ids, cut, index = tokens.tolist(), int(prompt_length), int(prompt_index)
-        texts = self.decode(ids[:cut]), self.decode(ids[cut:]), self.answer(index)
+    def _patiently(self, texts: tuple[Any, Any, Any]) -> _Tried:
         for failed in range(1 + self.retries):
             if failed:
                 time.sleep(self.pause * 2 ** (failed - 1))
-            score, error, trace = self._try(*texts)
-            if not error:
-                return score
+            tried = self._try(lambda: self.reward(*texts))
+            if not tried[1]:
+                break
+        return tried
+
+    def _in_pool(self, texts: Sequence[tuple[Any, Any, Any]]) -> list[_Tried]:
+        """Return what calls in the pool return, with retries of those that fail."""
+        assert self.pool is not None
+        turns = [(response, {"prompt": prompt, "answer": answer}) for prompt, response, answer in texts]
+        tried: dict[int, _Tried] = {}
+        missing = list(range(len(turns)))
+        for failed in range(1 + self.retries):
+            if failed and missing:
+                time.sleep(self.pause * 2 ** (failed - 1))
+            answers = self.pool.answer_all([turns[number] for number in missing], self.workers)
+            for number, answer in zip(missing, answers, strict=True):
+                tried[number] = (torch.tensor(answer.reward), answer.error, answer.traceback)
+            missing = [number for number in missing if tried[number][1]]
+        return [tried[number] for number in range(len(turns))]
+
+    def _failed(self, samples: Samples, number: int, texts: tuple[Any, Any, Any], error: str, trace: str) -> Tensor:
+        """Record a failure, and return its score. Raises RewardFailed if `failure` is "raise"."""
+        tokens, prompt_length, prompt_index = (samples[key][number] for key in self.inputs)
         failure = RewardFailed(
             {
-                "sample": sample,
-                "prompt_index": index,
-                "prompt_ids": ids[:cut],
-                "response_ids": ids[cut:],
+                "sample": samples.ids[number],
+                "prompt_index": int(prompt_index),
+                "prompt_ids": tokens[: int(prompt_length)].tolist(),
+                "response_ids": tokens[int(prompt_length) :].tolist(),
                 **{name: str(text) for name, text in zip(("prompt", "response", "answer"), texts, strict=True)},
                 "error": error,
                 "traceback": trace,
@@ -130,11 +158,10 @@ class ScoreWith:
         self.failures.append(failure.record)
         return torch.tensor(0.0 if self.failure == "zero" else math.nan)
 
-    def _try(self, prompt: Any, response: Any, answer: Any) -> tuple[Tensor, str, str]:
-        """Return the score, why it is none, and the traceback; the latter two are empty for a score."""
+    def _try(self, call: Callable[[], Any]) -> _Tried:
         nothing = torch.tensor(math.nan)
         try:
-            returned = self.reward(prompt, response, answer)
+            returned = call()
             score = torch.tensor(float(returned) if isinstance(returned, Real) else math.nan, dtype=torch.float32)
         except (Exception, SystemExit) as raised:  # SystemExit would end this rank without a word
             return nothing, f"it raised {type(raised).__name__}: {raised}", traceback.format_exc()

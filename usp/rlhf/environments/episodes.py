@@ -36,45 +36,6 @@ class Environment(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False)
-class Episodes:
-    """How the turns of responses are answered.
-
-    Attributes:
-        environment: PATH.py:NAME of a class with the methods of `Environment`.
-        examples: with a prompt, ids, and an answer each, by prompt_index. decode: returns the text of ids.
-        observe: returns the ids that the policy reads, of an observation and the last token before it. Raises
-            ValueError for messages without a chat template.
-        max_turns: of the policy.
-        max_observation_tokens: of all observations of an episode, which ends before one that exceeds them.
-        timeout: seconds of a step.
-        failure: the score of an episode whose environment fails: 0 (zero), or nan: the sample is no part of the step
-            (drop), or the step must not train (stop).
-        failures: the episodes that failed since the last `take_failures`.
-    """
-
-    environment: str
-    examples: Any
-    decode: Callable[[Sequence[int]], str]
-    observe: Callable[[Observation, int], list[int]]
-    max_turns: int = 8
-    max_observation_tokens: int = 1024
-    timeout: float = 60.0
-    failure: Literal["stop", "zero", "drop"] = "stop"
-    failures: list[dict[str, Any]] = field(default_factory=list)
-
-    def sample(self, index: int) -> dict[str, Any]:
-        """Return what `Environment.reset` gets of an example, besides the numbers of the sample and the example."""
-        example = self.examples[index]
-        return {"prompt": self.decode(example.prompt.tolist()), "answer": example.answer}
-
-    def take_failures(self) -> list[dict[str, Any]]:
-        """Return `failures`, and forget them."""
-        taken = list(self.failures)
-        self.failures.clear()
-        return taken
-
-
 class Answer(NamedTuple):
     """What an environment answered to a turn of the episode `number`; error: why it did not, empty if it did."""
 
@@ -97,10 +58,16 @@ class _Process:
 
 
 class Processes:
-    """Processes of an environment, one for every episode that runs: one that hangs or dies costs its own episode."""
+    """Processes of an environment, one for every episode that runs: one that hangs or dies costs its own episode. None
+    is started before it is asked.
 
-    def __init__(self, environment: str, timeout: float) -> None:
-        self._environment, self._timeout = environment, timeout
+    Args:
+        environment: PATH.py:NAME of a class with the methods of `Environment`, or a ready one (`worker.make`) with its
+            settings. timeout: seconds of a step.
+    """
+
+    def __init__(self, environment: str, timeout: float = 60.0, settings: Mapping[str, Any] | None = None) -> None:
+        self._environment, self._timeout, self._settings = environment, timeout, json.dumps(settings or {})
         self._of_episode: dict[int, _Process] = {}
         self._free: list[_Process] = []
         self._lost: list[Answer] = []
@@ -143,6 +110,24 @@ class Processes:
             if found or not wait or not asked:
                 return found
 
+    def answer_all(self, turns: Sequence[tuple[str, Mapping[str, Any]]], workers: int) -> list[Answer]:
+        """Return the answers to episodes of one turn each, with their samples, in order; `workers` run at a time."""
+        found: dict[int, Answer] = {}
+        begun = 0
+        while len(found) < len(turns):
+            while begun < len(turns) and begun - len(found) < workers:
+                self.ask(begun, *turns[begun])
+                begun += 1
+            for answer in self.answers(wait=True):
+                found[answer.number] = answer
+                self.end(answer.number)
+        return [found[number] for number in range(len(turns))]
+
+    def stop(self) -> None:
+        """End the processes whose episodes run."""
+        for process in list(self._of_episode.values()):
+            self._end(process, "")
+
     def close(self) -> None:
         """End all processes."""
         for process in [*self._free, *self._of_episode.values()]:
@@ -150,7 +135,7 @@ class Processes:
         self._selector.close()
 
     def _start(self) -> _Process:
-        command = [sys.executable, str(WORKER), self._environment]
+        command = [sys.executable, str(WORKER), self._environment, self._settings]
         pipe = subprocess.PIPE
         process = _Process(subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True))
         assert process.popen.stdout is not None
@@ -186,6 +171,43 @@ class Processes:
                 pipe.close()
         self._of_episode.pop(process.number, None)
         return Answer(process.number, error=why)
+
+
+@dataclass(frozen=True, eq=False)
+class Episodes:
+    """How the turns of responses are answered.
+
+    Attributes:
+        examples: with a prompt, ids, and an answer each, by prompt_index. decode: returns the text of ids.
+        observe: returns the ids that the policy reads, of an observation and the last token before it. Raises
+            ValueError for messages without a chat template.
+        max_turns: of the policy.
+        max_observation_tokens: of all observations of an episode, which ends before one that exceeds them.
+        failure: the score of an episode whose environment fails: 0 (zero), or nan: the sample is no part of the step
+            (drop), or the step must not train (stop).
+        failures: the episodes that failed since the last `take_failures`.
+        processes: of the environment, on the ranks that ask it; they take the episodes of one step after another.
+    """
+
+    processes: Processes
+    examples: Any
+    decode: Callable[[Sequence[int]], str]
+    observe: Callable[[Observation, int], list[int]]
+    max_turns: int = 8
+    max_observation_tokens: int = 1024
+    failure: Literal["stop", "zero", "drop"] = "stop"
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """Return what `Environment.reset` gets of an example, besides the numbers of the sample and the example."""
+        example = self.examples[index]
+        return {"prompt": self.decode(example.prompt.tolist()), "answer": example.answer}
+
+    def take_failures(self) -> list[dict[str, Any]]:
+        """Return `failures`, and forget them."""
+        taken = list(self.failures)
+        self.failures.clear()
+        return taken
 
 
 def ids_between(encode: Callable[[str], Iterable[int]], chats: Any, observation: Observation, last: int) -> list[int]:

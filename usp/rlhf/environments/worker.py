@@ -1,7 +1,7 @@
 """The process of an environment: a JSON line for every turn in, one with the answer out.
 
-It is started as a script, `python worker.py PATH.py:NAME`, so that it imports nothing but the standard library and the
-user's file. What the environment prints goes to standard error."""
+It is started as a script, `python worker.py NAME SETTINGS`, and imports nothing but the standard library and the user's
+file, or what is ready, so that it starts fast. What the environment prints goes to standard error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,36 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[3])  # instead of this folder, whose files are no modules of the user's
+
+from usp.rlhf.environments.ready_rewards import READY_REWARDS, REWARD, Scored, from_spec
+from usp.rlhf.environments.sandbox import PDEATHSIG, call
+from usp.rlhf.environments.tools import NAME as TOOLS
+from usp.rlhf.environments.tools import Toolbox, ToolEnvironment
+
+
+def make(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
+    """Return what makes the environment of an episode: the class that PATH.py:NAME names, or a ready one."""
+    if name not in (TOOLS, REWARD):
+        return load(name)
+    reward = settings["reward"]
+    score = from_spec(reward, READY_REWARDS) if reward.partition("=")[0] in READY_REWARDS else load(reward)
+    if name == REWARD:
+        return lambda: Scored(score)
+    toolbox = Toolbox(settings["tools"])
+    return lambda: ToolEnvironment(toolbox, score, settings["chat"])
+
 
 def load(name: str) -> Any:
-    """Return the class that PATH.py:NAME names."""
+    """Return what PATH.py:NAME names."""
     path, _, of_class = name.rpartition(":")
     spec = importlib.util.spec_from_file_location("environment", Path(path).expanduser())
     assert spec is not None and spec.loader is not None
@@ -43,13 +65,15 @@ def main() -> None:
     """Answer until there are no more lines. A line with a sample begins an episode."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    if sys.platform == "linux":
+        call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # with the rank, also in the middle of a step
     kind: Any = None
     environment: Any = None
     for line in sys.stdin:
         asked = json.loads(line)
         try:
             if "sample" in asked:
-                kind = kind or load(sys.argv[1])
+                kind = kind or make(sys.argv[1], json.loads(sys.argv[2]))
                 environment = kind()
                 environment.reset(asked["sample"])
             answer = checked(environment.step(asked["turn"]))

@@ -157,14 +157,16 @@ class GeneratedResponse:
         tokens: int64, on the CPU.
         logprobs: float32, of each token at the temperature (1 where it is 0), before top-k and top-p.
         finished: whether it ends with a stop id, or the token that completes a stop string.
-        own: bool, of each token, whether the policy wrote it; None if it wrote all. score: of an episode.
+        turns: int64, of each token, the turn of the policy that wrote it, from 1; 0 for an environment's. None if it
+            wrote all. score: of an episode. rewards: of its turns.
     """
 
     tokens: Tensor
     logprobs: Tensor
     finished: bool
-    own: Tensor | None = None
+    turns: Tensor | None = None
     score: float = 0.0
+    rewards: Sequence[float] = ()
 
 
 @dataclass(eq=False)

@@ -229,8 +229,9 @@ class Generator:
                 torch.tensor(each.tokens),
                 torch.tensor(each.logprobs, dtype=torch.float32),
                 each.done,
-                torch.tensor(each.own),
+                torch.tensor(each.owners),
                 each.score,
+                each.rewards,
             )
             for each in turns.records
         ]
@@ -385,8 +386,8 @@ def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Gen
     """Generate `work.group_size` samples for each prompt p, with the ids p * group_size + k.
 
     Returns tokens (prompt and response), mask (1 where the policy wrote the next token), logprobs (of those tokens, at
-    sampling), finished and prompt_length, and of episodes the score. A sample depends only on `seed` and its id, and on
-    the environment.
+    sampling), finished and prompt_length, and of episodes the score, turns and turn_rewards.
+    A sample depends only on `seed` and its id, and on the environment.
     """
     group = range(work.group_size)
     ids = [prompt * work.group_size + k for prompt in prompts.ids for k in group]
@@ -403,9 +404,15 @@ def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
     # Entry t is about token t + 1, so the first of the response belongs to the last token of the prompt.
     predicted = slice(len(prompt) - 1, len(tokens) - 1)
     mask, logprobs = torch.zeros(2, len(tokens))
-    mask[predicted] = 1 if response.own is None else response.own.float()
     logprobs[predicted] = response.logprobs.float().cpu()
+    turns, rewards = torch.zeros(len(tokens), dtype=torch.int64), torch.zeros(len(tokens))
+    turns[predicted] = 1 if response.turns is None else response.turns
+    mask[predicted] = (turns[predicted] > 0).float()
+    for number, reward in enumerate(response.rewards, start=1):
+        rewards[torch.nonzero(turns == number).max()] = reward
     return {
+        "turns": turns,
+        "turn_rewards": rewards,
         "tokens": tokens,
         "mask": mask,
         "logprobs": logprobs,

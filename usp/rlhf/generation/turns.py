@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from usp.rlhf.environments.episodes import Answer, Episodes, Processes
+from usp.rlhf.environments.episodes import Answer, Episodes
 
 from .decoding import Rollout
 
@@ -30,19 +30,21 @@ class Told(NamedTuple):
 
 @dataclass(eq=False)
 class Record:
-    """A response so far. own: whether the policy wrote each token."""
+    """A response so far. owners: the turn that each token belongs to, from 1; 0 for the environment's. rewards: of the
+    turns that were answered."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
     turns: int = 0
     score: float = 0.0
     done: bool = False
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float], own: bool) -> None:
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
         self.tokens += tokens
         self.logprobs += logprobs
-        self.own += [own] * len(tokens)
+        self.owners += [turn] * len(tokens)
 
 
 class Turns:
@@ -69,18 +71,18 @@ class Turns:
         self.waiting: dict[int, Rollout] = {}
         self._limits = [rollout.limit for rollout in rollouts]
         self._episodes, self._samples, self._tell, self._context = episodes, samples, tell, context
-        self._processes = Processes(episodes.environment, episodes.timeout) if leads else None
+        self._processes = episodes.processes if leads else None
 
     def close(self) -> None:
-        """End the environments."""
+        """End the environments that have not answered."""
         if self._processes is not None:
-            self._processes.close()
+            self._processes.stop()
 
     def end_turn(self, rollout: Rollout) -> None:
         """Ask the environment of a rollout that has all of its tokens."""
         record = self.records[rollout.number]
-        record.add(rollout.tokens, rollout.logprobs, own=True)
         record.turns += 1
+        record.add(rollout.tokens, rollout.logprobs, record.turns)
         self.waiting[rollout.number] = rollout
         if self._processes is not None:
             sample = self._sample(rollout.number) if record.turns == 1 else None
@@ -114,18 +116,20 @@ class Turns:
         """Count an answer; return the rollout of the next turn, if there is one."""
         rollout, record = self.waiting.pop(told.number), self.records[told.number]
         if told.error:
-            record.score = 0.0 if self._episodes.failure == "zero" else math.nan
+            record.score, record.rewards = 0.0 if self._episodes.failure == "zero" else math.nan, []
         else:
+            record.rewards.append(told.reward)
             record.score += told.reward
             record.done = told.ids is None
         ids = told.ids or []
         prompt = [*rollout.prompt, *rollout.tokens, *ids]
-        left = min(self._limits[told.number] - sum(record.own), self._context - len(prompt))
-        observed = len(record.own) - sum(record.own) + len(ids)
+        observed = record.owners.count(0)
+        left = min(self._limits[told.number] - len(record.owners) + observed, self._context - len(prompt))
+        observed += len(ids)
         over = record.turns == self._episodes.max_turns or observed > self._episodes.max_observation_tokens or left <= 0
         if told.error or record.done or over:
             if self._processes is not None:
                 self._processes.end(told.number)
             return None
-        record.add(ids, [0.0] * len(ids), own=False)
+        record.add(ids, [0.0] * len(ids), 0)
         return Rollout(prompt, rollout.seed, left, number=told.number, before=len(record.tokens))

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from usp.data.tokenizer import ByteTokenizer, Tokenizer
 from usp.hf.tokenizers import load_tokenizer
-from usp.rlhf.algorithms.rewards import match
 from usp.rlhf.datasets import MARKS, QUESTION, Examples, example_indices, open_examples, sequences_of
+from usp.rlhf.environments.ready_rewards import match
 
 KEYS = ("prompt", "answer")
 

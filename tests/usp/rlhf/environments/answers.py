@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any
 
+from usp.rlhf.environments.tools import calculate
+
 
 class Echo:
     """Answer a turn with its last letters, as many as turns so far, and the example's answer, which it ends with."""
@@ -17,6 +19,15 @@ class Echo:
     def step(self, turn: str) -> tuple[str, float, bool]:
         self.turns += 1
         return turn[-self.turns :] + self.answer, len(turn) / 8, self.turns == 3
+
+
+class Counts(Echo):
+    """Answer a turn with what a calculator makes of its length, in five turns."""
+
+    def step(self, turn: str) -> tuple[str, float, bool]:
+        self.turns += 1
+        found = str(calculate(f"{len(turn)} ** 3 + {self.turns} * 7"))
+        return found, len(turn) / 8 - self.turns, self.turns == 5
 
 
 class Faults:

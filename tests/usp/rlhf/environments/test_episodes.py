@@ -76,6 +76,13 @@ def test_a_process_takes_one_episode_after_another(processes: Processes) -> None
         processes.end(number)
     assert len(processes._free) == 1
     (process,) = processes._free
+    processes.ask(9, "a turn", {"answer": "hang"})
+    processes.ask(10, "a turn", {"answer": ""})
+    assert answer(processes, {9, 10})[9].reward == 1
+    processes.end(10)
+    processes.stop()  # as at the end of a step: the free one stays for the next
+    assert not processes._of_episode and len(processes._free) == 1
+    (process,) = processes._free
     os.kill(process.popen.pid, 9)
     process.popen.wait()
     processes.ask(3, "a turn", {"answer": ""})

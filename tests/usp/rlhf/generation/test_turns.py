@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from parallel import ParallelMesh
 from tests.harness.ranks import RankPool
-from tests.usp.rlhf.environments.answers import Echo
+from tests.usp.rlhf.environments.answers import Counts, Echo
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
-from usp.rlhf.environments.episodes import Episodes, Observation
+from usp.rlhf.environments.episodes import Episodes, Observation, Processes
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.graph import Generate
 
@@ -24,6 +24,7 @@ from .test_generate import CONTEXT, GRIDS, built, letters
 HERE = importlib.import_module("tests.usp.rlhf.environments.answers").__file__
 LENGTHS = (40, 3, 1, CONTEXT - 20, 7)
 STOPS = tuple(range(0, VOCAB, 3))
+TOKENS = {"Echo": 9, "Counts": 30, "Faults": 60}
 ON_RANKS = {4: (0, 3, 4), 8: (8,)}
 
 
@@ -44,11 +45,13 @@ def observe(observation: Observation, last: int) -> list[int]:
 
 
 def work(environment: str = "Echo", **different: object) -> Generate:
-    episodes = Episodes(f"{HERE}:{environment}", examples(), letters, observe, **different)  # type: ignore[arg-type]
-    return Generate(max_new_tokens=9, temperature=0, stop_ids=STOPS, episodes=episodes)
+    episodes = Episodes(Processes(f"{HERE}:{environment}"), examples(), letters, observe, **different)  # type: ignore[arg-type]
+    return Generate(max_new_tokens=TOKENS[environment], temperature=0, stop_ids=STOPS, episodes=episodes)
 
 
-def on_grids(numbers: tuple[int, ...], different: dict[str, object]) -> dict[int, list[tuple[int, GeneratedResponse]]]:
+def on_grids(
+    numbers: tuple[int, ...], environment: str, different: dict[str, object]
+) -> dict[int, list[tuple[int, GeneratedResponse]]]:
     found = {}
     for number in numbers:
         mesh = ParallelMesh.create(GRIDS[number])
@@ -56,58 +59,61 @@ def on_grids(numbers: tuple[int, ...], different: dict[str, object]) -> dict[int
         prompts = [torch.from_numpy(examples()[index].prompt) for index in own]
         generator = built(CONFIGS["llama"](), mesh, slots=2)
         responses = generator.generate(
-            prompts, work(**different), [7 + index for index in own], [(0, index) for index in own]
+            prompts, work(environment, **different), [7 + index for index in own], [(0, index) for index in own]
         )
         found[number] = list(zip(own, responses, strict=True))
     return found
 
 
 def alone(
-    model: PreTrainedModel, example: Example, max_turns: int
-) -> tuple[list[int], list[bool], Tensor, float, bool]:
-    """The tokens, which are the policy's, their log-probabilities by one forward, the score, and whether it is done."""
-    environment, ids, own, score, done = Echo(), example.prompt.tolist(), [], 0.0, False
+    model: PreTrainedModel, example: Example, kind: type[Echo], max_turns: int
+) -> tuple[list[int], list[int], Tensor, list[float], bool]:
+    """The tokens, the turns of the policy's, log-probabilities by one forward, rewards, and whether it is done."""
+    environment, ids, owners, rewards, done = kind(), example.prompt.tolist(), [], [], False
     environment.reset({"answer": example.answer})
-    start = len(ids)
-    while not done and sum(own) < 9 and len(ids) < CONTEXT and environment.turns < max_turns:
+    start, most = len(ids), TOKENS[kind.__name__]
+    while not done and environment.turns < max_turns:
         turn: list[int] = []
-        while not (turn and turn[-1] in STOPS) and sum(own) + len(turn) < 9 and len(ids) + len(turn) < CONTEXT:
+        own = len(owners) - owners.count(0)
+        while not (turn and turn[-1] in STOPS) and own + len(turn) < most and len(ids) + len(turn) < CONTEXT:
             with torch.no_grad():
                 turn.append(int(model(torch.tensor([[*ids, *turn]])).logits[0, -1].argmax()))
-        ids, own = ids + turn, own + [True] * len(turn)
+        ids, owners = ids + turn, owners + [environment.turns + 1] * len(turn)
         observation, reward, done = environment.step(letters(turn))
-        score += reward
+        rewards.append(reward)
         observed = observe(observation, turn[-1])
-        if done or sum(own) == 9 or environment.turns == max_turns or len(ids) + len(observed) >= CONTEXT:
+        if done or own + len(turn) == most or environment.turns == max_turns or len(ids) + len(observed) >= CONTEXT:
             break
-        ids, own = ids + observed, own + [False] * len(observed)
+        ids, owners = ids + observed, owners + [0] * len(observed)
     whole = torch.tensor([ids])
     with torch.no_grad():
         logprobs = model(whole).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)
-    return ids[start:], own, logprobs[start - 1 :], score, done
+    return ids[start:], owners, logprobs[start - 1 :], rewards, done
 
 
-@pytest.mark.parametrize("max_turns", [8, 2])
-def test_every_grid_matches_one_process(ranks: RankPool, max_turns: int) -> None:
+@pytest.mark.parametrize(("kind", "max_turns"), [(Echo, 8), (Echo, 2), (Counts, 5)])
+def test_every_grid_matches_one_process(ranks: RankPool, kind: type[Echo], max_turns: int) -> None:
     model = drawn_model(CONFIGS["llama"]())
-    wanted = [alone(model, example, max_turns) for example in examples()]
-    assert len({done for *_, done in wanted}) == (2 if max_turns == 8 else 1)
+    wanted = [alone(model, example, kind, max_turns) for example in examples()]
+    assert len({done for *_, done in wanted}) == (1 if max_turns == 2 else 2)
+    assert max(len(rewards) for *_, rewards, _ in wanted) == {2: 2, 8: 3, 5: 5}[max_turns]
     for size, numbers in ON_RANKS.items():
-        for found in ranks.run(on_grids, size, numbers, {"max_turns": max_turns}):
+        for found in ranks.run(on_grids, size, numbers, kind.__name__, {"max_turns": max_turns}):
             for number, responses in found.items():
                 for index, response in responses:
-                    tokens, own, logprobs, score, done = wanted[index]
+                    tokens, owners, logprobs, rewards, done = wanted[index]
                     where = f"{GRIDS[number]}, prompt {index}"
                     assert response.tokens.tolist() == tokens, where
-                    assert response.own is not None and response.own.tolist() == own, where
-                    of_own = torch.tensor(own)
+                    assert response.turns is not None and response.turns.tolist() == owners, where
+                    of_own = torch.tensor(owners) > 0
                     assert (response.logprobs - logprobs)[of_own].abs().max() <= 1e-5, where
                     assert not response.logprobs[~of_own].any(), where
-                    assert response.score == pytest.approx(score) and response.finished == done, where
+                    assert list(response.rewards) == pytest.approx(rewards), where
+                    assert response.score == pytest.approx(sum(rewards)) and response.finished == done, where
 
 
 def failing(failure: str) -> tuple[list[GeneratedResponse], list[dict[str, object]]]:
-    asked = replace(work("Faults", failure=failure), max_new_tokens=60)
+    asked = work("Faults", failure=failure)
     generator = built(CONFIGS["llama"](), ParallelMesh.create(GRIDS[0]))
     assert asked.episodes is not None
     asked.episodes.examples[1] = Example(examples()[1].prompt, "die")

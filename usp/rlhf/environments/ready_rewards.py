@@ -1,0 +1,189 @@
+"""Rewards by name, of a prompt, a response and its answer. They import the standard library alone, so that processes
+beside the ranks start fast, and one that needs more says so in `check`."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .sandbox import Limits, Unprotected, run_python
+
+REWARD = "reward"  # the environment `Scored`
+UNPROTECTED = "unprotected"  # the value that allows programs on a machine that lacks a protection
+BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+QUESTION = """Judge the response to a prompt.
+
+Prompt:
+{prompt}
+
+Correct answer:
+{answer}
+
+Response:
+{response}
+
+End with a line that holds nothing but a number, from 0 (wrong) to 1 (right)."""
+
+
+def from_spec(spec: str, kinds: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return what `NAME`, `NAME=VALUE` or `NAME={"option": value, ...}` names among `kinds`; VALUE is its first option.
+
+    Raises ValueError for another name, or for options that it does not take.
+    """
+    name, equals, value = spec.partition("=")
+    if name not in kinds:
+        raise ValueError(f"{spec}: {name} must be one of {', '.join(kinds)}")
+    try:
+        return kinds[name](**json.loads(value)) if value.startswith("{") else kinds[name](*[value] if equals else [])
+    except (TypeError, ValueError, re.error, OSError) as error:
+        raise ValueError(f"{spec}: {error}") from error
+
+
+def check_sandbox(spec: str, allowed: str) -> None:
+    """Raise ValueError where programs cannot be confined, unless they are allowed all the same."""
+    if allowed not in ("", UNPROTECTED):
+        raise ValueError(f"{spec}={allowed} must be {spec}, or {spec}={UNPROTECTED}")
+    try:
+        run_python("", unprotected=bool(allowed))
+    except Unprotected as missing:
+        raise ValueError(f"{missing}; {spec}={UNPROTECTED} runs them with the protections that there are") from missing
+
+
+def match(prompt: str, response: str, answer: str) -> float:
+    """Return 1 if the response is the answer up to surrounding whitespace, else 0."""
+    return float(response.strip() == answer.strip())
+
+
+@dataclass(frozen=True)
+class MathEquality:
+    """1 if the last formula of the response, in a box if it has one, equals the answer by math-verify, else 0."""
+
+    def check(self) -> None:
+        try:
+            import math_verify  # noqa: F401
+        except ImportError as error:
+            raise ValueError(f"math needs the package math-verify: pip install usp-toolkit[math] ({error})") from error
+
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
+        from math_verify import parse, verify
+
+        marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
+        return float(verify(parse(answer if marked else f"${answer}$"), parse(response)))
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """1 if a regular expression is found in the response; with a group, if the last it finds is the answer."""
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        re.compile(self.pattern)
+
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
+        found = list(re.finditer(self.pattern, response, re.DOTALL | re.MULTILINE))
+        if not found or not found[-1].re.groups:
+            return float(bool(found))
+        return float((found[-1][1] or "").strip() == answer.strip())
+
+
+@dataclass(frozen=True)
+class CodeTests:
+    """The share of tests that the last block of Python code in the response passes, in the sandbox.
+
+    The answer has the tests: a JSON list of {"input": ..., "output": ...}, standard input and output of a program up to
+    whitespace at their ends, or statements that follow the code, such as assertions: one test.
+    """
+
+    allowed: str = ""
+    seconds: float = 10.0
+
+    def check(self) -> None:
+        check_sandbox("code", self.allowed)
+
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
+        code = (BLOCK.findall(response) or [response])[-1]
+        limits, unprotected = Limits(seconds=self.seconds), bool(self.allowed)
+        try:
+            tests = json.loads(answer)
+        except ValueError:
+            tests = None
+        if not isinstance(tests, list) or not all(isinstance(test, dict) for test in tests):
+            done = secrets.token_hex(8)  # without it, code that exits early would pass
+            ran = run_python(f"{code}\n\n{answer}\n\nprint({done!r})\n", "", limits, unprotected)
+            return float(ran.code == 0 and ran.output.rstrip().endswith(done))
+        passed = 0
+        for test in tests:
+            ran = run_python(code, str(test["input"]), limits, unprotected)
+            passed += ran.code == 0 and ran.output.rstrip() == str(test["output"]).rstrip()
+        return passed / len(tests) if tests else 0.0
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The number in the last line of a model's reply, served by an OpenAI-compatible HTTP API.
+
+    Attributes:
+        url: of the API. question: with {prompt}, {response} and {answer}. timeout: seconds of a request. retries:
+            further requests where one fails, or replies no number, after 1, 2, 4, ... seconds.
+    """
+
+    url: str = "http://127.0.0.1:8000/v1"
+    model: str = ""
+    question: str = QUESTION
+    timeout: float = 60.0
+    retries: int = 2
+    pause: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"the url {self.url} must begin with http:// or https://")
+
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
+        texts = {"{prompt}": prompt, "{answer}": answer, "{response}": response}
+        said = re.sub("|".join(map(re.escape, texts)), lambda name: texts[name[0]], self.question)
+        body, error = {"model": self.model, "messages": [{"role": "user", "content": said}], "temperature": 0}, ""
+        for attempt in range(1 + self.retries):
+            if attempt:
+                time.sleep(self.pause * 2 ** (attempt - 1))
+            try:
+                reply = post(f"{self.url}/chat/completions", body, self.timeout)["choices"][0]["message"]["content"]
+                return float(reply.strip().splitlines()[-1])
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as failed:
+                error = f"{type(failed).__name__}: {failed}"
+        raise RuntimeError(f"the judge at {self.url} failed {1 + self.retries} times: {error}")
+
+
+def post(url: str, body: Mapping[str, Any], timeout: float) -> Any:
+    """Return the JSON reply to a JSON request, of 1 MiB at most. Raises OSError or ValueError without one."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as reply:
+        return json.loads(reply.read(1 << 20))
+
+
+READY_REWARDS: Mapping[str, Callable[..., Callable[[str, str, str], float]]] = {
+    "match": lambda: match,
+    "math": MathEquality,
+    "regex": Pattern,
+    "code": CodeTests,
+    "judge": Judge,
+}
+
+
+class Scored:
+    """An environment of one turn, which a reward function scores."""
+
+    def __init__(self, reward: Callable[[str, str, str], float]) -> None:
+        self._reward = reward
+
+    def reset(self, sample: Mapping[str, Any]) -> None:
+        self._sample = sample
+
+    def step(self, turn: str) -> tuple[None, float, bool]:
+        return None, self._reward(self._sample["prompt"], turn, self._sample["answer"]), True
