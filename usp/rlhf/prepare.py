@@ -138,7 +138,6 @@ def prepare(
     graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
     problems.check()
     assert options is not None and graph is not None
-    graph = replace(graph, share_prefixes=config.share_prefixes)
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
     problems += _graph_violations(config, algorithm, options, graph, specs)
     if config.plan == SEARCH:
@@ -153,7 +152,7 @@ def prepare(
         examples=examples,
         held_out=held_out,
         data_notes=notes,
-        graph=graph,
+        graph=replace(graph, share_prefixes=config.share_prefixes),
         roles={role: specs[role] for role in graph.roles if role in specs},
         kernel_choice=kernel,
         start=start,
@@ -164,8 +163,8 @@ def prepare(
     plan = attempt(lambda: _plan(run, planner, says=launch.rank == 0 and not strict))
     problems.check()
     assert plan is not None
-    if config.lora_rank and config.ref in ("", config.model):
-        graph, plan = policy_as_reference(graph, plan)
+    shared = config.lora_rank and config.ref in ("", config.model)
+    graph, plan = policy_as_reference(run.graph, plan) if shared else (run.graph, plan)
     plan = running_plan(saved, config, launch.world_size) or plan
     return replace(run, graph=graph, plan=plan, roles={role: specs[role] for role in graph.roles})
 
