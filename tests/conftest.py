@@ -96,9 +96,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=more)
         items[:] = [item for item in items if item not in more]
     if config.getoption("--adversarial"):
+        reasons = {
+            "measures_memory": "it copies messages",
+            "compiles": "torch.compile does nothing in its dispatch mode",
+        }
         for item in items:
-            if item.get_closest_marker("measures_memory"):
-                item.add_marker(pytest.mark.skip(reason="the adversarial transport copies messages"))
+            for name, reason in reasons.items():
+                if item.get_closest_marker(name):
+                    item.add_marker(pytest.mark.skip(reason=f"the adversarial transport: {reason}"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

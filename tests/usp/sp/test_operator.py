@@ -14,6 +14,8 @@ from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from usp import UnifiedSPAttention
 
+pytestmark = pytest.mark.compiles
+
 B, S, H, V = 2, 96, 8, 4
 CU_SEQLENS = torch.tensor([[0, 17, 50, 96], [0, 40, 96, 96]])
 CASES: list[dict[str, Any]] = [

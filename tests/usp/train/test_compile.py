@@ -25,6 +25,8 @@ from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.resolve import resolve
 from usp.train.step import train_step
 
+pytestmark = pytest.mark.compiles
+
 ROWS, SEQ_LEN, STEPS = 4, 32, 4
 SP = {"sp_ulysses": 2, "sp_ring": 2}
 
