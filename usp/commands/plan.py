@@ -94,7 +94,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         if len(places) == 1:
             status.update("planning: with other memory and links")
             shown = render_plan(choice, suppose(choice), terms)
-            jobs = [(str(n), choice.job_cost(each, terms)) for n, each in enumerate(choice.shown, start=1)]
+            jobs = choice.jobs(terms)
         else:
             shown, jobs = compare_choices(choices, terms)
     Console().print(shown)

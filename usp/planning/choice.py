@@ -64,6 +64,10 @@ class Choice:
         """The best, then the fastest of each family."""
         return [self.best, *(each for each in self.result.best if each.config != self.best.config)]
 
+    def jobs(self, terms: Terms) -> list[tuple[str, JobCost]]:
+        """Return what the job takes with each of `shown`, by their numbers in the report."""
+        return [(str(number), self.job_cost(each, terms)) for number, each in enumerate(self.shown, start=1)]
+
 
 def choose(
     asked: TrainConfig,
@@ -281,7 +285,7 @@ def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]
     options = choice.search.by_memory_option(result)
     grids = [_configurations(choice, *each) for each in zip((choice.shown, options), titles, strict=True)]
     if terms.asked:
-        jobs = [(str(number), choice.job_cost(each, terms)) for number, each in enumerate(choice.shown, start=1)]
+        jobs = choice.jobs(terms)
         grids.append(job_grid(terms, jobs))
         lines = [*verdicts(terms, jobs), *lines]
     return Group(*(grid.table() for grid in grids), *lines)

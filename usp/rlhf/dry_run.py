@@ -88,8 +88,8 @@ def samples_of(run: PreparedRlhf, call: ModelCall) -> int:
     samples = run.config.prompts * (2 if run.algorithm.data == "pairs" else run.graph.group_size)
     if isinstance(call.work, TrainStep):
         samples = -(-samples // call.work.mini_batches)
-    parts, group = run.plan[call.name].dims.batch, run.graph.group_size if run.graph.shares(call) else 1
-    together = max(unit(call), kept_together(samples, group, parts))
+    parts = run.plan[call.name].dims.batch
+    together = max(unit(call), kept_together(samples, run.graph.sharing_group(call), parts))
     return -(-samples // together // parts) * together
 
 

@@ -321,9 +321,10 @@ class DataflowGraph:
         """Samples per prompt. Prompt p becomes samples p * group_size to (p + 1) * group_size - 1."""
         return next((call.work.group_size for call in self.calls if isinstance(call.work, Generate)), 1)
 
-    def shares(self, call: ModelCall) -> bool:
-        """Return whether the samples of a call have their common prompts once."""
-        return self.share_prefixes and isinstance(call.work, Inference | TrainStep) and unit(call) == 1
+    def sharing_group(self, call: ModelCall) -> int:
+        """Return how many samples of a call have one prompt, which they have once; 1 if nothing is shared."""
+        shared = self.share_prefixes and isinstance(call.work, Inference | TrainStep) and unit(call) == 1
+        return self.group_size if shared else 1
 
 
 def unit(call: ModelCall) -> int:

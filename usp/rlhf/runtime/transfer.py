@@ -115,7 +115,7 @@ class StepData:
             parts = self.plan[call.name].dims.batch
             mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
             first = call.work.first if isinstance(call.work, Compute) else None
-            group = self.graph.group_size if self.graph.shares(call) else 1
+            group = self.graph.sharing_group(call)
             self._partitions[call.name] = partition(weights[:first], parts, mini_batches, unit(call), group)
         return self._partitions[call.name]
 
