@@ -176,7 +176,7 @@ def plot(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Any:
     axes.set_xlabel(f"{'days' if unit == 24 else 'hours'} of wall-clock time, restarts included")
     axes.set_ylabel("cost, in the unit of --price" if known else "device-hours (a price is missing)")
     axes.set_title(f"{terms.trained / BILLION:,g}B tokens; the line joins plans that no other beats", fontsize="medium")
-    axes.margins(x=0.2, y=0.15)
-    axes.set_ylim(bottom=0)
+    axes.margins(x=0.2)
+    axes.set_ylim(0, 1.15 * max((cost for _, cost in places if cost < math.inf), default=1.0))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     return figure
