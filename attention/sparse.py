@@ -160,26 +160,27 @@ def chosen_rows(layout: SequenceLayout, spec: AttentionSpec, indices_BSk: Tensor
 class SparseAttention(torch.autograd.Function):
     """Attention of a ring rank's queries to the keys that they chose.
 
-    `apply(q_TNH, k_TKH, v_TKV, sinks_N, choice, program, channel, keep)` -> out_TNV, lse_TN. sinks: as in
-    `RingAttention`.
+    `apply(q_TNH, k_TKH, v_TKV, sinks_N, choice, program, channel, keep, weighed)` -> out_TNV, lse_TN, and if `weighed`
+    the weights_Tk of the chosen keys, summed over the heads, else None. sinks: as in `RingAttention`.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, choice: Choice, program: SparseProgram, channel: Channel, keep: Keep):
-        def attention() -> tuple[Tensor, Tensor]:
+    def forward(ctx, q, k, v, sinks, choice: Choice, program: SparseProgram, channel: Channel, keep: Keep, weighed):
+        def attention() -> tuple[Tensor, Tensor, Tensor | None]:
             keys = _by_head(*_received(k, v, choice, channel), program.kv_index)
             with named("attention to chosen keys"), without_autocast(q.device):
-                return _attend(q, *keys, choice.index, program.spec, sinks)
+                return _attend(q, *keys, choice.index, program.spec, sinks, weighed)
 
-        out, lse = keep(("sparse attention", q.shape, k.shape, v.shape, choice.index.shape), attention)
+        step = ("sparse attention", q.shape, k.shape, v.shape, choice.index.shape)
+        out, lse, weights = keep(step, attention)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.choice, ctx.program, ctx.channel = choice, program, channel
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.mark_non_differentiable(lse, *([weights] if weighed else []))
+        return out, lse, weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, _):
+    def backward(ctx, dout, *_):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, choice, kv_index = ctx.program, ctx.choice, ctx.program.kv_index
         keys = _by_head(*_received(k, v, choice, ctx.channel), kv_index)
@@ -193,7 +194,7 @@ class SparseAttention(torch.autograd.Function):
         dsinks = None
         if sinks is not None:
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None, None
 
 
 def _received(k: Tensor, v: Tensor, choice: Choice, channel: Channel) -> tuple[Tensor, Tensor]:
@@ -240,12 +241,15 @@ def _by_head(k: Tensor, v: Tensor, kv_index: Tensor | None) -> tuple[Tensor, Ten
 
 
 def _attend(
-    q_TNH: Tensor, k_KMH: Tensor, v_KMV: Tensor, index_Tk: Tensor, spec: AttentionSpec, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return out (T, N, V) in q's dtype, and lse (T, N); queries without a key get 0 and -inf."""
+    q_TNH: Tensor, k_KMH: Tensor, v_KMV: Tensor, index_Tk: Tensor, spec: AttentionSpec, sinks: Tensor | None,
+    weighed: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return out (T, N, V) in q's dtype, lse (T, N), and if `weighed` the sums of the keys' weights over the heads
+    (T, k), else None; queries without a key get 0 and -inf."""
     groups, tokens, heads, dtype = len(k_KMH), *q_TNH.shape[:2], accumulate_dtype(q_TNH.dtype)
     out = q_TNH.new_empty(tokens, heads, v_KMV.shape[-1])
     lse = q_TNH.new_empty(tokens, heads, dtype=dtype)
+    sums = q_TNH.new_empty(index_Tk.shape, dtype=dtype) if weighed else None
     own_sinks = None if sinks is None else sinks.to(dtype).view(groups, 1, -1)
     for rows in _tiles(tokens, _elements(k_KMH, v_KMV, index_Tk)):
         scores, _, _ = _scores(_grouped(q_TNH[rows], groups), k_KMH, index_Tk[rows], spec)
@@ -255,7 +259,9 @@ def _attend(
         weights = torch.exp(scores - total.masked_fill(total.isneginf(), 0.0).unsqueeze(-1))
         result = weights @ _gathered(v_KMV, index_Tk[rows], dtype)
         out[rows], lse[rows] = (x.transpose(0, 1).flatten(1, 2) for x in (result, total))
-    return out, lse
+        if sums is not None:
+            sums[rows] = weights.sum((0, 2))
+    return out, lse, sums
 
 
 def _attend_backward(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .accumulate import accumulate_dtype
-from .comm import Channel, combined_shares
+from .comm import Channel, combined_shares, named
 from .heads import HeadPlan, Range
 from .keep import Keep, compute_now
 from .layout import SequenceLayout
@@ -126,11 +126,12 @@ class UnifiedPlan:
         lse: bool = False,
         dkv_dtype: torch.dtype | None = None,
         indices: Tensor | None = None,
+        weights: bool = False,
     ) -> WireBytes:
         """Predict the bytes that this rank sends to others.
 
         v_head_dim: that of v, None for `head_dim`. lse: the call returns lse, which has a gradient. dkv_dtype: of the
-        program. indices: (B, sequence, k), of all queries of the sequence.
+        program. indices: (B, sequence, k), of all queries of the sequence. weights: the call returns theirs.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         heads, mine, size = self.heads, self.ulysses_rank, dtype.itemsize
@@ -153,7 +154,7 @@ class UnifiedPlan:
         if indices is not None:
             rows, tokens = chosen_rows(self.layout, self.spec, indices), self.batch * self.layout.ring_len
             keys_sent, grads_sent = int(rows[:, self.ring.rank].sum()), int(rows[self.ring.rank].sum())
-            of_indices = queries * indices.shape[2] * indices.element_size()
+            of_indices = queries * indices.shape[2] * (indices.element_size() + exact * weights)
             chosen = of_indices * len(others) + (self.layout.ring - 1) * -(-tokens // 8)
         return WireBytes(
             seq_to_heads=sum(map(inputs, others)),
@@ -182,6 +183,7 @@ def unified_attention(
     joint: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     return_lse: bool = False,
     indices: Tensor | None = None,
+    return_weights: bool = False,
 ) -> list[Tensor]:
     """Compute exact, differentiable attention of this rank's queries over the whole sequence.
 
@@ -196,7 +198,8 @@ def unified_attention(
 
     Returns:
         out (B, S, N, V); for joint queries also theirs (B, J, N, V); with `return_lse` also the log-sum-exps of the
-        scores (B, S, N) and, for joint queries, (B, J, N), in the dtype of accumulation.
+        scores (B, S, N) and, for joint queries, (B, J, N), in the dtype of accumulation; with `return_weights` the
+        weights (B, S, k) of the keys at `indices`, summed over the heads, in that dtype and without a gradient.
     """
     batch, heads, rank, shared = len(q_BSNH), plan.heads, plan.ulysses_rank, plan.joint_queries
     given = _heads_contiguous(*(x for x in (q_BSNH, k_BSKH, v_BSKV) if x is not None))
@@ -209,7 +212,7 @@ def unified_attention(
     ranges = (heads.q_ranges[rank], heads.kv_ranges[rank], heads.kv_ranges[rank])
     q, k, v = (_with_joint(x, y, batch, part) for x, y, part in zip((*own, None, None), joint, ranges, strict=False))
     own_sinks = _own_sinks(sinks, plan)
-    choice = None
+    choice, weights = None, None
     if isinstance(program, SparseProgram):
         assert indices is not None
         choice = choose(indices, program, ulysses, ring)
@@ -218,8 +221,10 @@ def unified_attention(
         zero = q.sum() + k.sum() + v.sum() + (0 if own_sinks is None else own_sinks.sum())
         out = v.new_zeros(len(q), 0, v.shape[-1]) + zero.to(v.dtype)
         lse = out[..., 0].to(accumulate_dtype(out.dtype))
+        if choice is not None:
+            weights = lse.new_zeros(choice.index.shape)
     elif choice is not None:
-        out, lse = SparseAttention.apply(q, k, v, own_sinks, choice, program, ring, keep)
+        out, lse, weights = SparseAttention.apply(q, k, v, own_sinks, choice, program, ring, keep, return_weights)
     else:
         out, lse = RingAttention.apply(q, k, v, own_sinks, program, ring, keep)
 
@@ -235,7 +240,20 @@ def unified_attention(
     results = [*to_sequence(out)]
     if return_lse:
         results += [x.squeeze(-1) for x in to_sequence(lse.unsqueeze(-1))]
+    if return_weights:
+        assert weights is not None
+        results.append(_over_heads(weights.unflatten(0, (batch, -1)), ulysses))
     return results
+
+
+def _over_heads(weights_BTk: Tensor, ulysses: Channel) -> Tensor:
+    """Return the sums (B, S, k) over the ulysses ranks of the weights of this rank's tokens."""
+    if ulysses.size == 1:
+        return weights_BTk
+    parts = weights_BTk.unflatten(1, (ulysses.size, -1)).transpose(0, 1)
+    sizes = [parts[0].numel()] * ulysses.size
+    with named("weights of chosen keys"):
+        return ulysses.all_to_all(parts.flatten(), sizes, sizes).view_as(parts).sum(0)
 
 
 def _with_joint(x_TNH: Tensor | None, joint_BJNH: Tensor | None, batch: int, heads: Range) -> Tensor:

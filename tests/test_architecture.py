@@ -22,12 +22,12 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 4325,
+    "attention": 4350,
     "parallel": 3725,
     "usp/commands": 1600,
     "usp/data": 2500,
     "usp/evaluation": 650,
-    "usp/hf": 5175,
+    "usp/hf": 5325,
     "usp/losses": 525,
     "usp/model": 675,
     "usp/planning": 3975,
@@ -35,8 +35,8 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/rlhf": 10650,
     "usp/run": 1225,
     "usp/sp": 2000,
-    "usp/train": 3800,
-    "usp": 36675,
+    "usp/train": 3850,
+    "usp": 36850,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -308,6 +308,8 @@ class _Training:
     curriculum: Annotated[tuple[CurriculumStage, ...], STAGES] = ()
     """YAML list of stages, instead of --steps: steps plus any of seq_len, data, sp_ulysses, sp_ring, batch_size,
     global_batch_size, micro_batches and ac."""
+    indexer_loss_coef: NotNegative = 0.0
+    """Coefficient of the loss of sparse attention's indexers, which have no other gradient. 0: their weights stay."""
     learning_rate: Annotated[
         float, RATE, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA)")
     ] = 0.0

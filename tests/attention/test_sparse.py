@@ -106,13 +106,14 @@ def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int, int, int]:
     with torch.no_grad():
         call(q, k, v)  # ranks compare the plan
     with SentBytes() as sent:
-        out = call(q, k, v)
+        out, *weights = call(q, k, v, return_weights=True) if case.extras else (call(q, k, v),)
         out.backward(shard(inputs[3]))
     described = {
         "batch": 2, "seq_len": SEQ_LEN, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
         "v_head_dim": v_head_dim, "dtype": case.dtype, **arguments,
     }  # fmt: skip
-    planned, dense = attention.wire_bytes(**described, indices=indices), attention.wire_bytes(**described)
+    dense = attention.wire_bytes(**described)
+    planned = attention.wire_bytes(**described, indices=indices, return_weights=bool(weights))
     assert attention.kernels == {"gather"}
 
     squares = torch.stack(
@@ -127,6 +128,12 @@ def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int, int, int]:
     if own_sinks is not None:
         dist.all_reduce(own_sinks.grad, group=mesh.group("sp"))
         errors.append(relative_l2(own_sinks.grad, exact_sinks.grad))
+    if weights:
+        places = torch.zeros(*out.shape[:2], SEQ_LEN, dtype=torch.float64)
+        placed = places.scatter_add_(-1, shard(indices).clamp(min=0).long(), weights[0].double())
+        each = torch.eye(SEQ_LEN, dtype=torch.float64).view(1, SEQ_LEN, 1, SEQ_LEN).expand(2, -1, kv_heads, -1)
+        expected = dense_attention(*exact[:2], each, seen, softcap=softcap, sinks=exact_sinks).sum(2)
+        errors.append(relative_l2(placed, shard(expected.detach())))
     return max(errors), sent.total, planned.total, planned.keys, dense.keys
 
 
@@ -176,7 +183,7 @@ def test_tiles_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def results() -> list[Tensor]:
         choice = choose(drawn_indices(1, 24, 4), program, alone, alone)
-        out, _ = SparseAttention.apply(q, k, v, None, choice, program, alone, compute_now)
+        out, *_ = SparseAttention.apply(q, k, v, None, choice, program, alone, compute_now, True)
         return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
     whole = results()

@@ -8,7 +8,7 @@ scores that the mask allows. Here its own forward runs in two passes over a rank
     indices   for a tile of queries at a time, with a cache that returns all keys, and these queries' part of the mask
 
 So scores and ties are those of one process, and no tensor has tokens x tokens elements. Indexers have no gradient, as
-in transformers.
+in transformers, but that of `IndexerLoss`, if it is asked for.
 
 B batch, S a rank's tokens of each row, L tokens of the sequence, D head dim of the indexer, k indices of a query.
 """
@@ -16,14 +16,17 @@ B batch, S a rank's tokens of each row, L tokens of the sequence, D head dim of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallel import ParallelMesh
 from usp.sp.sequence import SpAxes, document_starts, documents_of, unshard_sequence
@@ -59,8 +62,8 @@ class CausalMask:
 def apply_indexers(base: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
     """Let the indexers of a backbone choose from all tokens of the sequence, in place."""
     for name, module in indexers(base).items():
-        module.forward = partial(_sharded, module, module.forward, mesh, attention)
         owner = base.get_submodule(name.rpartition(".")[0])
+        module.forward = owner.sharded_indexer = ShardedIndexer(module, mesh, attention)  # type: ignore[assignment]
         owner.forward = partial(_with_mask, owner.forward)
 
 
@@ -68,37 +71,55 @@ def _with_mask(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **{**kwargs, "attention_mask": CausalMask(kwargs.get("cu_seqlens"))})
 
 
-def _sharded(
-    module: nn.Module,
-    forward: Callable[..., Tensor],
-    mesh: ParallelMesh | DeviceMesh,
-    attention: UnifiedSPAttention,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    """Return the indices (B, S, k) of this rank's queries. Collective."""
-    call = inspect.signature(forward).bind(*args, **kwargs).arguments
-    mask, (rows, tokens) = call["attention_mask"], call["hidden_states"].shape[:2]
-    assert isinstance(mask, CausalMask)
-    cu_seqlens, axes = mask.cu_seqlens, SpAxes.of(mesh)
+class ShardedIndexer:
+    """The forward of an indexer whose tokens are sharded. loss: from `train_indexers`."""
 
-    def choose() -> tuple[Tensor]:
+    loss: IndexerLoss | None = None
+
+    def __init__(self, module: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
+        self.module, self.mesh, self.attention = module, mesh, attention
+        self.choose, self._call = module.forward, dict[str, Any]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the indices (B, S, k) of this rank's queries. Collective."""
+        call = inspect.signature(self.choose).bind(*args, **kwargs).arguments
+
+        def choose() -> tuple[Tensor]:
+            keys = own_keys(self.choose, call)
+            self.attention.indexer_bytes += keys.nbytes * (self.attention.ranks - 1)
+            return (tiled_indices(self.choose, call, *self.scored(call, keys)),)
+
+        if self.trains:
+            self._call = call
+        with torch.no_grad():
+            return self.attention.keep(("indexer", call["hidden_states"].shape), choose)[0]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the forward of the attention must pass its output through `with_loss`."""
+        return self.loss is not None and torch.is_grad_enabled()
+
+    def with_loss(self, out: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Return the output of the attention to the last indices, whose backward also computes the loss's gradient.
+
+        indices, weights: (B, S, k), as the attention got and returned them.
+        """
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        (leaves, structure), self._call = tree_flatten(self._call), {}
+        return _WithLoss.apply(out, self.loss, structure, indices, weights, len(leaves), *leaves, *parameters)
+
+    def scored(self, call: dict[str, Any], keys: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return what `score_tiles` takes, from this rank's keys (B, S, D): those of all tokens, the positions of its
+        queries, the starts of their documents, and how many queries are scored at a time. Collective."""
+        mask, (rows, tokens) = call["attention_mask"], call["hidden_states"].shape[:2]
+        assert isinstance(mask, CausalMask)
+        cu_seqlens, layout, axes = mask.cu_seqlens, self.attention.layout, SpAxes.of(self.mesh)
         length = tokens * axes.ranks if cu_seqlens is None else int(cu_seqlens.max())  # without padding
-        keys = own_keys(forward, call)
-        attention.indexer_bytes += keys.nbytes * (axes.ranks - 1)
-        keys = unshard_sequence(keys, mesh, attention.layout, cu_seqlens=cu_seqlens, length=length)
-        layout = axes.layout(attention.layout, tokens * axes.ranks, documents_of(cu_seqlens))
-        positions = axes.positions(layout)
-        starts = document_starts(cu_seqlens, rows, layout.seq_len, positions)
-        return (tiled_indices(forward, call, keys, positions, starts, tile_of(module, keys)),)
-
-    with torch.no_grad():
-        return attention.keep(("indexer", call["hidden_states"].shape), choose)[0]
-
-
-def tile_of(module: nn.Module, keys: Tensor) -> int:
-    """Return how many queries of each row are scored at a time against keys (B, L, D)."""
-    return max(1, TILE // (keys.shape[0] * keys.shape[1] * getattr(module, "n_heads", 64)))
+        keys = unshard_sequence(keys, self.mesh, layout, cu_seqlens=cu_seqlens, length=length)
+        sequence = axes.layout(layout, tokens * axes.ranks, documents_of(cu_seqlens))
+        positions = axes.positions(sequence)
+        starts = document_starts(cu_seqlens, rows, sequence.seq_len, positions)
+        return keys, positions, starts, max(1, TILE // (rows * length * getattr(self.module, "n_heads", 64)))
 
 
 def own_keys(forward: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
@@ -117,12 +138,19 @@ def tiled_indices(
 ) -> Tensor:
     """Return the indices (B, S, k) of a call's queries, at `positions` (B or 1, S) in documents that begin at `starts`
     (B, S), among all keys (B, L, D)."""
-    x, every, found = call["hidden_states"], torch.arange(keys.shape[1], device=keys.device), list[Tensor]()
+    tiles = score_tiles(call, keys, positions, starts, tile)
+    return torch.cat([forward(**inputs) for _, inputs in tiles], 1)
+
+
+def score_tiles(
+    call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, tile: int
+) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Yield a part of the queries, and the call that scores it; the arguments are those of `tiled_indices`."""
+    x, every = call["hidden_states"], torch.arange(keys.shape[1], device=keys.device)
     positions, starts = (each.to(x.device).unsqueeze(-1) for each in (positions, starts))
     for part in _tiles(x.shape[1], tile):
         visible = (every <= positions[:, part]) & (every >= starts[:, part])
-        found.append(forward(**_part(call, part), attention_mask=visible, past_key_values=_AllKeys(keys)))
-    return torch.cat(found, 1)
+        yield part, {**_part(call, part), "attention_mask": visible, "past_key_values": _AllKeys(keys)}
 
 
 def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:
@@ -159,3 +187,115 @@ class _AllKeys:
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
         return self.keys
+
+
+def train_indexers(model: nn.Module, coefficient: float) -> None:
+    """Give the indexers of a model from `apply_unified_sp` a loss, `IndexerLoss`, whose gradient comes with every
+    backward.
+
+    coefficient: weight of the mean over the tokens that a data-parallel rank has in a forward.
+    """
+    for forward in _sharded(model):
+        forward.loss = IndexerLoss(forward, coefficient)
+
+
+def indexer_losses(models: Sequence[nn.Module]) -> tuple[float, float]:
+    """Return this rank's shares of the losses of trained indexers since they were last asked for, and of their number:
+    summed over the ranks, the first by the second is the mean over indexers and tokens."""
+    losses = [forward.loss for model in models for forward in _sharded(model) if forward.loss]
+    total, number = (float(sum(of)) for of in ([x.total for x in losses], [x.number for x in losses]))
+    for loss in losses:
+        loss.total = loss.number = 0.0
+    return total, number
+
+
+def _sharded(model: nn.Module) -> list[ShardedIndexer]:
+    return [module.forward for module in model.modules() if isinstance(module.forward, ShardedIndexer)]
+
+
+class IndexerLoss:
+    """The loss of an indexer that is trained beside the attention that it chooses keys for (DeepSeek-V3.2, section 2.1,
+    equation 4).
+
+    For each query the divergence (Kullback-Leibler) of the softmax of its scores, over the keys that it chose, from the
+    attention weights that these keys got, summed over the heads and normalized. Neither the attention nor what the
+    indexer reads gets a gradient of it. It is computed in the backward, a tile of queries at a time.
+
+    total: this rank's share of the means over tokens, summed over backwards. number: of these backwards, by the ranks
+        of a sequence.
+    """
+
+    def __init__(self, indexer: ShardedIndexer, coefficient: float) -> None:
+        self.indexer, self.coefficient = indexer, coefficient
+        self.forward = inspect.unwrap(type(indexer.module).forward)  # without no_grad
+        self.total: Tensor | float = 0.0
+        self.number = 0.0
+
+    def gradients(self, call: dict[str, Any], indices: Tensor, weights: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the indexer's parameters, and add to `total`. Collective."""
+        module, ranks = self.indexer.module, self.indexer.attention.ranks
+        self.number += 1 / ranks
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        with torch.enable_grad():
+            run = partial(self.forward, module)
+            keys, positions, starts, tile = self.indexer.scored(call, own_keys(run, call))
+            every = keys.detach().requires_grad_()
+            own = every.nbytes * (ranks - 1) // ranks  # of this rank's keys to the others, and of their gradients
+            self.indexer.attention.indexer_bytes += 2 * own
+            sums: list[Tensor | None] = [None] * (len(parameters) + 1)
+            for part, inputs in score_tiles(call, every, positions, starts, tile):
+                with _Scores() as found:
+                    run(**inputs)
+                loss = _divergence(found.scores, indices[:, part].long(), weights[:, part])
+                loss = loss / (indices[..., 0].numel() * ranks)
+                self.total = self.total + loss.detach()
+                grads = torch.autograd.grad(self.coefficient * loss, [*parameters, every], allow_unused=True)
+                sums = [_sum(a, b) for a, b in zip(sums, grads, strict=True)]
+            of_keys = torch.autograd.grad(keys, parameters, sums[-1], allow_unused=True)
+        return tuple(_sum(a, b) for a, b in zip(sums, of_keys, strict=False))
+
+
+def _divergence(scores_BtL: Tensor, indices_Btk: Tensor, weights_Btk: Tensor) -> Tensor:
+    """Return the sum over queries of the loss; scores are -inf where the mask hides a key."""
+    chosen = scores_BtL.gather(-1, indices_Btk)
+    seen = ~chosen.isneginf()
+    wanted = weights_Btk * seen
+    wanted = wanted / wanted.sum(-1, keepdim=True).clamp(min=torch.finfo(wanted.dtype).tiny)
+    logs = chosen.masked_fill(~seen, torch.finfo(chosen.dtype).min).log_softmax(-1)
+    return (torch.xlogy(wanted, wanted) - wanted * logs).masked_fill(~seen, 0.0).sum()
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
+class _WithLoss(torch.autograd.Function):
+    """`apply(out, loss, structure, indices, weights, n, *n leaves of the call, *parameters)` -> out."""
+
+    @staticmethod
+    def forward(ctx, out, loss: IndexerLoss, structure, indices, weights, n: int, *rest):
+        # Saved tensors are freed where a layer is checkpointed; what else a call has is small.
+        leaves = rest[:n]
+        ctx.loss, ctx.structure = loss, structure
+        ctx.others = [None if isinstance(x, Tensor) else x for x in leaves]
+        ctx.save_for_backward(indices, weights, *(x if isinstance(x, Tensor) else None for x in leaves))
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        indices, weights, *tensors = ctx.saved_tensors
+        leaves = [other if x is None else x.detach() for x, other in zip(tensors, ctx.others, strict=True)]
+        grads = ctx.loss.gradients(tree_unflatten(leaves, ctx.structure), indices, weights)
+        return dout, None, None, None, None, None, *(None for _ in leaves), *grads
+
+
+class _Scores(TorchFunctionMode):
+    """Keeps the scores (B, t, L) of which an indexer takes the highest."""
+
+    scores: Tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "topk":
+            self.scores = args[0]
+        return func(*args, **(kwargs or {}))

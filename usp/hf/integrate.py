@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .images import TYPES, ImageExchange
-from .indexers import CausalMask, apply_indexers, indexers
+from .indexers import CausalMask, ShardedIndexer, apply_indexers, indexers
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
@@ -369,4 +369,9 @@ def _attention_forward(
         kv_cache.store(module, k, v)
     sides = None if window is None else (window - 1, -1)
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}
-    return attention(q, k, v, causal=causal, window=sides, indices=indices, **documents, **options), None
+    call = partial(attention, q, k, v, causal=causal, window=sides, indices=indices, **documents, **options)
+    indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
+    if indexer is None or not indexer.trains:
+        return call(), None
+    out, weights = call(return_weights=True)
+    return indexer.with_loss(out, cast(Tensor, indices), weights), None

@@ -64,6 +64,7 @@ class StepRecord:
     evaluated. eval_loss_by_position is that loss by the last position of a range, each twice as long as the one before;
     its numbers are "eval_loss_by_position/1024" and so on. Of several held-out sets, these are of the first; eval_sets
     has both losses of each by its name, as numbers "eval_loss/NAME" and "eval_loss_by_position/NAME/1024".
+    indexer_loss: the mean over the layers with an indexer that is trained.
     attention_kernels are those that this rank's calls have used so far. stage: of the curriculum, from 1.
     """
 
@@ -85,6 +86,7 @@ class StepRecord:
     eval_loss_by_position: Mapping[int, float] = field(default_factory=dict)
     epochs: Mapping[str, float] = field(default_factory=dict)
     eval_sets: Mapping[str, tuple[float, Mapping[int, float]]] = field(default_factory=dict)
+    indexer_loss: float | None = None
     attention_kernels: tuple[str, ...] = ()
     stage: int = 1
     seq_len: int | None = None
@@ -118,8 +120,9 @@ class StepRecord:
         waited = f"  waited {self.data_seconds:.2f} s for data" if self.data_seconds > WAITING * self.seconds else ""
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         sent = f"  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}"
+        indexers = "" if self.indexer_loss is None else f"indexer loss {self.indexer_loss:.4f}  "
         return (
-            f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
+            f"loss {self.loss:.4f}  {indexers}grad norm {self.grad_norm:.3f}  "
             f"{count(self.tokens_per_second)} tokens/s{mfu}  "
             f"memory {size(self.memory_bytes)}{sent if self.attention_sent_bytes or self.fsdp_sent_bytes else ''}  "
             f"{epoch}{waited}{evaluated}"

@@ -129,6 +129,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         joint_cu_seqlens: Tensor | None = None,
         return_lse: bool = False,
         indices: Tensor | None = None,
+        return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -161,10 +162,11 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
             indices: (B, S, k), the global positions in its row that each query attends to if the mask shows them;
                 negative ones for none. Ranks receive only these keys. Without prefix, prefix_tree, joint tokens.
+            return_weights: also return the weights of the keys at `indices`, summed over the heads, without gradients.
 
         Returns:
-            (B, S, N, V) in q's dtype. If there are joint queries or `return_lse`, a tuple of out, joint_out, lse
-            (B, S, N) in float32 (float64 for float64), joint_lse, without those that were not asked for.
+            (B, S, N, V) in q's dtype, or a tuple of out, joint_out, lse (B, S, N) in float32 (float64 for float64),
+            joint_lse and weights (B, S, k) in that dtype, without those that were not asked for.
 
         Raises:
             ValueError: on every rank before any communication, for invalid shapes, lengths or documents, or a call
@@ -172,9 +174,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             RanksDisagree: on every rank, if the ranks' calls differ and are new to all of them. Repeated calls are not
                 compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
         """
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"chunk={chunk} must be at least 1 token")
-        options = (cu_seqlens, prefix, prefix_tree, causal, scale, list(_window(window)), softcap, chunk or 0)
+        options = (cu_seqlens, prefix, prefix_tree, causal, scale, list(_window(window)), softcap, _chunk(chunk))
         tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
         front = _is_front(joint_strategy)
         if torch.compiler.is_compiling():
@@ -182,10 +182,10 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             if other or k is None or v is None or k.shape[1] != q.shape[1]:
                 raise ValueError(_NOT_COMPILED)
             return attend(self._handle, q, k, v, sinks, *options)[0]
-        sparse = _number(indices, q, return_lse)
+        sparse = _number(indices, q, return_lse, return_weights)
         call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse, sparse=sparse)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
-        results = unified_attention(q, k, v, **call)
+        results = unified_attention(q, k, v, **call, return_weights=return_weights)
         return results[0] if len(results) == 1 else tuple(results)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
@@ -215,6 +215,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         joint_cu_seqlens: Tensor | None = None,
         return_lse: bool = False,
         indices: Tensor | None = None,
+        return_weights: bool = False,
     ) -> WireBytes:
         """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
 
@@ -223,7 +224,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             seq_len_k: global length of the keys in cross attention, 0 for joint keys only.
             joint_len: joint tokens per row, with `joint_queries` or only with keys.
             return_lse: with lse, and its gradient in the backward.
-            indices: (batch, seq_len, k), of all queries of the sequence.
+            indices: (batch, seq_len, k), of all queries of the sequence; with `return_weights` theirs travel too.
         """
         seq_len += 0 if cu_seqlens is None else self.axes.padding(self.layout, seq_len)
         if seq_len_k and cu_seqlens_k is not None:
@@ -236,7 +237,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *options)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         plan = self._plan(spec, heads, batch, layout, key_layout)
-        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, indices)
+        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, indices, return_weights)
 
     @property
     def ranks(self) -> int:
@@ -564,8 +565,16 @@ def _check_tensors(shapes: tuple[Described | None, ...], sinks: torch.Size | Non
         raise ValueError(f"{'; '.join(violations)}; got {listed}")
 
 
-def _number(indices: Tensor | None, q: Tensor, return_lse: bool) -> int:
+def _chunk(chunk: int | None) -> int:
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk} must be at least 1 token")
+    return chunk or 0
+
+
+def _number(indices: Tensor | None, q: Tensor, return_lse: bool, return_weights: bool) -> int:
     """Return how many indices each query has, 0 without; raise ValueError for those that do not fit the call."""
+    if indices is None and return_weights:
+        raise ValueError("return_weights returns the weights of the keys at indices: give indices")
     if indices is None:
         return 0
     violations = []

@@ -24,7 +24,7 @@ from usp.hf.dropout import CurrentTokens, tell_tokens
 from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
 from usp.hf.experts import expert_modules
 from usp.hf.float8 import apply_float8
-from usp.hf.indexers import indexers
+from usp.hf.indexers import indexers, train_indexers
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora import Lora, apply_lora, initialise_adapters
 from usp.hf.mixers import sharded_mixers
@@ -84,6 +84,7 @@ class EngineRecipe:
     compile: str = ""
     fp8: str = "none"
     fp8_emulate: bool = False
+    indexer_loss_coef: float = 0.0
 
     @staticmethod
     def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
@@ -232,6 +233,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
         if not (saved and saved.has(name)):
             parameter.data = parameter.data.to(recipe.weights_dtype)
     apply_unified_sp(model, mesh, layout=recipe.sp_layout, kernel=recipe.kernel)
+    if recipe.indexer_loss_coef:
+        train_indexers(model, recipe.indexer_loss_coef / (recipe.micro_batches * mesh.size("batch")))
     apply_ep(model, mesh, recipe.tp_sequence_parallel)
     if recipe.fp8 != "none":
         apply_float8(model, recipe.fp8, recipe.fp8_emulate, mesh.size("tp"))

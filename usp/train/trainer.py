@@ -40,6 +40,7 @@ from usp.data.cache import special_tokens_line
 from usp.data.chats import CLOSE, OPEN, excerpt
 from usp.data.rows import PackedRows, WholeRows
 from usp.hf.float8 import float8_line
+from usp.hf.indexers import indexer_losses
 from usp.hf.models import hide_progress_bars
 from usp.hf.stage import CausalLMStage
 from usp.model.facts import training_flops
@@ -153,6 +154,7 @@ class Trainer(TrainingLoop):
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent = 0, 0  # sent: by this rank so far
         self.sent_in_step = self.flops_in_step = 0.0  # of all ranks
+        self.indexer_loss: float | None = None
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.peak = peak_flops(name) if config.dtype == "bfloat16" else None  # of a device; None: MFU is not known
         self.batches = BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows))
@@ -211,6 +213,7 @@ class Trainer(TrainingLoop):
             eval_perplexity=perplexity(held_out.loss) if held_out else None,
             eval_loss_by_position=held_out.by_position if held_out else {},
             eval_sets={name: (found.loss, found.by_position) for name, found in evaluated.items() if name},
+            indexer_loss=self.indexer_loss,
             attention_kernels=tuple(sorted(kernels)),
             stage=stage + 1,
             seq_len=self.config.seq_len,
@@ -367,10 +370,14 @@ class Trainer(TrainingLoop):
         return sum(part.sent_bytes for part in (*(model.unified_sp for model in models), *recurrent))
 
     def _exchange(self, batch: Batch, share: Tensor) -> float:
-        """Sum over ranks the loss, the bytes that attention sent, FLOPs and requests to stop; return the loss."""
+        """Sum over ranks the losses, the bytes that attention sent, FLOPs and requests to stop; return the loss."""
         sent = self._attention_sent()
         values = [share.item(), sent - self.sent, self._flops(batch), float(self.stop.requested)]
-        loss, self.sent_in_step, self.flops_in_step, stops = sum_over_ranks(values, self.mesh, self.device)
+        values += indexer_losses([stage.model for stage in self.engine.stages])
+        loss, self.sent_in_step, self.flops_in_step, stops, *of_indexers = sum_over_ranks(
+            values, self.mesh, self.device
+        )
+        self.indexer_loss = of_indexers[0] / of_indexers[1] if of_indexers[1] else None
         self.sent, self.stopping = sent, stops > 0
         return loss
 

@@ -43,7 +43,7 @@ def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> It
     rules = (_train_tokens, _micro_batches, _zero_bubble, _planning, common_violations, _evaluation)
     yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer, _float8))
     if facts is not None:
-        yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts))
+        yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts, _indexers))
 
 
 class _InvalidField(Exception):
@@ -300,6 +300,22 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
         yield f"zero=0 replicates every expert, which ep={config.ep} x tp={config.tp} ranks share: use zero=1 or more"
     if facts.num_experts and config.mlp_tile:
         yield f"mlp_tile={config.mlp_tile} tiles dense MLPs, and those of {facts.name} are experts: remove it"
+
+
+def _indexers(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if not config.indexer_loss_coef:
+        return
+    given = f"--indexer-loss-coef = {config.indexer_loss_coef:g}"
+    if not facts.index_size:
+        yield f"{given} trains the indexers of sparse attention, and {facts.name} has none: remove it"
+    if config.lora_rank:
+        yield f"{given} trains the indexers' own weights, and --lora-rank keeps them: remove one"
+    if config.tp > 1:
+        yield f"{given} sums attention weights over all heads, which --tp = {config.tp} divides: use --tp 1"
+    if config.pp > 1 and config.pp_schedule == "zero-bubble":
+        yield f"{given} is a loss within layers, whose backwards zero-bubble divides: use another --pp-schedule"
+    if config.engine == "deepspeed":
+        yield f"{given} is not supported by --engine deepspeed: use --engine fsdp2"
 
 
 def balance_violations(config: CommonConfig, facts: ModelFacts) -> Iterator[str]:
