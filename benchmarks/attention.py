@@ -36,6 +36,7 @@ from usp import UnifiedSPAttention, shard_sequence
 BATCH, HEAD_DIM = 1, 64
 RATE = "1gbit"  # between the hosts of --cluster
 SYSTEMS = ("ours", "yunchang", "one process")
+GROUPED = "ours in head groups"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Case:
     @property
     def ranks(self) -> int:
         return self.ulysses * self.ring
+
+    @property
+    def head_groups(self) -> int:
+        """Return in how many groups a rank's KV heads are also exchanged; 0 where it has one."""
+        each = self.kv_heads // self.ulysses
+        return each if self.ulysses > 1 and each > 1 else 0
 
     @property
     def unit_bytes(self) -> int:
@@ -82,6 +89,9 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
         "ours": Runner.make(attention, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole),
         "one process": None,
     }
+    if groups := case.head_groups:
+        grouped = UnifiedSPAttention(mesh, layout=case.layout, head_groups=groups)
+        runners[GROUPED] = Runner.make(grouped, runners["ours"].shard, whole)
     if peer and case.kv_heads % case.ulysses == 0:  # otherwise yunchang fails in a reshape
         theirs = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
         runners["yunchang"] = Runner.make(theirs.attention, theirs.shard, whole)
@@ -98,6 +108,7 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
         causal=True,
     )
     distributed = {name: runner for name, runner in runners.items() if runner and name != "one process"}
+    waits = {"ours": attention.time_exposed(), **({GROUPED: grouped.time_exposed()} if groups else {})}
     return {
         "spans": time_in_turns(runners, warmups, iterations),
         "predicted": {"forward": predicted.forward, "backward": predicted.backward},
