@@ -91,7 +91,7 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
     }
     if groups := case.head_groups:
         grouped = UnifiedSPAttention(mesh, layout=case.layout, head_groups=groups)
-        runners[GROUPED] = Runner.make(grouped, runners["ours"].shard, whole)
+        runners[GROUPED] = Runner.make(grouped, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole)
     if peer and case.kv_heads % case.ulysses == 0:  # otherwise yunchang fails in a reshape
         theirs = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
         runners["yunchang"] = Runner.make(theirs.attention, theirs.shard, whole)
@@ -108,9 +108,9 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
         causal=True,
     )
     distributed = {name: runner for name, runner in runners.items() if runner and name != "one process"}
-    waits = {"ours": attention.time_exposed(), **({GROUPED: grouped.time_exposed()} if groups else {})}
+    exposed = {name: runner.attention.time_exposed() for name, runner in distributed.items() if name != "yunchang"}
     return {
-        "spans": time_in_turns(runners, warmups, iterations),
+        "spans": time_in_turns(runners, warmups, iterations, exposed),
         "predicted": {"forward": predicted.forward, "backward": predicted.backward},
         "sent": {name: sent_bytes(runner) for name, runner in distributed.items()},
         "peak": {name: peak_bytes(runner) for name, runner in runners.items() if runner},
@@ -153,6 +153,11 @@ def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for name in first["spans"]
     }
+    exposed = {
+        name: statistics.median(map(statistics.mean, zip(*(r["spans"][name]["exposed"] for r in by_rank), strict=True)))
+        for name in ("ours", GROUPED)
+        if name in first["spans"]
+    }
     sent = {
         name: {
             "forward_mean": statistics.mean(rank["sent"][name]["forward"] for rank in by_rank),
@@ -169,6 +174,7 @@ def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         **asdict(case),
         "milliseconds": milliseconds,
+        "exposed_milliseconds": exposed,
         "sent_bytes": sent,
         "units": {name: sent[name]["step_mean"] / case.unit_bytes for name in sent},
         "sent_as_predicted": exact,

@@ -47,8 +47,8 @@ from attention import (
 )
 from parallel import ParallelMesh
 
-from .kernel_choice import choose_kernel
-from .sequence import SpAxes, StepKeeper, documents_of, rows_of
+from .kernel_choice import choose_head_groups, choose_kernel, node_here
+from .sequence import SpAxes, StepKeeper, documents_of, rows_of, ulysses_ranks
 
 logger = logging.getLogger(__name__)
 Rows = tuple[tuple[int, ...], ...] | None
@@ -397,6 +397,12 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         widened = v_head_dim + LSE_COLUMNS * lse_gradient
         kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, widened, layout)
         self.kernels.add(kernel.name)
+        here = node_here(device) if self.head_groups is None and self.axes.ulysses > 1 else None
+        if here is not None:
+            sizes, exchanging = (head_dim, v_head_dim, dtype), ulysses_ranks(self._mesh)
+            groups = choose_head_groups(here, plan, kernel, *sizes, exchanging, dist.get_world_size())
+            heads = replace(heads, groups=groups)
+            plan = replace(plan, heads=replace(plan.heads, groups=groups))
         call = (layout, key_layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name, self.dkv_dtype)
         self.axes.agree(call, "the attention call")
         self._log(logging.INFO, choice)
@@ -532,8 +538,8 @@ def attend_backward(
     sizes = (heads, batch, head_dim, v_head_dim, dout.dtype, dout.device)
     plan, program = layer._prepare(spec, layout, None, *sizes, False)
     assert isinstance(program, RingProgram)
-    if heads.groups > 1:
-        saved = _parted(saved, heads, layer.axes.ulysses_rank, head_dim)
+    if plan.heads.groups > 1:
+        saved = _parted(saved, plan.heads, layer.axes.ulysses_rank, head_dim)
     return unified_backward(dout, saved, head_dim, plan, program, layer._ulysses, layer._ring, sinks)
 
 
