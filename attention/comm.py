@@ -18,12 +18,12 @@ class Exposed:
     """The time in which a rank's computation waits for messages: on a CPU that of the calls, on a GPU that of the
     stream, between two events."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    def __init__(self, device_type: str) -> None:
+        self._on_stream, self._seconds = device_type == "cuda", 0.0
         self._events: list[tuple[Any, Any]] = []
 
-    def wait(self, works: list[dist.Work], device: torch.device) -> None:
-        if device.type != "cuda":
+    def wait(self, works: list[dist.Work]) -> None:
+        if not self._on_stream:
             begin = time.perf_counter()
             for work in works:
                 work.wait()
@@ -53,7 +53,7 @@ class Pending:
 
     def wait(self) -> None:
         if self.exposed is not None and self.works:
-            self.exposed.wait(self.works, self.tensors[0].device)
+            self.exposed.wait(self.works)
         else:
             for work in self.works:
                 work.wait()
@@ -82,8 +82,7 @@ class Channel:
             return Pending()
         assert self.group is not None
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
-        tensors = [tensor for _, tensor in (*sends, *receives)]
-        return Pending(post_messages(self.group, sends, receives), tensors, self.exposed)
+        return Pending(post_messages(self.group, sends, receives), [tensor for _, tensor in sends], self.exposed)
 
     def post_all_to_all(self, x: Tensor, send_splits: list[int], receive_splits: list[int]) -> tuple[Tensor, Pending]:
         """Start to split flat `x` by `send_splits` (elements per rank); return where the parts sent to this rank
@@ -91,7 +90,7 @@ class Channel:
         received = x.new_empty(sum(receive_splits))
         work = post_exchange(self.group, received, x, receive_splits, send_splits)
         self.sent_bytes += (x.numel() - send_splits[self.rank]) * x.element_size()
-        return received, Pending([work], [x, received], self.exposed)
+        return received, Pending([work], [x], self.exposed)
 
     def all_to_all(self, x: Tensor, send_splits: list[int], receive_splits: list[int]) -> Tensor:
         """Do `post_all_to_all` and wait for it."""

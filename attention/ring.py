@@ -9,8 +9,9 @@ values. Keys and values are sent together, interleaved by token: kv_BX with X = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,11 +20,13 @@ from torch.autograd.function import once_differentiable
 from .accumulate import AttentionSum, GradientSum, accumulate_dtype
 from .comm import Channel, Pending, named
 from .keep import Keep
-from .kernels.base import Kernel, Launch, attend, attend_backward, without_autocast
+from .kernels.base import Kernel, Launch, Taken, attend, attend_backward, without_autocast
 from .schedule import Message, RingSchedule, Step
 from .spec import AttentionSpec
 
 Slices = tuple[tuple[int, int], ...]
+Blocks = Iterator[tuple[tuple[Launch, ...], tuple[Tensor, Tensor]]]  # of each step: its launches, and keys and values
+Between = Callable[[int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,19 +84,33 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse):
         dout = torch.zeros_like(ctx.saved_tensors[3]) if dout is None else dout
-        return *ring_backward(dout, dlse, *ctx.saved_tensors, ctx.program, ctx.channel), None, None, None
+        return *ring_backward(dout, dlse, *ctx.saved_tensors, ctx.program, ctx.channel)(), None, None, None
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, program: RingProgram, channel: Channel
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    program: RingProgram,
+    channel: Channel,
+    blocks: Blocks | None = None,
+    between: Between | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the out and lse of `RingAttention`."""
+    """Return the out and lse of `RingAttention`.
+
+    blocks: those of `start_ring`, if it has been called. between: called with the number of each step when it has been
+    computed, to post or collect what is not of this call.
+    """
     merged = program.merged
-    total, steps = AttentionSum(q, v.shape[-1]), len(program.launches)
+    total, steps, taken = AttentionSum(q, v.shape[-1]), len(program.launches), Taken()
     with without_autocast(q.device):
-        for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
+        for index, (launches, block) in enumerate(blocks or _blocks(program, channel, k, v), 1):
             with named("ring step {}/{}: compute", index, steps):
-                attend(program.kernel, launches, q, *_select_heads(block, program.kv_index), program.spec, total)
+                keys, values = _select_heads(block, program.kv_index)
+                attend(program.kernel, launches, q, keys, values, program.spec, total, taken)
+            if between is not None:
+                between(index)
         out, lse = total.result()
         if merged:
             rows = torch.cat((_rows(out, merged).to(lse.dtype), _rows(lse, merged).unsqueeze(-1)), -1)
@@ -110,30 +127,33 @@ def ring_forward(
 
 def ring_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    sinks: Tensor | None, program: RingProgram, channel: Channel,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradients of q, k, v and sinks from those of `ring_forward`'s results; dlse: None for zero."""
+    sinks: Tensor | None, program: RingProgram, channel: Channel, blocks: Blocks | None = None,
+    between: Between | None = None,
+) -> Callable[[], tuple[Tensor, Tensor, Tensor, Tensor | None]]:  # fmt: skip
+    """Compute the gradients of q, k, v and sinks from those of `ring_forward`'s results; return what waits for the last
+    messages and returns them. dlse: None for zero."""
     merged, kv_index, steps = program.merged, program.kv_index, program.steps
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
     if merged:
         dout = _summed_rows(dout, merged, channel)
         dlse = None if dlse is None else _summed_rows(dlse, merged, channel)
-    dq, grads = GradientSum(q), _GradientRing(program, channel, k, v)
+    dq, grads, taken = GradientSum(q), _GradientRing(program, channel, k, v), Taken()
     with without_autocast(q.device):
-        for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
+        for index, (launches, block) in enumerate(blocks or _blocks(program, channel, k, v), 1):
             step = steps[index - 1]
             with named("ring step {}/{}: compute", index, len(steps)):
                 dkv = grads.block(step)
                 keys, values = _select_heads(block, kv_index)
                 sums = dkv if kv_index is None else (GradientSum(keys), GradientSum(values))
                 tensors = (dout, q, keys, values, out, lse)
-                attend_backward(program.kernel, launches, *tensors, program.spec, (dq, *sums), dlse)
+                attend_backward(program.kernel, launches, *tensors, program.spec, (dq, *sums), dlse, taken)
                 if kv_index is not None:
                     for total, part in zip(dkv, sums, strict=True):
                         total.total.index_add_(1, kv_index, part.total)
             with named("ring step {}/{}: wait for gradients", index, len(steps)):
                 grads.pass_on(step)
-        dk, dv = grads.finish()
+            if between is not None:
+                between(index)
     dsinks = None
     if sinks is not None:
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -141,8 +161,12 @@ def ring_backward(
         if merged and channel.rank:  # the first rank counts what all have
             _set_rows(delta, merged, torch.zeros_like(_rows(delta, merged)))
         dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
-    dq_, dk_, dv_ = (x.result(q.dtype) for x in (dq, dk, dv))
-    return dq_, dk_, dv_, dsinks
+
+    def finish() -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        dk, dv = grads.finish()
+        return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype), dsinks
+
+    return finish
 
 
 def _merged(parts: Tensor) -> Tensor:
@@ -174,7 +198,13 @@ def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[T
     return kv if kv_index is None else (kv[0].index_select(1, kv_index), kv[1].index_select(1, kv_index))
 
 
-def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor):
+def start_ring(program: RingProgram, channel: Channel, k: Tensor, v: Tensor) -> Blocks:
+    """Post the first messages of a ring; return the blocks for `ring_forward` or `ring_backward`."""
+    blocks = _blocks(program, channel, k, v)
+    return chain((next(blocks),), blocks)
+
+
+def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor) -> Blocks:
     """Yield each step's launches and (k, v), after posting the messages of the next step."""
     steps = program.steps
     own = held = _interleaved(k, v) if any(step.send_held or step.send_own for step in steps) else None

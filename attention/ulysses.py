@@ -88,7 +88,7 @@ def post_to_heads(tensors: Sequence[Tensor], plan: HeadPlan, channel: Channel) -
     if all(evens := [_even(ranges) for ranges in of_tensors]):
         parts = _separated(sent.view(channel.size, batch, tokens, -1), shapes[0])
         for part, x, even in zip(parts, tensors, evens, strict=True):  # one copy each
-            part.unflatten(0, (even[0], -1)).copy_(_by_range(x, *even).unsqueeze(1))
+            part.view(even[0], -1, *part.shape[1:]).copy_(_by_range(x, *even).unsqueeze(1))
     else:
         messages = _messages(sent, batch, tokens, features)
         for message, shape, of_rank in zip(messages, shapes, zip(*of_tensors, strict=True), strict=True):
@@ -151,7 +151,7 @@ class SequenceTotal:
             if all(evens := [_even(ranges) for ranges in of_tensors]):
                 parts = _separated(received.view(channel.size, batch, tokens, own), shapes[0])
                 for total, part, even, added in zip(self._totals, parts, evens, self._added, strict=True):
-                    part = part.unflatten(0, (even[0], -1))
+                    part = part.view(even[0], -1, *part.shape[1:])
                     part = part[:, 0] if part.shape[1] == 1 else part.sum(1, dtype=accumulate_dtype(part.dtype))
                     _put(_by_range(total, *even), part, added)
                 return
@@ -213,4 +213,4 @@ def _messages(flat: Tensor, batch: int, tokens: int, features: Sequence[int]) ->
 def _separated(x: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
     """Return views (..., heads, head dim) of the tensors in (..., X)."""
     parts = x.split([prod(shape) for shape in shapes], dim=-1)
-    return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True))
+    return tuple(part.view(*part.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True))

@@ -17,8 +17,9 @@ rank, J joint tokens per row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from .comm import Channel, combined_shares
 from .heads import HeadPlan, Range
 from .keep import Keep, compute_now
 from .layout import SequenceLayout
-from .ring import RingAttention, RingProgram, ring_backward, ring_forward
+from .ring import Blocks, RingAttention, RingProgram, ring_backward, ring_forward, start_ring
 from .schedule import RingSchedule, local_schedule, ring_schedule
 from .sparse import SparseAttention, SparseProgram, choose, chosen_rows
 from .spec import AttentionSpec
@@ -203,7 +204,10 @@ def unified_attention(
         scores (B, S, N) and, for joint queries, (B, J, N), in the dtype of accumulation.
     """
     if isinstance(program, RingProgram) and plan.of_itself and not return_lse:
-        return [SelfAttention.apply(q_BSNH, k_BSKH, v_BSKV, sinks, plan, program, ulysses, ring, keep)]
+        call = plan, program, ulysses, ring
+        if not torch.is_grad_enabled():
+            return [unified_forward(q_BSNH, k_BSKH, v_BSKV, *call, sinks, keep)[0]]
+        return [SelfAttention.apply(q_BSNH, k_BSKH, v_BSKV, sinks, *call, keep)]
     batch, heads, rank, shared = len(q_BSNH), plan.heads, plan.ulysses_rank, plan.joint_queries
     given = _heads_contiguous(*(x for x in (q_BSNH, k_BSKH, v_BSKV) if x is not None))
     if heads.ulysses == 1:
@@ -298,21 +302,26 @@ def unified_forward(
         batch, tensors = q_BSNH.shape[0], _heads_contiguous(q_BSNH, k_BSKH, v_BSKV)
         if ulysses.size == 1:
             out, lse = ring_forward(*(x.flatten(0, 1) for x in tensors), sinks, program, ring)
-            return out.contiguous().unflatten(0, (batch, -1)), lse.contiguous()
-        groups, total = plan.heads.by_group, SequenceTotal(plan.heads, batch, ulysses, q_BSNH.shape[1], (v_BSKV,))
-        arriving = post_to_heads(tensors, groups[0], ulysses)
+            return out.contiguous().view(batch, -1, *out.shape[1:]), lse.contiguous()
+        programs, head_dims = program.by_group or (program,), [x.shape[-1] for x in tensors]
+
+        def start(number: int, qkv: Tensor) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
+            q, k, v = separated_heads(qkv, plan.heads.by_group[number], ulysses.rank, *head_dims)
+            return qkv, (q, k, v), start_ring(programs[number], ring, k, v) if q.shape[1] else None
+
+        total = SequenceTotal(plan.heads, batch, ulysses, q_BSNH.shape[1], (v_BSKV,))
+        arrivals = _Arrivals(plan.heads.by_group, lambda heads: post_to_heads(tensors, heads, ulysses), start)
         saved, leaving = [], []
-        for heads, following, own in zip(groups, (*groups[1:], None), program.by_group or (program,), strict=True):
-            qkv = arriving()
-            if following is not None:
-                arriving = post_to_heads(tensors, following, ulysses)
-            q, k, v = separated_heads(qkv, heads, ulysses.rank, *(x.shape[-1] for x in tensors))
-            if q.shape[1]:
-                out, lse = (x.contiguous() for x in ring_forward(q, k, v, _own_sinks(sinks, heads, plan), own, ring))
+        for number, heads in enumerate(plan.heads.by_group):
+            qkv, (q, k, v), blocks = arrivals.take(number)
+            if blocks is not None:
+                call = _own_sinks(sinks, heads, plan), programs[number], ring, blocks
+                out, lse = ring_forward(q, k, v, *call, partial(arrivals.between, number, ring.size))
             else:  # a rank with fewer heads than there are groups or ranks
                 out, lse = v.new_zeros(len(q), 0, v.shape[-1]), v.new_zeros(len(q), 0, dtype=accumulate_dtype(v.dtype))
-            leaving.append(total.post(heads, (out,)))
-            saved += [lse, qkv, out]
+                arrivals.between(number, ring.size, max(1, ring.size - 1))
+            saved += [lse.contiguous(), qkv, out.contiguous()]
+            leaving.append(total.post(heads, saved[-1:]))
         for finish in leaving:
             finish()
         return *total.result(), *saved
@@ -339,29 +348,79 @@ def unified_backward(
     if ulysses.size == 1:
         out, lse, *inputs = saved
         q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*inputs), out, dout_BSNV))
-        *grads, dsinks = ring_backward(dout, None, q, k, v, out, lse, sinks, program, ring)
-        grads = [x.unflatten(0, (batch, -1)).contiguous() for x in grads]
+        *grads, dsinks = ring_backward(dout, None, q, k, v, out, lse, sinks, program, ring)()
+        grads = [x.reshape(batch, -1, *x.shape[1:]).contiguous() for x in grads]
         return grads if sinks is None else [*grads, dsinks]
-    groups, head_dims = plan.heads.by_group, (head_dim, head_dim, v_head_dim)
-    arriving = post_to_heads((dout_BSNV,), groups[0], ulysses)
-    leaving, all_dsinks = [], None if sinks is None else torch.zeros_like(sinks)
+    groups, programs, head_dims = plan.heads.by_group, program.by_group or (program,), (head_dim, head_dim, v_head_dim)
+
+    def start(number: int, dout: Tensor) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
+        q, k, v = separated_heads(saved[3 * number + 1], groups[number], ulysses.rank, *head_dims)
+        blocks = start_ring(programs[number], ring, k, v) if q.shape[1] else None
+        return separated_heads(dout, groups[number], ulysses.rank, v_head_dim)[0], (q, k, v), blocks
+
+    arrivals = _Arrivals(groups, lambda heads: post_to_heads((dout_BSNV,), heads, ulysses), start)
     total = SequenceTotal(plan.heads, batch, ulysses, tokens, [dout_BSNV.new_empty(0, size) for size in head_dims])
-    programs = program.by_group or (program,)
-    for index, (heads, own) in enumerate(zip(groups, programs, strict=True)):
-        (dout,) = separated_heads(arriving(), heads, ulysses.rank, v_head_dim)
-        if index + 1 < len(groups):
-            arriving = post_to_heads((dout_BSNV,), groups[index + 1], ulysses)
-        lse, qkv, out = saved[3 * index : 3 * index + 3]
-        grads = q, k, v = separated_heads(qkv, heads, ulysses.rank, *head_dims)
-        if q.shape[1]:
-            own_sinks = _own_sinks(sinks, heads, plan)
-            *grads, dsinks = ring_backward(dout, None, q, k, v, out, lse, own_sinks, own, ring)
-            if all_dsinks is not None:
-                all_dsinks[slice(*heads.q_ranges[plan.ulysses_rank])] = dsinks
-        leaving.append(total.post(heads, grads))
+    computed: list[Callable[[], Sequence[Tensor | None]]] = []
+    leaving, all_dsinks = [], None if sinks is None else torch.zeros_like(sinks)
+
+    def leave(number: int) -> None:
+        *grads, dsinks = computed[number]()
+        if dsinks is not None and all_dsinks is not None:
+            all_dsinks[slice(*groups[number].q_ranges[ulysses.rank])] = dsinks
+        leaving.append(total.post(groups[number], grads))
+
+    def between(number: int, step: int) -> None:
+        if step == 1 and len(leaving) < number:
+            leave(number - 1)
+        arrivals.between(number, ring.size, step)
+
+    for number, heads in enumerate(groups):
+        dout, (q, k, v), blocks = arrivals.take(number)
+        lse, _, out = saved[3 * number : 3 * number + 3]
+        if blocks is not None:
+            call = _own_sinks(sinks, heads, plan), programs[number], ring, blocks
+            computed.append(ring_backward(dout, None, q, k, v, out, lse, *call, partial(between, number)))
+        else:
+            computed.append(lambda empty=(q, k, v, None): empty)
+            for step in range(1, ring.size + 1):
+                between(number, step)
+        if ring.size == 1:
+            leave(number)  # else its last messages travel during the first step of the next group
+    if ring.size > 1:
+        leave(len(groups) - 1)
     for finish in leaving:
         finish()
     return [*total.result(), *([] if all_dsinks is None else [all_dsinks])]
+
+
+class _Arrivals:
+    """The exchanges of the groups of heads of a call, each posted when the one before has arrived.
+
+    post: starts an exchange, as `post_to_heads`. start: called with what a group has received, to post the first
+    messages of its ring; its result is what `take` returns.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[HeadPlan],
+        post: Callable[[HeadPlan], Callable[[], Tensor]],
+        start: Callable[[int, Tensor], tuple[Tensor, Sequence[Tensor], Blocks | None]],
+    ) -> None:
+        self._groups, self._post, self._start = groups, post, start
+        self._finish, self._taken = post(groups[0]), -1
+
+    def take(self, number: int) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
+        """Return what has been started for a group: in `between`, or now."""
+        if self._taken < number:
+            self._started, self._taken = self._start(number, self._finish()), number
+            if number + 1 < len(self._groups):
+                self._finish = self._post(self._groups[number + 1])
+        return self._started
+
+    def between(self, number: int, ring: int, step: int) -> None:
+        """Start the next group after a step of this one, before its last step if there are several."""
+        if step == max(1, ring - 1) and number + 1 < len(self._groups):
+            self.take(number + 1)
 
 
 def _heads_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:

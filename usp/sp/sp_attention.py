@@ -260,7 +260,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
     def time_exposed(self) -> Exposed:
         """Measure from now on how long this rank's attention waits for messages; return what has the seconds."""
-        self._ulysses.exposed = self._ring.exposed = self._ring.exposed or Exposed()
+        self._ulysses.exposed = self._ring.exposed = self._ring.exposed or Exposed(self.axes.device_type)
         return self._ring.exposed
 
     def extra_repr(self) -> str:
@@ -438,7 +438,8 @@ class LastResult:
         self._arguments: tuple[Any, ...] = ((),)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        if len(arguments) != len(self._arguments) or not all(map(_same, self._arguments, arguments)):
+        kept = self._arguments
+        if len(arguments) != len(kept) or not all(a is b or _same(a, b) for a, b in zip(kept, arguments, strict=True)):
             self._result = self._function(*arguments)
             self._arguments = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in arguments)
         return self._result
@@ -447,7 +448,7 @@ class LastResult:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(b, Tensor):  # the values of a fake one can be unknown
         return type(a) is type(b) is Tensor and (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
-    return a is b or (not isinstance(a, Tensor) and a == b)
+    return not isinstance(a, Tensor) and a == b
 
 
 class Handle(OpaqueBase):
