@@ -9,7 +9,7 @@ ulysses, unified, decode.
 
 from .accumulate import accumulate_dtype
 from .bands import Task, band_pairs, block_tasks, rank_pieces
-from .comm import Channel
+from .comm import Channel, Exposed
 from .decode import DecodeStep, KVCache, Prefill
 from .heads import HeadPlan
 from .keep import Keep, KeepResults, compute_now

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import ModuleType
 
 import torch
@@ -39,6 +39,11 @@ class Rows:
     def of(start: int, stop: int) -> Rows:
         """Make a single run."""
         return Rows(stop - start, start)
+
+    @cached_property
+    def key(self) -> object:
+        """The same for equal runs."""
+        return (self.start, self.length, self.count, self.stride) if self.index is None else self.index
 
     def take(self, x: Tensor) -> Tensor:
         """Select these tokens: (T, ...) -> (count, length, ...), as a view unless `index` is given."""

@@ -1,15 +1,46 @@
-"""Communication over one mesh axis, with a count of the bytes sent."""
+"""Communication over one mesh axis, with a count of the bytes sent and of the time in which a rank waits for them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
+
+
+class Exposed:
+    """The time in which a rank's computation waits for messages: on a CPU that of the calls, on a GPU that of the
+    stream, between two events."""
+
+    def __init__(self, device_type: str) -> None:
+        self._on_stream, self._seconds = device_type == "cuda", 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    def wait(self, works: list[dist.Work]) -> None:
+        if not self._on_stream:
+            begin = time.perf_counter()
+            for work in works:
+                work.wait()
+            self._seconds += time.perf_counter() - begin
+            return
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        for work in works:
+            work.wait()
+        events[1].record()
+        self._events.append(events)
+
+    def take(self) -> float:
+        """Return the seconds since the last call. The stream must have been synchronized."""
+        seconds = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+        self._seconds, self._events = 0.0, []
+        return seconds
 
 
 @dataclass
@@ -18,17 +49,21 @@ class Pending:
 
     works: list[dist.Work] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)  # send buffers must outlive the transfer
+    exposed: Exposed | None = None
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        if self.exposed is not None and self.works:
+            self.exposed.wait(self.works)
+        else:
+            for work in self.works:
+                work.wait()
         self.works, self.tensors = [], []
 
 
 class Channel:
     """A process group of one axis, with a count of the payload bytes that this rank has sent to other ranks.
 
-    `group` is None for a single rank, which never communicates.
+    `group` is None for a single rank, which never communicates. `exposed` counts the time of waits if it is set.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -36,6 +71,7 @@ class Channel:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.sent_bytes = 0
+        self.exposed: Exposed | None = None
 
     def post(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Pending:
         """Start point-to-point messages, given as (peer's rank in the group, contiguous tensor), without blocking.
@@ -46,19 +82,27 @@ class Channel:
             return Pending()
         assert self.group is not None
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
-        return Pending(post_messages(self.group, sends, receives), [tensor for _, tensor in sends])
+        return Pending(post_messages(self.group, sends, receives), [tensor for _, tensor in sends], self.exposed)
+
+    def post_all_to_all(self, x: Tensor, send_splits: list[int], receive_splits: list[int]) -> tuple[Tensor, Pending]:
+        """Start to split flat `x` by `send_splits` (elements per rank); return where the parts sent to this rank
+        arrive, in rank order."""
+        received = x.new_empty(sum(receive_splits))
+        work = post_exchange(self.group, received, x, receive_splits, send_splits)
+        self.sent_bytes += (x.numel() - send_splits[self.rank]) * x.element_size()
+        return received, Pending([work], [x], self.exposed)
 
     def all_to_all(self, x: Tensor, send_splits: list[int], receive_splits: list[int]) -> Tensor:
-        """Split flat `x` by `send_splits` (elements per rank) and return the parts sent to this rank, in rank order."""
-        received = x.new_empty(sum(receive_splits))
-        dist.all_to_all_single(received, x, receive_splits, send_splits, group=self.group)
-        self.sent_bytes += (x.numel() - send_splits[self.rank]) * x.element_size()
+        """Do `post_all_to_all` and wait for it."""
+        received, pending = self.post_all_to_all(x, send_splits, receive_splits)
+        pending.wait()
         return received
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the x of all ranks, (ranks, *x.shape)."""
         every = x.new_empty(self.size * len(x), *x.shape[1:])
-        dist.all_gather_single(every, x.contiguous(), group=self.group)
+        x = x.contiguous()
+        Pending([dist.all_gather_single(every, x, group=self.group, async_op=True)], [x], self.exposed).wait()
         self.sent_bytes += x.nbytes * (self.size - 1)
         return every.unflatten(0, (self.size, -1))
 
@@ -90,6 +134,13 @@ def post_messages(
     works = [group.send([tensor], peer, 0) for peer, tensor in sends]
     works += [group.recv([tensor], peer, 0) for peer, tensor in receives]
     return [group._end_coalescing(device)] if together else works
+
+
+def post_exchange(
+    group: dist.ProcessGroup | None, received: Tensor, x: Tensor, receive_splits: list[int], send_splits: list[int]
+) -> Any:
+    """Post an all-to-all."""
+    return dist.all_to_all_single(received, x, receive_splits, send_splits, group=group, async_op=True)
 
 
 def named(name: str, *values: object) -> AbstractContextManager[object]:

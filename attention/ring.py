@@ -9,7 +9,9 @@ values. Keys and values are sent together, interleaved by token: kv_BX with X = 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,11 +20,13 @@ from torch.autograd.function import once_differentiable
 from .accumulate import AttentionSum, GradientSum, accumulate_dtype
 from .comm import Channel, Pending, named
 from .keep import Keep
-from .kernels.base import Kernel, Launch, attend, attend_backward, without_autocast
+from .kernels.base import Kernel, Launch, Taken, attend, attend_backward, without_autocast
 from .schedule import Message, RingSchedule, Step
 from .spec import AttentionSpec
 
 Slices = tuple[tuple[int, int], ...]
+Blocks = Iterator[tuple[tuple[Launch, ...], tuple[Tensor, Tensor]]]  # of each step: its launches, and keys and values
+Between = Callable[[int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +40,7 @@ class RingProgram:
     kv_index: Tensor | None = None  # the KV head of each query head where standard GQA grouping is wrong (heads.py)
     dkv_dtype: torch.dtype | None = None  # of partial dK and dV in messages; None for the dtype of accumulation
     merged: Slices = ()  # joint queries: see `RingSchedule`
+    by_group: tuple[RingProgram, ...] = ()  # of each group of heads; empty for a single one
 
     @staticmethod
     def lower(
@@ -46,11 +51,16 @@ class RingProgram:
         dtype: torch.dtype,
         kv_index: tuple[int, ...] | None = None,
         dkv_dtype: torch.dtype | None = None,
+        kv_index_by_group: Sequence[tuple[int, ...] | None] = (),
     ) -> RingProgram:
+        def on_device(heads: tuple[int, ...] | None) -> Tensor | None:
+            return None if heads is None else torch.tensor(heads, device=device)
+
         launches = tuple(kernel.lower(step.tasks, device, dtype) for step in schedule.steps)
-        index = None if kv_index is None else torch.tensor(kv_index, device=device)
         steps = tuple(step.on(device) for step in schedule.steps)
-        return RingProgram(steps, spec, kernel, launches, index, dkv_dtype, schedule.merged)
+        program = RingProgram(steps, spec, kernel, launches, on_device(kv_index), dkv_dtype, schedule.merged)
+        groups = tuple(replace(program, kv_index=on_device(each)) for each in kv_index_by_group)
+        return replace(program, by_group=groups) if groups else program
 
 
 class RingAttention(torch.autograd.Function):
@@ -63,27 +73,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, keep: Keep):
-        merged = program.merged
-
-        def attention() -> tuple[Tensor, Tensor]:
-            total, steps = AttentionSum(q, v.shape[-1]), len(program.launches)
-            for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
-                with named("ring step {}/{}: compute", index, steps), without_autocast(q.device):
-                    attend(program.kernel, launches, q, *_select_heads(block, program.kv_index), program.spec, total)
-            out, lse = total.result()
-            if merged:
-                rows = torch.cat((_rows(out, merged).to(lse.dtype), _rows(lse, merged).unsqueeze(-1)), -1)
-                with named("merge joint queries"):
-                    rows = channel.combine(rows, _merged)
-                _set_rows(out, merged, rows[..., :-1])
-                _set_rows(lse, merged, rows[..., -1])
-            if sinks is not None:
-                joined = torch.logaddexp(lse, sinks.to(lse.dtype))
-                # Not exp(lse - joined): sigmoid scales down the rounding of lse with the share of the sink.
-                out, lse = out * torch.sigmoid(lse - sinks.to(lse.dtype)).unsqueeze(-1), joined
-            return out.to(q.dtype), lse
-
-        out, lse = keep(("ring attention", q.shape, k.shape, v.shape), attention)
+        step = ("ring attention", q.shape, k.shape, v.shape)
+        out, lse = keep(step, lambda: ring_forward(q, k, v, sinks, program, channel))
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.program, ctx.channel = program, channel
         ctx.set_materialize_grads(False)
@@ -92,38 +83,90 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        program, channel, kv_index = ctx.program, ctx.channel, ctx.program.kv_index
-        merged = program.merged
-        dout = torch.zeros_like(out) if dout is None else dout
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
+        dout = torch.zeros_like(ctx.saved_tensors[3]) if dout is None else dout
+        return *ring_backward(dout, dlse, *ctx.saved_tensors, ctx.program, ctx.channel)(), None, None, None
+
+
+def ring_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    program: RingProgram,
+    channel: Channel,
+    blocks: Blocks | None = None,
+    between: Between | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the out and lse of `RingAttention`.
+
+    blocks: those of `start_ring`, if it has been called. between: called with the number of each step when it has been
+    computed, to post or collect what is not of this call.
+    """
+    merged = program.merged
+    total, steps, taken = AttentionSum(q, v.shape[-1]), len(program.launches), Taken()
+    with without_autocast(q.device):
+        for index, (launches, block) in enumerate(blocks or _blocks(program, channel, k, v), 1):
+            with named("ring step {}/{}: compute", index, steps):
+                keys, values = _select_heads(block, program.kv_index)
+                attend(program.kernel, launches, q, keys, values, program.spec, total, taken)
+            if between is not None:
+                between(index)
+        out, lse = total.result()
         if merged:
-            dout = _summed_rows(dout, merged, channel)
-            dlse = None if dlse is None else _summed_rows(dlse, merged, channel)
-        dq, grads = GradientSum(q), _GradientRing(program, channel, k, v)
-        steps = program.steps
-        for index, (launches, block) in enumerate(_blocks(program, channel, k, v), 1):
+            rows = torch.cat((_rows(out, merged).to(lse.dtype), _rows(lse, merged).unsqueeze(-1)), -1)
+            with named("merge joint queries"):
+                rows = channel.combine(rows, _merged)
+            _set_rows(out, merged, rows[..., :-1])
+            _set_rows(lse, merged, rows[..., -1])
+        if sinks is not None:
+            joined = torch.logaddexp(lse, sinks.to(lse.dtype))
+            # Not exp(lse - joined): sigmoid scales down the rounding of lse with the share of the sink.
+            out, lse = out * torch.sigmoid(lse - sinks.to(lse.dtype)).unsqueeze(-1), joined
+        return out.to(q.dtype), lse
+
+
+def ring_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    sinks: Tensor | None, program: RingProgram, channel: Channel, blocks: Blocks | None = None,
+    between: Between | None = None,
+) -> Callable[[], tuple[Tensor, Tensor, Tensor, Tensor | None]]:  # fmt: skip
+    """Compute the gradients of q, k, v and sinks from those of `ring_forward`'s results; return what waits for the last
+    messages and returns them. dlse: None for zero."""
+    merged, kv_index, steps = program.merged, program.kv_index, program.steps
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
+    if merged:
+        dout = _summed_rows(dout, merged, channel)
+        dlse = None if dlse is None else _summed_rows(dlse, merged, channel)
+    dq, grads, taken = GradientSum(q), _GradientRing(program, channel, k, v), Taken()
+    with without_autocast(q.device):
+        for index, (launches, block) in enumerate(blocks or _blocks(program, channel, k, v), 1):
             step = steps[index - 1]
-            with named("ring step {}/{}: compute", index, len(steps)), without_autocast(q.device):
+            with named("ring step {}/{}: compute", index, len(steps)):
                 dkv = grads.block(step)
                 keys, values = _select_heads(block, kv_index)
                 sums = dkv if kv_index is None else (GradientSum(keys), GradientSum(values))
                 tensors = (dout, q, keys, values, out, lse)
-                attend_backward(program.kernel, launches, *tensors, program.spec, (dq, *sums), dlse)
+                attend_backward(program.kernel, launches, *tensors, program.spec, (dq, *sums), dlse, taken)
                 if kv_index is not None:
                     for total, part in zip(dkv, sums, strict=True):
                         total.total.index_add_(1, kv_index, part.total)
             with named("ring step {}/{}: wait for gradients", index, len(steps)):
                 grads.pass_on(step)
+            if between is not None:
+                between(index)
+    dsinks = None
+    if sinks is not None:
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        delta = delta if dlse is None else delta - dlse
+        if merged and channel.rank:  # the first rank counts what all have
+            _set_rows(delta, merged, torch.zeros_like(_rows(delta, merged)))
+        dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
+
+    def finish() -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         dk, dv = grads.finish()
-        dsinks = None
-        if sinks is not None:
-            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            delta = delta if dlse is None else delta - dlse
-            if merged and channel.rank:  # the first rank counts what all have
-                _set_rows(delta, merged, torch.zeros_like(_rows(delta, merged)))
-            dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
-        return *(x.result(q.dtype) for x in (dq, dk, dv)), dsinks, None, None, None
+        return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype), dsinks
+
+    return finish
 
 
 def _merged(parts: Tensor) -> Tensor:
@@ -155,7 +198,13 @@ def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[T
     return kv if kv_index is None else (kv[0].index_select(1, kv_index), kv[1].index_select(1, kv_index))
 
 
-def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor):
+def start_ring(program: RingProgram, channel: Channel, k: Tensor, v: Tensor) -> Blocks:
+    """Post the first messages of a ring; return the blocks for `ring_forward` or `ring_backward`."""
+    blocks = _blocks(program, channel, k, v)
+    return chain((next(blocks),), blocks)
+
+
+def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor) -> Blocks:
     """Yield each step's launches and (k, v), after posting the messages of the next step."""
     steps = program.steps
     own = held = _interleaved(k, v) if any(step.send_held or step.send_own for step in steps) else None

@@ -1,6 +1,7 @@
-"""DeepSpeed-Ulysses (arXiv 2309.14509): one all-to-all between sequence-sharded and head-sharded tensors.
+"""DeepSpeed-Ulysses (arXiv 2309.14509): all-to-alls between sequence-sharded and head-sharded tensors.
 
-q, k and v are sent together; heads need not divide evenly over ranks (heads.py).
+q, k and v are sent together; heads need not divide evenly over ranks (heads.py). An exchange is posted first and
+finished by the function that posting it returns, so that one group of heads travels while another one computes.
 
 B batch, S tokens per row of a rank, T = B * ulysses * S tokens of a ring rank (row by row), N query heads and K KV
 heads in total, H head dim, V head dim of the values, w heads of one rank, X elements of a token.
@@ -8,10 +9,9 @@ heads in total, H head dim, V head dim of the values, w heads of one rank, X ele
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,33 +32,17 @@ class SeqToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan: HeadPlan, channel: Channel, keep: Keep, *tensors: Tensor):
         ctx.plan, ctx.channel, ctx.batch = plan, channel, tensors[0].shape[0]
-        exchanged = seq_to_heads(tensors, plan, channel, keep)
+        step = ("sequence to heads", *(x.shape for x in tensors))
+        (exchanged,) = keep(step, lambda: (post_to_heads(tensors, plan, channel)(),))
         return separated_heads(exchanged, plan, channel.rank, *(x.shape[-1] for x in tensors))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        plan, channel = ctx.plan, ctx.channel
-        of_tensors = _head_ranges(plan, len(grads))
-        ranges = list(zip(*of_tensors, strict=True))
-        messages = _gather_heads(grads, ranges, ctx.batch, channel)
-        if isinstance(messages, Tensor):
-            parts: Sequence[Any] = _separated(messages, _shapes(grads, ranges[:1])[0])
-        else:
-            parts = list(zip(*messages, strict=True))
-        totals = []
-        for dx, part, heads in zip(grads, parts, of_tensors, strict=True):
-            number = max(stop for _, stop in heads)
-            replicated = sum(stop - start for start, stop in heads) > number
-            dtype = accumulate_dtype(dx.dtype) if replicated else dx.dtype
-            if isinstance(part, Tensor):
-                totals.append(_summed(part, _groups(heads), dtype))
-                continue
-            total = dx.new_zeros(*part[0].shape[:2], number, dx.shape[-1], dtype=dtype)
-            for of_rank, own in zip(part, heads, strict=True):
-                total[:, :, slice(*own)] += of_rank
-            totals.append(total.to(dx.dtype))
-        return None, None, None, *totals
+        tokens = grads[0].shape[0] // (ctx.batch * ctx.channel.size)
+        total = SequenceTotal(ctx.plan, ctx.batch, ctx.channel, tokens, grads)
+        total.post(ctx.plan, grads)()
+        return None, None, None, *total.result()
 
 
 class HeadsToSeq(torch.autograd.Function):
@@ -67,13 +51,12 @@ class HeadsToSeq(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel, keep: Keep):
         ctx.plan, ctx.channel = plan, channel
-        ranges = [(heads,) for heads in plan.q_ranges]
 
-        def exchange() -> tuple[Tensor]:
-            messages = _gather_heads((out,), ranges, batch, channel)
-            if isinstance(messages, Tensor):
-                return (_summed(messages.unflatten(-1, out.shape[1:]), plan.ulysses, out.dtype),)
-            return (torch.cat([part for (part,) in messages], dim=2),)
+        def exchange() -> list[Tensor]:
+            tokens = out.shape[0] // (batch * channel.size)
+            total = SequenceTotal(plan, batch, channel, tokens, (out,))
+            total.post(plan, (out,))()
+            return total.result()
 
         (gathered,) = keep(("heads to sequence", out.shape), exchange)
         return gathered
@@ -81,22 +64,113 @@ class HeadsToSeq(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        scattered = _scatter_heads((dout,), [(heads,) for heads in ctx.plan.q_ranges], ctx.channel)
-        return scattered.unflatten(1, (-1, dout.shape[-1])), None, None, None, None
-
-
-def seq_to_heads(tensors: Sequence[Tensor], plan: HeadPlan, channel: Channel, keep: Keep) -> Tensor:
-    """Exchange q, k and v of this rank's tokens for those of its heads: (T, X), for `separated_heads`."""
-    ranges = list(zip(*_head_ranges(plan, len(tensors)), strict=True))
-    step = ("sequence to heads", *(x.shape for x in tensors))
-    (exchanged,) = keep(step, lambda: (_scatter_heads(tensors, ranges, channel),))
-    return exchanged
+        exchanged = post_to_heads((dout,), ctx.plan, ctx.channel)()
+        return *separated_heads(exchanged, ctx.plan, ctx.channel.rank, dout.shape[-1]), None, None, None, None
 
 
 def separated_heads(x_TX: Tensor, plan: HeadPlan, rank: int, *head_dims: int) -> tuple[Tensor, ...]:
-    """Return the q_TwH, k_TwH and v_TwV in a result of `seq_to_heads`, as views."""
+    """Return the q_TwH, k_TwH and v_TwV in a result of `post_to_heads`, as views."""
     ranges = [of_tensor[rank] for of_tensor in _head_ranges(plan, len(head_dims))]
     return _separated(x_TX, [(stop - start, dim) for (start, stop), dim in zip(ranges, head_dims, strict=True)])
+
+
+def post_to_heads(tensors: Sequence[Tensor], plan: HeadPlan, channel: Channel) -> Callable[[], Tensor]:
+    """Start to send to each rank its heads, by `plan`, of q, k and v (B, S, heads, head dim), in one message.
+
+    Returns:
+        A function that waits, and returns (T, X): all tokens of this rank's heads, one tensor after the other.
+    """
+    batch, tokens = tensors[0].shape[:2]
+    of_tensors = _head_ranges(plan, len(tensors))
+    shapes = _shapes(tensors, of_tensors)
+    features = [sum(map(prod, of_rank)) for of_rank in shapes]
+    sent = tensors[0].new_empty(batch * tokens * sum(features))
+    if all(evens := [_even(ranges) for ranges in of_tensors]):
+        parts = _separated(sent.view(channel.size, batch, tokens, -1), shapes[0])
+        for part, x, even in zip(parts, tensors, evens, strict=True):  # one copy each
+            part.view(even[0], -1, *part.shape[1:]).copy_(_by_range(x, *even).unsqueeze(1))
+    else:
+        messages = _messages(sent, batch, tokens, features)
+        for message, shape, of_rank in zip(messages, shapes, zip(*of_tensors, strict=True), strict=True):
+            for part, x, heads in zip(_separated(message, shape), tensors, of_rank, strict=True):
+                part.copy_(x[:, :, slice(*heads)])
+    own = features[channel.rank]
+    per_rank = batch * tokens * own
+    with named("ulysses all-to-all: seq to heads"):
+        received, pending = channel.post_all_to_all(
+            sent, [batch * tokens * x for x in features], [per_rank] * channel.size
+        )
+
+    def finish() -> Tensor:
+        with named("ulysses all-to-all: wait"):
+            pending.wait()
+        by_source = received.view(channel.size, batch, tokens, own)
+        return by_source.transpose(0, 1).reshape(batch * channel.size * tokens, own)
+
+    return finish
+
+
+class SequenceTotal:
+    """All heads (B, S, heads, head dim) of this rank's tokens, to which `post` adds those of one group after another.
+
+    plan: of all heads. tensors: with the dtype and the head dims of q, k and v.
+    """
+
+    def __init__(self, plan: HeadPlan, batch: int, channel: Channel, tokens: int, tensors: Sequence[Tensor]) -> None:
+        self._batch, self._channel, self._tokens, self._dtype = batch, channel, tokens, tensors[0].dtype
+        self._totals: list[Tensor] = []
+        self._added: list[bool] = []
+        for x, ranges in zip(tensors, _head_ranges(plan, len(tensors)), strict=True):
+            heads = max(stop for _, stop in ranges)
+            shape = (batch, tokens, heads, x.shape[-1])
+            # Ranks that share a KV head send a part of its gradient each, possibly with other groups.
+            added = sum(stop - start for start, stop in ranges) > heads and (plan.groups > 1 or not _even(ranges))
+            total = x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if added else x.new_empty(shape)
+            self._totals.append(total)
+            self._added.append(added)
+
+    def post(self, plan: HeadPlan, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Start to send the tokens of this rank's heads, by `plan`, to their ranks; return what waits for those of the
+        other ranks and adds them."""
+        channel, batch, tokens = self._channel, self._batch, self._tokens
+        of_tensors = _head_ranges(plan, len(tensors))
+        shapes = _shapes(tensors, of_tensors)
+        features = [sum(map(prod, of_rank)) for of_rank in shapes]
+        own = features[channel.rank]
+        sent = tensors[0].new_empty(channel.size, batch, tokens, own)
+        for part, x in zip(_separated(sent, shapes[channel.rank]), tensors, strict=True):
+            part.copy_(x.view(batch, channel.size, tokens, *x.shape[1:]).transpose(0, 1))
+        with named("ulysses all-to-all: heads to seq"):
+            received, pending = channel.post_all_to_all(
+                sent.view(-1), [batch * tokens * own] * channel.size, [batch * tokens * x for x in features]
+            )
+
+        def finish() -> None:
+            with named("ulysses all-to-all: wait"):
+                pending.wait()
+            if all(evens := [_even(ranges) for ranges in of_tensors]):
+                parts = _separated(received.view(channel.size, batch, tokens, own), shapes[0])
+                for total, part, even, added in zip(self._totals, parts, evens, self._added, strict=True):
+                    part = part.view(even[0], -1, *part.shape[1:])
+                    part = part[:, 0] if part.shape[1] == 1 else part.sum(1, dtype=accumulate_dtype(part.dtype))
+                    _put(_by_range(total, *even), part, added)
+                return
+            messages = map(_separated, _messages(received, batch, tokens, features), shapes)
+            for message, of_rank in zip(messages, zip(*of_tensors, strict=True), strict=True):
+                for total, part, heads, added in zip(self._totals, message, of_rank, self._added, strict=True):
+                    _put(total[:, :, slice(*heads)], part, added)
+
+        return finish
+
+    def result(self) -> list[Tensor]:
+        return [total.to(self._dtype) for total in self._totals]
+
+
+def _put(total: Tensor, part: Tensor, added: bool) -> None:
+    if added:
+        total += part
+    else:
+        total.copy_(part)
 
 
 def _head_ranges(plan: HeadPlan, tensors: int) -> list[tuple[Range, ...]]:
@@ -104,79 +178,30 @@ def _head_ranges(plan: HeadPlan, tensors: int) -> list[tuple[Range, ...]]:
     return [plan.q_ranges] * (tensors != 2) + [plan.kv_ranges] * (2 * (tensors > 1))
 
 
-def _scatter_heads(tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]], channel: Channel) -> Tensor:
-    """Send to each rank its range of heads of each tensor (B, S, heads, head dim), in one message.
-
-    Returns:
-        (T, X): all tokens of this rank's heads, one tensor after the other.
-    """
-    batch, tokens = tensors[0].shape[:2]
-    shapes = _shapes(tensors, ranges)
-    features = [sum(map(prod, of_rank)) for of_rank in shapes]
-    sent = tensors[0].new_empty(batch * tokens * sum(features))
-    if all(numbers := [_groups(of_tensor) for of_tensor in zip(*ranges, strict=True)]):
-        parts = _separated(sent.view(len(ranges), batch, tokens, -1), shapes[0])
-        for part, x, number in zip(parts, tensors, numbers, strict=True):  # one copy each
-            part.unflatten(0, (number, -1)).copy_(x.unflatten(2, (number, -1)).movedim(2, 0).unsqueeze(1))
-    else:
-        for message, shape, of_rank in zip(_messages(sent, batch, tokens, features), shapes, ranges, strict=True):
-            for part, x, heads in zip(_separated(message, shape), tensors, of_rank, strict=True):
-                part.copy_(x[:, :, slice(*heads)])
-    own = features[channel.rank]
-    per_rank = batch * tokens * own
-    with named("ulysses all-to-all: seq to heads"):
-        received = channel.all_to_all(sent, [batch * tokens * x for x in features], [per_rank] * channel.size)
-    by_source = received.view(channel.size, batch, tokens, own)
-    return by_source.transpose(0, 1).reshape(batch * channel.size * tokens, own)
-
-
-def _gather_heads(
-    tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]], batch: int, channel: Channel
-) -> Tensor | list[tuple[Tensor, ...]]:
-    """Invert `_scatter_heads`.
-
-    Returns:
-        This rank's tokens of each rank's heads: (ranks, B, S, X) if heads divide evenly over the ranks, else for each
-        rank (B, S, heads, head dim) of each tensor.
-    """
-    tokens = len(tensors[0]) // (batch * channel.size)
-    shapes = _shapes(tensors, ranges)
-    features = [sum(map(prod, of_rank)) for of_rank in shapes]
-    own = features[channel.rank]
-    sent = tensors[0].new_empty(channel.size, batch, tokens, own)
-    for part, x in zip(_separated(sent, shapes[channel.rank]), tensors, strict=True):
-        part.copy_(x.view(batch, channel.size, tokens, *x.shape[1:]).transpose(0, 1))
-    with named("ulysses all-to-all: heads to seq"):
-        received = channel.all_to_all(
-            sent.view(-1), [batch * tokens * own] * channel.size, [batch * tokens * x for x in features]
-        )
-    if all(map(_groups, zip(*ranges, strict=True))):
-        return received.view(channel.size, batch, tokens, own)
-    return list(map(_separated, _messages(received, batch, tokens, features), shapes))
-
-
-def _shapes(tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]]) -> list[list[Shape]]:
+def _shapes(tensors: Sequence[Tensor], of_tensors: Sequence[Sequence[Range]]) -> list[list[Shape]]:
     """Return each rank's heads and head dim of each tensor (..., head dim)."""
-    return [
-        [(stop - start, x.shape[-1]) for (start, stop), x in zip(of_rank, tensors, strict=True)] for of_rank in ranges
-    ]
+    by_tensor = [[(stop - start, x.shape[-1]) for start, stop in r] for x, r in zip(tensors, of_tensors, strict=True)]
+    return list(map(list, zip(*by_tensor, strict=True)))
 
 
-@lru_cache(maxsize=64)
-def _groups(ranges: tuple[Range, ...]) -> int:
-    """Return how many equal groups of heads there are, if each in turn belongs to equally many ranks; else 0."""
-    groups = list(dict.fromkeys(ranges))
-    width, copies = groups[0][1] - groups[0][0], len(ranges) // len(groups)
-    even = [(number * width, (number + 1) * width) for number in range(len(groups)) for _ in range(copies)]
-    return len(groups) if width and even == list(ranges) else 0
+@lru_cache(maxsize=256)
+def _even(ranges: tuple[Range, ...]) -> tuple[int, int, int, int] | None:
+    """Return (number, first head, heads from one to the next, heads of each) of the different ranges, if these are
+    alike and share no head, and each in turn belongs to equally many ranks; else None."""
+    different = list(dict.fromkeys(ranges))
+    (first, stop), copies = different[0], len(ranges) // len(different)
+    width, stride = stop - first, different[1][0] - first if len(different) > 1 else stop - first
+    starts = [first + index * stride for index in range(len(different)) for _ in range(copies)]
+    alike = list(ranges) == [(start, start + width) for start in starts]
+    return (len(different), first, stride, width) if alike and 0 < width <= stride else None
 
 
-def _summed(part: Tensor, number: int, dtype: torch.dtype) -> Tensor:
-    """Return (B, S, all heads, head dim) from (ranks, B, S, heads, head dim), with ranks that share one of the `number`
-    groups of heads summed in `dtype`."""
-    by_group = part.unflatten(0, (number, -1))
-    total = by_group[:, 0] if by_group.shape[1] == 1 else by_group.sum(1, dtype=dtype).to(part.dtype)
-    return total.movedim(0, 2).flatten(2, 3)
+def _by_range(x_BSNH: Tensor, number: int, first: int, stride: int, width: int) -> Tensor:
+    """Return the heads of each range, as a view (ranges, B, S, heads, H)."""
+    rows, tokens, heads, features = x_BSNH.stride()
+    size = (number, *x_BSNH.shape[:2], width, x_BSNH.shape[3])
+    strides = (stride * heads, rows, tokens, heads, features)
+    return x_BSNH.as_strided(size, strides, x_BSNH.storage_offset() + first * heads)
 
 
 def _messages(flat: Tensor, batch: int, tokens: int, features: Sequence[int]) -> list[Tensor]:
@@ -188,4 +213,4 @@ def _messages(flat: Tensor, batch: int, tokens: int, features: Sequence[int]) ->
 def _separated(x: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
     """Return views (..., heads, head dim) of the tensors in (..., X)."""
     parts = x.split([prod(shape) for shape in shapes], dim=-1)
-    return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True))
+    return tuple(part.view(*part.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True))

@@ -17,24 +17,24 @@ rank, J joint tokens per row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .accumulate import accumulate_dtype
 from .comm import Channel, combined_shares, named
 from .heads import HeadPlan, Range
 from .keep import Keep, compute_now
 from .layout import SequenceLayout
-from .ring import RingAttention, RingProgram
+from .ring import Blocks, RingAttention, RingProgram, ring_backward, ring_forward, start_ring
 from .schedule import RingSchedule, local_schedule, ring_schedule
 from .sparse import SparseAttention, SparseProgram, choose, chosen_rows
 from .spec import AttentionSpec
-from .ulysses import HeadsToSeq, SeqToHeads, separated_heads, seq_to_heads
+from .ulysses import HeadsToSeq, SeqToHeads, SequenceTotal, post_to_heads, separated_heads
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,11 @@ class UnifiedPlan:
             return UnifiedPlan(layout, spec, heads, batch, 0, alone)
         ring = ring_schedule(layout, spec, batch, ring_rank, key_layout)
         return UnifiedPlan(layout, spec, heads, batch, ulysses_rank, ring, key_layout)
+
+    @property
+    def of_itself(self) -> bool:
+        """Whether a sequence attends to itself alone, in one or more groups of heads."""
+        return self.key_layout is None and self.spec.joint is None
 
     @property
     def joint_queries(self) -> int:
@@ -201,6 +206,11 @@ def unified_attention(
         scores (B, S, N) and, for joint queries, (B, J, N), in the dtype of accumulation; with `return_weights` the
         weights (B, S, k) of the keys at `indices`, summed over the heads, in that dtype and without a gradient.
     """
+    if isinstance(program, RingProgram) and plan.of_itself and not return_lse:
+        call = plan, program, ulysses, ring
+        if not torch.is_grad_enabled():
+            return [unified_forward(q_BSNH, k_BSKH, v_BSKV, *call, sinks, keep)[0]]
+        return [SelfAttention.apply(q_BSNH, k_BSKH, v_BSKV, sinks, *call, keep)]
     batch, heads, rank, shared = len(q_BSNH), plan.heads, plan.ulysses_rank, plan.joint_queries
     given = _heads_contiguous(*(x for x in (q_BSNH, k_BSKH, v_BSKV) if x is not None))
     if heads.ulysses == 1:
@@ -211,7 +221,7 @@ def unified_attention(
         own = *SeqToHeads.apply(heads, ulysses, keep, given[0]), *SeqToHeads.apply(heads, ulysses, keep, *given[1:])
     ranges = (heads.q_ranges[rank], heads.kv_ranges[rank], heads.kv_ranges[rank])
     q, k, v = (_with_joint(x, y, batch, part) for x, y, part in zip((*own, None, None), joint, ranges, strict=False))
-    own_sinks = _own_sinks(sinks, plan)
+    own_sinks = _own_sinks(sinks, heads, plan)
     choice, weights = None, None
     if isinstance(program, SparseProgram):
         assert indices is not None
@@ -265,48 +275,82 @@ def _with_joint(x_TNH: Tensor | None, joint_BJNH: Tensor | None, batch: int, hea
     return (joint if x_TNH is None else torch.cat((x_TNH.unflatten(0, (batch, -1)), joint), 1)).flatten(0, 1)
 
 
-@torch.no_grad()
+class SelfAttention(torch.autograd.Function):
+    """`unified_attention` of a sequence to itself.
+
+    `apply(q_BSNH, k_BSKH, v_BSKV, sinks_N, plan, program, ulysses, ring, keep)` -> out_BSNV.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, plan: UnifiedPlan, program: RingProgram, ulysses: Channel, ring: Channel, keep):
+        out, *saved = unified_forward(q, k, v, plan, program, ulysses, ring, sinks, keep)
+        ctx.save_for_backward(sinks, *(saved if ulysses.size > 1 else (out, *saved, q, k, v)))
+        ctx.rest = q.shape[-1], plan, program, ulysses, ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        sinks, *saved = ctx.saved_tensors
+        dq, dk, dv, *dsinks = unified_backward(dout, saved, *ctx.rest, sinks)
+        return dq, dk, dv, *(dsinks or [None]), *[None] * 5
+
+
 def unified_forward(
     q_BSNH: Tensor,
     k_BSKH: Tensor,
     v_BSKV: Tensor,
-    *,
     plan: UnifiedPlan,
     program: RingProgram,
     ulysses: Channel,
     ring: Channel,
     sinks: Tensor | None = None,
     keep: Keep = compute_now,
-) -> list[Tensor]:
-    """Compute `unified_attention` for a caller that saves tensors itself, as the operator of a compiled graph does.
-
-    The arguments are those of `unified_attention`; every ulysses rank must have a query head.
+) -> Sequence[Tensor]:
+    """Compute `unified_attention` of a sequence to itself for a caller that saves tensors itself. While one group of
+    heads computes, the next one's q, k and v arrive, and the previous one's results leave.
 
     Returns:
-        out (B, S, N, V) and lse (T, w) for w heads of this rank; with ulysses also its q, k and v (T, X), and its part
-        of out (T, w, V). All are contiguous, and none shares memory with another or with the arguments.
+        out (B, S, N, V); without ulysses also lse (T, N), else of each group of heads lse (T, w) for the w heads of
+        this rank, its q, k and v (T, X), and its part of out (T, w, V). All are contiguous, and none shares memory with
+        another or with the arguments.
     """
-    batch, head_dims = q_BSNH.shape[0], [x.shape[-1] for x in (q_BSNH, k_BSKH, v_BSKV)]
-    q_BSNH, k_BSKH, v_BSKV = _heads_contiguous(q_BSNH, k_BSKH, v_BSKV)
-    if ulysses.size > 1:
-        qkv = seq_to_heads((q_BSNH, k_BSKH, v_BSKV), plan.heads, ulysses, keep)
-        q, k, v = separated_heads(qkv, plan.heads, ulysses.rank, *head_dims)
-    else:
-        q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKV))
-    context = _Context()
-    results = RingAttention.forward(context, q, k, v, _own_sinks(sinks, plan), program, ring, keep)
-    out, lse = (x.contiguous() for x in results)
-    if ulysses.size > 1:
-        return [HeadsToSeq.forward(_Context(), out, plan.heads, batch, ulysses, keep), lse, qkv, out]
-    return [out.unflatten(0, (batch, -1)), lse]
+
+    def compute() -> tuple[Tensor, ...]:
+        batch, tensors = q_BSNH.shape[0], _heads_contiguous(q_BSNH, k_BSKH, v_BSKV)
+        if ulysses.size == 1:
+            out, lse = ring_forward(*(x.flatten(0, 1) for x in tensors), sinks, program, ring)
+            return out.contiguous().view(batch, -1, *out.shape[1:]), lse.contiguous()
+        programs, head_dims = program.by_group or (program,), [x.shape[-1] for x in tensors]
+
+        def start(number: int, qkv: Tensor) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
+            q, k, v = separated_heads(qkv, plan.heads.by_group[number], ulysses.rank, *head_dims)
+            return qkv, (q, k, v), start_ring(programs[number], ring, k, v) if q.shape[1] else None
+
+        total = SequenceTotal(plan.heads, batch, ulysses, q_BSNH.shape[1], (v_BSKV,))
+        arrivals = _Arrivals(plan.heads.by_group, lambda heads: post_to_heads(tensors, heads, ulysses), start)
+        saved, leaving = [], []
+        for number, heads in enumerate(plan.heads.by_group):
+            qkv, (q, k, v), blocks = arrivals.take(number)
+            if blocks is not None:
+                call = _own_sinks(sinks, heads, plan), programs[number], ring, blocks
+                out, lse = ring_forward(q, k, v, *call, partial(arrivals.between, number, ring.size))
+            else:  # a rank with fewer heads than there are groups or ranks
+                out, lse = v.new_zeros(len(q), 0, v.shape[-1]), v.new_zeros(len(q), 0, dtype=accumulate_dtype(v.dtype))
+                arrivals.between(number, ring.size, max(1, ring.size - 1))
+            saved += [lse.contiguous(), qkv, out.contiguous()]
+            leaving.append(total.post(heads, saved[-1:]))
+        for finish in leaving:
+            finish()
+        return *total.result(), *saved
+
+    return keep(("attention", q_BSNH.shape, k_BSKH.shape, v_BSKV.shape), compute)
 
 
-@torch.no_grad()
 def unified_backward(
     dout_BSNV: Tensor,
     saved: Sequence[Tensor],
     head_dim: int,
-    *,
     plan: UnifiedPlan,
     program: RingProgram,
     ulysses: Channel,
@@ -315,39 +359,86 @@ def unified_backward(
 ) -> list[Tensor]:
     """Return the gradients of q, k, v and, if given, of sinks; contiguous, and without shared memory.
 
-    saved: with ulysses the last three results of `unified_forward`, else both results and its arguments q, k and v.
+    saved: with ulysses all results of `unified_forward` but the first, else both results and its arguments q, k and v.
     """
-    batch, v_head_dim = dout_BSNV.shape[0], dout_BSNV.shape[-1]
-    exchange = _Context(plan=plan.heads, channel=ulysses, batch=batch)
-    if ulysses.size > 1:
-        lse, qkv, out = saved
-        q, k, v = separated_heads(qkv, plan.heads, ulysses.rank, head_dim, head_dim, v_head_dim)
-        dout = HeadsToSeq.backward(exchange, dout_BSNV)[0]
-    else:
+    batch, tokens, v_head_dim = dout_BSNV.shape[0], dout_BSNV.shape[1], dout_BSNV.shape[-1]
+    (dout_BSNV,) = _heads_contiguous(dout_BSNV)
+    if ulysses.size == 1:
         out, lse, *inputs = saved
         q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*inputs), out, dout_BSNV))
-    kept = (q, k, v, out, lse, _own_sinks(sinks, plan))
-    context = _Context(saved_tensors=kept, program=program, channel=ring)
-    *grads, own_dsinks = RingAttention.backward(context, dout, None)[:4]
-    if ulysses.size > 1:
-        grads = SeqToHeads.backward(exchange, *grads)[3:]
-    else:
-        grads = [x.unflatten(0, (batch, -1)) for x in grads]
-    if sinks is None:
-        return [x.contiguous() for x in grads]
-    dsinks = torch.zeros_like(sinks)
-    dsinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])] = own_dsinks
-    return [*(x.contiguous() for x in grads), dsinks]
+        *grads, dsinks = ring_backward(dout, None, q, k, v, out, lse, sinks, program, ring)()
+        grads = [x.reshape(batch, -1, *x.shape[1:]).contiguous() for x in grads]
+        return grads if sinks is None else [*grads, dsinks]
+    groups, programs, head_dims = plan.heads.by_group, program.by_group or (program,), (head_dim, head_dim, v_head_dim)
+
+    def start(number: int, dout: Tensor) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
+        q, k, v = separated_heads(saved[3 * number + 1], groups[number], ulysses.rank, *head_dims)
+        blocks = start_ring(programs[number], ring, k, v) if q.shape[1] else None
+        return separated_heads(dout, groups[number], ulysses.rank, v_head_dim)[0], (q, k, v), blocks
+
+    arrivals = _Arrivals(groups, lambda heads: post_to_heads((dout_BSNV,), heads, ulysses), start)
+    total = SequenceTotal(plan.heads, batch, ulysses, tokens, [dout_BSNV.new_empty(0, size) for size in head_dims])
+    computed: list[Callable[[], Sequence[Tensor | None]]] = []
+    leaving, all_dsinks = [], None if sinks is None else torch.zeros_like(sinks)
+
+    def leave(number: int) -> None:
+        *grads, dsinks = computed[number]()
+        if dsinks is not None and all_dsinks is not None:
+            all_dsinks[slice(*groups[number].q_ranges[ulysses.rank])] = dsinks
+        leaving.append(total.post(groups[number], grads))
+
+    def between(number: int, step: int) -> None:
+        if step == 1 and len(leaving) < number:
+            leave(number - 1)
+        arrivals.between(number, ring.size, step)
+
+    for number, heads in enumerate(groups):
+        dout, (q, k, v), blocks = arrivals.take(number)
+        lse, _, out = saved[3 * number : 3 * number + 3]
+        if blocks is not None:
+            call = _own_sinks(sinks, heads, plan), programs[number], ring, blocks
+            computed.append(ring_backward(dout, None, q, k, v, out, lse, *call, partial(between, number)))
+        else:
+            computed.append(lambda empty=(q, k, v, None): empty)
+            for step in range(1, ring.size + 1):
+                between(number, step)
+        if ring.size == 1:
+            leave(number)  # else its last messages travel during the first step of the next group
+    if ring.size > 1:
+        leave(len(groups) - 1)
+    for finish in leaving:
+        finish()
+    return [*total.result(), *([] if all_dsinks is None else [all_dsinks])]
 
 
-class _Context(SimpleNamespace):
-    """Stands in for autograd's context."""
+class _Arrivals:
+    """The exchanges of the groups of heads of a call, each posted when the one before has arrived.
 
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
+    post: starts an exchange, as `post_to_heads`. start: called with what a group has received, to post the first
+    messages of its ring; its result is what `take` returns.
+    """
 
-    def save_for_backward(self, *tensors: Any) -> None:
-        self.saved_tensors = tensors
+    def __init__(
+        self,
+        groups: Sequence[HeadPlan],
+        post: Callable[[HeadPlan], Callable[[], Tensor]],
+        start: Callable[[int, Tensor], tuple[Tensor, Sequence[Tensor], Blocks | None]],
+    ) -> None:
+        self._groups, self._post, self._start = groups, post, start
+        self._finish, self._taken = post(groups[0]), -1
+
+    def take(self, number: int) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
+        """Return what has been started for a group: in `between`, or now."""
+        if self._taken < number:
+            self._started, self._taken = self._start(number, self._finish()), number
+            if number + 1 < len(self._groups):
+                self._finish = self._post(self._groups[number + 1])
+        return self._started
+
+    def between(self, number: int, ring: int, step: int) -> None:
+        """Start the next group after a step of this one, before its last step if there are several."""
+        if step == max(1, ring - 1) and number + 1 < len(self._groups):
+            self.take(number + 1)
 
 
 def _heads_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -355,5 +446,5 @@ def _heads_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def _own_sinks(sinks: Tensor | None, plan: UnifiedPlan) -> Tensor | None:
-    return None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
+def _own_sinks(sinks: Tensor | None, heads: HeadPlan, plan: UnifiedPlan) -> Tensor | None:
+    return None if sinks is None else sinks[slice(*heads.q_ranges[plan.ulysses_rank])]

@@ -8,15 +8,19 @@ the last rank's end.
     python -m benchmarks.attention            # about half an hour on two cores
     python -m benchmarks.attention --quick    # about a minute; saves nothing
     python -m benchmarks.attention --cluster  # two emulated hosts of four ranks, connected by 1 Gbit/s
+    python -m benchmarks.attention --cluster --timed-kernels  # on kernels that only take time; saves nothing
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ from benchmarks.baselines import yunchang_cpu
 from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import Runner, median_milliseconds, peak_bytes, sent_bytes, time_in_turns
 from benchmarks.harness.record import Record, finish
+from benchmarks.harness.timed_kernels import timed_kernels
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from usp import UnifiedSPAttention, shard_sequence
@@ -36,6 +41,7 @@ from usp import UnifiedSPAttention, shard_sequence
 BATCH, HEAD_DIM = 1, 64
 RATE = "1gbit"  # between the hosts of --cluster
 SYSTEMS = ("ours", "yunchang", "one process")
+GROUPED = "ours in head groups"
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,12 @@ class Case:
         return self.ulysses * self.ring
 
     @property
+    def head_groups(self) -> int:
+        """Return in how many groups a rank's KV heads are also exchanged; 0 where it has one."""
+        each = self.kv_heads // self.ulysses
+        return each if self.ulysses > 1 and each > 1 else 0
+
+    @property
     def unit_bytes(self) -> int:
         """Return the bytes of one activation of the whole sequence: batch x seq x hidden x itemsize."""
         return BATCH * self.seq_len * self.heads * HEAD_DIM * getattr(torch, self.dtype).itemsize
@@ -66,11 +78,12 @@ def one_process(q_BSNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, *, causal: bool)
 # On each rank
 
 
-def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, Any]:
+def measure(case: Case, warmups: int, iterations: int, peer: bool, single: bool = True) -> dict[str, Any]:
     """Return this rank's spans, bytes, peak memory and differences from one process, by system.
 
     Args:
         peer: also measure yunchang, where it supports the case.
+        single: also measure one process, and compare with it.
     """
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator().manual_seed(0)
@@ -80,14 +93,17 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
     attention = UnifiedSPAttention(mesh, layout=case.layout, kernel="auto")
     runners: dict[str, Runner | None] = {
         "ours": Runner.make(attention, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole),
-        "one process": None,
+        **({"one process": None} if single else {}),
     }
+    if groups := case.head_groups:
+        grouped = UnifiedSPAttention(mesh, layout=case.layout, head_groups=groups)
+        runners[GROUPED] = Runner.make(grouped, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole)
     if peer and case.kv_heads % case.ulysses == 0:  # otherwise yunchang fails in a reshape
         theirs = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
         runners["yunchang"] = Runner.make(theirs.attention, theirs.shard, whole)
-    if dist.get_rank() == 0:
-        single = Runner.make(one_process, torch.clone, whole)
-        runners["one process"] = replace(single, threads=os.cpu_count() or 1)
+    if single and dist.get_rank() == 0:
+        alone = Runner.make(one_process, torch.clone, whole)
+        runners["one process"] = replace(alone, threads=os.cpu_count() or 1)
     predicted = attention.wire_bytes(
         batch=BATCH,
         seq_len=case.seq_len,
@@ -98,18 +114,20 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
         causal=True,
     )
     distributed = {name: runner for name, runner in runners.items() if runner and name != "one process"}
+    exposed = {name: runner.attention.time_exposed() for name, runner in distributed.items() if name != "yunchang"}
     return {
-        "spans": time_in_turns(runners, warmups, iterations),
+        "spans": time_in_turns(runners, warmups, iterations, exposed),
         "predicted": {"forward": predicted.forward, "backward": predicted.backward},
         "sent": {name: sent_bytes(runner) for name, runner in distributed.items()},
         "peak": {name: peak_bytes(runner) for name, runner in runners.items() if runner},
-        "difference": differences(runners, distributed),
+        "difference": differences(runners, distributed) if single else dict.fromkeys(distributed, math.nan),
     }
 
 
-def measure_all(chosen: Sequence[Case], warmups: int, iterations: int, peer: bool) -> list[dict[str, Any]]:
-    """Return `measure` of each case."""
-    return [measure(case, warmups, iterations, peer) for case in chosen]
+def measure_all(chosen: Sequence[Case], warmups: int, iterations: int, peer: bool, timed: bool) -> list[dict[str, Any]]:
+    """Return `measure` of each case; `timed`: on `timed_kernels`."""
+    with timed_kernels() if timed else nullcontext():
+        return [measure(case, warmups, iterations, peer, single=not timed) for case in chosen]
 
 
 def differences(runners: dict[str, Runner | None], distributed: dict[str, Runner]) -> dict[str, float]:
@@ -142,6 +160,11 @@ def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for name in first["spans"]
     }
+    exposed = {
+        name: statistics.median(map(statistics.mean, zip(*(r["spans"][name]["exposed"] for r in by_rank), strict=True)))
+        for name in ("ours", GROUPED)
+        if name in first["spans"]
+    }
     sent = {
         name: {
             "forward_mean": statistics.mean(rank["sent"][name]["forward"] for rank in by_rank),
@@ -158,6 +181,7 @@ def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         **asdict(case),
         "milliseconds": milliseconds,
+        "exposed_milliseconds": exposed,
         "sent_bytes": sent,
         "units": {name: sent[name]["step_mean"] / case.unit_bytes for name in sent},
         "sent_as_predicted": exact,
@@ -176,6 +200,8 @@ COLUMNS = (
     "fwd + bwd ms",
     "of yunchang",
     "of 1 process",
+    "in head groups",
+    "exposed ms",
     "units sent",
     "peak MiB",
     "difference",
@@ -183,7 +209,9 @@ COLUMNS = (
 READING = (
     "u x r: ulysses x ring ranks. Times: medians of ours / yunchang / one process. Units sent and peak MiB: ours / "
     "yunchang, forward + backward, per rank. One unit is batch x tokens x hidden x itemsize. Both ratios compare "
-    "forward + backward times. Difference: relative L2 error against one process, worst of out, dq, dk, dv.",
+    "forward + backward times. In head groups: ms of ours with as many groups as a rank has KV heads. Exposed ms: in "
+    "which a rank waits for messages (mean over ranks), in one group / in groups. Difference: relative L2 error against "
+    "one process, worst of out, dq, dk, dv.",
 )
 
 
@@ -203,7 +231,9 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         each(forward, SYSTEMS, ".0f"),
         each(step, SYSTEMS, ".0f"),
         f"{step['ours'] / step['yunchang']:.2f}" if "yunchang" in step else "-",
-        f"{step['ours'] / step['one process']:.2f}",
+        f"{step['ours'] / step['one process']:.2f}" if "one process" in step else "-",
+        each(step, (GROUPED,), ".0f"),
+        each(row["exposed_milliseconds"], ("ours", GROUPED), ".0f"),
         each(row["units"], SYSTEMS[:2], ".2f"),
         each(peak, SYSTEMS[:2], ".0f"),
         f"{row['difference']['ours']:.0e}",
@@ -214,7 +244,11 @@ def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """Return how to read the table, the headline ratios, and the patches of the baseline."""
     found = list(READING)
     peered = [row for row in rows if "yunchang" in row["units"]]
-    standard = [r for r in peered if _is(r, ranks=4, layout="zigzag", dtype="float32", heads=8, kv_heads=8)]
+    standard = [
+        r
+        for r in peered
+        if "one process" in r["milliseconds"] and _is(r, ranks=4, layout="zigzag", dtype="float32", heads=8, kv_heads=8)
+    ]
     for seq_len in sorted({row["seq_len"] for row in standard}):
         group = [row for row in standard if row["seq_len"] == seq_len]
         of_peer = [r["milliseconds"]["ours"]["step"] / r["milliseconds"]["yunchang"]["step"] for r in group]
@@ -242,7 +276,9 @@ def _is(row: dict[str, Any], *, ranks: int, **fields: Any) -> bool:
 def cases(*, quick: bool, hosts: bool = False) -> list[Case]:
     four, eight = ((4, 1), (2, 2), (1, 4)), ((8, 1), (4, 2), (2, 4), (1, 8))
     if hosts:
-        return [Case(u, r, seq_len=2048 if quick else 4096) for u, r in eight]
+        lengths = (2048,) if quick else (4096, 8192)
+        more_heads = [Case(u, r, seq_len=lengths[0], heads=16, kv_heads=16) for u, r in eight[:2]]
+        return [*(Case(u, r, seq_len=seq_len) for seq_len in lengths for u, r in eight), *more_heads]
     if quick:
         return [Case(u, r, seq_len=2048) for u, r in four]
     return [
@@ -262,9 +298,9 @@ def on_one_host(chosen: Sequence[Case], iterations: int, peer: bool) -> Iterator
             yield summarise(case, ranks.run(measure, case.ranks, case, 2, iterations, peer, timeout=1800.0))
 
 
-def on_two_hosts(chosen: Sequence[Case], iterations: int, peer: bool) -> Iterator[dict[str, Any]]:
+def on_two_hosts(chosen: Sequence[Case], iterations: int, peer: bool, timed: bool = False) -> Iterator[dict[str, Any]]:
     with cluster(2, RATE) as hosts:
-        by_rank = hosts.call(measure_all, 4, tuple(chosen), 2, iterations, peer, timeout=3600.0)
+        by_rank = hosts.call(measure_all, 4, tuple(chosen), 2, iterations, peer, timed, timeout=3600.0)
     yield from (
         summarise(case, list(results)) for case, results in zip(chosen, zip(*by_rank, strict=True), strict=True)
     )
@@ -277,17 +313,22 @@ def main() -> None:
     parser.add_argument(
         "--iterations", type=int, default=None, help="timed rounds per case (default 7, or 3 with --quick)"
     )
+    parser.add_argument(
+        "--timed-kernels", action="store_true", help="with --cluster: kernels only take time; save nothing"
+    )
     parser.add_argument("--no-peer", action="store_true", help="skip yunchang")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
     if not args.no_peer and find_spec("yunchang") is None:
         raise SystemExit('yunchang is not installed: pip install -c constraints.txt -e ".[bench]", or pass --no-peer')
+    if args.timed_kernels and not args.cluster:
+        raise SystemExit("--timed-kernels needs --cluster: without a slow link, there is little to hide")
     reason = unavailable() if args.cluster else None
     if reason:
         raise SystemExit(f"--cluster is not available: {reason}")
     iterations = args.iterations or (3 if args.quick else 7)
     os.environ["KINETO_LOG_LEVEL"] = "99"  # silences the profiler that tracks memory
-    on_ranks = on_two_hosts if args.cluster else on_one_host
+    on_ranks = partial(on_two_hosts, timed=args.timed_kernels) if args.cluster else on_one_host
     rows = []
     for row in on_ranks(cases(quick=args.quick, hosts=args.cluster), iterations, not args.no_peer):
         rows.append(row)
@@ -297,7 +338,7 @@ def main() -> None:
     question = f"Unified attention on {where}: time, bytes sent and memory"
     command = f"python -m benchmarks.attention{' --cluster' if args.cluster else ''}"
     record = Record.of(name, question, COLUMNS, map(cells, rows), notes(rows), rows, command=command)
-    finish(record, args.output, save=not args.quick)
+    finish(record, args.output, save=not (args.quick or args.timed_kernels))
 
 
 if __name__ == "__main__":

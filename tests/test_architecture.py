@@ -22,7 +22,7 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 4350,
+    "attention": 4600,
     "parallel": 3725,
     "usp/commands": 1600,
     "usp/data": 2500,
@@ -34,9 +34,9 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/predict": 3150,
     "usp/rlhf": 10650,
     "usp/run": 1225,
-    "usp/sp": 2000,
+    "usp/sp": 2150,
     "usp/train": 3850,
-    "usp": 36850,
+    "usp": 37025,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

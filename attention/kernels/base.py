@@ -125,9 +125,12 @@ class Kernel(ABC):
         """
 
 
+Taken = dict[object, tuple[Tensor, ...]]  # what launches have taken of tensors that are the same in all steps of a ring
+
+
 def attend(
     kernel: Kernel, launches: tuple[Launch, ...], q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, spec: AttentionSpec,
-    total: AttentionSum,
+    total: AttentionSum, taken: Taken,
 ) -> None:  # fmt: skip
     """Add a block's attention to `total`."""
     v_head_dim = v_TKV.shape[-1]
@@ -135,7 +138,9 @@ def attend(
     if width:
         q_TNH, k_TKH, v_TKV = (_widened(x, width) for x in (q_TNH, k_TKH, v_TKV))
     for launch in launches:
-        q, k, v = launch.queries.take(q_TNH), launch.keys.take(k_TKH), launch.keys.take(v_TKV)
+        if (rows := launch.queries).key not in taken:
+            taken[rows.key] = (rows.take(q_TNH),)
+        (q,), k, v = taken[rows.key], launch.keys.take(k_TKH), launch.keys.take(v_TKV)
         out, lse = kernel.forward(q, k, v, launch, spec)
         total.merge(launch.queries, out[..., :v_head_dim] if width else out, lse)
 
@@ -165,7 +170,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 def attend_backward(
     kernel: Kernel, launches: tuple[Launch, ...], dout_TNV: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor,
     out_TNV: Tensor, lse_TN: Tensor, spec: AttentionSpec, sums: tuple[GradientSum, GradientSum, GradientSum],
-    dlse_TN: Tensor | None = None,
+    dlse_TN: Tensor | None, taken: Taken,
 ) -> None:  # fmt: skip
     """Add a block's gradients to the sums of dq (T, N, H), dk (T, K, H) and dv (T, K, V). dlse: None for zero."""
     head_dims = [x.shape[-1] for x in (q_TNH, k_TKH, v_TKV)]
@@ -181,10 +186,11 @@ def attend_backward(
         dout, q, k, v, out = (_widened(x, width) for x in (dout, q, k, v, out))
     for launch in launches:
         rows, keys = launch.queries, launch.keys
-        grads = kernel.backward(
-            rows.take(dout), rows.take(q), keys.take(k), keys.take(v), rows.take(out),
-            rows.take(lse_TN).transpose(1, 2).contiguous(), launch, spec,
-        )  # fmt: skip
+        if rows.key not in taken:
+            lse = rows.take(lse_TN).transpose(1, 2).contiguous()
+            taken[rows.key] = rows.take(dout), rows.take(q), rows.take(out), lse
+        dout_n, q_n, out_n, lse_n = taken[rows.key]
+        grads = kernel.backward(dout_n, q_n, keys.take(k), keys.take(v), out_n, lse_n, launch, spec)
         for total, side, grad, head_dim in zip(sums, (rows, keys, keys), grads, head_dims, strict=True):
             total.add(side, grad if grad.shape[-1] == head_dim else grad[..., :head_dim])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention import Exposed
 from parallel.wire import SentBytes
 from tests.harness.memory import track_memory
 from usp.predict.calibrate import Plan, contents, measure
@@ -75,9 +76,12 @@ def in_turns(names: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
         yield from ((round_, name) for name in (*names[first:], *names[:first]))
 
 
-def time_in_turns(runners: dict[str, Runner | None], warmups: int, iterations: int) -> dict[str, dict[str, Spans]]:
-    """Return the spans of all timed calls, by system and kind. Ranks without a runner wait for those that have one."""
-    spans: dict[str, dict[str, Spans]] = {name: {"forward": [], "step": []} for name in runners}
+def time_in_turns(
+    runners: dict[str, Runner | None], warmups: int, iterations: int, exposed: Mapping[str, Exposed]
+) -> dict[str, dict[str, Any]]:
+    """Return the spans of all timed calls, by system and kind, and as `exposed` the milliseconds in which each step
+    waited for messages, of the systems that measure them. Ranks without a runner wait for those that have one."""
+    spans: dict[str, dict[str, Any]] = {name: {"forward": [], "step": [], "exposed": []} for name in runners}
     for round_, name in in_turns(sorted(runners), warmups + iterations):
         runner = runners[name]
         for kind in ("forward", "step"):
@@ -89,6 +93,9 @@ def time_in_turns(runners: dict[str, Runner | None], warmups: int, iterations: i
             getattr(runner, kind)()
             end = time.perf_counter_ns()
             torch.set_num_threads(1)
+            waited = exposed[name].take() if name in exposed else 0.0
+            if round_ >= warmups and kind == "step":
+                spans[name]["exposed"].append(waited * 1e3)
             if round_ >= warmups:
                 spans[name][kind].append((start, end))
     dist.barrier()

@@ -69,9 +69,9 @@ def compile_case(case: Case) -> None:
         )
         k, v = (x.unflatten(1, (kv_heads, size)) for x, size in zip(kv, sizes, strict=True))
         total, sums = AttentionSum(q, sizes[1]), (GradientSum(q), GradientSum(k), GradientSum(v))
-        attend(kernel, launches, q, k, v, case.spec, total)
+        attend(kernel, launches, q, k, v, case.spec, total, {})
         out, lse = total.result()
-        attend_backward(kernel, launches, dout, q, k, v, out.to(dtype), lse, case.spec, sums)
+        attend_backward(kernel, launches, dout, q, k, v, out.to(dtype), lse, case.spec, sums, None, {})
         assert (out.shape, lse.shape) == ((tokens, heads, sizes[1]), (tokens, heads))
         assert [x.total.shape for x in sums] == [q.shape, k.shape, v.shape]
 

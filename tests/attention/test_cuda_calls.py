@@ -81,11 +81,11 @@ def test_calls_on_fake_cuda_tensors(kernel: type[Kernel], name: str) -> None:
         kv = torch.empty(tokens, 2 * (128 + 64), device=CUDA, dtype=dtype)
         k, v = kv[:, :256].unflatten(1, (2, 128)), kv[:, 256:].unflatten(1, (2, 64))
         total, spec = AttentionSum(q, 64), AttentionSpec()
-        attend(kernel(), launches, q, k, v, spec, total)
+        attend(kernel(), launches, q, k, v, spec, total, {})
         out, lse = total.result()
         sums = GradientSum(q), GradientSum(k), GradientSum(v)
         for dlse in (None, lse):
-            attend_backward(kernel(), launches, dout, q, k, v, out.to(dtype), lse, spec, sums, dlse)
+            attend_backward(kernel(), launches, dout, q, k, v, out.to(dtype), lse, spec, sums, dlse, {})
         assert (out.shape, lse.shape) == ((tokens, 8, 64), (tokens, 8)) and out.device.type == "cuda"
         assert [x.total.shape for x in sums] == [q.shape, k.shape, v.shape]
     if kernel in (AtenFlashKernel, CudnnKernel, EfficientKernel):

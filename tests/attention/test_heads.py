@@ -23,6 +23,19 @@ def test_every_query_head_is_on_one_rank_together_with_its_kv_head(group: int, n
             assert [kv_start + (i // per_key if index is None else index[i]) for i in range(len(read))] == read
 
 
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 12), st.integers(1, 8))
+def test_groups_have_each_head_of_a_rank_once_beside_its_kv_head(
+    group: int, num_kv_heads: int, ulysses: int, groups: int
+) -> None:
+    plan = HeadPlan(group * num_kv_heads, num_kv_heads, ulysses, groups)
+    for rank in range(ulysses):
+        for ranges in ("q_ranges", "kv_ranges"):
+            parts = [getattr(part, ranges)[rank] for part in plan.by_group]
+            assert [head for part in parts for head in range(*part)] == [*range(*getattr(plan, ranges)[rank])]
+        for part in plan.by_group:
+            assert {head // group for head in range(*part.q_ranges[rank])} == {*range(*part.kv_ranges[rank])}
+
+
 def test_kv_heads_are_replicated_only_where_needed() -> None:
     assert HeadPlan(8, 2, 4).kv_ranges == ((0, 1), (0, 1), (1, 2), (1, 2))
     assert HeadPlan(8, 8, 4).kv_ranges == ((0, 2), (2, 4), (4, 6), (6, 8))

@@ -81,10 +81,10 @@ def errors(
     _, tasks = block(name)
     q, k, v, dout, dlse = (x.to(device) for x in (q, k, v, dout, dlse))
     launches, total = kernel.lower(tasks, device, dtype), AttentionSum(q, v_head_dim)
-    attend(kernel, launches, q, k, v, spec, total)
+    attend(kernel, launches, q, k, v, spec, total, {})
     out, lse = total.result()
     sums = GradientSum(q), GradientSum(k), GradientSum(v)
-    attend_backward(kernel, launches, dout, q, k, v, out.to(dtype), lse, spec, sums, dlse if with_dlse else None)
+    attend_backward(kernel, launches, dout, q, k, v, out.to(dtype), lse, spec, sums, dlse if with_dlse else None, {})
     found = [out, *(gradient.total for gradient in sums)]
     if not tasks:
         assert not any(x.any() for x in found)

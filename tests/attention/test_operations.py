@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import AttentionSpec, Channel, HeadPlan, RingProgram, SequenceLayout, UnifiedPlan, unified_attention
+from attention.comm import Pending
 from attention.keep import compute_now
 from attention.kernels.sdpa import CpuFlashKernel
 from attention.ulysses import HeadsToSeq, SeqToHeads
@@ -44,9 +45,9 @@ class Loopback(Channel):
         super().__init__(None)
         self.size = size
 
-    def all_to_all(self, x: Tensor, send_splits: list[int], receive_splits: list[int]) -> Tensor:
+    def post_all_to_all(self, x: Tensor, send_splits: list[int], receive_splits: list[int]) -> tuple[Tensor, Pending]:
         assert send_splits == receive_splits
-        return x.clone()
+        return x.clone(), Pending()
 
 
 def test_one_launch_converts_nothing() -> None:

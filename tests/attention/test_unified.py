@@ -1,6 +1,6 @@
 """Unified attention on every ring x ulysses grid of 1, 2, 4 and 8 ranks, against dense fp64 attention.
 
-The bytes sent are compared with the prediction.
+The bytes sent are compared with the prediction. Batches of two rows exchange as many groups of heads as they can.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import LAYOUTS
+from attention import LAYOUTS, HeadPlan
 from parallel import SP_ORDERS, ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
@@ -177,7 +177,9 @@ def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Ten
     )
     q, k, v, dout = map(shard, inputs[:4])
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *inputs[4:])]
-    module = UnifiedSPAttention(mesh, case.layout)
+    heads = HeadPlan(*case.heads, mesh.size("ulysses"))
+    groups = max(map(heads.kv_width, range(heads.ulysses))) if heads.ulysses > 1 and case.batch == 2 else 1
+    module = UnifiedSPAttention(mesh, case.layout, head_groups=groups)
     with torch.no_grad():
         module(*leaves[:3], **arguments)  # builds the plan and compares it across ranks, which sends bytes too
     with SentBytes() as sent:

@@ -121,6 +121,9 @@ class Adversary(TorchDispatchMode):
     def __enter__(self) -> Adversary:
         self._patches.enter_context(patch.object(dist, "batch_isend_irecv", self.post))
         self._patches.enter_context(patch.object(comm, "post_messages", self.post_messages))
+        self._patches.enter_context(
+            patch.object(comm, "post_exchange", partial(self.post_exchange, comm.post_exchange))
+        )
         return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -177,6 +180,22 @@ class Adversary(TorchDispatchMode):
         both = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
         return self.post([dist.P2POp(kind, x, group=group, group_peer=peer) for kind, peer, x in both])
 
+    def post_exchange(self, post: Any, group: Any, received: Tensor, x: Tensor, *splits: list[int]) -> Any:
+        """Stand in for `attention.comm.post_exchange`, done by `post`."""
+        if isinstance(x, FakeTensor) or group.name() == "fake":
+            return post(group, received, x, *splits)
+        logged = self._add("collective", "alltoall_base_", group, -1, received.numel())
+        held, arriving = x.detach().clone(), received.detach().clone()
+        _spoil(received)
+        self._tick()
+        self._posting = True
+        try:
+            work = post(group, arriving, held, *splits)
+        finally:
+            self._posting = False
+        self._works.append(_Late(self, logged, received, arriving, work, (x, held)))
+        return self._works[-1]
+
     def _add(self, kind: str, name: str, group: Any, peer: int, elements: int) -> Operation:
         members = tuple(dist.get_process_group_ranks(group))
         frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
@@ -201,22 +220,25 @@ def _spoil(x: Tensor) -> None:
 
 @dataclass
 class _Late:
-    """A message in flight: `held` has what was sent, or what was received."""
+    """A message in flight: `held` has what was sent, or what was received. source: of an exchange, the tensor that is
+    sent and its copy."""
 
     adversary: Adversary
     operation: Operation
     tensor: Tensor
     held: Tensor
     work: Any
+    source: tuple[Tensor, Tensor] | None = None
 
     def wait(self, *timeout: Any) -> bool:
         self.work.wait(*timeout)
         if self.operation.waited is not None:
             return True
         self.operation.waited = self.adversary._tick()
-        if self.operation.kind == "receive":
+        if self.operation.kind != "send":
             self.tensor.copy_(self.held)
-        elif not bool(((self.tensor == self.held) | (self.tensor != self.tensor) & (self.held != self.held)).all()):
+        sent = (self.tensor, self.held) if self.operation.kind == "send" else self.source
+        if sent is not None and not torch.equal(*(x.nan_to_num() for x in sent)):
             raise RuntimeError(f"a send buffer changed before its wait: {self.operation}")
         return True
 

@@ -148,11 +148,34 @@ def read_before_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
+def reuse_exchanged(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post(self: Any, x: Tensor, *splits: Any) -> tuple[Tensor, comm.Pending]:
+        results = original(self, x, *splits)
+        x.mul_(2)
+        return results
+
+    return post
+
+
+def read_early(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post(self: Any, x: Tensor, *splits: Any) -> tuple[Tensor, comm.Pending]:
+        received, pending = original(self, x, *splits)
+        return received.clone(), pending
+
+    return post
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "no wait": lambda: patch.object(comm.Pending, "wait", never_wait),
     "no wait for received messages": lambda: patch.object(comm.Pending, "wait", wait_for_sends_only),
     "a read before the wait": lambda: patch.object(ring._Incoming, "wait", read_before_wait(ring._Incoming.wait)),
     "a reused send buffer": lambda: patch.object(comm.Channel, "post", reuse_sent(comm.Channel.post)),
+    "a reused buffer of an exchange": lambda: patch.object(
+        comm.Channel, "post_all_to_all", reuse_exchanged(comm.Channel.post_all_to_all)
+    ),
+    "an exchange read before the wait": lambda: patch.object(
+        comm.Channel, "post_all_to_all", read_early(comm.Channel.post_all_to_all)
+    ),
     "a collective in another place": lambda: patch.object(comm.Channel, "post", swap_on_rank_1(comm.Channel.post)),
 }
 
@@ -160,7 +183,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 def attended(fault: str) -> None:
     """Run attention forward and backward with a fault; raise ValueError for results that are not finite."""
     mesh = ParallelMesh.create(ParallelDims(ulysses=2, ring=2))
-    attention = UnifiedSPAttention(mesh)
+    attention = UnifiedSPAttention(mesh, head_groups=2)
     q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
     with FAULTS[fault]() if fault else patch.object(comm, "Pending", comm.Pending):
         out = attention(q, k, v)

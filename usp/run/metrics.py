@@ -58,12 +58,13 @@ class StepRecord:
     """Metrics of one training step.
 
     epoch: passes over the data so far; epochs: of a mixture, over each part by its path. loss and grad_norm are global,
-    attention_sent_bytes (recurrent layers included) is the mean over ranks; fsdp_sent_bytes (predicted; None with
-    DeepSpeed) and memory_bytes (peak so far) are this rank's, as is data_seconds, the part of `seconds` in which it
-    waited for its batch. eval_loss and eval_perplexity are of the held-out data after the step; None where it was not
-    evaluated. eval_loss_by_position is that loss by the last position of a range, each twice as long as the one before;
-    its numbers are "eval_loss_by_position/1024" and so on. Of several held-out sets, these are of the first; eval_sets
-    has both losses of each by its name, as numbers "eval_loss/NAME" and "eval_loss_by_position/NAME/1024".
+    attention_sent_bytes (recurrent layers included) is the mean over ranks, as is attention_wait_seconds, the part of a
+    step in which the computation waited for messages of attention, which are exposed; fsdp_sent_bytes (predicted; None
+    with DeepSpeed) and memory_bytes (peak so far) are this rank's, as is data_seconds, the part of `seconds` in which
+    it waited for its batch. eval_loss and eval_perplexity are of the held-out data after the step; None where it was
+    not evaluated. eval_loss_by_position is that loss by the last position of a range, each twice as long as the one
+    before; its numbers are "eval_loss_by_position/1024" and so on. Of several held-out sets, these are of the first;
+    eval_sets has both losses of each by its name, as numbers "eval_loss/NAME" and "eval_loss_by_position/NAME/1024".
     indexer_loss: the mean over the layers with an indexer that is trained.
     attention_kernels are those that this rank's calls have used so far. stage: of the curriculum, from 1.
     """
@@ -81,6 +82,7 @@ class StepRecord:
     memory_bytes: int
     attention_sent_bytes: int
     fsdp_sent_bytes: int | None
+    attention_wait_seconds: float = 0.0
     eval_loss: float | None = None
     eval_perplexity: float | None = None
     eval_loss_by_position: Mapping[int, float] = field(default_factory=dict)
@@ -119,7 +121,8 @@ class StepRecord:
         epoch = f"epochs {parts}" if parts else f"epoch {self.epoch:.2f}"
         waited = f"  waited {self.data_seconds:.2f} s for data" if self.data_seconds > WAITING * self.seconds else ""
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
-        sent = f"  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}"
+        exposed = self.attention_wait_seconds / self.seconds
+        sent = f"  sent/rank {size(self.attention_sent_bytes)} attention ({exposed:.0%} of the step exposed){fsdp}"
         indexers = "" if self.indexer_loss is None else f"indexer loss {self.indexer_loss:.4f}  "
         return (
             f"loss {self.loss:.4f}  {indexers}grad norm {self.grad_norm:.3f}  "

@@ -1,18 +1,23 @@
-"""The attention kernel of a call, by the rates that a hardware file states: on this machine, and on a described one."""
+"""The attention kernel of a call, and its groups of heads, by the rates that a hardware file states: on this machine,
+and on a described one."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 
 import torch
 
-from attention import AttentionSpec, Device, Kernel, SequenceLayout, select_kernel
+from attention import AttentionSpec, Device, Kernel, SequenceLayout, UnifiedPlan, select_kernel
 from attention.kernels.select import faster_if_installed
-from parallel import Hardware, load_hardware, node_of
+from parallel import Hardware, load_hardware, node_of, overlap_of, transfer_seconds
 
 PACKED = AttentionSpec(documents=((0, 1, 2),))  # several documents in a row, as most batches have
 PRODUCTS = (2, 5)  # of forward and backward, whose times a choice weighs
+GROUP_LAUNCHES = 20  # operators of both passes that each group of heads adds: kernels, exchanges, copies around them
 
 
 def choose_kernel(
@@ -33,7 +38,7 @@ def choose_kernel(
     Raises ValueError as `select_kernel`.
     """
     call = spec, device, dtype, head_dim, v_head_dim
-    here = node_on(torch.cuda.get_device_name(device)) if device.type == "cuda" and torch.cuda.is_available() else None
+    here = node_here(device)
     if here is None:
         return *select_kernel(name, *call), ""
     cost = partial(_relative_seconds, here, spec, layout)
@@ -57,6 +62,72 @@ def kernel_on(
     device = Device("cpu" if hardware.device == "CPU" else "cuda", hardware.compute_capability)
     cost = partial(_relative_seconds, hardware, spec, layout)
     return select_kernel(name, spec, device, dtype, head_dim, v_head_dim, cost=cost, planned=True)[0]
+
+
+def choose_head_groups(
+    hardware: Hardware | None,
+    plan: UnifiedPlan,
+    kernel: Kernel,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    exchanging: Sequence[Sequence[int]],
+    world_size: int,
+) -> int:
+    """Return in how many groups of heads a call is fastest: all ranks find the same.
+
+    One group is exchanged, computed and exchanged back. With more, only the first one's arrival and the last one's
+    results are exposed, and what takes longer than the compute of a group; every group adds messages and launches.
+
+    exchanging: the global ranks of each group of ulysses ranks, which exchange at once. hardware: None if unknown,
+    which gives 1.
+    """
+    heads, name = plan.heads, str(dtype).removeprefix("torch.")
+    most = min(width for width in map(heads.kv_width, range(heads.ulysses)) if width)
+    if hardware is None or heads.ulysses == 1 or most == 1 or name not in hardware.peak_flops or not plan.of_itself:
+        return 1
+    known, layout, ranks = hardware, plan.layout, range(world_size)
+    wire = replace(plan, ulysses_rank=0).wire_bytes(head_dim, dtype, v_head_dim)
+    passes = (wire.seq_to_heads, wire.heads_to_seq), (wire.dout_to_heads, wire.grads_to_seq)
+    per_pair = 2.0 * max(head_dim, v_head_dim) * heads.q_width(0)
+    flops, free = per_pair * _pairs(plan) / layout.ring, min(overlap_of(known, each) for each in exchanging)
+
+    def exchange(nbytes: float) -> float:
+        steps = heads.ulysses - 1
+        return max(transfer_seconds(known, each, "exchange", nbytes, steps, ranks) for each in exchanging)
+
+    def seconds(groups: int) -> float:
+        total = groups * GROUP_LAUNCHES * known.launch_seconds
+        for number, (arriving, leaving) in enumerate(passes):
+            late, full = bool(number), layout.ring > 1 or not plan.spec.causal
+            work = PRODUCTS[number] * flops / groups
+            compute = known.attention_seconds(
+                kernel.rated_as or kernel.name, work, layout.ring_len, name, backward=late, full=full
+            )
+            first, last = exchange(arriving / groups), exchange(leaving / groups)
+            beside = [first * (at + 1 < groups) + last * (at > 0) for at in range(groups)]
+            slower = (1 - free) * sum(min(compute, each) for each in beside)
+            total += first + last + slower + sum(max(compute, each) for each in beside)
+        return total
+
+    return min(range(1, most + 1), key=lambda groups: (seconds(groups), groups))
+
+
+def _pairs(plan: UnifiedPlan) -> float:
+    """Return about how many pairs of a query and a key are visible, in all rows."""
+    spec, pairs = plan.spec, 0.0
+    reach = spec.window[0] + 1 if spec.window[0] >= 0 else math.inf
+    for row in range(plan.batch):
+        for start, stop in pairwise(spec.row_documents(row, plan.layout.seq_len)):
+            length = stop - start
+            pairs += length * min(reach, length / 2 if spec.causal else length)
+    return pairs
+
+
+def node_here(device: torch.device) -> Hardware | None:
+    """Return the known node with the GPU of this process, None for others."""
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return node_on(torch.cuda.get_device_name(device)) if here else None
 
 
 @cache

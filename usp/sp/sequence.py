@@ -123,6 +123,14 @@ class GridChannel(Channel):
         return GridChannel(group, [in_group[rank] for rank in torch.flatten(ranks).tolist()])
 
 
+def ulysses_ranks(mesh: ParallelMesh | DeviceMesh) -> list[list[int]]:
+    """Return the global ranks of each ulysses group of this rank's grid."""
+    names = mesh.dims.degrees() if isinstance(mesh, ParallelMesh) else mesh.mesh_dim_names or ()
+    axes = [axis for axis in names if axis in ("ring", "ulysses")]
+    grid = mesh.device_mesh(*axes) if isinstance(mesh, ParallelMesh) else mesh[tuple(axes)]
+    return grid.mesh.movedim(axes.index("ulysses"), -1).reshape(-1, grid.mesh.shape[axes.index("ulysses")]).tolist()
+
+
 class StepKeeper:
     """Runner of layers on a mesh whose calls pass their steps to `keep`."""
 

@@ -30,6 +30,7 @@ from attention import (
     LSE_COLUMNS,
     AttentionSpec,
     Channel,
+    Exposed,
     HeadPlan,
     Joint,
     KeepResults,
@@ -46,8 +47,8 @@ from attention import (
 )
 from parallel import ParallelMesh
 
-from .kernel_choice import choose_kernel
-from .sequence import SpAxes, StepKeeper, documents_of, rows_of
+from .kernel_choice import choose_head_groups, choose_kernel, node_here
+from .sequence import SpAxes, StepKeeper, documents_of, rows_of, ulysses_ranks
 
 logger = logging.getLogger(__name__)
 Rows = tuple[tuple[int, ...], ...] | None
@@ -79,8 +80,12 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         kernel: auto, or one of `attention.KERNEL_NAMES`.
         dkv_dtype: of the partial gradients of k and v that travel the ring: that of k and v, with which half-precision
             messages are half as large and each hop rounds; None for float32 (float64 for float64).
+        head_groups: in how many groups of a rank's KV heads, with their query heads, q, k and v are exchanged over the
+            ulysses axis: while a group computes, the next one arrives and the previous one's results leave, in both
+            passes. A rank sends the same bytes in as many times more messages. None for what `choose_head_groups`
+            finds fastest; attention with joint tokens, to another sequence, to indices or with lse has one.
 
-    Raises ValueError for an unknown layout or kernel.
+    Raises ValueError for an unknown layout or kernel, or head_groups that are not positive or without ulysses ranks.
     """
 
     def __init__(
@@ -89,13 +94,18 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         layout: str = "zigzag",
         kernel: str = "auto",
         dkv_dtype: torch.dtype | None = None,
+        head_groups: int | None = None,
     ) -> None:
         super().__init__()
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
         check_kernel_name(kernel)
         self._mesh, self.axes, self.layout, self.kernel = mesh, SpAxes.of(mesh), layout, kernel
-        self.dkv_dtype = dkv_dtype
+        if head_groups is not None and (head_groups < 1 or head_groups > 1 == self.axes.ulysses):
+            raise ValueError(
+                f"head_groups={head_groups} must be at least 1, and 1 for ulysses=1, which exchanges no heads"
+            )
+        self.dkv_dtype, self.head_groups = dkv_dtype, head_groups
         self._ulysses, self._ring = Channel(self.axes.ulysses_group), Channel(self.axes.ring_group)
         # Calls repeat from layer to layer and, without documents, from step to step.
         self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
@@ -190,7 +200,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
-        return UnifiedSPAttention(self._mesh, self.layout, self.kernel, self.dkv_dtype)
+        return UnifiedSPAttention(self._mesh, self.layout, self.kernel, self.dkv_dtype, self.head_groups)
 
     def wire_bytes(
         self,
@@ -249,6 +259,11 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         """Payload bytes that this rank has sent through this module so far, and for the indices that it was given."""
         return self._ulysses.sent_bytes + self._ring.sent_bytes + self.indexer_bytes
 
+    def time_exposed(self) -> Exposed:
+        """Measure from now on how long this rank's attention waits for messages; return what has the seconds."""
+        self._ulysses.exposed = self._ring.exposed = self._ring.exposed or Exposed(self.axes.device_type)
+        return self._ring.exposed
+
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
 
@@ -269,7 +284,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         """
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
-        others = None if sinks is None else sinks.shape, *rows, front, trained and torch.is_grad_enabled(), sparse
+        lse_gradient = trained and torch.is_grad_enabled()
+        others = None if sinks is None else sinks.shape, *rows, front, return_lse, lse_gradient, sparse
         call = self._last_call(shapes, *others, *options)
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
@@ -280,9 +296,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def _look_up(
         self, shapes: tuple[Described | None, ...], sinks: torch.Size | None, *options: Any
     ) -> tuple[Any, ...]:
-        of_keys, of_joint, front, lse_gradient, sparse, *rest = options
+        of_keys, of_joint, front, return_lse, lse_gradient, sparse, *rest = options
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
-        return self._described(shapes, sinks, *rows, front, lse_gradient, sparse, *_hashable(*rest))
+        return self._described(shapes, sinks, *rows, front, return_lse, lse_gradient, sparse, *_hashable(*rest))
 
     def _describe(
         self,
@@ -291,6 +307,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         key_documents: Rows,
         joint_documents: Rows,
         front: bool,
+        return_lse: bool,
         lse_gradient: bool,
         sparse: int,
         documents: Rows,
@@ -306,8 +323,27 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if joint_k:
             joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents)
         sequences = self._sequences(seq_len, key_len, key_documents, joint, documents, *options)
-        heads = HeadPlan(q[2], (k or joint_k)[2], self.axes.ulysses)
+        of_itself = key_len is None and joint is None and not (sparse or return_lse)
+        heads = self._heads(q, (k or joint_k)[2], (v or joint_v)[3], dtype, device, of_itself)
         return *sequences, heads, q[0], q[3], (v or joint_v)[3], dtype, device, lse_gradient, sparse
+
+    def _heads(
+        self, q: torch.Size, kv_heads: int, v_head_dim: int, dtype: torch.dtype, device: torch.device, of_itself: bool
+    ) -> HeadPlan:
+        """Return the heads of all ranks, in groups; raise ValueError if there are not so many."""
+        heads = HeadPlan(q[2], kv_heads, self.axes.ulysses)
+        if self.head_groups is None:
+            return heads
+        most = max(map(heads.kv_width, range(heads.ulysses))) if of_itself else 1
+        if self.head_groups > most:
+            raise ValueError(
+                f"head_groups={self.head_groups} exceeds the {most} KV heads of a rank (num_kv_heads={kv_heads}, "
+                f"ulysses={heads.ulysses}): use head_groups={most} or less"
+                if of_itself
+                else f"head_groups={self.head_groups} is not supported with joint tokens, keys of another sequence, "
+                f"indices or return_lse: use head_groups=1"
+            )
+        return replace(heads, groups=self.head_groups)
 
     def _sequences(
         self,
@@ -362,12 +398,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         widened = v_head_dim + LSE_COLUMNS * lse_gradient
         kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, widened, layout)
         self.kernels.add(kernel.name)
+        here = node_here(device) if self.head_groups is None and self.axes.ulysses > 1 else None
+        if here is not None:
+            sizes, exchanging = (head_dim, v_head_dim, dtype), ulysses_ranks(self._mesh)
+            groups = choose_head_groups(here, plan, kernel, *sizes, exchanging, dist.get_world_size())
+            heads = replace(heads, groups=groups)
+            plan = replace(plan, heads=replace(plan.heads, groups=groups))
         call = (layout, key_layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name, self.dkv_dtype)
         self.axes.agree(call, "the attention call")
         self._log(logging.INFO, choice)
         for warning in (slow, *ulysses_violations(heads.num_heads, plan.heads.ulysses)):
             self._log(logging.WARNING, warning)
-        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype)
+        by_group = [each.kv_index(plan.ulysses_rank) for each in heads.by_group] if heads.groups > 1 else ()
+        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype, by_group)
 
     def _prepare_sparse(
         self, plan: UnifiedPlan, device: torch.device, described: tuple[Any, ...], kv_index: tuple[int, ...] | None
@@ -396,7 +439,8 @@ class LastResult:
         self._arguments: tuple[Any, ...] = ((),)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        if len(arguments) != len(self._arguments) or not all(map(_same, self._arguments, arguments)):
+        kept = self._arguments
+        if len(arguments) != len(kept) or not all(a is b or _same(a, b) for a, b in zip(kept, arguments, strict=True)):
             self._result = self._function(*arguments)
             self._arguments = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in arguments)
         return self._result
@@ -405,7 +449,7 @@ class LastResult:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(b, Tensor):  # the values of a fake one can be unknown
         return type(a) is type(b) is Tensor and (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
-    return a is b or (not isinstance(a, Tensor) and a == b)
+    return not isinstance(a, Tensor) and a == b
 
 
 class Handle(OpaqueBase):
@@ -450,8 +494,9 @@ def attend(
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
     tensors = (q, k, v, None, None, None)
     call = layer._call(tensors, sinks, cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
-    results = unified_forward(q, k, v, **call, sinks=sinks, keep=layer.keep)
+    out, *saved = unified_forward(q, k, v, **call, sinks=sinks, keep=layer.keep)
     # The graph may write over what the operator returns.
+    results = [out, *(saved if call["plan"].heads.groups == 1 else _joined(saved))]
     return [x.clone() for x in results] if isinstance(layer.keep, KeepResults) else results
 
 
@@ -488,14 +533,40 @@ def attend_backward(
     """Return the gradients of q, k, v and, if given, sinks; `saved` as in `attention.unified_backward`."""
     layer = handle.layer
     batch, tokens, num_heads, v_head_dim = dout.shape
-    seq_len, heads = tokens * layer.ranks, HeadPlan(num_heads, kv_heads, layer.axes.ulysses)
+    seq_len, q_size = tokens * layer.ranks, torch.Size((batch, tokens, num_heads, head_dim))
+    heads = layer._heads(q_size, kv_heads, v_head_dim, dout.dtype, dout.device, True)
     documents, *options = _hashable(cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
     spec, layout = _spec(seq_len, documents, *options), layer.axes.layout(layer.layout, seq_len, documents)
     sizes = (heads, batch, head_dim, v_head_dim, dout.dtype, dout.device)
     plan, program = layer._prepare(spec, layout, None, *sizes, False)
     assert isinstance(program, RingProgram)
-    channels = {"ulysses": layer._ulysses, "ring": layer._ring}
-    return unified_backward(dout, saved, head_dim, plan=plan, program=program, **channels, sinks=sinks)
+    if plan.heads.groups > 1:
+        saved = _parted(saved, plan.heads, layer.axes.ulysses_rank, head_dim)
+    return unified_backward(dout, saved, head_dim, plan, program, layer._ulysses, layer._ring, sinks)
+
+
+def _joined(saved: Sequence[Tensor]) -> list[Tensor]:
+    """Return the lse, q, k and v, and out of all groups of heads, one after another, in the shapes of a single one."""
+    tokens, v_head_dim = len(saved[0]), saved[2].shape[2]
+    shapes = (tokens, -1), (tokens, -1), (tokens, -1, v_head_dim)
+    return [torch.cat([x.flatten() for x in saved[kind::3]]).view(shape) for kind, shape in enumerate(shapes)]
+
+
+def _parted(saved: Sequence[Tensor], heads: HeadPlan, rank: int, head_dim: int) -> list[Tensor]:
+    """Invert `_joined`."""
+    tokens, v_head_dim = len(saved[0]), saved[2].shape[2]
+    widths = [each.q_width(rank) for each in heads.by_group]
+    elements = [each.elements(rank, head_dim, v_head_dim) for each in heads.by_group]
+    lse, qkv, out = (
+        x.flatten().split([tokens * size for size in sizes])
+        for x, sizes in zip(saved, (widths, elements, [width * v_head_dim for width in widths]), strict=True)
+    )
+    groups = zip(lse, qkv, out, widths, strict=True)
+    return [
+        x.view(tokens, *shape)
+        for a, b, c, width in groups
+        for x, shape in ((a, (width,)), (b, (-1,)), (c, (width, v_head_dim)))
+    ]
 
 
 @attend_backward.register_fake

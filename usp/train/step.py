@@ -37,7 +37,8 @@ def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.de
     """Sum over all ranks; values that tensor-parallel ranks share count once. Collective."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     for axis in ("pp", "loss", "tp"):
-        dist.all_reduce(total, group=mesh.group(axis))
+        if mesh.size(axis) > 1:
+            dist.all_reduce(total, group=mesh.group(axis))
     return (total / mesh.size("tp")).tolist()
 
 

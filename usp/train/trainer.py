@@ -153,7 +153,7 @@ class Trainer(TrainingLoop):
         self.schedule = LearningRate.of(config, config.steps, config.warmup_steps)
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent = 0, 0  # sent: by this rank so far
-        self.sent_in_step = self.flops_in_step = 0.0  # of all ranks
+        self.sent_in_step = self.waited_in_step = self.flops_in_step = 0.0  # of all ranks
         self.indexer_loss: float | None = None
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.peak = peak_flops(name) if config.dtype == "bfloat16" else None  # of a device; None: MFU is not known
@@ -181,6 +181,7 @@ class Trainer(TrainingLoop):
         exchange = partial(self._exchange, batch)
         first_tokens = self.config.seq_len * torch.tensor(batch.own, device=self.device)
         inputs = batch.to(self.device) | {"first_tokens": first_tokens}
+        self._attention_waited()  # what came before this step does not count
         loss, norm = train_step(self.engine, self.mesh, inputs, self.config, rate, before_update=exchange)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
@@ -191,7 +192,7 @@ class Trainer(TrainingLoop):
         evaluated = self._evaluate(number)
         held_out = next(iter(evaluated.values()), None)
         self._write_samples(number)
-        stage = self.prepared.stages.index(self.stage)
+        stage, ranks = self.prepared.stages.index(self.stage), self.mesh.size("loss") * self.mesh.size("pp")
         kernels = set[str]().union(*(cast(Any, each.model).unified_sp.kernels for each in self.engine.stages))
         peak = None if self.peak is None else self.peak * dist.get_world_size()
         return StepRecord(
@@ -207,8 +208,9 @@ class Trainer(TrainingLoop):
             tokens_per_second=tokens / seconds,
             mfu=None if peak is None else self.flops_in_step / (seconds * peak),
             memory_bytes=peak_memory(self.device),
-            attention_sent_bytes=round(self.sent_in_step / (self.mesh.size("loss") * self.mesh.size("pp"))),
+            attention_sent_bytes=round(self.sent_in_step / ranks),
             fsdp_sent_bytes=self.fsdp_bytes,
+            attention_wait_seconds=self.waited_in_step / ranks,
             eval_loss=held_out.loss if held_out else None,
             eval_perplexity=perplexity(held_out.loss) if held_out else None,
             eval_loss_by_position=held_out.by_position if held_out else {},
@@ -369,15 +371,18 @@ class Trainer(TrainingLoop):
         recurrent = (model.unified_sp_order.channel for model in models if hasattr(model, "unified_sp_order"))
         return sum(part.sent_bytes for part in (*(model.unified_sp for model in models), *recurrent))
 
+    def _attention_waited(self) -> float:
+        """Return the seconds in which attention has waited for messages on this rank since the last call."""
+        return sum(cast(Any, stage.model).unified_sp.time_exposed().take() for stage in self.engine.stages)
+
     def _exchange(self, batch: Batch, share: Tensor) -> float:
-        """Sum over ranks the losses, the bytes that attention sent, FLOPs and requests to stop; return the loss."""
-        sent = self._attention_sent()
-        values = [share.item(), sent - self.sent, self._flops(batch), float(self.stop.requested)]
-        values += indexer_losses([stage.model for stage in self.engine.stages])
-        loss, self.sent_in_step, self.flops_in_step, stops, *of_indexers = sum_over_ranks(
-            values, self.mesh, self.device
-        )
-        self.indexer_loss = of_indexers[0] / of_indexers[1] if of_indexers[1] else None
+        """Sum over ranks the losses, what attention sent and waited, FLOPs and requests to stop; return the loss."""
+        sent, own = self._attention_sent(), [share.item()]
+        own += [sent - self.sent, self._attention_waited(), self._flops(batch), float(self.stop.requested)]
+        own += indexer_losses([stage.model for stage in self.engine.stages])
+        loss, *sums, stops, of_indexers, indexers = sum_over_ranks(own, self.mesh, self.device)
+        self.sent_in_step, self.waited_in_step, self.flops_in_step = sums
+        self.indexer_loss = of_indexers / indexers if indexers else None
         self.sent, self.stopping = sent, stops > 0
         return loss
 

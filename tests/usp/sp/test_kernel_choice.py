@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention import AttentionSpec, SequenceLayout
+from attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan
 from attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
+from attention.kernels.sdpa import CudnnKernel
 from parallel import load_hardware
-from usp.sp.kernel_choice import PACKED, choose_kernel, kernel_on
+from usp.sp.kernel_choice import PACKED, choose_head_groups, choose_kernel, kernel_on
 
 NAMES = {"h100": "NVIDIA H100 80GB HBM3", "a100": "NVIDIA A100-SXM4-80GB", "b200": "NVIDIA B200"}
 
@@ -39,6 +40,27 @@ def test_training_takes_what_a_plan_assumes(
             assert kernel.name == wanted == kernel_on(hardware, *call).name
             assert line.startswith(f"attention kernel: {wanted}; flash-attn-")  # why not a package
             assert line.endswith(f"is not installed; by the rates of {hardware.name}")
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ulysses", "ring", "seq_len", "groups"),
+    [
+        (32, 32, 8, 1, 131072, 3),
+        (32, 8, 2, 4, 131072, 2),
+        (32, 8, 8, 1, 131072, 1),  # a rank has one KV head
+        (64, 8, 4, 2, 2048, 1),  # messages are short, and launches are not hidden
+    ],
+)
+def test_head_groups_are_taken_where_they_pay(
+    heads: int, kv_heads: int, ulysses: int, ring: int, seq_len: int, groups: int
+) -> None:
+    hardware, layout = load_hardware("h100"), SequenceLayout("zigzag", seq_len, ring, ulysses)
+    exchanging = [range(first, first + ulysses) for first in range(0, ring * ulysses, ulysses)]
+    for rank in range(ulysses):
+        plan = UnifiedPlan.make(layout, AttentionSpec(), HeadPlan(heads, kv_heads, ulysses), 1, 0, rank)
+        call = plan, CudnnKernel(), 128, 128, torch.bfloat16, exchanging, ulysses * ring
+        assert choose_head_groups(hardware, *call) == groups
+        assert choose_head_groups(None, *call) == 1
 
 
 def test_a_gpu_without_a_node_has_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,11 @@ def differences(dims: ParallelDims, heads: int, kv_heads: int) -> list[tuple[flo
 
     mesh = ParallelMesh.create(dims)
     found = []
+    groups = min(2, max(1, kv_heads // dims.ulysses)) if dims.ulysses > 1 else 1
     for options in CASES:
         results, sent = [], []
         for backend in ("", "aot_eager"):
-            layer = Layer(UnifiedSPAttention(mesh, "zigzag"))
+            layer = Layer(UnifiedSPAttention(mesh, "zigzag", head_groups=groups))
             torch.compiler.reset()
             counters.clear()
             run = torch.compile(layer, backend=backend) if backend else layer

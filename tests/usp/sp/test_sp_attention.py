@@ -32,6 +32,7 @@ def refusals() -> dict[str, str]:
         "kernel": lambda: UnifiedSPAttention(mesh, kernel="sdpa")(q, k, k, softcap=2.0),
         "layout": lambda: UnifiedSPAttention(mesh, "strip"),
         "gradients": lambda: UnifiedSPAttention(mesh, dkv_dtype=torch.float16)(q, k, k),
+        "ulysses": lambda: UnifiedSPAttention(mesh, head_groups=2),
         "keys": lambda: UnifiedSPAttention(mesh)(q, None, None),
         "joint": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_q=q, joint_k=k[..., :4], joint_v=k),
         "queries": lambda: UnifiedSPAttention(mesh)(q, None, None, joint_q=q, joint_k=k, joint_v=k),
@@ -67,6 +68,7 @@ def test_invalid_calls_raise(ranks: RankPool) -> None:
     assert "kernel='sdpa' cannot compute this call" in found["kernel"]
     assert "layout='strip' must be one of" in found["layout"]
     assert "dkv_dtype=torch.float16 must be torch.float32, the dtype of k and v, or None" in found["gradients"]
+    assert "head_groups=2 must be at least 1, and 1 for ulysses=1" in found["ulysses"]
     assert "k and v, or joint_k and joint_v, or all four must be given; got q (1, 4, 4, 8)" in found["keys"]
     assert "joint_q, joint_k and joint_v must be like q, k and v except for the number of tokens" in found["joint"]
     assert "joint_q needs k, v, joint_k and joint_v, and as many tokens as joint_k" in found["queries"]
@@ -76,6 +78,46 @@ def test_invalid_calls_raise(ranks: RankPool) -> None:
     assert "must be the same (1 without boundaries): cu_seqlens 2, joint_cu_seqlens 1" in found["pairs"]
     assert "cu_seqlens_k ends at 9, past the 4 tokens of a row" in found["boundaries"]
     assert "torch.compile supports attention of a sequence to itself" in found["compiled"]
+
+
+def refused_groups() -> list[str]:
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2)), head_groups=3)
+    q, k, few = torch.randn(1, 4, 12, 8), torch.randn(1, 4, 6, 8), torch.randn(1, 4, 4, 8)
+    messages = []
+    for kv, options in ((few, {}), (k, {"return_lse": True}), (k, {"joint_k": k, "joint_v": k})):
+        with pytest.raises(ValueError, match="head_groups=3") as caught:
+            attention(q, kv, kv, **options)
+        messages.append(str(caught.value))
+    attention(q, k, k)
+    return messages
+
+
+def test_head_groups_are_honoured_or_refused(ranks: RankPool) -> None:
+    for few, *others in ranks.run(refused_groups, 2):
+        assert few == (
+            "head_groups=3 exceeds the 2 KV heads of a rank (num_kv_heads=4, ulysses=2): use head_groups=2 or less"
+        )
+        assert all("is not supported with joint tokens" in message for message in others)
+
+
+def exposed_and_replayed() -> tuple[float, float, int]:
+    """Return the seconds in which a call waited, the difference of a replay's gradients, and what that sends."""
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2, ring=2)), head_groups=2)
+    q, k, v = (torch.randn(1, 8, heads, 8, requires_grad=True) for heads in (8, 4, 4))
+    exposed, keep, found = attention.time_exposed(), KeepResults(), []
+    for kept in (keep, keep.replay()):
+        with attention.keeping(kept), SentBytes() as sent:
+            out = attention(q, k, v)
+        found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    waited = exposed.take()
+    assert exposed.take() == 0.0
+    return waited, max(float((x - y).abs().max()) for x, y in zip(*found, strict=True)), sent.total
+
+
+def test_exposed_time_is_measured_and_groups_are_replayed(ranks: RankPool) -> None:
+    for waited, *rest in ranks.run(exposed_and_replayed, 4):
+        assert waited > 0
+        assert rest == [0.0, 0]
 
 
 def with_heads_inside_out() -> float:
