@@ -28,7 +28,7 @@ from .dropout import CurrentTokens, TokenDropout
 from .experts import expert_modules
 from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
 from .models import empty_model, model_facts
-from .prune import backbone_name, model_parts
+from .prune import decoder, model_parts, name_of
 from .shrink import shrink
 from .tensor_parallel import tp_plan
 
@@ -139,7 +139,7 @@ def frozen_ends(config: PretrainedConfig, saved: Saved | None) -> list[str]:
     """Return the names of the embedding and the output head of a model, unless both are trained beside adapters."""
     model = empty_model(config)
     parts = model_parts(model)
-    names = {f"{backbone_name(model)}.{parts.embedding}": parts.embedding, parts.head: parts.head}
+    names = {f"{name_of(model, decoder(model))}.{parts.embedding}": parts.embedding, parts.head: parts.head}
     trained = saved is not None and all(saved.has(f"{name}.weight") for name in names)
     return [] if trained else list(names.values())
 
@@ -171,7 +171,7 @@ def apply_lora(
     here = sorted({name.rpartition(".")[2] for name in linears})
     # Into the base model: in the whole one, peft looks for both ends of tied weights, which may be on two stages.
     plain = replace(lora, dropout=0.0, dora=False, saved=None)
-    inject_adapter_in_model(lora_config(plain, here), model.base_model, ADAPTER)
+    inject_adapter_in_model(lora_config(plain, here), decoder(model), ADAPTER)
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             parameter.requires_grad_(bool(lora.saved and lora.saved.has(name)))
@@ -257,9 +257,9 @@ def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linears of a causal LM below its output head, by their names in the whole model."""
-    prefix = model.base_model_prefix
-    for name, module in model.base_model.named_modules():
+    """Yield the linears of the decoder below its output head, by their names in the whole model."""
+    prefix = name_of(model, decoder(model))
+    for name, module in decoder(model).named_modules():
         if isinstance(module, nn.Linear):
             yield f"{prefix}.{name}", module
 

@@ -127,7 +127,8 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     whole, head = empty_model(model.config, causal=head_seed is not None), model_parts(model).head
     stored, in_folder, added = stored_names(whole), whole, dict[str, list[Box]]()
     slices_of = in_whole(whole, read_headers(folder))
-    if (rows := AutoConfig.from_pretrained(folder, local_files_only=True).vocab_size) < model.config.vocab_size:
+    there = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if (rows := there.get_text_config().vocab_size) < model.config.get_text_config().vocab_size:
         config = copy.deepcopy(model.config)
         config.vocab_size = rows
         in_folder = empty_model(config, causal=head_seed is not None)

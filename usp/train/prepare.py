@@ -6,8 +6,10 @@ RLHF runs share `Prologue`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from usp.data.rows import PackedRows, StageRows, WholeRows
 from usp.data.sources import DataFiles, without
 from usp.data.store import TokenStore
 from usp.data.tokenizer import Tokenizer
-from usp.hf.models import ModelConfig
+from usp.hf.models import ModelConfig, load_model_config
+from usp.hf.processors import Images, load_images
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelFacts, ModelShape
 from usp.presets import PRESETS
@@ -70,6 +73,7 @@ class PreparedRun:
     model_config: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
+    images: Images | None
     kernel_choice: str
     start: Start
     saved: TrainingState | None
@@ -89,6 +93,7 @@ class Prologue:
     """What train.py and rlhf.py find in the same way before their ranks communicate.
 
     problems: every problem so far. device, tokenizer: None if they are among the problems. dtype: of the computation.
+    images: of a vision-language model.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Prologue:
         parse_special: bool = True,
         train_on: str = "assistant",
         add_tokens: str = "",
+        images: Callable[[], Images | None] = lambda: None,
     ) -> None:
         self._config, self.problems = config, problems
         attempt = problems.attempt
@@ -108,9 +114,11 @@ class Prologue:
         self.dtype = computation_dtype(config.dtype, self._computes_on) if self._computes_on else torch.float32
         name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
         self.tokenizer: Tokenizer | None = None
+        self.images: Images | None = None
         if name is not None:
-            template = config.chat_template
-            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, template, train_on, add_tokens))
+            template, self.images = config.chat_template, attempt(images)
+            options = (bos, parse_special, template, train_on, add_tokens, self.images)
+            self.tokenizer = attempt(lambda: load_tokenizer(name, *options))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:
@@ -158,10 +166,11 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(lambda: read_state(start, strict, TrainingState.from_extra))
     bos = config.bos if config.bos in BOS else "auto"
-    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.train_on, config.add_tokens)
+    reading = config.parse_special_tokens, config.train_on, config.add_tokens
+    prologue = Prologue(config, launch, problems, bos, *reading, images=partial(_images, config))
     device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
     ids = tokenizer.vocab_size if config.add_tokens and tokenizer else 0
-    resolved = resolve(config, launch.world_size, ended=ended_stages(config, launch, start, saved), ids=ids)
+    resolved = resolve(config, launch.world_size, ended=ended_stages(config, launch, start, saved), ids=ids, images=True)
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
     problems += resolved.problems
     if saved is not None and model_config is not None:
@@ -212,6 +221,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         model_config=model_config,
         shape=resolved.shape,
         tokenizer=tokenizer,
+        images=prologue.images,
         kernel_choice=kernel_choice,
         start=start,
         saved=saved,
@@ -225,6 +235,15 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
             problems.append(f"{error}: use the same as before, or --data-changed to begin a new epoch")
     problems.check()
     return prepared
+
+
+def _images(config: TrainConfig) -> Images | None:
+    """Return the images of the model; None for one without, or that is refused elsewhere. Raises ValueError as
+    `load_images`."""
+    with suppress(ValueError, OSError):
+        model = load_model_config(config.model, images=True)
+        return load_images(config.model, model)
+    return None
 
 
 def _deepspeed_problems(config: TrainConfig, dtype: torch.dtype) -> Iterator[str]:
