@@ -20,7 +20,7 @@ import torch
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.image_utils import load_image
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -144,12 +144,18 @@ class Images:
         return Image(rows, patches, tokens, grid), pixels, output["text_replacement_offsets"][0][0]["replacement"]
 
 
-def load_images(model: str, config: PretrainedConfig | None) -> Images | None:
-    """Return the images of a model; None for one that takes none. Raises ValueError if its folder has no processor that
-    can be read."""
-    if config is None or not sees_images(config):
-        return None
+def load_images(model: str) -> Images | None:
+    """Return the images of the model in a folder; None for what is no vision-language model, or cannot be read, which
+    is refused elsewhere. Raises ValueError if the folder has no processor that can be read."""
     folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # of any kind: it is transformers' code that runs
+        return None
+    if not sees_images(config):
+        return None
     if not any((folder / name).is_file() for name in FILES):
         raise ValueError(
             f"model={model} has no processor ({' or '.join(FILES)}), which reads its images: copy it from the model's "

@@ -96,7 +96,13 @@ class ChatTemplate:
             text, spans, images = self.images.place(text, spans, chat.images, chat.where)
         ids, mask = self._tokens(text, spans)
         if self.images:
-            mask &= ids != self.images.config.image_token_id
+            is_image, tokens = ids == self.images.token_id, sum(image.tokens for image in images)
+            if is_image.sum() != tokens:
+                raise ValueError(
+                    f"{chat.where}: {is_image.sum()} tokens for images, whose features are {tokens}: the token for images "
+                    f"stands in a text, or tokenizer={self.name} is not the model's"
+                )
+            mask &= ~is_image
         if not mask[1:].any() and (chat.trained or self.train_on != ASSISTANT):
             raise ValueError(
                 f"{chat.where}: by train_on={self.train_on}, and by the 'train' and 'weight' of these "

@@ -94,9 +94,12 @@ def _drawn(whole: PreTrainedModel, prefix: str, seed: int) -> dict[str, Tensor]:
         # torch.manual_seed would also seed accelerators, whose state is not restored here.
         torch.default_generator.manual_seed(int.from_bytes(digest, "big", signed=True))
         parts = prefix.split(".") if prefix else []
-        for depth in range(len(parts), -1, -1):  # modules that contain it fill the buffers of some (Falcon-H1)
-            owner = ".".join(parts[:depth])
-            whole._init_weights(whole.get_submodule(owner))
+        owners = [whole.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+        model: Any = next(
+            owner for owner in owners if isinstance(owner, PreTrainedModel)
+        )  # an encoder has its own rules
+        for owner in owners:  # modules that contain it fill the buffers of some (Falcon-H1)
+            model._init_weights(owner)
             uninitialized = [
                 name
                 for name, value in values.items()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ from usp.data.rows import PackedRows, StageRows, WholeRows
 from usp.data.sources import DataFiles, without
 from usp.data.store import TokenStore
 from usp.data.tokenizer import Tokenizer
-from usp.hf.models import ModelConfig, load_model_config
+from usp.hf.models import ModelConfig
 from usp.hf.processors import Images, load_images
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelFacts, ModelShape
@@ -167,10 +166,12 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     saved = attempt(lambda: read_state(start, strict, TrainingState.from_extra))
     bos = config.bos if config.bos in BOS else "auto"
     reading = config.parse_special_tokens, config.train_on, config.add_tokens
-    prologue = Prologue(config, launch, problems, bos, *reading, images=partial(_images, config))
+    prologue = Prologue(config, launch, problems, bos, *reading, images=partial(load_images, config.model))
     device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
     ids = tokenizer.vocab_size if config.add_tokens and tokenizer else 0
-    resolved = resolve(config, launch.world_size, ended=ended_stages(config, launch, start, saved), ids=ids, images=True)
+    resolved = resolve(
+        config, launch.world_size, ended=ended_stages(config, launch, start, saved), ids=ids, images=True
+    )
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
     problems += resolved.problems
     if saved is not None and model_config is not None:
@@ -235,15 +236,6 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
             problems.append(f"{error}: use the same as before, or --data-changed to begin a new epoch")
     problems.check()
     return prepared
-
-
-def _images(config: TrainConfig) -> Images | None:
-    """Return the images of the model; None for one without, or that is refused elsewhere. Raises ValueError as
-    `load_images`."""
-    with suppress(ValueError, OSError):
-        model = load_model_config(config.model, images=True)
-        return load_images(config.model, model)
-    return None
 
 
 def _deepspeed_problems(config: TrainConfig, dtype: torch.dtype) -> Iterator[str]:

@@ -15,7 +15,7 @@ from usp.fields import flag
 from usp.hf.expert_parallel import aux_loss_coefficient
 from usp.hf.float8 import float8_problems
 from usp.hf.images import bidirectional, sees_images
-from usp.hf.lora import Lora, frozen_ends, lora_targets, modules_to_save
+from usp.hf.lora import Lora, adapted_part, frozen_ends, lora_targets, modules_to_save
 from usp.hf.mixers import sharded_mixers
 from usp.hf.models import (
     FAMILIES,
@@ -168,7 +168,8 @@ def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
             f"add_tokens={config.add_tokens} adds rows that adapters do not train: give lora_modules_to_save="
             f"{','.join(ends)}"
         )
-    return replace(lora, dropout=config.lora_dropout, seed=config.seed, dora=config.lora_dora, saved=saved)
+    options = {"dropout": config.lora_dropout, "seed": config.seed, "dora": config.lora_dora, "saved": saved}
+    return replace(lora, within=adapted_part(model), **options)
 
 
 def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
