@@ -37,8 +37,7 @@ class TokenizeConfig:
     """Text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not, or a directory of them. stdlib: the source code
     of Python's standard library."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")]
-    """Local transformers tokenizer directory; of a vision-language model, that of the model. bytes: byte-level tokens, as
-    in ByT5."""
+    """Local transformers tokenizer directory, the model's for chats with images. bytes: byte-level, as in ByT5."""
     output: Annotated[Path, arg(metavar="STORE")]
     """Folder of the store; created."""
     data_field: Annotated[str, arg(metavar="KEY|KEY,KEY", help_behavior_hint="(optional)")] = ""

@@ -8,7 +8,8 @@ question, answer or response
 instruction [, input or context], output or response
 
 --data-field names the key of the text or the chat, or both keys of a pair. Rows may also have tools, a system message,
-chat_template_kwargs, and images: local paths, for parts {"type": "image"} without one, or for <image> in texts. A message with "train": false or "weight": 0 is not trained on, one with "train": true is.
+chat_template_kwargs, and images: local paths, for parts {"type": "image"} without one, or for <image> in texts. A
+message with "train": false or "weight": 0 is not trained on, one with "train": true is.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ For fine-tuning, documents stay whole, with padding at the ends of rows (`WholeR
 In a window, the longest document comes first, and each goes where the least room is left, or begins a row (best-fit
 decreasing). A document that is longer than a row is cut every seq_len tokens, and only its last part is packed. Of a
 store with a mask only the first seq_len tokens of a document are used, because targets without what is before them
-teach something else, and a document without a target there, or with an image that would be cut, is left out. Windows are the same in every epoch, so that
-all epochs have as many rows; their order, and that of their rows, differs.
+teach something else, and a document without a target there, or with an image that would be cut, is left out. Windows
+are the same in every epoch, so that all epochs have as many rows; their order, and that of their rows, differs.
 
 To find a place in an epoch's stream, its documents are divided into at most BLOCKS blocks, whose lengths are added up
 once per epoch, in the order of the store. Of windows, only the number of rows of each is held.

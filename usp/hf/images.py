@@ -30,8 +30,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attention import Channel, SequenceLayout
 from parallel import ParallelMesh
 from usp.data.batches import own_images
-from usp.data.rows import balanced
 from usp.data.chats import Image
+from usp.data.rows import balanced
 from usp.sp.in_order import exchange
 from usp.sp.sequence import GridChannel, documents_of, select_tokens, shard_batch
 from usp.sp.sp_attention import UnifiedSPAttention

@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 from torch import Tensor

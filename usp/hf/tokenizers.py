@@ -99,7 +99,7 @@ class ChatTemplate:
             is_image, tokens = ids == self.images.token_id, sum(image.tokens for image in images)
             if is_image.sum() != tokens:
                 raise ValueError(
-                    f"{chat.where}: {is_image.sum()} tokens for images, whose features are {tokens}: the token for images "
+                    f"{chat.where}: {is_image.sum()} tokens for images of {tokens} features: the token for images "
                     f"stands in a text, or tokenizer={self.name} is not the model's"
                 )
             mask &= ~is_image

@@ -233,7 +233,8 @@ def held_out_loss(
     images: Any = None,
 ) -> HeldOutLoss:
     """Return the losses of the targets of `held_out`, without the load-balancing loss. Collective. Every token of its
-    rows is a target once, except those that begin a document or a row. `progress` is called at every batch. images: as in `Part`."""
+    rows is a target once, except those that begin a document or a row. `progress` is called at every batch. images: as
+    in `Part`."""
     head = LossByPosition(config.seq_len, device)
     for batch in one_epoch(
         held_out.packed, mesh.size("batch") * config.batch_size, part_of(mesh, config, images=images)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from tests.harness.ranks import RankPool
 from tests.usp.hf.vision import tiny_vlm
 from tests.usp.train.test_trainer import launch_of_pool, metrics_of
 from usp.config import TrainConfig
+from usp.data.chats import chat_of
 from usp.hf.processors import Images
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -220,3 +222,149 @@ def test_ten_steps_are_those_of_transformers(ranks: RankPool, tmp_path: Path, ki
     config = example(tmp_path, kind, **GRIDS[grid])
     batches = ranks.run(run, 4, config, str(tmp_path / "run"))[0]
     check_steps(tmp_path / "run", alone(config, batches))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_ten_steps_of_other_types_and_meshes(ranks: RankPool, tmp_path: Path, kind: str, grid: str) -> None:
+    """On eight ranks, too, more than half of which have no image."""
+    config = example(tmp_path, kind, **GRIDS[grid])
+    for world_size in (4, 8):
+        batches = ranks.run(run, world_size, config, str(tmp_path / f"run-{world_size}"))[0]
+        check_steps(tmp_path / f"run-{world_size}", alone(config, batches))
+
+
+def test_a_frozen_encoder_stays_and_the_rest_is_trained(ranks: RankPool, tmp_path: Path) -> None:
+    config = example(tmp_path, "qwen3_vl", freeze_encoder=True, steps=3, zero=1, sp_ring=2)
+    batches = ranks.run(run, 2, config, str(tmp_path / "run"))[0]
+    check_steps(tmp_path / "run", alone(config, batches, untrained=("visual",)))
+    before, after = (AutoModelForImageTextToText.from_pretrained(f) for f in (config.model, tmp_path / "run" / "model"))
+    for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert torch.equal(old, new) == ("visual" in name), name
+
+
+def test_a_resumed_run_with_adapters_ends_as_one_that_went_through(tmp_path: Path) -> None:
+    config = example(tmp_path, "gemma3", lora_rank=2, lora_merge=True, checkpoint_every=2, steps=4)
+    config = replace(config, eval_data=config.data, data=write_rows_again(tmp_path))
+    whole, parts = replace(config, output=str(tmp_path / "whole")), replace(config, output=str(tmp_path / "parts"))
+    train(prepare(whole, Launch()), Launch())
+    train(prepare(replace(parts, steps=2), Launch()), Launch())
+    train(prepare(replace(parts, resume="auto"), Launch()), Launch())
+    check_steps(
+        tmp_path / "parts", [(record["loss"], record["grad_norm"]) for record in metrics_of(tmp_path / "whole")]
+    )
+    base = AutoModelForImageTextToText.from_pretrained(config.model)
+    processor = Images(config.model, base.config).processor
+    documents = [document(processor, tmp_path, messages) for messages in chats()]
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole" / "model")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "whole" / "adapter")
+    losses = [loss_of(model, documents).item() for model in (merged, adapted)]
+    assert losses == pytest.approx([metrics_of(tmp_path / "whole")[-1]["eval_loss"]] * 2, rel=1e-5)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "whole" / "model")
+    assert Images(str(tmp_path / "whole" / "model"), base.config).processor.tokenizer.get_vocab() == saved.get_vocab()
+
+
+def write_rows_again(folder: Path) -> str:
+    """Write the chats with their images in a list of the row, for <image> in texts."""
+    rows = []
+    for user, assistant in chats():
+        images = [part["path"] for part in user["content"] if part["type"] == "image"]
+        text = "".join(part.get("text", "<image>") for part in user["content"])
+        rows.append({"messages": [{"role": "user", "content": text}, assistant], "images": images})
+    (folder / "again").mkdir()
+    for number in range(len(SIZES)):
+        (folder / "again" / f"{number}.png").symlink_to(folder / f"{number}.png")
+    return write_rows(folder / "again", rows)
+
+
+BAD = {
+    "missing": (None, "No such file"),
+    "empty": (b"", "its file is empty"),
+    "no image": (b"GIF?" * 9, "cannot identify image file"),
+    "truncated": (-20, "truncated"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_image_is_an_error_that_names_file_and_row(tmp_path: Path, what: str) -> None:
+    config = example(tmp_path, "gemma3")
+    content, said = BAD[what]
+    image = tmp_path / "4.png"  # first in the sixth chat
+    whole = image.read_bytes()
+    image.unlink()
+    if content is not None:
+        image.write_bytes(whole[:content] if isinstance(content, int) else content)
+    with pytest.raises(ConfigurationError) as refused:
+        prepare(config, Launch())
+    assert f"{config.data}, line 6: image {image} cannot be read: " in str(refused.value)
+    assert said in str(refused.value) and str(refused.value).count("cannot be read") == 1
+    (store,) = (
+        source.store for source in prepare(replace(config, bad_rows="drop"), Launch()).begins_in.batches.packed.sources
+    )
+    assert store.manifest.dropped == 2 and store.manifest.images == 9
+
+
+def changed_image(config: TrainConfig, folder: str) -> str:
+    """Change an image of a prepared run, and return what it says."""
+    prepared = prepare(replace(config, output=folder), launch_of_pool())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Image.new("RGB", (20, 12)).save(Path(config.data).with_name("2.png"))
+    dist.barrier()
+    with pytest.raises(ConfigurationError) as refused:
+        Trainer(prepared).run()
+    return str(refused.value)
+
+
+def test_an_image_that_changes_ends_the_run_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    config = example(tmp_path, "gemma3", sp_ring=2)
+    said = ranks.run(changed_image, 2, config, str(tmp_path / "run"))
+    assert len(set(said)) == 1 and f"image {tmp_path / '2.png'} has changed since the data was tokenized" in said[0]
+    assert f"{config.data}, line " in said[0]
+
+
+def test_what_has_no_encoder_of_images_and_what_cannot_divide_it_are_refused(tmp_path: Path) -> None:
+    config = example(tmp_path, "gemma3")
+    with pytest.raises(ConfigurationError) as refused:
+        prepare(replace(config, tp=2, packing="cut", compile=True, sp_layout="balanced"), Launch(world_size=2))
+    for part in ("--tp = 2", "--packing cut would cut images", "--compile True", "--sp-layout balanced"):
+        assert part in str(refused.value)
+    with pytest.raises(ConfigurationError, match=r"line 2: 1 images, which only train.py reads, for a vision-language"):
+        prepare(replace(config, model="tiny", chat_template=str(tmp_path / "model" / "chat_template.jinja")), Launch())
+    with pytest.raises(ConfigurationError, match="--freeze-encoder freezes an encoder of images, and tiny has none"):
+        prepare(replace(config, model="tiny", data="stdlib", freeze_encoder=True), Launch())
+
+
+def test_a_chat_whose_image_would_be_cut_is_left_out(tmp_path: Path) -> None:
+    config = example(tmp_path, "qwen2_5_vl", seq_len=80)
+    (packed,) = prepare(config, Launch()).begins_in.batches.packed.sources
+    assert (packed.long, packed.left_out) == (4, 2)
+
+
+PATHS = (
+    {"type": "image", "path": "a.png"},
+    {"type": "image", "image": "file://a.png"},
+    {"type": "image_url", "image_url": {"url": "a.png"}},
+)
+
+
+@pytest.mark.parametrize("part", PATHS, ids=str)
+def test_images_are_named_in_several_ways(part: dict[str, Any]) -> None:
+    chat = chat_of({}, [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}], "here")
+    assert chat.images == ("a.png",) and chat.messages[0]["content"][0] == {"type": "image"}
+
+
+BAD_ROWS = [
+    ({"images": ["a.png"]}, "a text", "here: 1 of 1 images under 'images' have no place in the messages"),
+    ({}, [{"type": "image"}], "here: more places for images than the 0 under 'images'"),
+    ({}, [{"type": "image", "url": "https://a/b.png"}], "here: 'https://a/b.png' for an image, which must be the path"),
+    ({"images": [{"bytes": "x", "path": None}]}, "<image>", "here: an object with the keys bytes, path for an image"),
+    ({}, [{"type": "video", "path": "a.mp4"}], "here: a part of type 'video', and only texts and images are read"),
+]
+
+
+@pytest.mark.parametrize(("row", "content", "message"), BAD_ROWS, ids=[message for *_, message in BAD_ROWS])
+def test_rows_with_other_images_are_refused(row: dict[str, Any], content: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        chat_of(row, [{"role": "user", "content": content}], "here")
