@@ -72,7 +72,6 @@ class PreparedRun:
     model_config: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
-    images: Images | None
     kernel_choice: str
     start: Start
     saved: TrainingState | None
@@ -81,6 +80,11 @@ class PreparedRun:
     def stage_of(self, step: int) -> PreparedStage:
         """Return the stage of a step; that of the last for later steps."""
         return next((stage for stage in self.stages if step <= stage.last), self.stages[-1])
+
+    @property
+    def images(self) -> Images | None:
+        """What reads the images of chats; None for models without an encoder of images."""
+        return getattr(self.tokenizer.chats, "images", None)
 
     @property
     def begins_in(self) -> PreparedStage:
@@ -92,7 +96,6 @@ class Prologue:
     """What train.py and rlhf.py find in the same way before their ranks communicate.
 
     problems: every problem so far. device, tokenizer: None if they are among the problems. dtype: of the computation.
-    images: of a vision-language model.
     """
 
     def __init__(
@@ -113,10 +116,8 @@ class Prologue:
         self.dtype = computation_dtype(config.dtype, self._computes_on) if self._computes_on else torch.float32
         name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
         self.tokenizer: Tokenizer | None = None
-        self.images: Images | None = None
         if name is not None:
-            template, self.images = config.chat_template, attempt(images)
-            options = (bos, parse_special, template, train_on, add_tokens, self.images)
+            options = (bos, parse_special, config.chat_template, train_on, add_tokens, attempt(images))
             self.tokenizer = attempt(lambda: load_tokenizer(name, *options))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
@@ -184,9 +185,6 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
     held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))
-    files = any(isinstance(found, DataFiles) for found in (*(data or {}).values(), *held_out.values()))
-    if config.bad_rows == DROP and data and not files:
-        problems.append("--bad-rows drop is for files of documents, and --data has none: remove it")
     attempt(lambda: parse_steps(config.profile, config.steps))
     problems.check()
     config, model_config, facts, dims = resolved.valid()
@@ -222,7 +220,6 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         model_config=model_config,
         shape=resolved.shape,
         tokenizer=tokenizer,
-        images=prologue.images,
         kernel_choice=kernel_choice,
         start=start,
         saved=saved,
@@ -258,7 +255,8 @@ def _float8_problems(config: TrainConfig, device: torch.device | None) -> Iterat
 
 
 def _find_all(config: TrainConfig, held_out: Mapping[str, DataFiles | Path]) -> dict[str, DataFiles | Path]:
-    """Return the data of each path of `--data`, of all stages, without the files that are held out."""
+    """Return the data of each path of `--data`, of all stages, without the files that are held out. Raises ValueError
+    for `--bad-rows drop` without files."""
     data: dict[str, DataFiles | Path] = {}
     for path in dict.fromkeys(path for stage in by_stage(config) for path, _ in parse_mixture(stage.data)):
         files = find_data(path, config.data_field)
@@ -266,6 +264,10 @@ def _find_all(config: TrainConfig, held_out: Mapping[str, DataFiles | Path]) -> 
             if isinstance(files, DataFiles) and isinstance(others, DataFiles):
                 files = without(files, others, "held out for evaluation")
         data[path] = files
+    if config.bad_rows == DROP and not any(
+        isinstance(found, DataFiles) for found in (*data.values(), *held_out.values())
+    ):
+        raise ValueError("--bad-rows drop is for files of documents, and --data has none: remove it")
     return data
 
 

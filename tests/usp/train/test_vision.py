@@ -282,7 +282,7 @@ BAD = {
     "missing": (None, "No such file"),
     "empty": (b"", "its file is empty"),
     "no image": (b"GIF?" * 9, "cannot identify image file"),
-    "truncated": (-20, "truncated"),
+    "truncated": (200, "truncated"),
 }
 
 
@@ -302,7 +302,7 @@ def test_a_bad_image_is_an_error_that_names_file_and_row(tmp_path: Path, what: s
     (store,) = (
         source.store for source in prepare(replace(config, bad_rows="drop"), Launch()).begins_in.batches.packed.sources
     )
-    assert store.manifest.dropped == 2 and store.manifest.images == 9
+    assert store.manifest.dropped == 2 and store.manifest.images == 7
 
 
 def changed_image(config: TrainConfig, folder: str) -> str:
@@ -337,9 +337,24 @@ def test_what_has_no_encoder_of_images_and_what_cannot_divide_it_are_refused(tmp
 
 
 def test_a_chat_whose_image_would_be_cut_is_left_out(tmp_path: Path) -> None:
+    """Of two that are longer than a sequence, and have a target in it."""
     config = example(tmp_path, "qwen2_5_vl", seq_len=80)
+    turns = (
+        ["So?", "yes", {"type": "image", "path": "1.png"}, "no"],
+        [{"type": "image", "path": "0.png"}, "yes", "So?" * 30, "no"],
+    )
+    rows = [
+        {
+            "messages": [
+                {"role": ("user", "assistant")[n % 2], "content": turn if isinstance(turn, str) else [turn]}
+                for n, turn in enumerate(chat)
+            ]
+        }
+        for chat in turns
+    ]
+    write_rows(tmp_path, rows)
     (packed,) = prepare(config, Launch()).begins_in.batches.packed.sources
-    assert (packed.long, packed.left_out) == (4, 2)
+    assert (packed.long, packed.left_out, packed.per_epoch, len(packed.row(0).images)) == (2, 1, 1, 1)
 
 
 PATHS = (

@@ -23,8 +23,8 @@ from parallel.pipeline import Pipeline
 from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
-# input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), and other inputs of the head, sharded alike,
-# and images, as `CausalLMStage` takes them
+# input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), other inputs of the head sharded alike, and
+# images, as `CausalLMStage` takes them
 MicroBatch = Mapping[str, Any]
 
 
