@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
@@ -168,8 +168,8 @@ def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
             f"add_tokens={config.add_tokens} adds rows that adapters do not train: give lora_modules_to_save="
             f"{','.join(ends)}"
         )
-    options = {"dropout": config.lora_dropout, "seed": config.seed, "dora": config.lora_dora, "saved": saved}
-    return replace(lora, within=adapted_part(model), **options)
+    options: dict[str, Any] = {"dropout": config.lora_dropout, "seed": config.seed, "dora": config.lora_dora}
+    return replace(lora, saved=saved, within=adapted_part(model), **options)
 
 
 def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:

@@ -27,6 +27,7 @@ from tests.usp.hf.vision import tiny_vlm
 from tests.usp.train.test_trainer import launch_of_pool, metrics_of
 from usp.config import TrainConfig
 from usp.data.chats import chat_of
+from usp.data.rows import WholeRows
 from usp.hf.processors import Images
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -81,7 +82,7 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
 def write_model(folder: Path, kind: str) -> Path:
     """Write a model of a type with its processor."""
     tokenizer = tokenizer_of(kind)
-    image = tokenizer.convert_tokens_to_ids("<image_soft_token>" if kind == "gemma3" else "<|image_pad|>")
+    image: Any = tokenizer.convert_tokens_to_ids("<image_soft_token>" if kind == "gemma3" else "<|image_pad|>")
     tiny_vlm(kind, vocab=272, image=image).float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if kind == "gemma3":
@@ -103,7 +104,7 @@ def write_images(folder: Path) -> None:
 
 def chats() -> list[list[dict[str, Any]]]:
     """Return chats with no, one and several images."""
-    found = []
+    found: list[list[dict[str, Any]]] = []
     for number, images in enumerate([(), (0,), (1,), (), (2, 3), (4,), (0, 2, 4), (), (3,), (1,), (), (2,)]):
         parts: list[dict[str, Any]] = [{"type": "text", "text": f"Question {number}: "}]
         for image in images:
@@ -175,8 +176,9 @@ def alone(config: TrainConfig, batches: list[list[int]], untrained: tuple[str, .
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in trained if parameter.ndim >= 2]
     others = [parameter for parameter in trained if parameter.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        groups,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
@@ -354,6 +356,7 @@ def test_a_chat_whose_image_would_be_cut_is_left_out(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path, rows)
     (packed,) = prepare(config, Launch()).begins_in.batches.packed.sources
+    assert isinstance(packed, WholeRows)
     assert (packed.long, packed.left_out, packed.per_epoch, len(packed.row(0).images)) == (2, 1, 1, 1)
 
 
