@@ -102,7 +102,8 @@ def load_model_config(
     except Exception as error:  # of any kind: it is transformers' code that runs
         raise ValueError(f"model={model}: the model of its config.json cannot be built: {_last_line(error)}") from error
     if problems:
-        raise ValueError(f"model={model} has model_type={config.model_type!r}, which is not trained: {problems}")
+        refused = "which only train.py takes" if sees_images(config) and not images else "which is not trained"
+        raise ValueError(f"model={model} has model_type={config.model_type!r}, {refused}: {problems}")
     if head == "lm":
         load_generation_config(folder)
     return _with_head(model, config, head, new_head)
