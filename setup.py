@@ -31,6 +31,7 @@ setup(
         "jinja2",
         "matplotlib",
         "numpy",
+        "pillow",
         "psutil",
         "pyarrow",
         "pyyaml",

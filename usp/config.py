@@ -274,6 +274,8 @@ class _Training:
     """Steps between evaluations on --eval-data; the last step is evaluated too. 0: at every checkpoint."""
     early_stopping_patience: AtLeast0 = 0
     """Evaluations on --eval-data without a new lowest loss after which the run ends. 0: all steps."""
+    freeze_encoder: bool = False
+    """Do not train the encoder of images and its projector; with adapters they never are."""
     add_tokens: Annotated[str, arg(metavar="TOKEN,TOKEN,...|FILE", help_behavior_hint="(optional)")] = ""
     """Special tokens to add to the tokenizer, or a text file of them, one a line. If the model's vocabulary lacks rows
     for them, it grows to a multiple of 64; new rows begin with the mean of the others."""

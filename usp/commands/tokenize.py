@@ -37,7 +37,7 @@ class TokenizeConfig:
     """Text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not, or a directory of them. stdlib: the source code
     of Python's standard library."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")]
-    """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5."""
+    """Local transformers tokenizer directory, the model's for chats with images. bytes: byte-level, as in ByT5."""
     output: Annotated[Path, arg(metavar="STORE")]
     """Folder of the store; created."""
     data_field: Annotated[str, arg(metavar="KEY|KEY,KEY", help_behavior_hint="(optional)")] = ""
@@ -66,15 +66,15 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     """Write the store that `argv` asks for; raise ValueError for data and folders that do not fit."""
     asked = tyro.cli(TokenizeConfig, args=argv, prog=prog)
     from usp.data.tokenizing import write_store
+    from usp.hf.processors import load_images
     from usp.hf.tokenizers import load_tokenizer
 
     check(*value_violations(asked).values())
     if is_store(Path(asked.data).expanduser()):
         raise ValueError(f"--data = {asked.data} is a token store already: give the documents")
     files = find_files(asked.data, asked.data_field)
-    tokenizer = load_tokenizer(
-        asked.tokenizer, asked.bos, asked.parse_special_tokens, asked.chat_template, asked.train_on, asked.add_tokens
-    )
+    options = asked.bos, asked.parse_special_tokens, asked.chat_template, asked.train_on, asked.add_tokens
+    tokenizer = load_tokenizer(asked.tokenizer, *options, load_images(asked.tokenizer))
     keys = keys_of(files.files, asked.data_field, asked.bad_rows)
     lines = [f"{len(files.files)} files below {files.root}", files.left_out_line(), *keys]
     print("\n".join(filter(None, lines)), flush=True)

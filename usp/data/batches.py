@@ -26,7 +26,8 @@ from attention import SequenceLayout
 from attention.layout import Span
 from usp.sp.sequence import IGNORED_LABEL
 
-from .rows import PackedRows, Permutation, Row
+from .chats import Image
+from .rows import PackedRows, Permutation, Row, balanced
 from .sources import STDLIB
 from .store import Numbers
 from .tokenizer import Ids
@@ -186,7 +187,8 @@ class Part:
 
     layout: of each row, with tokens behind its end if the ranks cannot divide it; of a balanced one, which depends on
     the row's documents, only the kind and the sizes. balanced: these rows are not neighbors, but those that `even_rows`
-    deals to this data-parallel rank.
+    deals to this data-parallel rank. micro_batches: into which these rows are divided. images: reads the pixels of a
+    vision-language model's images, see `usp.hf.processors.Images`; None for other models.
     """
 
     layout: SequenceLayout
@@ -195,6 +197,8 @@ class Part:
     first: int
     rows: int
     balanced: bool = False
+    micro_batches: int = 1
+    images: Any = None
 
     @staticmethod
     def whole(rows: int, seq_len: int) -> Part:
@@ -207,6 +211,20 @@ class Part:
 
 
 @dataclass(frozen=True)
+class ImageBatch:
+    """The images of the rows of a micro-batch.
+
+    ids: int64 (rows, seq_len), of all tokens. sizes: of all images, in the order of their tokens; without any, of one
+    that is encoded for nothing. own: the indices of those that this rank encodes. pixels: what the model takes of them.
+    """
+
+    ids: torch.Tensor
+    sizes: Sequence[Image]
+    own: Sequence[int]
+    pixels: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Batch:
     """A part of a global batch, on CPU, as `usp.sp.sequence.shard_batch` gives it.
 
@@ -214,6 +232,8 @@ class Batch:
     input_ids, position_ids, shift_labels: int64 (rows, tokens).
     cu_seqlens: int32 (rows, documents + 1), each row from 0 to the end of its last document, which is repeated.
     real: bool (rows, tokens), False for those behind a row's seq_len; None if there are none.
+    images: of each micro-batch, also of those without, if any row of the global batch has images: ranks that share the
+        weights of the encoder call it alike. Otherwise empty.
     """
 
     numbers: range
@@ -223,6 +243,7 @@ class Batch:
     shift_labels: torch.Tensor
     cu_seqlens: torch.Tensor
     real: torch.Tensor | None = None
+    images: tuple[ImageBatch, ...] = ()
 
     def to(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return what the model and the loss take, on `device`; cu_seqlens stay on the CPU."""
@@ -270,7 +291,35 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
     width = max(len(row.boundaries) for row in rows)
     padded = [np.pad(row.boundaries, (0, width - len(row.boundaries)), mode="edge") for row in rows]
     boundaries = torch.from_numpy(np.stack(padded)).to(torch.int32)
-    return Batch(numbers, own, ids, positions, labels, boundaries, torch.stack(real) if real else None)
+    images: tuple[ImageBatch, ...] = ()
+    if part.images is not None and any(packed.row(number).images for number in numbers):
+        size = len(rows) // part.micro_batches
+        images = tuple(_read_images(rows[at : at + size], packed.seq_len, part) for at in range(0, len(rows), size))
+    return Batch(numbers, own, ids, positions, labels, boundaries, torch.stack(real) if real else None, images)
+
+
+def _read_images(rows: Sequence[Row], seq_len: int, part: Part) -> ImageBatch:
+    """Read what a rank needs of the images of a micro-batch. Raises ValueError, naming file and row of one that cannot
+    be read, or has changed."""
+    ids, images = np.zeros((len(rows), seq_len), np.int64), [image for row in rows for image in row.images]
+    for place, row in zip(ids, rows, strict=True):
+        end = int(row.boundaries[-1])
+        place[:end] = np.concatenate([row.store.read(*piece) for piece in row.pieces(0, end)])
+    if not images:
+        blank, pixels = part.images.blank
+        return ImageBatch(torch.from_numpy(ids), [blank], [0], pixels)
+    ranks, rank = part.layout.ring * part.layout.ulysses, part.ring_rank * part.layout.ulysses + part.ulysses_rank
+    own = own_images([image.patches for image in images], ranks, rank)
+    read = [part.images.pixels(images[number]) for number in own]
+    pixels = {name: torch.cat([each[name] for each in read]) for name in read[0]}
+    return ImageBatch(torch.from_numpy(ids), images, own, pixels)
+
+
+def own_images(patches: Sequence[int], ranks: int, rank: int) -> list[int]:
+    """Return the indices of the images that a sequence-parallel rank encodes, given the patches of each: those that are
+    its own, or else the smallest one, whose features nobody uses."""
+    own = [number for number, owner in enumerate(balanced(patches, ranks)) if owner == rank]
+    return own or sorted(range(len(patches)), key=lambda number: patches[number])[:1]
 
 
 def _read(row: Row, span: Span, limit: int) -> tuple[Ids, Ids, Ids]:

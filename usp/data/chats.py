@@ -8,7 +8,8 @@ question, answer or response
 instruction [, input or context], output or response
 
 --data-field names the key of the text or the chat, or both keys of a pair. Rows may also have tools, a system message,
-and chat_template_kwargs. A message with "train": false or "weight": 0 is not trained on, one with "train": true is.
+chat_template_kwargs, and images: local paths, for parts {"type": "image"} without one, or for <image> in texts. A
+message with "train": false or "weight": 0 is not trained on, one with "train": true is.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 MESSAGES, CONVERSATIONS, PROMPT, SYSTEM, TOOLS = "messages", "conversations", "prompt", "system", "tools"
-TEMPLATE = "chat_template_kwargs"
+TEMPLATE, IMAGES = "chat_template_kwargs", "images"
+IMAGE_PART, IMAGE_TEXT = {"type": "image"}, "<image>"  # the latter in texts, as in LLaVA's data
 INSTRUCTION, INPUTS = "instruction", ("input", "context")
 QUESTIONS, ANSWERS = (PROMPT, "question", INSTRUCTION), ("completion", "answer", "response", "output")
 AS_TEXT = {(PROMPT, "completion"), (PROMPT, "answer")}  # texts under these keys are no messages, as in TRL
@@ -50,13 +52,35 @@ OPEN, CLOSE = "⟦", "⟧"
 
 
 @dataclass(frozen=True)
+class Image:
+    """The sizes of an image, or of a tile that the encoder takes as one. rows: of `pixel_values`. grid: its row of
+    `image_grid_thw`, where the processor gives that."""
+
+    rows: int
+    patches: int
+    tokens: int
+    grid: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredImage(Image):
+    """An image of a document, whose pixels are read when a batch is. digest: of its file. where: file and row of the
+    data, for messages."""
+
+    path: str
+    digest: str
+    where: str
+
+
+@dataclass(frozen=True)
 class Chat:
     """Messages, as a chat template takes them.
 
     where: file and row, for messages to the user. tools: JSON schemas of functions. prompt: number of messages at the
     beginning that are not trained on; in the others, what the assistant writes is. trained: by the number of a message,
-    whether it is trained on in any case or in none. template: further arguments of the chat template. plain: the same
-    for a tokenizer without a chat template; None if it needs one.
+    whether it is trained on in any case or in none. template: further arguments of the chat template. images: their
+    files, in the order of the parts that stand for them. plain: the same for a tokenizer without a chat template; None
+    if it needs one.
     """
 
     where: str
@@ -65,6 +89,7 @@ class Chat:
     prompt: int = 0
     trained: Mapping[int, bool] = field(default_factory=dict)
     template: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
     plain: Completed | None = None
 
 
@@ -108,7 +133,7 @@ def kind_of(keys: Collection[str], field: str, lists: Collection[str], where: st
     if 0 < len(read) < 3:
         chat = len(read) == 2 or read[0] in lists or read[0] not in (field, TEXT_FIELD)
         optional: tuple[str, ...] = INPUTS if len(read) == 2 and read[0] == INSTRUCTION else ()
-        optional += (SYSTEM, TOOLS, TEMPLATE) if chat and (read not in AS_TEXT or read[0] in lists) else ()
+        optional += (SYSTEM, TOOLS, TEMPLATE, IMAGES) if chat and (read not in AS_TEXT or read[0] in lists) else ()
         more = tuple(key for key in optional if key in keys)
         return RowKind(read, chat, more, tuple(key for key in keys if key not in (*read, *more)))
     if set(keys) >= PAIR:
@@ -189,7 +214,49 @@ def chat_of(row: Mapping[str, Any], messages: Sequence[Message], where: str, pro
     if not isinstance(template, dict) or template.keys() & NOT_ARGUMENTS:
         names = f"an object without {', '.join(sorted(NOT_ARGUMENTS))}"
         raise ValueError(f"{where}: {_described(template)} under {TEMPLATE!r}, expected {names}")
-    return Chat(where, messages, tools_of(row, where), prompt, trained, template)
+    messages, images = _with_images(messages, row.get(IMAGES), where)
+    return Chat(where, messages, tools_of(row, where), prompt, trained, template, images)
+
+
+def _with_images(messages: Sequence[Message], listed: Any, where: str) -> tuple[list[Message], tuple[str, ...]]:
+    """Return messages in which all images are `IMAGE_PART`, and their files in order. listed: under IMAGES. Raises
+    ValueError, naming `where`, for what is no local file, for places without an image, and images without a place."""
+    listed = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
+    rest, found, changed = iter(listed), list[str](), list[Message]()
+    for message in messages:
+        content = message.get("content")
+        if listed and isinstance(content, str) and IMAGE_TEXT in content:
+            texts = [{"type": "text", "text": text} for text in content.split(IMAGE_TEXT)]
+            content = [part for text in texts for part in (IMAGE_PART, text) if part.get("text") != ""][1:]
+        parts = []
+        for part in content if isinstance(content, list) else ():
+            kind = str(part.get("type", "image" if "image" in part else "text")) if isinstance(part, dict) else "text"
+            if kind.startswith(("video", "audio", "input_audio")):
+                raise ValueError(f"{where}: a part of type {kind!r}, and only texts and images are read")
+            if kind in ("image", "image_url"):
+                given = next((part[key] for key in (kind, "path", "url") if part.get(key)), None) or next(rest, None)
+                if given is None:
+                    raise ValueError(f"{where}: more places for images than the {len(listed)} under {IMAGES!r}")
+                found.append(_image_file(given, where))
+                part = IMAGE_PART
+            parts.append(part)
+        changed.append({**message, "content": parts} if parts else message)
+    if left := len(list(rest)):
+        raise ValueError(
+            f"{where}: {left} of {len(listed)} images under {IMAGES!r} have no place in the messages: write a part "
+            f'{{"type": "image"}} there, or {IMAGE_TEXT} in a text'
+        )
+    return changed, tuple(found)
+
+
+def _image_file(given: Any, where: str) -> str:
+    """Return the path of an image. Raises ValueError, naming `where`, for anything else."""
+    if isinstance(given, dict):
+        given = next((given[key] for key in ("image", "path", "url") if given.get(key)), given)
+    if not isinstance(given, str) or given.startswith("data:") or "://" in given.removeprefix("file://"):
+        shown = repr(given[:80]) if isinstance(given, str) else _described(given)
+        raise ValueError(f"{where}: {shown} for an image, which must be the path of a local file")
+    return given.removeprefix("file://")
 
 
 def text_of(value: Any, key: str, where: str) -> str:

@@ -15,11 +15,12 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .chats import MESSAGES, Content, RowKind, content_of, kind_of, missing
+from .chats import MESSAGES, Chat, Content, RowKind, content_of, kind_of, missing
 from .sources import DataFile, open_text
 
 PIECE = 2**16  # characters
@@ -37,7 +38,7 @@ Row = tuple[RowKind, Mapping[str, Any], str] | ValueError
 
 
 def read_pieces(file: DataFile, field: str, bad_rows: str = REFUSE) -> Iterator[tuple[Content | ValueError, bool]]:
-    """Yield the documents of a file, in order; empty ones are skipped.
+    """Yield the documents of a file, in order; empty ones are skipped. Paths of images are relative to its folder.
 
     field: key or column of the text or the messages, for every format but text; see `kind_of`. bad_rows: with "drop", a
         row that does not hold what the first good one does is yielded as what is wrong with it.
@@ -54,6 +55,9 @@ def read_pieces(file: DataFile, field: str, bad_rows: str = REFUSE) -> Iterator[
                 raise row
             kind, values, where = row
             content = content_of(values, kind, where)
+            if isinstance(content, Chat):
+                files = (str(file.path.absolute().parent / Path(image).expanduser()) for image in content.images)
+                content = replace(content, images=tuple(files))
         except ValueError as error:
             if bad_rows != DROP:
                 raise

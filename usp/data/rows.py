@@ -16,8 +16,8 @@ For fine-tuning, documents stay whole, with padding at the ends of rows (`WholeR
 In a window, the longest document comes first, and each goes where the least room is left, or begins a row (best-fit
 decreasing). A document that is longer than a row is cut every seq_len tokens, and only its last part is packed. Of a
 store with a mask only the first seq_len tokens of a document are used, because targets without what is before them
-teach something else, and a document without a target there is left out. Windows are the same in every epoch, so that
-all epochs have as many rows; their order, and that of their rows, differs.
+teach something else, and a document without a target there, or with an image that would be cut, is left out. Windows
+are the same in every epoch, so that all epochs have as many rows; their order, and that of their rows, differs.
 
 To find a place in an epoch's stream, its documents are divided into at most BLOCKS blocks, whose lengths are added up
 once per epoch, in the order of the store. Of windows, only the number of rows of each is held.
@@ -33,6 +33,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from .chats import StoredImage
 from .store import Numbers, TokenStore
 
 BLOCKS = 2**20
@@ -118,6 +119,12 @@ class Row:
     @staticmethod
     def of(store: TokenStore, begins: Numbers, lengths: Numbers) -> Row:
         return Row(store, begins, np.cumsum(np.concatenate(([0], lengths))))
+
+    @property
+    def images(self) -> list[StoredImage]:
+        """The images of the row, in order."""
+        spans = zip(self.begins.tolist(), np.diff(self.boundaries).tolist(), strict=True)
+        return [image for begin, length in spans for _, image in self.store.images(begin, begin + length)]
 
     def pieces(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Return where in the store the tokens at places begin to end - 1 of the row are, as half-open intervals."""
@@ -268,7 +275,7 @@ class WholeRows(PackedRows):
     the windows.
 
     tokens: in the rows of an epoch. long: number of documents of more than `seq_len` tokens. left_out: those among them
-    without a target in their first `seq_len` tokens.
+    without a target in their first `seq_len` tokens, or with an image that is not whole in these.
 
     Raises ValueError if all documents are left out.
     """
@@ -307,14 +314,35 @@ class WholeRows(PackedRows):
         long = np.flatnonzero(ends - begins > self.seq_len)
         parts = -(-(ends - begins) // self.seq_len)  # none of an empty document
         if self.store.manifest.masked:
-            firsts = begins[long].tolist()
-            parts[long] = [self.store.read_mask(at + 1, at + self.seq_len).any() for at in firsts]
+            parts[long] = [self._has_target(at, at + self.seq_len) for at in begins[long].tolist()]
         part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # its number in its document
         begins = np.repeat(begins, parts) + part * self.seq_len
         lengths = np.minimum(np.repeat(ends, parts) - begins, self.seq_len)
         rows = best_fit(lengths.tolist(), self.seq_len)
         counts = len(rows), int(lengths.sum()), len(long), int((parts[long] == 0).sum())
         return _Window(begins, lengths, rows, counts)
+
+    def _has_target(self, begin: int, end: int) -> bool:
+        """Return whether the beginning of a document, up to `end`, has a target, and no image that is cut there."""
+        if images := self.store.images(begin, end):
+            first, _ = images[0]
+            tokens = int((self.store.read(begin, end) == self.store.read(first, first + 1)).sum())
+            if tokens < sum(image.tokens for _, image in images):
+                return False
+        return bool(self.store.read_mask(begin + 1, end).any())
+
+
+def balanced(sizes: Sequence[int], parts: int) -> list[int]:
+    """Return the part of each item, so that parts are of similar size; the largest is at most 4/3 of the optimum.
+
+    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969): from the largest item
+    on, each goes to the part with least so far, and of equal ones to that with the fewest items.
+    """
+    loads, chosen = [(0, 0, part) for part in range(parts)], [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        size, count, part = min(loads)
+        chosen[item], loads[part] = part, (size + sizes[item], count + 1, part)
+    return chosen
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

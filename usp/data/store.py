@@ -3,6 +3,8 @@
     STORE/tokens.bin       the ids of one document after another, in the smallest unsigned type
     STORE/index.bin        int64 (documents + 1,): where in tokens.bin each document begins, and the last one ends
     STORE/mask.bin         uint8 for every token: 1 where it is a target of the loss; absent if all tokens are
+    STORE/images.jsonl     of images, their files and sizes; absent where the tokenizer reads none, as is the next
+    STORE/images.bin       int64 (images, 2): where in tokens.bin each begins, and where in images.jsonl it ends
     STORE/manifest.json    see `Manifest`; written last, so that a folder without it is no store
 
 Files are read at positions rather than mapped: what has been read of a mapped file counts as memory of the process,
@@ -16,7 +18,7 @@ import json
 import os
 import sys
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -30,10 +32,12 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from .chats import StoredImage
 from .tokenizer import Ids
 
 FORMAT = 2
 TOKENS, INDEX, MASK, MANIFEST, PROGRESS = "tokens.bin", "index.bin", "mask.bin", "manifest.json", "progress.json"
+IMAGES, IMAGE_INDEX = "images.jsonl", "images.bin"
 SUM_BYTES = 2**26  # of a file that have a checksum together
 CHUNK = 2**18  # documents or tokens that are looked at together
 LARGE = 2**26  # bytes of files that are worth starting processes, and saying how far one is
@@ -50,6 +54,7 @@ class Manifest:
     characters: number of characters of text. replaced: those that are U+FFFD, for bytes that are not UTF-8.
     dtype: type of the ids in tokens.bin.
     masked: whether there is a mask.bin.
+    images: number of images; None where the tokenizer reads none. image_bytes: of what describes them.
     dropped: number of rows that were left out because something is wrong with them; why_dropped: with the first.
     source: hash of what the store was made from, see `source_of`; a store with the same hash need not be written.
     checksums: by file, of every SUM_BYTES bytes.
@@ -70,6 +75,8 @@ class Manifest:
     checksums: Mapping[str, list[str]]
     dropped: int = 0
     why_dropped: str = ""
+    images: int | None = None
+    image_bytes: int = 0
 
     @cached_property
     def digest(self) -> str:
@@ -80,11 +87,17 @@ class Manifest:
     @property
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
-        return file_sizes(self.tokens, self.documents, self.dtype, self.masked)
+        sizes = file_sizes(self.tokens, self.documents, self.dtype, self.masked)
+        return sizes if self.images is None else sizes | image_sizes(self.images, self.image_bytes)
+
+
+def image_sizes(images: int, image_bytes: int) -> dict[str, int]:
+    """Return the bytes of the files of a store's images."""
+    return {IMAGES: image_bytes, IMAGE_INDEX: 16 * images}
 
 
 def file_sizes(tokens: int, documents: int, dtype: npt.DTypeLike, masked: bool) -> dict[str, int]:
-    """Return the bytes of every file of a store that holds this much."""
+    """Return the bytes of every other file of a store that holds this much."""
     sizes = {TOKENS: tokens * np.dtype(dtype).itemsize, INDEX: 8 * (documents + 1)}
     return sizes | {MASK: tokens} if masked else sizes
 
@@ -147,6 +160,24 @@ class TokenStore:
         pairs = b"".join(self._bytes(INDEX, 8 * number, 8 * number + 16) for number in documents.tolist())
         edges = np.frombuffer(pairs, np.int64).reshape(-1, 2)
         return edges[:, 0], edges[:, 1]
+
+    def images(self, begin: int, end: int) -> list[tuple[int, StoredImage]]:
+        """Return the images that begin at positions begin to end - 1, and where each does."""
+        if not self.manifest.images:
+            return []
+        first, last = (
+            bisect_left(range(self.manifest.images), at, key=lambda n: self._image(n)[0]) for at in (begin, end)
+        )
+        places = [self._image(number) for number in range(first, last)]
+        stops = [stop for _, stop in places]
+        starts = [self._image(first - 1)[1] if first else 0, *stops[:-1]]
+        lines = (json.loads(self._bytes(IMAGES, *place)) for place in zip(starts, stops, strict=False))
+        found = (StoredImage(**line | {"grid": tuple(line["grid"])}) for line in lines)
+        return [(at, image) for (at, _), image in zip(places, found, strict=True)]
+
+    def _image(self, number: int) -> tuple[int, int]:
+        at, stop = np.frombuffer(self._bytes(IMAGE_INDEX, 16 * number, 16 * number + 16), np.int64).tolist()
+        return at, stop
 
     def lengths(self) -> Iterator[tuple[Numbers, Numbers]]:
         """Yield the numbers of all documents and their lengths, some at a time."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .chats import Chat, Completed, Ids, Mask
+from .chats import Chat, Completed, Ids, Mask, StoredImage
 
 Part = tuple[str, str, str]  # a part of a text, with up to CONTEXT characters before and after it
 
@@ -174,15 +174,16 @@ def fingerprint(tokenizer: Tokenizer, chats: bool) -> str:
     return f"{tokenizer.fingerprint}, {template}" if template else tokenizer.fingerprint
 
 
-def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids, Mask]:
-    """Return the ids of a whole chat or completion, and which of them are targets. Raises ValueError, naming the row of
-    a chat without a chat template, or that the template refuses, or of an empty completion.
+def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids, Mask, list[StoredImage]]:
+    """Return the ids of a whole chat or completion, which of them are targets, and its images. Raises ValueError,
+    naming the row of a chat without a chat template, or that the template refuses, with an image that cannot be read,
+    or of an empty completion.
 
     A prompt and its completion are one text, as in TRL; targets are those of its tokens from the first one that the
     prompt has not by itself."""
     if isinstance(content, Chat) and (tokenizer.chats is not None or content.plain is None):
         text = ", or for plain text under another key --data-field KEY, such as text"
-        return chat_encoder(tokenizer, content.where, text).encode(content)
+        return chat_encoder(tokenizer, content.where, text).encode_with_images(content)
     pair = content.plain if isinstance(content, Chat) else content
     assert pair is not None
     alone, whole = tokenizer.encode_all([pair.prompt, pair.prompt + pair.completion])
@@ -192,7 +193,12 @@ def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids,
     targets = np.arange(len(ids)) >= same + (tokenizer.bos is not None)
     if len(ids) < 2 or not targets.any():
         raise ValueError(f"{content.where}: the completion has no token to train on: it is empty")
-    return ids, targets
+    return ids, targets, []
+
+
+def reads_images(tokenizer: Tokenizer) -> bool:
+    """Return whether chats of the tokenizer may have images."""
+    return tokenizer.chats is not None and tokenizer.chats.images is not None
 
 
 def chat_encoder(tokenizer: Tokenizer, where: str, otherwise: str = "") -> Any:

@@ -28,11 +28,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .chats import Content, texts_in
+from .chats import Content, StoredImage, texts_in
 from .documents import DROP, REFUSE, holds_chats, read_pieces
 from .sources import TEXT_FIELD, DataFile, DataFiles
 from .store import (
     FORMAT,
+    IMAGE_INDEX,
+    IMAGES,
     INDEX,
     LARGE,
     MANIFEST,
@@ -43,12 +45,15 @@ from .store import (
     Manifest,
     checksum,
     file_sizes,
+    image_sizes,
     show_progress,
     write_json,
 )
-from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint
+from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint, reads_images
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
+IMAGE_CHARACTERS = 2**16  # that take as long as an image
+LARGE_OF_IMAGES = 2**18  # bytes of files that name images, which are worth starting processes
 CHAT_FORMAT = 3  # of how chats and completions are read and encoded
 SAVE_SECONDS = 2.0  # between two records of the place
 
@@ -89,13 +94,15 @@ class Written:
     dropped: int = 0
     why_dropped: str = ""
     largest: int = 0
+    images: int = 0
+    image_bytes: int = 0
     checksums: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Encoded:
     """A batch of pieces as ids. ends: numbers of ids after which a document ends. mask: targets; None for all. dropped:
-    why each of the rows that are left out is."""
+    why each of the rows that are left out is. images: and the number of ids before each."""
 
     ids: npt.NDArray[np.unsignedinteger]
     mask: npt.NDArray[np.bool_] | None
@@ -103,6 +110,7 @@ class Encoded:
     characters: int
     replaced: int
     dropped: tuple[str, ...]
+    images: tuple[tuple[int, StoredImage], ...] = ()
 
 
 def source_of(files: DataFiles, field: str, tokenizer: Tokenizer, bad_rows: str = REFUSE) -> str:
@@ -132,16 +140,21 @@ def write_store(
     if written is None:
         return False
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    recorded = file_sizes(written.tokens, written.documents, dtype, masked).items()
+    sees = masked and reads_images(tokenizer)
+    recorded = _sizes(written, dtype, masked, sees).items()
     if any(not (folder / name).is_file() or (folder / name).stat().st_size < size for name, size in recorded):
         written = Written()  # a machine that fails may lose what it has written
     sizes = [file.path.stat().st_size for file in files.files]
     before = np.cumsum([0, *sizes]).tolist()  # bytes of the files before each
-    if not processes and before[-1] > LARGE and not multiprocessing.current_process().daemon:
+    if (
+        not processes
+        and before[-1] > (LARGE_OF_IMAGES if sees else LARGE)
+        and not multiprocessing.current_process().daemon
+    ):
         processes = len(os.sched_getaffinity(0))
     try:
         with ExitStack() as stack:
-            out = stack.enter_context(_Output(folder, written, dtype, source, masked))
+            out = stack.enter_context(_Output(folder, written, dtype, source, masked, sees))
             show = stack.enter_context(show_progress("tokenizing", before[-1]))
             executor = _executor(tokenizer.encoder(masked), dtype, bad_rows, processes)
             stack.callback(executor.shutdown, cancel_futures=True)
@@ -156,7 +169,7 @@ def write_store(
                 raise ValueError("the data holds no text: every document in it is empty")
             out.finish(tokenizer, len(files.files))
     except ValueError:  # the data is refused: what is written is useless once it has changed
-        for name in (TOKENS, INDEX, MASK, PROGRESS):
+        for name in (TOKENS, INDEX, MASK, IMAGES, IMAGE_INDEX, PROGRESS):
             (folder / name).unlink(missing_ok=True)
         with suppress(OSError):
             folder.rmdir()
@@ -185,13 +198,21 @@ def _continued(folder: Path, source: str) -> Written | None:
     return Written()
 
 
+def _sizes(written: Written, dtype: npt.DTypeLike, masked: bool, sees: bool) -> dict[str, int]:
+    """Return the bytes of every file of an unfinished store. sees: whether it has files of images."""
+    sizes = file_sizes(written.tokens, written.documents, dtype, masked)
+    return sizes | image_sizes(written.images, written.image_bytes) if sees else sizes
+
+
 class _Output:
     """The files of a store, to which batches are appended; `written` is kept up to date."""
 
-    def __init__(self, folder: Path, written: Written, dtype: npt.DTypeLike, source: str, masked: bool) -> None:
+    def __init__(
+        self, folder: Path, written: Written, dtype: npt.DTypeLike, source: str, masked: bool, sees: bool
+    ) -> None:
         self._folder, self._written, self._dtype, self._source = folder, written, np.dtype(dtype), source
         self._saved = time.monotonic()
-        sizes = file_sizes(written.tokens, written.documents, dtype, masked)
+        sizes = _sizes(written, dtype, masked, sees)
         self._files = {name: (folder / name).open("a+b") for name in sizes}
         for name, size in sizes.items():
             if written.place == Place():
@@ -215,6 +236,12 @@ class _Output:
         if MASK in self._files:
             mask = np.ones(len(encoded.ids), np.bool_) if encoded.mask is None else encoded.mask
             self._files[MASK].write(mask.tobytes())
+        for at, image in encoded.images:
+            line = json.dumps(asdict(image)).encode() + b"\n"
+            self._files[IMAGES].write(line)
+            written.image_bytes += len(line)
+            self._files[IMAGE_INDEX].write(np.array([written.tokens + at, written.image_bytes]).tobytes())
+        written.images += len(encoded.images)
         written.tokens += len(encoded.ids)
         written.documents += len(encoded.ends)
         written.characters += encoded.characters
@@ -230,6 +257,7 @@ class _Output:
         """Write the manifest, and remove the record of the place."""
         self._flush(complete=False)
         held = {name: value for name, value in vars(self._written).items() if name != "place"}
+        held["images"] = held["images"] if IMAGES in self._files else None
         manifest = Manifest(
             format=FORMAT,
             tokenizer=tokenizer.name,
@@ -243,6 +271,8 @@ class _Output:
         content = asdict(manifest)
         if not manifest.dropped:
             del content["dropped"], content["why_dropped"]
+        if manifest.images is None:
+            del content["images"], content["image_bytes"]
         write_json(self._folder / MANIFEST, content)
         (self._folder / PROGRESS).unlink()
 
@@ -272,7 +302,7 @@ def _batches(files: Sequence[DataFile], field: str, bad_rows: str, place: Place)
         for piece in _pieces(files[number], field, place, bad_rows):
             batch.append(piece)
             characters = sum(map(len, texts_in(piece.content)))
-            size += characters
+            size += characters + IMAGE_CHARACTERS * len(getattr(piece.content, "images", ()))
             place = Place(number, place.pieces + 1, place.characters + characters)
             if size >= BATCH_CHARACTERS:
                 yield batch, place
@@ -332,6 +362,7 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
     parts = [(piece.before, piece.content, piece.after) for piece in batch if isinstance(piece.content, str)]
     ids_of_texts = iter(tokenizer.encode_parts(parts))
     ids, masks, ends, dropped = [np.zeros(0, _here.dtype)], [np.zeros(0, np.bool_)], list[int](), list[str]()
+    placed = list[tuple[int, StoredImage]]()
     length, read = 0, list[str]()
     for piece in batch:
         content = piece.content
@@ -340,9 +371,9 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
                 raise content
             if isinstance(content, str):
                 document = as_document(tokenizer, next(ids_of_texts), begin=piece.begins, end=piece.ends)
-                mask = np.ones(len(document), np.bool_)
+                mask, images = np.ones(len(document), np.bool_), list[StoredImage]()
             else:
-                document, mask = encode_masked(tokenizer, content)
+                document, mask, images = encode_masked(tokenizer, content)
         except ValueError as error:
             if _here.bad_rows != DROP:
                 raise
@@ -350,6 +381,10 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
             continue
         ids.append(document.astype(_here.dtype))
         masks.append(mask)
+        if images:
+            tokens = np.flatnonzero(document == tokenizer.chats.images.token_id)
+            firsts = np.cumsum([0, *(image.tokens for image in images)])[:-1]
+            placed += zip((length + tokens[firsts]).tolist(), images, strict=True)
         length += len(document)
         ends += [length] if piece.ends else []
         read += texts_in(content)
@@ -360,6 +395,7 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
         characters=sum(map(len, read)),
         replaced=sum(text.count("\ufffd") for text in read),
         dropped=tuple(dropped),
+        images=tuple(placed),
     )
 
 

@@ -31,7 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from parallel.reallocation.boxes import Box
 
-from .prune import backbone_name
+from .prune import backbone, decoder, name_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 5
@@ -180,8 +180,8 @@ def read_headers(folder: Path) -> dict[str, Any]:
 def in_whole(whole: PreTrainedModel, found: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what files hold by the names in the `whole` model, also of files that its base model wrote by itself, such
     as the language model of a multimodal one."""
-    prefix = f"{backbone_name(whole)}."
-    complete = any(name.startswith(prefix) for name in found)
+    prefix = f"{name_of(whole, backbone(whole))}."
+    complete = any(name.startswith(prefix) for name in found) or decoder(whole) is not backbone(whole)
     return found if complete else {f"{prefix}{name}": value for name, value in found.items()}
 
 

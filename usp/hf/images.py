@@ -13,7 +13,7 @@ both directions are documents of a prefix tree: each continues the tokens before
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, pairwise
@@ -29,32 +29,28 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import Channel, SequenceLayout
 from parallel import ParallelMesh
+from usp.data.batches import own_images
+from usp.data.chats import Image
+from usp.data.rows import balanced
 from usp.sp.in_order import exchange
 from usp.sp.sequence import GridChannel, documents_of, select_tokens, shard_batch
 from usp.sp.sp_attention import UnifiedSPAttention
 
-from .prune import HANDED, backbone
+from .prune import HANDED, backbone, decoder
 
 PLAN = "image_plan"  # the argument of a forward that holds an `ImagePlan`
-_GRIDS = "image_grid_thw"
-_TILES = "image_position_ids"  # of Gemma 4's patches, -1 for padding
-_PIXELS = ("pixel_values", _GRIDS, _TILES)
+GRIDS = "image_grid_thw"
+TILES = "image_position_ids"  # of Gemma 4's patches, -1 for padding
+PIXELS = ("pixel_values", GRIDS, TILES)
 _COMPUTED = ("attention_mask", "mm_token_type_ids", "token_type_ids")  # by processors, and here from the ids
 # Types whose decoder takes images only as tokens, which tests compare with one process.
 TYPES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"),
     *("gemma3", "gemma4", "internvl", "llama4", "llava", "vipllava", "aya_vision", "cohere2_vision", "glm_ocr"),
 )
+# Types that train.py trains: their encoder is beside the decoder in the backbone.
+TRAINED = tuple(kind for kind in TYPES if kind != "llama4")
 _BLOCKS = ("gemma3", "gemma4")  # types whose images may be bidirectional
-
-
-@dataclass(frozen=True)
-class Image:
-    """The sizes of an image, or of a tile that the encoder takes as one. rows: of `pixel_values`."""
-
-    rows: int
-    patches: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -93,42 +89,89 @@ def shard_image_batch(batch: Mapping[str, Tensor], model: PreTrainedModel) -> di
             f"supported: of {', '.join(TYPES)} they are"
         )
     images, attention = _images(batch, config), cast(UnifiedSPAttention, model.unified_sp)
-    text = {name: value for name, value in batch.items() if name not in (*_PIXELS, *_COMPUTED)}
+    text = {name: value for name, value in batch.items() if name not in (*PIXELS, *_COMPUTED)}
     sharded: dict[str, Any] = shard_batch(text, exchanged.mesh, attention.layout)
     ids, axes = batch["input_ids"], attention.axes
-    documents = documents_of(batch.get("cu_seqlens")) or ((0, ids.shape[1]),)
-    documents = documents * len(ids) if len(documents) == 1 else documents
-    is_image = ids == config.image_token_id
-    _check_places(images, is_image, documents)
+    _check_places(images, ids == config.image_token_id, _documents(batch.get("cu_seqlens"), ids))
     if not images:
         return sharded
-    seq_len = sharded["input_ids"].shape[1] * axes.ranks
-    layout = axes.layout(attention.layout, seq_len, documents_of(sharded.get("cu_seqlens")))
-    if hasattr(backbone(model), "get_rope_index"):
-        whole = pad(_several_axes(batch, backbone(model), images, documents), (0, seq_len - ids.shape[1]))
-        axial = [select_tokens(axis, axes.positions(layout)) for axis in whole]
-        sharded["position_ids"] = torch.stack([sharded["position_ids"].expand_as(axial[0]), *axial])
-    if _bidirectional(config):
-        if attention.layout == "balanced":
-            raise ValueError("layout='balanced' does not support images that attend in both directions: use zigzag")
-        sharded |= _image_blocks(is_image, documents)
-    rank = axes.ring_rank * axes.ulysses + axes.ulysses_rank
-    owners = balanced([image.patches for image in images], axes.ranks)
-    own = [number for number, owner in enumerate(owners) if owner == rank]
-    own = own or [min(range(len(images)), key=lambda number: images[number].patches)]
-    sharded[PLAN] = image_plan(images, owners, own, is_image, layout, rank)
+    own = own_images([image.patches for image in images], axes.ranks, axes.ring_rank * axes.ulysses + axes.ulysses_rank)
+    sharded |= image_inputs(model, sharded, ids, images, own)
     bounds = [0, *accumulate(image.rows for image in images)]
     rows = torch.cat([torch.arange(*bounds[number : number + 2]) for number in own])
-    for name in _PIXELS:
+    for name in PIXELS:
         if name in batch:
             index = rows if name == "pixel_values" else torch.tensor(own)
             sharded[name] = batch[name].index_select(0, index.to(batch[name].device))
     return sharded
 
 
+def image_inputs(
+    model: PreTrainedModel, shard: Mapping[str, Tensor], ids: Tensor, images: Sequence[Image], own: Sequence[int]
+) -> dict[str, Any]:
+    """Return what a rank's forward takes beside its tokens and pixels: `image_plan`, and in place of those of `shard`
+    the positions of several axes, and the documents of images that attend in both directions.
+
+    Args:
+        model: after `apply_unified_sp`.
+        shard: `position_ids` and `cu_seqlens` of this rank's tokens, from `shard_batch`.
+        ids: (B, S), of all tokens.
+        images: of all tokens, in their order. Where no token is one of an image, what this rank encodes for nothing.
+        own: those that this rank encodes, from `own_images`.
+
+    Raises ValueError for the balanced layout with images that attend in both directions.
+    """
+    attention = cast(UnifiedSPAttention, model.unified_sp)
+    config, axes, is_image = model.config, attention.axes, ids == model.config.image_token_id
+    if not is_image.any():
+        nothing = (torch.zeros(0, dtype=torch.int64),) * axes.ranks
+        return {PLAN: ImagePlan(nothing, nothing, sum(images[number].tokens for number in own), 0)}
+    found: dict[str, Any] = {}
+    documents = _documents(shard.get("cu_seqlens"), ids)
+    seq_len = shard["position_ids"].shape[1] * axes.ranks
+    layout = axes.layout(attention.layout, seq_len, documents_of(shard.get("cu_seqlens")))
+    if hasattr(backbone(model), "get_rope_index"):
+        whole = pad(_several_axes(ids, backbone(model), images, documents), (0, seq_len - ids.shape[1]))
+        axial = [select_tokens(axis, axes.positions(layout)).to(shard["position_ids"].device) for axis in whole]
+        found["position_ids"] = torch.stack([shard["position_ids"].expand_as(axial[0]), *axial])
+    if bidirectional(config):
+        if attention.layout == "balanced":
+            raise ValueError("layout='balanced' does not support images that attend in both directions: use zigzag")
+        found |= _image_blocks(is_image, documents)
+    owners = balanced([image.patches for image in images], axes.ranks)
+    found[PLAN] = image_plan(images, owners, own, is_image, layout, axes.ring_rank * axes.ulysses + axes.ulysses_rank)
+    return found
+
+
+def sees_images(config: PretrainedConfig) -> bool:
+    """Return whether the model of `config` is trained with its encoder of images."""
+    return config.model_type in TRAINED
+
+
+def encoder_parts(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the encoder of images and its projector, if the model has them: what its backbone has beside the
+    decoder."""
+    base, text = backbone(model), decoder(model)
+    return [] if base is text else [part for part in base.children() if part is not text]
+
+
+def encoder_blocks(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the repeated layers of the encoder of images."""
+    stacks = [m for part in encoder_parts(model) for m in part.modules() if isinstance(m, nn.ModuleList)]
+    inside = {id(m) for stack in stacks for m in stack.modules() if m is not stack}
+    blocks = (block for stack in stacks if id(stack) not in inside for block in stack)
+    yield from (block for block in blocks if next(block.parameters(), None) is not None)
+
+
+def _documents(cu_seqlens: Tensor | None, ids: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return the boundaries of documents of each row."""
+    documents = documents_of(cu_seqlens) or ((0, ids.shape[1]),)
+    return documents * len(ids) if len(documents) == 1 else documents
+
+
 def _images(batch: Mapping[str, Tensor], config: PretrainedConfig) -> list[Image]:
     """Return the images of a batch in order. Raises ValueError for what is not supported."""
-    known = (*_PIXELS, *_COMPUTED, "input_ids", "labels", "cu_seqlens")
+    known = (*PIXELS, *_COMPUTED, "input_ids", "labels", "cu_seqlens")
     if unknown := sorted(name for name, value in batch.items() if name not in known and value is not None):
         raise ValueError(f"{', '.join(unknown)} are not supported beside images: {', '.join(known)} are")
     if not batch.get("attention_mask", torch.ones(())).all():
@@ -138,13 +181,15 @@ def _images(batch: Mapping[str, Tensor], config: PretrainedConfig) -> list[Image
         raise ValueError(f"{', '.join(dropped)} of the encoder are not supported: set them to 0")
     if pixels is None:
         return []
-    if _GRIDS in batch:
-        patches = batch[_GRIDS].prod(-1).tolist()
+    if GRIDS in batch:
+        patches = batch[GRIDS].prod(-1).tolist()
+        grids = [tuple(grid) for grid in batch[GRIDS].tolist()]
         if sum(patches) != len(pixels):
-            raise ValueError(f"pixel_values have {len(pixels)} patches, but {_GRIDS} says {sum(patches)}")
-        return [Image(number, number, number // vision.spatial_merge_size**2) for number in patches]
-    if _TILES in batch:
-        patches = (batch[_TILES] != -1).all(-1).sum(-1).tolist()
+            raise ValueError(f"pixel_values have {len(pixels)} patches, but {GRIDS} says {sum(patches)}")
+        sizes = zip(patches, grids, strict=True)
+        return [Image(number, number, number // vision.spatial_merge_size**2, grid) for number, grid in sizes]
+    if TILES in batch:
+        patches = (batch[TILES] != -1).all(-1).sum(-1).tolist()
         return [Image(1, number, number // vision.pooling_kernel_size**2) for number in patches]
     tokens = int((batch["input_ids"] == config.image_token_id).sum())
     return [Image(1, 1, tokens // len(pixels))] * len(pixels)  # of one size, so any number of patches balances them
@@ -161,15 +206,6 @@ def _check_places(images: Sequence[Image], is_image: Tensor, documents: Sequence
         for at in (*boundaries, is_image.shape[1]):
             if before[row * is_image.shape[1] + at] not in ends:
                 raise ValueError(f"an image continues past the end of its document at token {at} of row {row}")
-
-
-def balanced(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each item: from the largest on, the one with least so far (LPT, Graham 1969)."""
-    loads, owners = [0] * ranks, [0] * len(sizes)
-    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        owners[item] = loads.index(min(loads))
-        loads[owners[item]] += sizes[item]
-    return owners
 
 
 def image_plan(
@@ -206,12 +242,9 @@ def image_plan(
     )
 
 
-def _several_axes(
-    batch: Mapping[str, Tensor], base: Any, images: Sequence[Image], documents: Sequence[Sequence[int]]
-) -> Tensor:
+def _several_axes(ids: Tensor, base: Any, images: Sequence[Image], documents: Sequence[Sequence[int]]) -> Tensor:
     """Return the positions (3, B, S) that the model computes for each document; 0 for tokens of none."""
-    ids, number = batch["input_ids"], 0
-    whole = ids.new_zeros(3, *ids.shape)
+    number, whole = 0, ids.new_zeros(3, *ids.shape)
     for row, boundaries in enumerate(documents):
         for start, stop in pairwise(boundaries):
             document = ids[row : row + 1, start:stop]
@@ -220,12 +253,12 @@ def _several_axes(
             while left > 0:
                 left, number = left - images[number].tokens, number + 1
             if start < stop:
-                grids = batch[_GRIDS][first:number] if number > first else None
+                grids = ids.new_tensor([image.grid for image in images[first:number]]) if number > first else None
                 whole[:, row, start:stop] = base.get_rope_index(document, kinds, image_grid_thw=grids)[0].squeeze(1)
     return whole
 
 
-def _bidirectional(config: PretrainedConfig) -> bool:
+def bidirectional(config: PretrainedConfig) -> bool:
     """Whether tokens of an image attend to each other in both directions."""
     if config.model_type == "gemma4":
         return getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"

@@ -27,12 +27,12 @@ from parallel import ParallelMesh, agree
 from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
-from .images import TYPES, ImageExchange
+from .images import PLAN, TYPES, ImageExchange
 from .indexers import CausalMask, ShardedIndexer, apply_indexers, indexers
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
-from .prune import HANDED, OtherStagesLayer, backbone, hand_on, model_parts, stage_inputs
+from .prune import HANDED, OtherStagesLayer, backbone, decoder, hand_on, model_parts, stage_inputs
 
 NAME = "unified_sp"
 _MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
@@ -91,12 +91,15 @@ def apply_unified_sp(
 
 
 def run_layers(model: PreTrainedModel, x: Tensor, *, first: bool, **inputs: Any) -> Tensor:
-    """Return the hidden states (B, S, H) of a stage below its head, after `apply_unified_sp`.
+    """Return the hidden states (B, S, H) of a stage below its head, after `apply_unified_sp`. `inputs` may have what
+    `usp.hf.images.image_inputs` returns.
 
     x: ids (B, S) on the first stage, else hidden states (B, S, H); of this rank's tokens. With a `kv_cache` these are
         of prompts, or one token of each sequence.
     """
     inputs |= {**stage_inputs(model, x, first), "use_cache": False}
+    if isinstance(images := getattr(model, "image_exchange", None), ImageExchange):
+        images.plan = inputs.pop(PLAN, None)
     if hasattr(model.config, "output_router_logits"):
         inputs["output_router_logits"] = False  # would keep all layers' logits; `RouterBalance` uses hooks
     return backbone(model)(**inputs).last_hidden_state
@@ -112,7 +115,7 @@ def rotary_switch(config: PretrainedConfig) -> int | None:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder layers of a causal LM, without those of other pipeline stages."""
-    layers = getattr(backbone(model), model_parts(model).layers)
+    layers = getattr(decoder(model), model_parts(model).layers)
     assert isinstance(layers, nn.ModuleList)
     return nn.ModuleList(layer for layer in layers if not isinstance(layer, OtherStagesLayer))
 

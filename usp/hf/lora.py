@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from .dropout import CurrentTokens, TokenDropout
 from .experts import expert_modules
 from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
 from .models import empty_model, model_facts
-from .prune import backbone_name, model_parts
+from .prune import backbone, decoder, model_parts, name_of
 from .shrink import shrink
 from .tensor_parallel import tp_plan
 
@@ -61,6 +62,8 @@ class Lora:
     dropout: probability of an element of their inputs to be dropped; seed: of its masks.
     dora: adapters are DoRA's, see `usp.hf.dora`.
     saved: what is trained in full beside the adapters, from `modules_to_save`.
+    within: the name of the only module whose linears get adapters, as the decoder of a vision-language model; "" for
+        the whole model.
     """
 
     rank: int
@@ -70,6 +73,7 @@ class Lora:
     seed: int = 0
     dora: bool = False
     saved: Saved | None = None
+    within: str = ""
 
 
 def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
@@ -135,11 +139,17 @@ def modules_to_save(config: PretrainedConfig, modules: str, targets: Sequence[st
     return Saved(ends, tuple(sorted(chosen.items())))
 
 
+def adapted_part(config: PretrainedConfig) -> str:
+    """Return the name of the only part of a model that gets adapters, as `Lora.within`."""
+    model = empty_model(config)
+    return "" if decoder(model) is backbone(model) else name_of(model, decoder(model))
+
+
 def frozen_ends(config: PretrainedConfig, saved: Saved | None) -> list[str]:
     """Return the names of the embedding and the output head of a model, unless both are trained beside adapters."""
     model = empty_model(config)
     parts = model_parts(model)
-    names = {f"{backbone_name(model)}.{parts.embedding}": parts.embedding, parts.head: parts.head}
+    names = {f"{name_of(model, decoder(model))}.{parts.embedding}": parts.embedding, parts.head: parts.head}
     trained = saved is not None and all(saved.has(f"{name}.weight") for name in names)
     return [] if trained else list(names.values())
 
@@ -170,8 +180,8 @@ def apply_lora(
         )
     here = sorted({name.rpartition(".")[2] for name in linears})
     # Into the base model: in the whole one, peft looks for both ends of tied weights, which may be on two stages.
-    plain = replace(lora, dropout=0.0, dora=False, saved=None)
-    inject_adapter_in_model(lora_config(plain, here), model.base_model, ADAPTER)
+    plain = replace(lora, dropout=0.0, dora=False, saved=None, within="")
+    inject_adapter_in_model(lora_config(plain, here), decoder(model), ADAPTER)
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             parameter.requires_grad_(bool(lora.saved and lora.saved.has(name)))
@@ -250,16 +260,16 @@ def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_dora=lora.dora,
-        target_modules=list(targets),
+        target_modules=rf"{re.escape(lora.within)}\..*\.({'|'.join(targets)})" if lora.within else list(targets),
         modules_to_save=list(lora.saved.modules) if lora.saved else None,
         task_type="CAUSAL_LM",
     )
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linears of a causal LM below its output head, by their names in the whole model."""
-    prefix = model.base_model_prefix
-    for name, module in model.base_model.named_modules():
+    """Yield the linears of the decoder below its output head, by their names in the whole model."""
+    prefix = name_of(model, decoder(model))
+    for name, module in decoder(model).named_modules():
         if isinstance(module, nn.Linear):
             yield f"{prefix}.{name}", module
 

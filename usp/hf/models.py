@@ -21,6 +21,7 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
@@ -35,9 +36,10 @@ from usp.run.failures import nearest
 
 from .disk import disk_layout, kept_names
 from .experts import expert_problems, has_balancing_loss
+from .images import sees_images
 from .integrate import dropouts
 from .probe import structure
-from .prune import backbone, model_parts
+from .prune import backbone, decoder, model_parts
 
 # Families with formulas of activation memory (`usp.predict`).
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -63,13 +65,14 @@ hide_progress_bars = logging.disable_progress_bar  # transformers', in this proc
 
 
 def load_model_config(
-    model: str, head: ModelHead = "lm", new_head: bool = False, weights: bool = True
+    model: str, head: ModelHead = "lm", new_head: bool = False, weights: bool = True, images: bool = False
 ) -> PretrainedConfig:
     """Return the transformers configuration of a preset or a local checkpoint directory, with the requested head.
 
     new_head: replace a causal LM's head by a scalar one, which `load_weights` initializes; if False, a directory must
         already have the requested head.
     weights: whether a directory must have weights as well, not only config.json.
+    images: whether it may be a vision-language model of `TRAINED`.
 
     Raises ValueError if `model` is neither, is quantized, has an unsupported model type, weight format or head, or, for
     a causal LM, an unreadable generation configuration.
@@ -95,11 +98,12 @@ def load_model_config(
     if weights and not any(folder.glob("*.safetensors")):
         raise ValueError(f"model={model} has no .safetensors weights; other formats can execute code and are not read")
     try:
-        problems = training_problems(config)
+        problems = training_problems(config, images)
     except Exception as error:  # of any kind: it is transformers' code that runs
         raise ValueError(f"model={model}: the model of its config.json cannot be built: {_last_line(error)}") from error
     if problems:
-        raise ValueError(f"model={model} has model_type={config.model_type!r}, which is not trained: {problems}")
+        refused = "which only train.py takes" if sees_images(config) and not images else "which is not trained"
+        raise ValueError(f"model={model} has model_type={config.model_type!r}, {refused}: {problems}")
     if head == "lm":
         load_generation_config(folder)
     return _with_head(model, config, head, new_head)
@@ -138,14 +142,16 @@ def _size_violations(fields: Mapping[str, Any], own_names: Mapping[str, str]) ->
         yield f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}"
 
 
-def training_problems(config: PretrainedConfig) -> str:
-    """Return why the causal LM of `config` cannot be sharded over a sequence and trained in stages; empty if it can."""
+def training_problems(config: PretrainedConfig, images: bool = False) -> str:
+    """Return why the causal LM of `config` cannot be sharded over a sequence and trained in stages; empty if it can.
+    images: whether it may have an encoder of images, which is trained as well."""
     if config.model_type in FAMILIES:
         empty_model(with_layers(config, 1), causal=True)
         return ""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    images = images and sees_images(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not images:
         return "transformers has no causal language model of this type"
-    if config.get_text_config() is not config:
+    if config.get_text_config() is not config and not images:
         return SEVERAL_PARTS
     model = empty_model(without_dropout(config), causal=True)
     known = structure(type(model), model.config)
@@ -155,13 +161,14 @@ def training_problems(config: PretrainedConfig) -> str:
     except ValueError as error:
         problems.append(str(error))
     else:
-        layers = getattr(backbone(model), parts.layers)
+        layers = getattr(decoder(model), parts.layers)
         owned = [parameter for layer in layers for parameter in layer.parameters()]
         if len({*owned}) < len(owned):
             problems.append("its layers share parameters, and those of each layer are sharded by themselves")
         staged = {parts.embedding, *parts.positions, parts.layers, parts.norm}
         children = backbone(model).named_children()
-        if others := [name for name, part in children if name not in staged and any(part.named_parameters())]:
+        others = [name for name, part in children if name not in staged and any(part.named_parameters())]
+        if others and not images:  # which are never divided into stages
             problems.append(f"its {', '.join(others)} would be on no stage: only embedding, layers, norm and head are")
     try:
         disk_layout(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
@@ -256,7 +263,7 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
     Raises ValueError for a `seq_len` beyond the limit of a pretrained model without a scaling, a scaling that is not
     needed, and one that cannot extend the model's own.
     """
-    limit = getattr(config, LIMIT, None) or seq_len
+    limit = getattr(config.get_text_config(), LIMIT, None) or seq_len
     longer = seq_len > limit
     if scaling != "none" and not (longer and pretrained):
         fits = f"seq_len={seq_len} is within the model's {LIMIT}={limit}" if pretrained else "random weights need none"
@@ -267,6 +274,10 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
         raise ValueError(
             f"seq_len={seq_len} is beyond the model's {LIMIT}={limit}, which its positions were trained for: use "
             f"rope_scaling=yarn, linear or ntk to extend them, or seq_len={limit} or less"
+        )
+    if sees_images(config):
+        raise ValueError(
+            f"rope_scaling={scaling} is not supported for {config.model_type}: use seq_len={limit} or less"
         )
     config = copy.deepcopy(config)
     if pretrained:
@@ -293,8 +304,10 @@ def without_dropout(config: PretrainedConfig, disable: bool = True) -> Pretraine
 def with_vocabulary(config: PretrainedConfig, size: int) -> PretrainedConfig:
     """Return the configuration of the same model with rows for ids below `size`: if it lacks some, so many that tp up
     to VOCABULARY_MULTIPLE can divide them."""
-    if size <= config.vocab_size:
+    if size <= config.get_text_config().vocab_size:
         return config
+    if sees_images(config):
+        raise ValueError(f"the vocabulary of {config.model_type} does not grow, and lacks rows for these tokens")
     config = copy.deepcopy(config)
     config.vocab_size = -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return config
@@ -333,7 +346,8 @@ def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> 
 
 
 def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
-    """Read the facts of the model named `model` from its configuration."""
+    """Read the facts of the model named `model` from its configuration; of a vision-language one, those of its text."""
+    whole, config = config, config.get_text_config() if sees_images(config) else config
     window = getattr(config, "sliding_window", None) or 0
     default_kind = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
@@ -351,7 +365,6 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or (getattr(config, "moe_layer_start_index", None) or 0) > 0
         or (getattr(config, "moe_layer_interval", None) or 1) > 1
     )
-    kind = cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     chosen = tuple(config.index_topk if layer == INDEXED else 0 for layer in kinds) if INDEXED in kinds else ()
     own = getattr(config, "indexer_types", None) or ["full"] * len(kinds)
     indexers = sum(pair == (INDEXED, "full") for pair in zip(kinds, own, strict=False))
@@ -372,12 +385,16 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         balancing_loss=has_balancing_loss(config),
-        tied=bool(config.tie_word_embeddings) and not is_scalar(config),
+        tied=bool(whole.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=getattr(config, "v_head_dim", None) or 0,
-        in_stages=config.model_type in FAMILIES or structure(kind, config).in_stages,
+        in_stages=config.model_type in FAMILIES or (whole is config and _in_stages(config)),
         chosen=chosen,
         index_size=indexers * config.index_n_heads * config.index_head_dim if indexers else 0,
     )
+
+
+def _in_stages(config: PretrainedConfig) -> bool:
+    return structure(cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]), config).in_stages
 
 
 def experts_per_token(config: PretrainedConfig) -> int:
@@ -405,7 +422,8 @@ def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedMod
 
     causal: build a causal LM even if the configuration asks for a scalar head.
     """
-    kind = AutoModelForSequenceClassification if is_scalar(config) and not causal else AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if is_scalar(config) and not causal else kind
     with torch.device("meta"):
         return kind.from_config(copy.deepcopy(config), dtype=torch.float32)
 

@@ -53,7 +53,7 @@ class FirstStagesPositions(nn.Module):
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts by which a model is divided into stages: names of modules in its backbone, and of its `head`.
+    """The parts by which a model is divided into stages: names of modules in its decoder, and of its `head`.
     positions: learned embeddings of positions, which are added to that of the ids."""
 
     embedding: str
@@ -71,9 +71,16 @@ def backbone(model: PreTrainedModel) -> Any:
     return model.base_model if model.base_model is not model else model._modules.get("model", model)
 
 
-def backbone_name(model: PreTrainedModel) -> str:
-    """Return the name of the backbone in its model."""
-    return next(name for name, module in model.named_modules() if module is backbone(model))
+def decoder(model: PreTrainedModel) -> Any:
+    """Return the module that has the embedding, the layers and the norm: the backbone, or its language model beside an
+    encoder of images."""
+    base = backbone(model)
+    return base._modules.get("language_model") or base
+
+
+def name_of(model: nn.Module, part: nn.Module) -> str:
+    """Return the name of a module of a model."""
+    return next(name for name, module in model.named_modules() if module is part)
 
 
 def hand_on(outer: nn.Module, inner: nn.Module) -> None:
@@ -101,7 +108,7 @@ def stage_inputs(model: PreTrainedModel, x: Tensor, first: bool) -> dict[str, Te
     """Return the arguments by which the base model takes `x`: ids on the first stage, else hidden states (B, S, H)."""
     if first:
         return {"input_ids": x}
-    for before, layer in pairwise(getattr(backbone(model), model_parts(model).layers)):
+    for before, layer in pairwise(getattr(decoder(model), model_parts(model).layers)):
         if isinstance(before, OtherStagesLayer) and not isinstance(layer, OtherStagesLayer):
             before.received = x
     return {"inputs_embeds": x}
@@ -113,12 +120,12 @@ def model_parts(model: PreTrainedModel) -> Parts:
     known = getattr(model, "parts", None)
     if isinstance(known, Parts):  # of a stage, which lacks some
         return known
-    base = backbone(model)
+    base, depth = decoder(model), model.config.get_text_config().num_hidden_layers
     names: dict[str, str] = {}
     for name, module in base.named_children():
         if module is base.get_input_embeddings():
             names["an embedding of ids"] = name
-        elif isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+        elif isinstance(module, nn.ModuleList) and len(module) == depth:
             names["a list of layers"] = name
         elif "norm" in type(module).__name__.lower():
             names["a norm after its layers"] = name  # of several, the last; that it comes last, the probe verifies
@@ -146,7 +153,7 @@ def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: boo
 
     Raises ValueError if the model shares other parameters between stages, or has other parts than these.
     """
-    base, parts = backbone(model), model_parts(model)
+    base, parts = decoder(model), model_parts(model)
     stack = getattr(base, parts.layers)
     aliases: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

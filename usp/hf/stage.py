@@ -9,7 +9,8 @@ afterwards is measured beforehand (`logit_transform`). Without pipeline parallel
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ class CausalLMStage(nn.Module):
         prefix_tree: Tensor | None = None,
         real: Tensor | None = None,
         first_tokens: Tensor | None = None,
+        images: Mapping[str, Any] | None = None,
         **inputs: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return hidden states, or on the last stage the output of `head`: in training this rank's share of the loss.
@@ -81,17 +83,18 @@ class CausalLMStage(nn.Module):
             real: (B, S) bool, False for padding, which does not count in `balance`; None: there is none.
             first_tokens: (B,) int64, the number in the run of each row's first token; for dropout, which depends on
                 nothing else.
+            images: from `image_inputs`.
             inputs: tensors for `head`, such as `shift_labels`.
         """
         if self.balance is not None:
             self.balance.open(chosen, real)
-        of_tokens = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
+        of_tokens: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
         if prefix_tree is not None:
             of_tokens["prefix_tree"] = prefix_tree
         if self.training and first_tokens is not None and hasattr(self.model, "token_dropout"):
             attention = cast(UnifiedSPAttention, self.model.unified_sp)
             of_tokens["token_numbers"] = numbers_of(first_tokens, position_ids.shape[1], attention, cu_seqlens)
-        hidden = run_layers(self.model, x, first=self.first, **of_tokens)
+        hidden = run_layers(self.model, x, first=self.first, **of_tokens | dict(images or {}))
         if self.balance is not None:
             chosen = self.balance.close()
         if not self.last or head is None:

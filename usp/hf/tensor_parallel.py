@@ -14,10 +14,11 @@ from parallel.tensor import apply_tensor_parallel, gather_output, module_styles,
 from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape, tp_violations
 
 from .experts import expert_modules
+from .images import encoder_parts
 from .integrate import decoder_layers
 from .models import empty_model, experts_per_token, is_scalar, model_facts
 from .probe import structure
-from .prune import backbone, backbone_name, model_parts
+from .prune import backbone, decoder, model_parts, name_of
 
 _TOKEN_DIM = -2  # of hidden states (batch, tokens, hidden), which some shared experts get as (tokens, hidden)
 _PARTIAL, _LATENT = "replicated_with_grad_allreduce", "mla_kv_a_proj"
@@ -47,7 +48,7 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
         return
     tp_mesh = mesh.parameter_mesh("tp")
     apply_tensor_parallel(model, tp_mesh, tp_plan(model), token_dim=_TOKEN_DIM if sequence_parallel else None)
-    norm = getattr(backbone(model), model_parts(model).norm)
+    norm = getattr(decoder(model), model_parts(model).norm)
     if sequence_parallel and not isinstance(norm, nn.Identity):
         gather_output(norm, tp_mesh, _TOKEN_DIM)
 
@@ -76,7 +77,7 @@ def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool, traine
 
 def _undivided_attention(model: PreTrainedModel) -> list[str]:
     divided = {name.rpartition(".")[0] for name in module_styles(model, tp_plan(model))}
-    names = {f"{backbone_name(model)}.{name}" for name in structure(type(model), model.config).masks}
+    names = {f"{name_of(model, backbone(model))}.{name}" for name in structure(type(model), model.config).masks}
     attention = {name: module for name, module in model.named_modules() if name in names}
     return sorted({type(module).__name__ for name, module in attention.items() if name not in divided})
 
@@ -91,7 +92,7 @@ def plan_violations(config: PretrainedConfig) -> list[str]:
 
 def tp_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of each sharded module of a causal LM by dotted name, in which * matches one component."""
-    base, parts = backbone_name(model), model_parts(model)
+    base, parts = name_of(model, decoder(model)), model_parts(model)
     plan = {f"{base}.{name}": style for name, style in _family_plan(model.config).items()}
     plan |= dict.fromkeys(_latent_modules(model, plan), _PARTIAL) | dict(_head_norms(model, plan))
     plan[f"{base}.{parts.embedding}"] = "embedding_rowwise"
@@ -139,11 +140,12 @@ def _family_plan(config: PretrainedConfig) -> dict[str, str]:
 
 def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
     """Return the parameter shapes of the model of `config`, whose facts are `facts`. Builds it on the meta device.
-    Supports models of `usp.hf.models.FAMILIES`, with the head of a causal LM or a scalar one."""
+    Supports models of `usp.hf.models.FAMILIES`, with the head of a causal LM or a scalar one. Those of an encoder of
+    images stand beside the embedding."""
     model = empty_model(config)
     styles = module_styles(model, tp_plan(model))
     experts = {id(p) for module in expert_modules(model) for p in module.parameters()}
-    modules, parts, base = dict(model.named_modules()), model_parts(model), backbone_name(model)
+    modules, parts, base = dict(model.named_modules()), model_parts(model), name_of(model, decoder(model))
     names = {id(module): name for name, module in modules.items()}
 
     def multiplies(owner: str, p: nn.Parameter) -> bool:
@@ -165,15 +167,16 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
             if routed == (id(p) in experts)
         )
 
+    encoders = [shape for part in encoder_parts(model) for shape in shapes(part)]
     head = model.get_submodule(parts.head)
     known: dict[LayerShape, LayerShape] = {}
     layers = [LayerShape(shapes(layer), shapes(layer, routed=True)) for layer in decoder_layers(model)]
     return ModelShape(
         facts=facts,
-        hidden_size=config.hidden_size,
-        embedding=shapes(model.get_input_embeddings()),
+        hidden_size=config.get_text_config().hidden_size,
+        embedding=(*shapes(model.get_input_embeddings()), *encoders),
         layers=tuple(known.setdefault(layer, layer) for layer in layers),
-        norm=shapes(getattr(backbone(model), parts.norm)),
+        norm=shapes(getattr(decoder(model), parts.norm)),
         head=() if facts.tied else shapes(head),
         experts_per_token=experts_per_token(config) if facts.num_experts else 0,
         names=(f"{base}.{parts.embedding}", f"{base}.{parts.layers}", f"{base}.{parts.norm}", parts.head),

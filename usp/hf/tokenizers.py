@@ -17,6 +17,7 @@ import copy
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,9 +29,11 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from usp.data.chats import ASSISTANT, USER, Chat, Ids, Mask, Message, joined
+from usp.data.chats import ASSISTANT, USER, Chat, Ids, Mask, Message, StoredImage, joined
 from usp.data.tokenizer import BYTE_EOS, BYTES, ByteTokenizer, TextTokenizer, Tokenizer
 from usp.presets import PRESETS
+
+from .processors import COPIED, Images
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 LAST = "last"
@@ -49,17 +52,19 @@ Span = tuple[int, int]  # characters
 @dataclass(frozen=True)
 class ChatTemplate:
     """The chat template of `tokenizer`, which messages call `name`. train_on: roles whose messages are trained on,
-    separated by commas, or "last" for the last message of the assistant."""
+    separated by commas, or "last" for the last message of the assistant. images: of a model that takes some."""
 
     tokenizer: PreTrainedTokenizerBase
     name: str
     train_on: str = ASSISTANT
+    images: Images | None = None
 
     @cached_property
     def fingerprint(self) -> str:
         """Everything that the ids of a chat depend on, besides the tokenizer."""
         content = json.dumps([self.tokenizer.chat_template, self.tokenizer.special_tokens_map], sort_keys=True)
         template = f"template {hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+        template += f", {self.images.fingerprint}" if self.images else ""
         return template if self.train_on == ASSISTANT else f"{template}, trained on {self.train_on}"
 
     @cached_property
@@ -76,11 +81,28 @@ class ChatTemplate:
         """Return the ids of a chat and which of them are trained on, what the assistant writes after the prompt unless
         the chat or `train_on` says otherwise, each (ids,). Raises ValueError, naming the row, if the template refuses
         it, or if no token is trained on."""
+        ids, mask, _ = self.encode_with_images(chat)
+        return ids, mask
+
+    def encode_with_images(self, chat: Chat) -> tuple[Ids, Mask, list[StoredImage]]:
+        """Return `encode`, and the images, whose tokens are never trained on. Raises ValueError also for an image that
+        cannot be read."""
         chat = self._with_text(chat)
         if not (self.tokenizer.is_fast or isinstance(self.tokenizer, ByT5Tokenizer)):
             raise ValueError(f"{chat.where}: chats need a tokenizer.json, which tokenizer={self.name} does not have")
         text, spans = self._spans(chat)
+        images = list[StoredImage]()
+        if self.images:
+            text, spans, images = self.images.place(text, spans, chat.images, chat.where)
         ids, mask = self._tokens(text, spans)
+        if self.images:
+            is_image, tokens = ids == self.images.token_id, sum(image.tokens for image in images)
+            if is_image.sum() != tokens:
+                raise ValueError(
+                    f"{chat.where}: {is_image.sum()} tokens for images of {tokens} features: the token for images "
+                    f"stands in a text, or tokenizer={self.name} is not the model's"
+                )
+            mask &= ~is_image
         if not mask[1:].any() and (chat.trained or self.train_on != ASSISTANT):
             raise ValueError(
                 f"{chat.where}: by train_on={self.train_on}, and by the 'train' and 'weight' of these "
@@ -93,7 +115,7 @@ class ChatTemplate:
                 f"messages is the assistant's, so nothing would be trained on: "
                 + (advice if any(m["role"] == ASSISTANT for m in chat.messages[chat.prompt :]) else "add its message")
             )
-        return ids, mask
+        return ids, mask, images
 
     def prompt(self, chat: Chat) -> Ids:
         """Return the ids of a chat up to where the assistant's next message begins, shape (ids,). Raises ValueError,
@@ -113,7 +135,13 @@ class ChatTemplate:
         return self._tokens(following, [])[0]
 
     def _with_text(self, chat: Chat) -> Chat:
-        """Return a chat with parts of text as one text, if the template does not take parts."""
+        """Return a chat with parts of text as one text, if the template does not take parts. Raises ValueError, naming
+        the row, for other parts in it, and for images that nothing reads."""
+        if chat.images and self.images is None:
+            raise ValueError(
+                f"{chat.where}: {len(chat.images)} images, which only train.py reads, for a vision-language model (see "
+                f"docs/vision.md)"
+            )
         listed = [number for number, message in enumerate(chat.messages) if isinstance(message.get("content"), list)]
         if not listed or self.takes_parts:
             return chat
@@ -315,6 +343,7 @@ def load_tokenizer(
     chat_template: str = "",
     train_on: str = ASSISTANT,
     add_tokens: str = "",
+    images: Images | None = None,
 ) -> Tokenizer:
     """Return the byte tokenizer, or load one from the local directory `tokenizer`.
 
@@ -323,6 +352,7 @@ def load_tokenizer(
         templates write them out.
     chat_template: file with a chat template, instead of the tokenizer's own. train_on: see `ChatTemplate`.
     add_tokens: special tokens that it gets if it lacks them, separated by commas, or a file of them, one a line.
+    images: those of a vision-language model, from `load_images`.
 
     Raises ValueError if the directory has no tokenizer, if `bos` is "always" and the tokenizer has none, if
     `chat_template` does not exist, or if the byte tokenizer is to get tokens.
@@ -340,7 +370,9 @@ def load_tokenizer(
         raise ValueError(f"tokenizer={tokenizer}: transformers cannot read it: {error}") from error
     if add_tokens:
         loaded.add_tokens(_special_tokens(add_tokens), special_tokens=True)
-    chats = _chats(loaded, chat_template, tokenizer, train_on)
+    if images is not None and not loaded.chat_template:  # older folders have it beside the processor
+        loaded.chat_template = images.processor.chat_template
+    chats = _chats(loaded, chat_template, tokenizer, train_on, images)
     if isinstance(loaded, ByT5Tokenizer) and not parse_special:
         return _with_bos(ByteTokenizer(tokenizer, chats=chats), bos)
     begins = bos == "always" or (bos == AUTO and loaded.bos_token_id in loaded("a", verbose=False)["input_ids"][:1])
@@ -368,14 +400,16 @@ def _special_tokens(add_tokens: str) -> list[str]:
     return tokens
 
 
-def _chats(loaded: Any, chat_template: str, name: str, train_on: str) -> ChatTemplate | None:
+def _chats(
+    loaded: Any, chat_template: str, name: str, train_on: str, images: Images | None = None
+) -> ChatTemplate | None:
     """Give the tokenizer the chat template in a file, if one is named, and return it; None if it has none."""
     if chat_template:
         try:
             loaded.chat_template = Path(chat_template).expanduser().read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"chat_template={chat_template} cannot be read: {error}") from error
-    return ChatTemplate(loaded, name, train_on) if loaded.chat_template else None
+    return ChatTemplate(loaded, name, train_on, images) if loaded.chat_template else None
 
 
 def _backend(tokenizer: Any, parse_special: bool) -> Any:
@@ -398,13 +432,18 @@ def _with_bos(tokenizer: Tokenizer, bos: str) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    """Save the tokenizer for `AutoTokenizer.from_pretrained`: a transformers one in `checkpoint`, bytes next to it.
+    """Save the tokenizer for `AutoTokenizer.from_pretrained`: a transformers one in `checkpoint`, with the processor of
+    its images, and bytes next to it.
 
     The byte tokenizer goes to the sibling directory `tokenizer`: for some model types AutoTokenizer would read the
     config.json in `checkpoint` and load that family's tokenizer class instead of ByT5's.
     """
     if isinstance(tokenizer, TextTokenizer):
         tokenizer.tokenizer.save_pretrained(checkpoint)
+        images = tokenizer.chats.images if isinstance(tokenizer.chats, ChatTemplate) else None
+        for file in (Path(images.folder) / name for name in COPIED) if images else ():
+            if file.is_file():
+                shutil.copyfile(file, checkpoint / file.name)
     else:
         saved = tokenizer.chats.tokenizer if isinstance(tokenizer.chats, ChatTemplate) else ByT5Tokenizer()
         saved.save_pretrained(checkpoint.parent / BESIDE)

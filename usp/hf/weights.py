@@ -94,9 +94,12 @@ def _drawn(whole: PreTrainedModel, prefix: str, seed: int) -> dict[str, Tensor]:
         # torch.manual_seed would also seed accelerators, whose state is not restored here.
         torch.default_generator.manual_seed(int.from_bytes(digest, "big", signed=True))
         parts = prefix.split(".") if prefix else []
-        for depth in range(len(parts), -1, -1):  # modules that contain it fill the buffers of some (Falcon-H1)
-            owner = ".".join(parts[:depth])
-            whole._init_weights(whole.get_submodule(owner))
+        owners = [whole.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+        model: Any = next(
+            owner for owner in owners if isinstance(owner, PreTrainedModel)
+        )  # an encoder has its own rules
+        for owner in owners:  # modules that contain it fill the buffers of some (Falcon-H1)
+            model._init_weights(owner)
             uninitialized = [
                 name
                 for name, value in values.items()
@@ -127,7 +130,8 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     whole, head = empty_model(model.config, causal=head_seed is not None), model_parts(model).head
     stored, in_folder, added = stored_names(whole), whole, dict[str, list[Box]]()
     slices_of = in_whole(whole, read_headers(folder))
-    if (rows := AutoConfig.from_pretrained(folder, local_files_only=True).vocab_size) < model.config.vocab_size:
+    there = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if (rows := there.get_text_config().vocab_size) < model.config.get_text_config().vocab_size:
         config = copy.deepcopy(model.config)
         config.vocab_size = rows
         in_folder = empty_model(config, causal=head_seed is not None)

@@ -321,7 +321,7 @@ def _prompt(row: dict[str, Any], key: str, tokenizer: Tokenizer, where: str, too
 
 def _sequence(content: Chat | Completed, tokenizer: Tokenizer) -> tuple[Ids, Mask]:
     """Return the ids up to the last target, where a response would end, and which of them are targets."""
-    ids, targets = encode_masked(tokenizer, content)
+    ids, targets, _ = encode_masked(tokenizer, content)
     end = int(np.flatnonzero(targets)[-1]) + 1
     return ids[:end], targets[:end]
 

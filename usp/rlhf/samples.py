@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from usp.data.rows import balanced
+
 
 @dataclass(frozen=True, eq=False)
 class Samples:
@@ -86,22 +88,19 @@ def batch_violation(samples: int, mini_batches: int, unit: int) -> str:
 
 
 def balance(ids: Sequence[int], weights: Sequence[int], parts: int, unit: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Split ids into parts of similar weight, each ascending; the heaviest is at most 4/3 of the optimum.
+    """Split ids into parts of similar weight, each ascending, by `usp.data.rows.balanced`.
 
-    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969), over units of
-    consecutive ids that begin at multiples of `unit`. A part is empty only if there are fewer units than parts.
+    Units are consecutive ids that begin at multiples of `unit`. A part is empty only if there are fewer units than
+    parts.
 
     weights: by id.
     """
     units = [tuple(members) for _, members in groupby(ids, lambda number: number // unit)]
-    heaviest_first = sorted(units, key=lambda members: -sum(weights[i] for i in members))
-    loads = [(0, 0, part) for part in range(parts)]  # weight, units, and the part itself to break ties
-    chosen: list[list[int]] = [[] for _ in range(parts)]
-    for members in heaviest_first:
-        weight, count, part = min(loads)
-        chosen[part] += members
-        loads[part] = (weight + sum(weights[i] for i in members), count + 1, part)
-    return tuple(tuple(sorted(part)) for part in chosen)
+    chosen = balanced([sum(weights[i] for i in members) for members in units], parts)
+    own: list[list[int]] = [[] for _ in range(parts)]
+    for members, part in zip(units, chosen, strict=True):
+        own[part] += members
+    return tuple(map(tuple, own))
 
 
 def kept_together(samples: int, group: int, parts: int) -> int:
@@ -113,8 +112,8 @@ def partition(weights: Sequence[int], parts: int, mini_batches: int = 1, unit: i
     """Balance every mini-batch over the parts separately. weights: of every sample of the step, by id; group: samples
     with a common prompt, which stay together as in `kept_together`."""
     batches = [mini_batch_ids(len(weights), mini_batches, number, unit) for number in range(mini_batches)]
-    balanced = [balance(batch, weights, parts, max(unit, kept_together(len(batch), group, parts))) for batch in batches]
-    return tuple(tuple(batch[part] for batch in balanced) for part in range(parts))
+    split = [balance(batch, weights, parts, max(unit, kept_together(len(batch), group, parts))) for batch in batches]
+    return tuple(tuple(batch[part] for batch in split) for part in range(parts))
 
 
 def fingerprint(value: object) -> str:

@@ -24,6 +24,7 @@ from usp.hf.dropout import CurrentTokens, tell_tokens
 from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
 from usp.hf.experts import expert_modules
 from usp.hf.float8 import apply_float8
+from usp.hf.images import encoder_blocks, encoder_parts
 from usp.hf.indexers import indexers, train_indexers
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora import Lora, apply_lora, initialise_adapters
@@ -85,6 +86,7 @@ class EngineRecipe:
     fp8: str = "none"
     fp8_emulate: bool = False
     indexer_loss_coef: float = 0.0
+    freeze_encoder: bool = False
 
     @staticmethod
     def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
@@ -136,7 +138,8 @@ def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage
     stages = [_build_stage(i, recipe, mesh) for i in rank_stages(recipe.pp_schedule, mesh.size("pp"), mesh.rank("pp"))]
     if recipe.engine == "fsdp2" and recipe.zero is not None:
         for stage in stages:
-            layers, experts = decoder_layers(stage.model), expert_modules(stage.model)
+            layers = [*encoder_blocks(stage.model), *decoder_layers(stage.model)]
+            experts = expert_modules(stage.model)
             apply_fsdp(
                 stage,
                 mesh,
@@ -239,6 +242,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     if recipe.fp8 != "none":
         apply_float8(model, recipe.fp8, recipe.fp8_emulate, mesh.size("tp"))
     apply_tp(model, mesh, recipe.tp_sequence_parallel, trained=recipe.optimizer is not None)
+    for encoder in encoder_parts(model) if recipe.freeze_encoder else ():
+        encoder.requires_grad_(False)
     if recipe.lora is not None:
         adapters_dtype = recipe.weights_dtype if recipe.optimizer is None else torch.float32
         apply_lora(model, recipe.lora, mesh, recipe.tp_sequence_parallel, adapters_dtype)

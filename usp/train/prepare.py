@@ -6,8 +6,9 @@ RLHF runs share `Prologue`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from usp.data.sources import DataFiles, without
 from usp.data.store import TokenStore
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelConfig
+from usp.hf.processors import Images, load_images
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelFacts, ModelShape
 from usp.presets import PRESETS
@@ -80,6 +82,11 @@ class PreparedRun:
         return next((stage for stage in self.stages if step <= stage.last), self.stages[-1])
 
     @property
+    def images(self) -> Images | None:
+        """What reads the images of chats; None for models without an encoder of images."""
+        return getattr(self.tokenizer.chats, "images", None)
+
+    @property
     def begins_in(self) -> PreparedStage:
         """The stage of the first step that is left."""
         return self.stage_of(self.saved.step + 1 if self.saved else 1)
@@ -100,6 +107,7 @@ class Prologue:
         parse_special: bool = True,
         train_on: str = "assistant",
         add_tokens: str = "",
+        images: Callable[[], Images | None] = lambda: None,
     ) -> None:
         self._config, self.problems = config, problems
         attempt = problems.attempt
@@ -109,8 +117,8 @@ class Prologue:
         name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
         self.tokenizer: Tokenizer | None = None
         if name is not None:
-            template = config.chat_template
-            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, template, train_on, add_tokens))
+            options = (bos, parse_special, config.chat_template, train_on, add_tokens, attempt(images))
+            self.tokenizer = attempt(lambda: load_tokenizer(name, *options))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:
@@ -158,10 +166,13 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(lambda: read_state(start, strict, TrainingState.from_extra))
     bos = config.bos if config.bos in BOS else "auto"
-    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens, config.train_on, config.add_tokens)
+    reading = config.parse_special_tokens, config.train_on, config.add_tokens
+    prologue = Prologue(config, launch, problems, bos, *reading, images=partial(load_images, config.model))
     device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
     ids = tokenizer.vocab_size if config.add_tokens and tokenizer else 0
-    resolved = resolve(config, launch.world_size, ended=ended_stages(config, launch, start, saved), ids=ids)
+    resolved = resolve(
+        config, launch.world_size, ended=ended_stages(config, launch, start, saved), ids=ids, images=True
+    )
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
     problems += resolved.problems
     if saved is not None and model_config is not None:
@@ -174,9 +185,6 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
     held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))
-    files = any(isinstance(found, DataFiles) for found in (*(data or {}).values(), *held_out.values()))
-    if config.bad_rows == DROP and data and not files:
-        problems.append("--bad-rows drop is for files of documents, and --data has none: remove it")
     attempt(lambda: parse_steps(config.profile, config.steps))
     problems.check()
     config, model_config, facts, dims = resolved.valid()
@@ -247,7 +255,8 @@ def _float8_problems(config: TrainConfig, device: torch.device | None) -> Iterat
 
 
 def _find_all(config: TrainConfig, held_out: Mapping[str, DataFiles | Path]) -> dict[str, DataFiles | Path]:
-    """Return the data of each path of `--data`, of all stages, without the files that are held out."""
+    """Return the data of each path of `--data`, of all stages, without the files that are held out. Raises ValueError
+    for `--bad-rows drop` without files."""
     data: dict[str, DataFiles | Path] = {}
     for path in dict.fromkeys(path for stage in by_stage(config) for path, _ in parse_mixture(stage.data)):
         files = find_data(path, config.data_field)
@@ -255,6 +264,10 @@ def _find_all(config: TrainConfig, held_out: Mapping[str, DataFiles | Path]) -> 
             if isinstance(files, DataFiles) and isinstance(others, DataFiles):
                 files = without(files, others, "held out for evaluation")
         data[path] = files
+    if config.bad_rows == DROP and not any(
+        isinstance(found, DataFiles) for found in (*data.values(), *held_out.values())
+    ):
+        raise ValueError("--bad-rows drop is for files of documents, and --data has none: remove it")
     return data
 
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
+from usp.fields import flag
 from usp.hf.expert_parallel import aux_loss_coefficient
 from usp.hf.float8 import float8_problems
-from usp.hf.lora import Lora, frozen_ends, lora_targets, modules_to_save
+from usp.hf.images import bidirectional, sees_images
+from usp.hf.lora import Lora, adapted_part, frozen_ends, lora_targets, modules_to_save
 from usp.hf.mixers import sharded_mixers
 from usp.hf.models import (
     FAMILIES,
@@ -102,6 +104,7 @@ def resolve(
     weights: bool = True,
     ended: Sequence[int] = (),
     ids: int = 0,
+    images: bool = False,
 ) -> Resolved:
     """Resolve `config` on `world_size` ranks.
 
@@ -109,7 +112,7 @@ def resolve(
     weights: whether a model directory must have weights as well as config.json.
     ended: the sequences of a step of each stage of the curriculum that has run, on other ranks perhaps: of these stages
         only what they read counts, and their degrees are not resolved.
-    ids: see `trained_model`.
+    ids, images: see `trained_model`.
     """
     config, problems, facts = settle_batch(config, world_size), [], None
     rates = {"preset": LORA_RATE, "pretrained": LORA_RATE} if config.lora_rank else {}
@@ -117,12 +120,12 @@ def resolve(
     config = settled_lora(config)
     if model_config is None:
         try:
-            model_config = trained_model(config, weights, ids)
+            model_config = trained_model(config, weights, ids, images)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     if model_config is not None:
         facts = model_facts(config.model, model_config)
-        problems += lora_problems(config, model_config)
+        problems += [*lora_problems(config, model_config), *image_problems(config, model_config)]
     problems += violations(config, world_size, facts, len(ended))
     if problems:
         return Resolved(config, model_config, facts, tuple(problems))
@@ -165,7 +168,8 @@ def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
             f"add_tokens={config.add_tokens} adds rows that adapters do not train: give lora_modules_to_save="
             f"{','.join(ends)}"
         )
-    return replace(lora, dropout=config.lora_dropout, seed=config.seed, dora=config.lora_dora, saved=saved)
+    options: dict[str, Any] = {"dropout": config.lora_dropout, "seed": config.seed, "dora": config.lora_dora}
+    return replace(lora, saved=saved, within=adapted_part(model), **options)
 
 
 def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
@@ -179,6 +183,25 @@ def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
         yield with_flags(str(error))
 
 
+def image_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield what a vision-language model cannot be trained with, and what needs one."""
+    if not sees_images(model):
+        if config.freeze_encoder:
+            yield f"--freeze-encoder freezes an encoder of images, and {config.model} has none: remove it"
+        return
+    given = f"{config.model} ({model.model_type}) has an encoder of images, which is not divided"
+    for name in ("tp", "pp", "ep"):
+        if (degree := getattr(config, name)) > 1:
+            yield f"{flag(name)} = {degree}: {given}: use {flag(name)} 1, with --sp-ring, --sp-ulysses and --dp-shard"
+    for name, off in (("engine", "fsdp2"), ("compile", False), ("fp8", "none"), ("sample_every", 0)):
+        if (value := getattr(config, name)) != off:
+            yield f"{flag(name)} {value} is not supported for a vision-language model: use {flag(name)} {off}"
+    if config.packing == "cut":
+        yield "--packing cut would cut images: use --packing auto, which keeps chats whole"
+    if config.sp_layout == "balanced" and bidirectional(model):
+        yield f"--sp-layout balanced does not support images of {model.model_type}, which attend both ways: use zigzag"
+
+
 def _float8_problems(resolved: Resolved, stage: ResolvedStage) -> Iterator[str]:
     """Yield why a model cannot be trained in float8 with the degrees of a stage."""
     if stage.config.fp8 != "none" and stage.dims.dp_shard > 0:  # not of a stage that has ended
@@ -188,15 +211,16 @@ def _float8_problems(resolved: Resolved, stage: ResolvedStage) -> Iterator[str]:
         yield from float8_problems(resolved.shape, resolved.model_config, stage.dims.tp, shards)
 
 
-def trained_model(config: TrainConfig, weights: bool = True, ids: int = 0) -> ModelConfig:
+def trained_model(config: TrainConfig, weights: bool = True, ids: int = 0, images: bool = False) -> ModelConfig:
     """Return the configuration of the model that `config` trains, with the context it is trained for.
 
-    weights: as in `resolve`. ids: of its tokenizer with the tokens that are added; it gets rows for them.
+    weights: as in `resolve`. ids: of its tokenizer with the tokens that are added; it gets rows for them. images: as in
+    `load_model_config`.
 
     Raises ValueError for a model that cannot be read, has no such context, or has dropout that is not disabled.
     """
     try:
-        model = load_model_config(config.model, weights=weights)
+        model = load_model_config(config.model, weights=weights, images=images)
         model = without_dropout(with_vocabulary(model, ids), config.disable_dropout)
         if config.rope_scaling not in ROPE_SCALINGS:  # one of the violations
             return model
@@ -220,6 +244,8 @@ def job_of(
     Raises ConfigurationError for configurations that train.py refuses, and for DeepSpeed.
     """
     refused = ["--engine = deepspeed is not modelled: use --engine fsdp2"] if config.engine == "deepspeed" else []
+    if sees_images(model_config):
+        refused.append(f"--model = {config.model} has an encoder of images, which is not modelled")
     resolved = resolve(config, world_size, model_config)
     _, model_config, _, _ = resolved.valid(refused)
     config, dims = resolved.largest.config, resolved.largest.dims

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from parallel import ParallelMesh
 from usp.config import CommonConfig, TrainConfig
-from usp.data.batches import Part, one_epoch
+from usp.data.batches import ImageBatch, Part, one_epoch
 from usp.data.rows import PackedRows, WholeRows
+from usp.hf.images import image_inputs
 from usp.losses.output_heads import LastHidden, NextTokenLoss
 from usp.losses.vocabulary import global_token_count
 from usp.sp.sequence import IGNORED_LABEL, SpAxes, split_rows
@@ -25,12 +26,13 @@ FIRST = 16  # tokens before a target, at most, in the first range of positions
 POSITION = "position"
 
 
-def part_of(mesh: ParallelMesh, config: TrainConfig, balanced: bool = False) -> Part:
-    """Return which rows of a global batch this rank trains on, and which of their tokens; `balanced` as in `Part`."""
+def part_of(mesh: ParallelMesh, config: TrainConfig, balanced: bool = False, images: Any = None) -> Part:
+    """Return which rows of a global batch this rank trains on, and which of their tokens; the others as in `Part`."""
     axes = SpAxes.of(mesh)
     layout = axes.layout(config.sp_layout, config.padded_len)
     first = mesh.rank("batch") * config.batch_size
-    return Part(layout, axes.ring_rank, axes.ulysses_rank, first, config.batch_size, balanced)
+    ranks = axes.ring_rank, axes.ulysses_rank
+    return Part(layout, *ranks, first, config.batch_size, balanced, config.micro_batches, images)
 
 
 def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.device) -> list[float]:
@@ -49,6 +51,7 @@ def train_step(
     config: TrainConfig,
     learning_rate: float,
     before_update: Callable[[Tensor], float] = lambda share: 0.0,
+    images: Sequence[ImageBatch] = (),
 ) -> tuple[float, float]:
     """Run one optimizer step of next-token training. Collective.
 
@@ -57,14 +60,29 @@ def train_step(
             `first_tokens`, as in `CausalLMStage`.
         before_update: takes this rank's share of the loss (see `Engine.forward_backward`) once the gradients are there,
             and returns the loss over all ranks; where that is not finite, the weights are not updated.
+        images: of each micro-batch; none without images in the global batch.
 
     Returns:
         The loss as `before_update` returned it, and the gradient norm before clipping: nan if the loss is not finite.
     """
     tokens = max(1, int(global_token_count(batch["shift_labels"], mesh)))  # with chats, a batch may have no target
-    share = engine.forward_backward(split_rows(batch, config.micro_batches), NextTokenLoss(tokens))
+    micro_batches = with_images(engine, split_rows(batch, config.micro_batches), images)
+    share = engine.forward_backward(micro_batches, NextTokenLoss(tokens))
     loss = before_update(share)
     return loss, engine.step(learning_rate, config.max_grad_norm) if math.isfinite(loss) else math.nan
+
+
+def with_images(
+    engine: Engine, micro_batches: Sequence[dict[str, Tensor]], images: Sequence[ImageBatch]
+) -> Sequence[dict[str, Any]]:
+    """Return micro-batches with what the model takes of their images, if there are any."""
+    if not images:
+        return micro_batches
+    model, found = engine.stages[0].model, list[dict[str, Any]]()
+    for batch, read in zip(micro_batches, images, strict=True):
+        pixels = {name: value.to(batch["input_ids"].device) for name, value in read.pixels.items()}
+        found.append({**batch, "images": pixels | image_inputs(model, batch, read.ids, read.sizes, read.own)})
+    return found
 
 
 @dataclass(frozen=True)
@@ -213,15 +231,19 @@ def held_out_loss(
     config: TrainConfig,
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
+    images: Any = None,
 ) -> HeldOutLoss:
     """Return the losses of the targets of `held_out`, without the load-balancing loss. Collective. Every token of its
-    rows is a target once, except those that begin a document or a row. `progress` is called at every batch."""
+    rows is a target once, except those that begin a document or a row. `progress` is called at every batch. images: as
+    in `Part`."""
     head = LossByPosition(config.seq_len, device)
-    for batch in one_epoch(held_out.packed, mesh.size("batch") * config.batch_size, part_of(mesh, config)):
+    for batch in one_epoch(
+        held_out.packed, mesh.size("batch") * config.batch_size, part_of(mesh, config, images=images)
+    ):
         progress()
         local = batch.to(device)
         local[POSITION] = local["position_ids"] + 1
-        engine.evaluate(split_rows(local, config.micro_batches), head)
+        engine.evaluate(with_images(engine, split_rows(local, config.micro_batches), batch.images), head)
     totals = iter(sum_over_ranks(head.totals.flatten().tolist(), mesh, device))
     by_range = {last: (loss, targets) for last, loss, targets in zip(head.lasts, totals, totals, strict=True)}
     loss, targets = map(sum, zip(*by_range.values(), strict=True))

@@ -157,7 +157,7 @@ class Trainer(TrainingLoop):
         self.indexer_loss: float | None = None
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.peak = peak_flops(name) if config.dtype == "bfloat16" else None  # of a device; None: MFU is not known
-        self.batches = BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows))
+        self.batches = self._reader()
         self._evaluations = Evaluations(held_out)
         self._respond, self._samples = sample, LineFile(folder / "samples.jsonl")
         self._predict()
@@ -173,7 +173,7 @@ class Trainer(TrainingLoop):
         if number > self.stage.last:
             self._enter(self.prepared.stage_of(number))
         self.watchdog.progress(number, "data")
-        batch = next(self.batches)
+        batch = self._read_batch()
         read = {"rows": batch.numbers, "data": self.stage.batches.packed.identity}
         self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
@@ -182,7 +182,8 @@ class Trainer(TrainingLoop):
         first_tokens = self.config.seq_len * torch.tensor(batch.own, device=self.device)
         inputs = batch.to(self.device) | {"first_tokens": first_tokens}
         self._attention_waited()  # what came before this step does not count
-        loss, norm = train_step(self.engine, self.mesh, inputs, self.config, rate, before_update=exchange)
+        step = partial(train_step, self.engine, self.mesh, inputs, self.config, rate, images=batch.images)
+        loss, norm = step(before_update=exchange)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
         tokens = len(batch.numbers) * self.config.seq_len
@@ -220,6 +221,25 @@ class Trainer(TrainingLoop):
             stage=stage + 1,
             seq_len=self.config.seq_len,
         )
+
+    def _reader(self) -> BatchReader:
+        config = self.config
+        return BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows, self.prepared.images))
+
+    def _read_batch(self) -> Batch:
+        """Return this rank's part of the next batch. Raises ConfigurationError on every rank if an image cannot be read
+        on one."""
+        if self.prepared.images is None:
+            return next(self.batches)
+        batch, failures = None, [""] * dist.get_world_size()
+        try:
+            batch, failure = next(self.batches), ""
+        except ValueError as error:
+            failure = str(error)
+        dist.all_gather_object(failures, failure)
+        if batch is None or any(failures):
+            raise ConfigurationError(f"{next(filter(None, failures))}; {self.keep_done()}")
+        return batch
 
     def state(self) -> dict[str, Tensor]:
         return self.engine.state()
@@ -347,8 +367,9 @@ class Trainer(TrainingLoop):
         if not self.stage.held_out or (number != self.config.steps and (not every or number % every)):
             return {}
         progress = partial(self.watchdog.progress, number, "evaluation", long=True)
+        evaluate = partial(held_out_loss, progress=progress, images=self.prepared.images)
         found = {
-            held_out.name: held_out_loss(self.engine, self.mesh, held_out, self.config, self.device, progress)
+            held_out.name: evaluate(self.engine, self.mesh, held_out, self.config, self.device)
             for held_out in self.stage.held_out
         }
         self._evaluations.values[number] = next(iter(found.values())).loss
@@ -398,7 +419,7 @@ class Trainer(TrainingLoop):
             gc.collect()  # modules and their hooks refer to each other
             self.sent = 0
         self.batches.close()
-        self.batches = BatchReader(stage.batches, part_of(self.mesh, stage.config, stage.config.balance_rows))
+        self.batches = self._reader()
         identity = _compared(stage)
         if identity != self._evaluations.identity:
             self._evaluations = Evaluations(identity)

@@ -209,7 +209,7 @@ def test_parts_of_text_are_one_text_for_a_template_without_parts(tmp_path: Path,
     ]
     assert encoded(store_of([{"messages": listed}], tmp_path / "text", chatml)) == [trl_messages(chatml, ONE)]
     image = [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}, ANSWER]
-    with pytest.raises(ValueError, match="line 1: message 1 has parts that are not text"):
+    with pytest.raises(ValueError, match=r"line 1: 1 images, which only train\.py reads"):
         store_of([{"messages": image}], tmp_path / "image", chatml)
     template = "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}" + (
         "{% for p in m.content %}<{{ p.type }}>{{ p.text }}{% endfor %}{% endif %}"

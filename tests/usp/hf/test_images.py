@@ -23,7 +23,9 @@ from tests.harness.ranks import RankPool
 from tests.usp.hf.vision import FAMILIES, IMAGE, documents, loss_alone, packed, tiny_vlm
 from tests.usp.tiny import optimiser
 from usp import apply_unified_sp, shard_image_batch
-from usp.hf.images import TYPES, Image, balanced, image_plan
+from usp.data.chats import Image
+from usp.data.rows import balanced
+from usp.hf.images import TYPES, image_plan
 from usp.losses import causal_lm_loss, global_token_count
 
 Grids = list[tuple[int, int, str]]

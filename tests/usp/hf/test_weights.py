@@ -163,7 +163,7 @@ def test_pipeline_stage_is_initialized_like_the_whole_model() -> None:
 def test_uninitialized_modules_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     model = empty_model(config_of("llama"))
     materialise(model, CPU)
-    monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
+    monkeypatch.setattr(type(model.base_model), "_init_weights", lambda self, module: None)
     with pytest.raises(ValueError, match=r"does not initialize weight of model\.embed_tokens \(Embedding\)"):
         initialise(model, 0)
 

@@ -113,14 +113,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 ROWS = (((7,), (3, "0", 5), (2, "1", 1, "2", 4)), ((9, "3", 11), (4,)))
 
 
-def tiny_vlm(kind: str) -> PreTrainedModel:
-    """Return a model of a type with random weights, the same on all ranks."""
+def tiny_vlm(kind: str, vocab: int = VOCAB, image: int = IMAGE) -> PreTrainedModel:
+    """Return a model of a type with random weights, the same on all ranks. image: the id of its tokens for images."""
     text, vision, whole = FAMILIES[kind]
     config = AutoConfig.for_model(
         kind,
-        text_config={**TEXT, **text},
+        text_config={**TEXT, **text, "vocab_size": vocab},
         vision_config=vision,
-        image_token_id=IMAGE,
+        image_token_id=image,
         tie_word_embeddings=False,
         **whole,
     )

@@ -23,8 +23,9 @@ from parallel.pipeline import Pipeline
 from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
-# input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), and other inputs of the head, sharded alike
-MicroBatch = Mapping[str, Tensor]
+# input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), other inputs of the head sharded alike, and
+# images, as `CausalLMStage` takes them
+MicroBatch = Mapping[str, Any]
 
 
 class Engine(Protocol):
