@@ -31,7 +31,7 @@ def problem(memory: float) -> Problem:
 
 
 def choose(memory: float) -> RlhfChoice:
-    return choose_plan(problem(memory), SPACE, FACTS, budget=0.5, report=lambda seconds, simulated, best: None)
+    return choose_plan(problem(memory), SPACE, FACTS, report=lambda seconds, simulated, best: None)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,9 @@ def sent_in_dry_run(config: TrainConfig, rank: int) -> Sent:
 def test_bytes_and_calls_of_every_group_equal_those_on_the_wire(
     ranks: RankPool, configs: list[TrainConfig], exhaustive: bool
 ) -> None:
-    """Check one rank of each combination, or of four that have every axis."""
-    every = 1 if exhaustive else 13
-    mixtures, configs = MIXTURES[::every], configs[::every]
+    """Check one rank of each combination, or of two that have every axis."""
+    chosen = [exhaustive or what in ("pp x tp, tokens shared", "ep x ring") for what, _, _ in MIXTURES]
+    mixtures, configs = list(compress(MIXTURES, chosen)), list(compress(configs, chosen))
     wire = ranks.run(sent_by_steps, WORLD, configs)
     wrong = []
     for number, ((what, _, _), config) in enumerate(zip(mixtures, configs, strict=True)):

@@ -94,7 +94,7 @@ def test_evaluations_are_those_of_one_process_under_every_plan_and_leave_trainin
 ) -> None:
     wanted = list(alone())
     assert wanted[0] != wanted[1] and 0 < wanted[0]["eval/pass@1"] < 1
-    for *evaluated, (without, none) in ranks.run(run_plans, 8, 0 if exhaustive else 4):
+    for *evaluated, (without, none) in ranks.run(run_plans, 8, 0 if exhaustive else 5):
         for _, evaluations in evaluated:
             timeless = [{k: v for k, v in metrics.items() if k != "eval/seconds"} for metrics in evaluations]
             assert timeless == [pytest.approx(metrics, abs=1e-5) for metrics in wanted]

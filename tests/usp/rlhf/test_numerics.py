@@ -77,7 +77,7 @@ PLANS = (
 # Without --exhaustive, on four ranks: those that differ most for the graph with every kind of call.
 CHOSEN = {
     "ppo": ("tp2 pp2", "separation"),
-    "grpo": ("generate tp4, train u2 r2", "interleaving"),
+    "grpo": ("interleaving",),  # and others: test_switching.py
     "dpo": ("flattening", "heuristic"),
     "remax": ("u2 tp2",),
 }

@@ -81,7 +81,8 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...], dict[str, Any]]] = {
     "dp_replicate2 u2, zero 0, tied": (4, "llama-tied", ALL, {"dp_replicate": 2, "sp_ulysses": 2, "zero": 0}),
     "ep2 u2 r2": (4, "mixtral", ATTENTION, {"ep": 2, "sp_ulysses": 2, "sp_ring": 2, "ac": "full"}),
 }
-EXHAUSTIVE = ("tp2 u2, zero 1", "pp2 tp2, zero 2")  # which test_adapter_options.py has with dropout and DoRA
+# Those that test_adapter_options.py has with dropout, DoRA or modules that are trained in full.
+EXHAUSTIVE = ("dp2 r2, zero 3", "tp2 u2, zero 1", "pp2 tp2, zero 2", "ep2 u2 r2")
 
 
 def add_adapters(model: PreTrainedModel, targets: tuple[str, ...], rank: int = RANK) -> None:
@@ -90,10 +91,10 @@ def add_adapters(model: PreTrainedModel, targets: tuple[str, ...], rank: int = R
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> dict[Any, Any]:
     """For each family and its targets a folder with the model, and (loss, gradient norm) of each step of peft alone."""
-    found = {}
-    for family, targets in {(family, targets) for _, family, targets, _ in LAYOUTS.values()}:
+    found, some = {}, {"llama", *(layout[1] for name, layout in LAYOUTS.items() if name not in EXHAUSTIVE)}
+    for family, targets in {layout[1:3] for layout in LAYOUTS.values() if exhaustive or layout[1] in some}:
         folder = tmp_path_factory.mktemp(family)
         tiny_model(family).save_pretrained(folder)
         change = partial(add_adapters, targets=targets)
@@ -207,9 +208,9 @@ RUN = TrainConfig(
     lora_rank=8,
 )
 SAVED_ON = {"sp_ulysses": 2, "batch_size": 2, "lora_merge": True}  # dp2 u2
-RESUMED_ON: list[tuple[int, dict[str, Any]]] = [
+RESUMED_ON = [
     (4, SAVED_ON),
-    (4, {"tp": 2, "pp": 2, "micro_batches": 2}),
+    pytest.param(4, {"tp": 2, "pp": 2, "micro_batches": 2}, marks=pytest.mark.exhaustive),  # test_adapter_options.py
     (1, {"zero": 0}),
 ]
 
