@@ -56,7 +56,7 @@ def fitted(
 ) -> FittedRates:
     """Fit the rates in the `values` of a hardware file so that `predict` gives the seconds of a run's step.
 
-    traced: seconds of matrix products and attention in a step, empty without a trace. where: the folder of the run.
+    traced: the parts of a step in matrix products and attention, empty without a trace. where: the folder of the run.
     Raise ConfigurationError if the run does not determine the rates.
     """
     seconds = run.seconds
@@ -65,7 +65,7 @@ def fitted(
             f"--write-hardware: {where} has {run.steps} steps after the first ones, and a median of at least "
             f"{FEWEST_STEPS} determines rates: let it run longer"
         )
-    told = {name: took for name, took in traced.items() if took > LEAST * seconds}
+    told = {name: share * seconds for name, share in traced.items() if share > LEAST}
     factors = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY), 1.0)
     for _ in range(ROUNDS):
         time = predict(hardware_from_mapping(scaled(values, factors), where))
@@ -120,19 +120,20 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
     }
 
 
-def traced_seconds(folder: Path) -> dict[str, float]:
-    """Return what matrix products and attention take in a step, by the trace of rank 0 in the folder of a run; empty
-    without a trace."""
+def traced_parts(folder: Path) -> dict[str, float]:
+    """Return the parts of a step that matrix products and attention take, by the trace of rank 0 in the folder of a
+    run; empty without a trace."""
     path = folder / "profile" / "rank-0.json.gz"
     if not path.exists():
         return {}
     events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event.get("dur")]
     kind = "kernel" if any(event.get("cat") == "kernel" for event in events) else "cpu_op"
-    steps = {event["name"] for event in events if re.fullmatch(r"step \d+", event["name"])}
-    found, ends = dict.fromkeys(_OPERATORS, 0.0), Counter[Any]()  # by thread or stream
+    steps, found, ends = 0.0, dict.fromkeys(_OPERATORS, 0.0), Counter[Any]()  # ends by thread or stream
     for event in sorted(events, key=itemgetter("ts")):
         name = next((name for name, pattern in _OPERATORS.items() if pattern.search(event["name"])), "")
-        if event.get("cat") == kind and name and event["ts"] >= ends[event["tid"]]:  # not inside of another
-            found[name] += 1e-6 * event["dur"]
+        if event.get("cat") == "user_annotation" and re.fullmatch(r"step \d+", event["name"]):
+            steps += event["dur"]
+        elif event.get("cat") == kind and name and event["ts"] >= ends[event["tid"]]:  # not inside of another
+            found[name] += event["dur"]
             ends[event["tid"]] = event["ts"] + event["dur"]
-    return {name: took / max(1, len(steps)) for name, took in found.items()}
+    return {name: took / steps for name, took in found.items()} if steps else {}

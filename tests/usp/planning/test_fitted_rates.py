@@ -51,7 +51,7 @@ def write_run(folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bo
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if trace:
         events: list[dict[str, Any]] = [
-            {"cat": "user_annotation", "name": f"step {n}", "dur": 1, "ts": 0} for n in (5, 6)
+            {"cat": "user_annotation", "name": f"step {n}", "dur": 1e6 * time.total, "ts": 0} for n in (5, 6)
         ]
         for name, part in (("nvjet_hsh_128", PRODUCTS), ("void flash_fwd_kernel", ATTENTION)):
             times = [{"ts": 1e12 * (at + len(events)), "dur": 2e6 * time.parts[part] / 4} for at in range(4)]
