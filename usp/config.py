@@ -58,7 +58,7 @@ UNPREDICTED = frozenset({
     "bad_rows", "train_on", "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template",
     "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
     "lr_decay_steps", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum",
-    "max_grad_norm", "lora_alpha", "lora_merge", "early_stopping_patience", "add_tokens",
+    "max_grad_norm", "lora_alpha", "lora_merge", "early_stopping_patience", "add_tokens", "balance_rows",
     "sample_prompts", "sample_every", "sample_tokens", "sample_temperature",
 })  # fmt: skip
 MAX_TIMEOUT = 86400.0  # a day: process groups wait a few times longer, which torch counts in int32 milliseconds

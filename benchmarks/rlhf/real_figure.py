@@ -1,7 +1,7 @@
 """ReaL's figure: predicted seconds of its heuristic plan, and how much faster a searched plan is, in every cell.
 
-Four constants of ReaL's software are fitted to the heuristic's seconds at responses of 128 tokens; everything else is
-predicted from them. Nothing is fitted to the seconds of ReaL's plans.
+Three constants of ReaL's software are fitted to the heuristic's seconds at responses of 128 and 384 tokens; the others
+are from sources, and everything else is predicted. Nothing is fitted to the seconds of ReaL's plans.
 
     python -m benchmarks.rlhf.real_figure            # on one core
     python -m benchmarks.rlhf.real_figure --quick    # the cells of up to 16 devices at one length; saves nothing
@@ -26,7 +26,7 @@ from parallel import format_ranks
 from usp.planning.rlhf_search import search
 from usp.rlhf.plan.plan import ExecutionPlan
 
-CALIBRATED = LENGTHS[0]
+CALIBRATED = LENGTHS[:2]
 MISS = 0.15  # of the heuristic's seconds, and of the ratio: what the goal allows on average
 EVEN_FROM = 4  # hosts: with more, only even divisions of them are searched
 WHY = (
@@ -90,7 +90,7 @@ def row(one: Result) -> tuple[str, ...]:
         str(cell.response),
         f"{cell.heuristic:.1f}",
         f"{one.heuristic:.1f}",
-        f"{one.error:+.0%}" + (" (fitted)" if cell.response == CALIBRATED else ""),
+        f"{one.error:+.0%}" + (" (fitted)" if cell.response in CALIBRATED else ""),
         f"{cell.ratio:.2f}",
         f"{one.ratio:.2f}",
         f"{one.off:+.2f}",
@@ -126,13 +126,14 @@ def of_gains(results: Sequence[Result]) -> str:
 
 def notes(results: Sequence[Result], constants: Constants) -> Iterable[str]:
     """Yield the errors of predictions, and what is missed."""
-    yield f"Fitted to the heuristic at {CALIBRATED} tokens: {constants}. All else is as in the hardware file a100."
+    lengths = " and ".join(map(str, CALIBRATED))
+    yield f"Fitted to the heuristic at {lengths} tokens: {constants}. All else is as in the hardware file a100."
     for length in LENGTHS:
         if of := [one for one in results if one.cell.response == length]:
             errors = [abs(one.error) for one in of]
             yield (
                 f"Heuristic at {length} tokens: mean absolute error {mean(errors):.1%}, worst {max(errors):.1%}"
-                f"{' (fitted)' if length == CALIBRATED else ''}."
+                f"{' (fitted)' if length in CALIBRATED else ''}."
             )
     yield of_gains(results)
     missed = [f"{one.cell.name} at {one.cell.response} ({one.off:+.2f})" for one in results if abs(one.off) > 2 * MISS]
@@ -175,7 +176,7 @@ def main() -> None:
     every = list(cells())
     if arguments.quick:
         every = [cell for cell in every if cell.devices <= 16 and cell.response == LENGTHS[0]]
-    calibrated = [cell for cell in every if cell.response == CALIBRATED]
+    calibrated = [cell for cell in every if cell.response in CALIBRATED]
     constants = fit(calibrated)
     print(constants, flush=True)
     results = [result(cell, constants, arguments.budget) for cell in every]

@@ -4,6 +4,9 @@ micro-batches   one where there is one pipeline stage; otherwise as many as stag
 generation      all samples at a time, a micro-batch for each pipeline stage
 training        activations recomputed, Megatron's sequence parallelism, optimizer states sharded over dp
 heuristic       tp 8, a pipeline stage on each host, every call on all devices; ref and reward offloaded
+decoding        eager, without CUDA graphs: the host issues 16 to 20 operators a layer, and with tp two all-reduces from
+                Python; a token of a micro-batch is sampled with about 60 launches on the last stage, and pp stages
+                decode pp - 1 tokens more (code of openpsi-project/ReaLHF, state deb5cd41)
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from usp.planning.call_cost import CallOptions
 from usp.planning.estimates import Estimates
 from usp.planning.rlhf_search import OptionSpace, Problem, options
 from usp.planning.simulator import Clock, Simulator
+from usp.predict.compute import LAYER_LAUNCHES
 from usp.predict.devices import usable
-from usp.rlhf.graph import ModelCall
+from usp.rlhf.graph import Generate, ModelCall
+from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
 HOST, STEPS = 8, 5  # devices of a node; steps that are simulated
@@ -30,21 +35,29 @@ _PULL = 0.01  # of the first values, in the fit: a factor of e costs as much as 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is calibrated: ReaL's software. The rates of memory, links and launches are those of the hardware file.
+    """ReaL's runtime. The rates of memory and links are those of the hardware file.
 
     Attributes:
         products: by what the efficiencies of matrix products and attention in the hardware file are multiplied.
-        launch: seconds in which the host launches an operator.
-        collective: what it does for a collective, in operators, until the slowest of the ranks has launched it, too.
+        operator: seconds in which the host issues an operator from Python. gpt-fast decodes 25.5 tokens/s of Llama 7B
+            eagerly on an A100 (pytorch.org/blog/accelerating-generative-ai-2), 32 layers of about 50 operators.
+        layer: operators of a layer's forward.
+        collective: what the host does for a collective, in operators as the toolkit counts them, until the slowest of
+            the ranks has launched it, too.
+        sampling: launches that sample a token of a micro-batch.
         message: seconds between a pipeline stage's output and the next stage's start, between hosts.
-        call: seconds of a call besides its work: its request, its inputs and its outputs.
+        call: seconds of a call besides its work: the master polls every 10 ms, retries every 100, and moves the data.
+        piece: seconds of each received piece of a reallocation, as in its estimator.
     """
 
     products: float = 1.0
-    launch: float = 1e-5
+    operator: float = 25e-6
+    layer: int = 18
     collective: float = CallOptions().collective_launches
+    sampling: int = 60
     message: float = 2e-3
-    call: float = 0.1
+    call: float = 0.5
+    piece: float = 0.03
 
     def hardware(self) -> Hardware:
         """Return the node with these constants."""
@@ -54,34 +67,44 @@ class Constants:
             node,
             matmul=tuple((flops, self.products * part) for flops, part in node.matmul),
             attention={name: rates.scaled(self.products) for name, rates in node.attention.items()},
-            launch_seconds=self.launch,
+            launch_seconds=self.operator * self.layer / COUNTED,
             tiers=(inside, replace(outside, send=replace(outside.send, alpha_seconds=self.message))),
         )
 
     def __str__(self) -> str:
+        collective = self.collective * self.operator * self.layer / COUNTED
         return (
-            f"{self.products:.2f} of the file's efficiency of products, {self.launch * 1e6:.1f} us an operator, "
-            f"{self.collective:.1f} operators a collective, {self.message * 1e3:.2f} ms a message between hosts, "
-            f"{self.call * 1e3:.0f} ms a call"
+            f"{self.products:.2f} of the file's efficiency of products, {collective * 1e3:.2f} ms a collective, "
+            f"{self.message * 1e3:.2f} ms a message between hosts"
         )
 
 
-MOST = Constants(1.0, 1e-3, 1e3, 1.0, 10.0)  # products are no faster than the best that the file knows
+# What a forward of a Llama's layer launches in the toolkit's count, of which ReaL's is another number.
+COUNTED = LAYER_LAUNCHES + 7
+MOST = Constants(products=1.0, collective=1e3, message=1.0)  # products are no faster than the best that the file knows
 # Where the fit begins: with less, a decode step does not feel it, because other things take longer.
-FELT = Constants(launch=3e-5)
-# Which of them are fitted. The heuristic has tp 8 everywhere, so its seconds do not tell operators from collectives.
-# With collectives fitted instead, the error is as small, but each would take 0.7 ms, many times what NCCL takes.
-FITTED = ("products", "launch", "message", "call")
+FELT = Constants(collective=30.0)
+# Which of them are fitted, to the heuristic, which has tp 8 everywhere; the others are from sources.
+FITTED = ("products", "collective", "message")
 
 
 class RealEstimates(Estimates):
-    """Estimates of calls, each with what ReaL takes to begin and end it."""
+    """Estimates with what ReaL takes besides: to begin and end a call, to sample, and to receive weights."""
 
-    overhead = 0.0
+    constants = Constants()
 
     def _call_seconds(self, call: str, layout: CallLayout) -> float:
-        seconds = super()._call_seconds(call, layout)
-        return seconds + self.overhead if seconds else 0.0
+        seconds, work, stages = super()._call_seconds(call, layout), self.graph[call].work, layout.dims.pp
+        if isinstance(work, Generate):
+            tokens = work.max_new_tokens + stages - 1
+            seconds *= tokens / work.max_new_tokens
+            seconds += tokens * stages * self.constants.sampling * self.constants.operator
+        return seconds + self.constants.call if seconds else 0.0
+
+    def _fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
+        seconds, has, wants = super()._fill_seconds(source, copy), source.layout.dims, copy.layout.dims
+        pieces = max(1, has.tp // wants.tp) * max(1, has.pp // wants.pp)
+        return seconds + self.constants.piece * pieces if seconds else 0.0
 
 
 class RealSimulator(Simulator):
@@ -99,7 +122,7 @@ def simulator(cell: Cell, constants: Constants) -> Simulator:
     graph, hardware = ppo(cell.response), constants.hardware()
     how = CallOptions(slots=cell.samples, pipelined=True, collective_launches=constants.collective)
     estimates = RealEstimates(graph, models(cell.actor, cell.critic), cell.workload, hardware, how)
-    estimates.overhead = constants.call
+    estimates.constants = constants
     return RealSimulator(graph, estimates, cell.devices)
 
 

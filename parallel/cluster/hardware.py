@@ -260,10 +260,11 @@ def node_of(device_name: str) -> str | None:
 def load_hardware(name_or_path: str) -> Hardware:
     """Load a known node by name (case-insensitive), or a JSON file. Raise ValueError for an unknown name, or listing
     everything that is missing or inconsistent in a file."""
-    return hardware_from_mapping(_read(name_or_path), name_or_path)
+    return hardware_from_mapping(hardware_values(name_or_path), name_or_path)
 
 
-def _read(name_or_path: str) -> dict[str, Any]:
+def hardware_values(name_or_path: str) -> dict[str, Any]:
+    """Return the values of a known node or a JSON file, with those of its base. Raise ValueError if there are none."""
     known = NODES / f"{name_or_path.lower()}.json"
     path = known if known.is_file() else Path(name_or_path)
     if not path.is_file():
@@ -279,7 +280,7 @@ def _read(name_or_path: str) -> dict[str, Any]:
         return values
     if str(base).lower() not in node_names():
         raise ValueError(f"hardware file {path}: base={base!r} must be one of {', '.join(node_names())}")
-    return _merged(_read(str(base)), values, levels=3)
+    return _merged(hardware_values(str(base)), values, levels=3)
 
 
 def _merged(base: Any, values: Any, levels: int) -> Any:

@@ -17,7 +17,7 @@ from usp.model.facts import ModelFacts
 from usp.predict.devices import Memory, hardware_here
 from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import host_bytes, peak_moment
-from usp.predict.seconds import PUBLISHED_ERROR, exposure, least_seconds, step_seconds
+from usp.predict.seconds import PUBLISHED_ERROR, least_seconds, step_seconds
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
@@ -26,7 +26,7 @@ from usp.train.resolve import job_of, resolve
 
 from .job_cost import JobCost, Terms, job_cost, job_grid, verdicts
 from .question import CHOSEN, enough_devices, from_rank_0, suppositions, what_if_line
-from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, layouts
+from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, broken_tips, layouts
 from .step_report import StepReport, step_report
 
 T = TypeVar("T")
@@ -278,8 +278,8 @@ def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]
     kernels = ", ".join(sorted({kernel for candidate in choice.shown for kernel in candidate.time.kernels}))
     titles = (
         f"The simplest of the plans within {NOISE:.0%} of the fastest (fewest degrees above 1; then no offload, least "
-        f"recomputation, no tiles, one micro-batch, lowest ZeRO stage), and the fastest of each set of axes; attention "
-        f"by {kernels}; published steps are predicted within {PUBLISHED_ERROR:.0%} on average",
+        "recomputation, no tiles, one micro-batch, no tip broken, lowest ZeRO stage), and the fastest of each set of "
+        f"axes; attention by {kernels}; published steps are predicted within {PUBLISHED_ERROR:.0%} on average",
         "The same degrees with each recomputation, with and without its offload, where it fits",
     )
     options = choice.search.by_memory_option(result)
@@ -347,26 +347,3 @@ def memory_options(config: TrainConfig) -> str:
 def candidate_text(candidate: Candidate) -> str:
     """Return the degrees and the memory options of a candidate."""
     return f"{degrees(candidate.config)} ({memory_options(candidate.config)})"
-
-
-def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[tuple[str, Callable[[TrainConfig], bool]]]:
-    """Yield the tips of arXiv 2405.07719, section 4, that a configuration breaks, each with whether another follows."""
-    ring, ulysses, sp = config.sp_ring, config.sp_ulysses, config.sp_ring * config.sp_ulysses
-    left = facts.num_heads // config.tp
-    if ring > 1 and ulysses == 1 and left > 1:
-        words = f"tip 1: pure ring attention (ring {ring}), although {left} heads per rank would allow Ulysses"
-        yield words, lambda other: other.sp_ring == 1 or other.sp_ulysses > 1
-    if sp > 1 and config.batch_size > 1 and config.pp == 1:
-        words = f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them"
-        yield f"{words}; data parallelism would communicate less", lambda other: other.sp_ring * other.sp_ulysses == 1
-    if sp > 1 and config.zero == 0:
-        words = "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank"
-        yield words, lambda other: other.zero > 0
-    if config.tp > 1 and config.tp > ulysses and left > 1:
-        words = f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off"
-        yield f"{words} only where it saves memory", lambda other: other.tp == 1 or other.tp <= other.sp_ulysses
-    if config.sp_order != "ring-outer" and ring > 1 and ulysses > 1:
-        words = (
-            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}"
-        )
-        yield f"{words}; the planner keeps --sp-order", lambda other: other.sp_ring == 1 or other.sp_ulysses == 1

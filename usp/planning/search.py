@@ -2,6 +2,7 @@
 
 The search is best first by a lower bound that grows from step to step:
 
+    degrees       as a layout with these degrees and schedule in the largest micro-batches, without the bubble
     a layout      compute, and the traffic of activations as in the largest micro-batches
     an option     likewise, with the recomputation of a way to save activations
     replicas      more of them (HSDP): the step with one, without the traffic of parameters
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from itertools import chain, count, product, takewhile
 from typing import TypeVar
@@ -26,7 +28,7 @@ from parallel import PP_SCHEDULES, bubble_fraction, divisors, micro_batch_violat
 from usp.config import AC_MODES, TrainConfig
 from usp.model.facts import ModelFacts
 from usp.predict.devices import Memory
-from usp.predict.seconds import StepTime
+from usp.predict.seconds import StepTime, exposure
 from usp.train.validate import violations
 
 from .question import Devices
@@ -91,13 +93,37 @@ def family(config: TrainConfig) -> tuple[str, ...]:
     return tuple(name for name, degree in degrees.items() if degree > 1)
 
 
-def simplicity(config: TrainConfig) -> tuple[int, ...]:
+def simplicity(config: TrainConfig, facts: ModelFacts) -> tuple[int, ...]:
     """Return what orders configurations, the simplest first: the number of degrees above 1, then offload,
-    recomputation, MLP tiles, more than one micro-batch, and the ZeRO stage."""
+    recomputation, MLP tiles, more than one micro-batch, broken tips, and the ZeRO stage."""
     degrees = (config.pp, config.dp_replicate, config.dp_shard, config.sp_ring, config.sp_ulysses, config.tp, config.ep)
     offloads = config.ac_offload + config.optim_offload
     saved = AC_MODES.index(config.ac), int(config.mlp_tile > 0), int(config.micro_batches > 1)
-    return sum(degree > 1 for degree in degrees), offloads, *saved, config.zero
+    tips = sum(1 for _ in broken_tips(config, facts))
+    return sum(degree > 1 for degree in degrees), offloads, *saved, tips, config.zero
+
+
+def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[tuple[str, Callable[[TrainConfig], bool]]]:
+    """Yield the tips of arXiv 2405.07719, section 4, that a configuration breaks, each with whether another follows."""
+    ring, ulysses, sp = config.sp_ring, config.sp_ulysses, config.sp_ring * config.sp_ulysses
+    left = facts.num_heads // config.tp
+    if ring > 1 and ulysses == 1 and left > 1:
+        words = f"tip 1: pure ring attention (ring {ring}), although {left} heads per rank would allow Ulysses"
+        yield words, lambda other: other.sp_ring == 1 or other.sp_ulysses > 1
+    if sp > 1 and config.batch_size > 1 and config.pp == 1:
+        words = f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them"
+        yield f"{words}; data parallelism would communicate less", lambda other: other.sp_ring * other.sp_ulysses == 1
+    if sp > 1 and config.zero == 0:
+        words = "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank"
+        yield words, lambda other: other.zero > 0
+    if config.tp > 1 and config.tp > ulysses and left > 1:
+        words = f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off"
+        yield f"{words} only where it saves memory", lambda other: other.tp == 1 or other.tp <= other.sp_ulysses
+    if config.sp_order != "ring-outer" and ring > 1 and ulysses > 1:
+        words = (
+            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}"
+        )
+        yield f"{words}; the planner keeps --sp-order", lambda other: other.sp_ring == 1 or other.sp_ulysses == 1
 
 
 def layouts(question: Question) -> Iterator[TrainConfig]:
@@ -175,6 +201,15 @@ def _inner(config: TrainConfig) -> tuple[int, ...]:
     return config.sp_ring, config.sp_ulysses, config.tp, config.ep
 
 
+def _like(config: TrainConfig) -> tuple[object, ...]:
+    """Return what layouts have in common that differ in the number of micro-batches."""
+    return config.pp_schedule, *_degrees(config)
+
+
+def _bubble(config: TrainConfig) -> float:
+    return bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
+
+
 def without_parameters(time: StepTime) -> float:
     """Return the time of a step without the exposed traffic of parameters and gradients."""
     exposed = sum(time.communication[axis].exposed for axis in PARAMETER_AXES if axis in time.communication)
@@ -197,8 +232,10 @@ class Search:
         self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
         self.waits: dict[tuple[int, ...], float] = {}  # by inner degrees, as the layouts with the largest micro-batches
         self.largest: dict[tuple[int, ...], TrainConfig] = {}
+        self.groups: dict[object, list[TrainConfig]] = {}  # by degrees and schedule, in the largest micro-batches first
         for layout in sorted(every, key=lambda layout: layout.micro_batches / layout.batch_size):
             self.largest.setdefault(_inner(layout), layout)
+            self.groups.setdefault(_like(layout), []).append(layout)
 
     def run(
         self, keep: int = FAMILIES, report: Callable[[int, int], None] = lambda tried, layouts: None
@@ -210,25 +247,29 @@ class Search:
         best: dict[tuple[str, ...], Candidate] = {}
         preferred: Candidate | None = None
         tried, limit = 0, math.inf  # seconds up to which a simpler one is preferred
+        simple = partial(simplicity, facts=self.question.facts)
 
         def push(least: float, state: str, config: TrainConfig, candidate: Candidate | None = None) -> None:
             heappush(queue, (least, next(order), state, config, candidate))
 
-        for layout in self.every:
-            push(self._least(layout), "layout", layout)
+        for largest, *_ in self.groups.values():
+            push((1 - _bubble(largest)) * self._least(largest), "degrees", largest)
         while queue and (len(best) < keep or queue[0][0] <= limit):
             least, _, state, config, candidate = heappop(queue)
             # What is reached from a layout or an option has as many degrees, offloads and recomputations, or more.
             simplest = changed(config, zero=1)
-            simpler = least <= limit and (preferred is None or simplicity(simplest) < simplicity(preferred.config))
+            simpler = least <= limit and (preferred is None or simple(simplest) < simple(preferred.config))
             if (family(config) in best or len(best) >= keep) and not simpler:
                 continue
             if candidate:
                 limit = min(limit, (1 + NOISE) * candidate.time.total)
-                if preferred is None or (simpler and simplicity(config) < simplicity(preferred.config)):
+                if preferred is None or (simpler and simple(config) < simple(preferred.config)):
                     preferred = candidate
                 if len(best) < keep:
                     best.setdefault(family(config), candidate)
+            elif state == "degrees":
+                for layout in self.groups[_like(config)]:
+                    push(self._least(layout), "layout", layout)
             elif state == "layout":
                 report(tried, len(self.every))
                 tried += 1
@@ -272,9 +313,8 @@ class Search:
             communication = self.predictor.seconds(largest).communication
             exposed = sum(communication[axis].exposed for axis in ACTIVATION_AXES if axis in communication)
             self.waits[key] = exposed * largest.pp / largest.batch_size
-        bubble = bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
         waits = self.waits[key] * config.batch_size / config.pp
-        return self.predictor.least_seconds(config) + waits / (1 - bubble)
+        return self.predictor.least_seconds(config) + waits / (1 - _bubble(config))
 
     def _fits(self, config: TrainConfig) -> bool:
         needed, usable = self.predictor.memory(config), self.question.usable

@@ -125,7 +125,7 @@ def step_report(
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run recorded: seconds and MFU of its median step, and rank 0's peak memory."""
+    """What a run recorded: seconds of its median step without the waiting for data, MFU, and rank 0's peak memory."""
 
     steps: int
     seconds: float
@@ -147,7 +147,7 @@ def measured(folder: Path) -> Measured:
     try:
         records = [json.loads(line) for line in lines][_FIRST_STEPS:]
         known = [record["mfu"] for record in records if record["mfu"] is not None]
-        took = median(record["seconds"] for record in records)
+        took = median(record["seconds"] - record.get("data_seconds", 0.0) for record in records)
         memory_bytes = max(record["memory_bytes"] for record in records)
         return Measured(len(records), took, median(known) if known else None, memory_bytes)
     except (ValueError, KeyError, TypeError) as error:

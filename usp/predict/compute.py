@@ -83,6 +83,9 @@ def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 
 FLOAT8 = "float8"  # in the peaks of hardware
+# Rows of a tile of grouped_mm on Hopper (torch, aten/src/ATen/native/cuda/GroupMM.cu). The last one of each expert is
+# half empty on average, so that it computes TILE / 2 rows more, of two FLOPs per element of its matrix.
+TILE = 128
 CAST_LAUNCHES, COPIES = 11, 9  # eager operators of a cast to float8; of a backward's copies and inverted scales
 # Elements read and written by a forward outside of matrix products, as transformers' eager layers are written; a
 # backward moves twice as many. Counted from their code, not measured.
@@ -122,12 +125,14 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product: FLOPs, elements read and written, bytes of one, and its own dtype, if it has one."""
+    """A matrix product: FLOPs, elements read and written, bytes of one, its own dtype, if it has one, and FLOPs that a
+    GPU's tiles add."""
 
     flops: float
     elements: float
     itemsize: float
     dtype: str = ""
+    added: float = 0.0
 
     @staticmethod
     def of(rows: float, inner: float, columns: float, itemsize: float, dtype: str = "") -> Product:
@@ -141,8 +146,8 @@ class Product:
         if not self.flops:
             return 0.0
         side = 1.5 * self.flops / self.elements  # of squares: 2 side^3 FLOPs of 3 side^2 elements
-        square = self.flops if hardware.streams else 2 * side**3
-        calls, dtype = self.flops / square, self.dtype or dtype
+        square = self.flops + self.added if hardware.streams else 2 * side**3
+        calls, dtype = 1.0 if hardware.streams else self.flops / square, self.dtype or dtype
         if dtype == FLOAT8:  # the part of its peak that a bfloat16 product reaches which takes as long
             square, dtype = square * hardware.peak("bfloat16") / hardware.peak(FLOAT8), "bfloat16"
         kernel = hardware.matmul_seconds(square, dtype, calls)
@@ -171,7 +176,8 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
         forward.append(Product.of(tokens, inner, columns, itemsize, dtype))
     for p in layer.experts:
         elements = p.numel / job.dims.ep + rows * sum(p.shape[1:])
-        forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, job.dtype.itemsize))
+        added = TILE * p.numel / job.dims.ep
+        forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, job.dtype.itemsize, added=added))
     needed = forward if forward[-1].dtype else forward[:-1]
     again = {"none": [], "selective": needed[len(forward) - 1 :]}.get(job.config.ac, needed)
     if job.config.mlp_tile and not layer.experts:

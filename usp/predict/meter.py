@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel import Hardware
 from parallel.wire import SentBytes
 
-from .compute import Product, Seconds, attention_flops, matmul_flops
+from .compute import TILE, Product, Seconds, attention_flops, matmul_flops
 from .fake_world import HostMemory, KnownValues, tensors_of, written
 
 aten = torch.ops.aten
@@ -143,8 +143,8 @@ _WRITES_ROWS = {aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_co
 class Work:
     """The operators of a rank that take time on a device, and what determines how much."""
 
-    # (FLOPs, elements read and written, bytes of one) of each matrix product
-    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    # (FLOPs, elements read and written, bytes of one, "", FLOPs that tiles add) of each matrix product
+    products: Counter[tuple[int, int, int, str, int]] = field(default_factory=Counter)
     # (FLOPs, tokens of the shorter side, backward, without a mask) of each attention kernel
     attention: Counter[tuple[int, int, bool, bool]] = field(default_factory=Counter)
     nbytes: int = 0  # read and written by all other operators
@@ -172,7 +172,9 @@ class Work:
             side = min(lengths or (x.shape[2] for x in args[backward : backward + 2]))
             self.attention[flops, side, backward, flops == unmasked] += 1
         elif flops := matmul_flops(func, args, kwargs, result):
-            self.products[flops, sum(x.numel() for x in operands), results[0].itemsize] += 1
+            grouped = packet is aten._grouped_mm  # by the matrix of each group, or its gradient
+            matrix = max((x.numel() for x in (args[1], results[0]) if x.dim() == 3), default=0) if grouped else 0
+            self.products[flops, sum(x.numel() for x in operands), results[0].itemsize, "", TILE * matrix] += 1
         else:
             if packet in _ONLY_WRITES:
                 operands = results

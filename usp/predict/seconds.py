@@ -44,7 +44,7 @@ from .compute import (
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
-from .traffic import FLOAT32, ByPass, Sent, attention_plan, attention_spec, pass_parts
+from .traffic import FLOAT32, ByPass, Sent, attention_plan, attention_spec, gather_counts, pass_parts
 
 if TYPE_CHECKING:
     from .meter import Work
@@ -427,9 +427,21 @@ class StepTime(PassSeconds):
 def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True, collective: float = 0.0) -> StepTime:
     """Predict the time of a step, with options as those of `rank_seconds`; raise ValueError if the hardware has no peak
     for the job's dtype, or connects too few devices."""
-    ranks = [rank_seconds(job, hardware, rank, prefetches, collective) for rank in job.slowest_ranks]
+    ranks = [rank_seconds(job, hardware, rank, prefetches, collective) for rank in _unlike(job, hardware)]
     slowest, _ = max(ranks, key=lambda pair: pair[0].total)
     return whole_step(job, hardware, slowest, max(optimizer for _, optimizer in ranks), kernel_names(job, hardware))
+
+
+def _unlike(job: Job, hardware: Hardware) -> Iterable[int]:
+    """Return one of `slowest_ranks` for each that has other layers, messages or links."""
+    links, found = max(tier.devices for tier in hardware.tiers) or 1, dict[Hashable, int]()
+    for rank in job.slowest_ranks:
+        stages = job.stages(rank)
+        gathers = tuple(gather_counts(job, rank, stage) for stage in stages)
+        ends = 0 in stages, job.last_stage in stages
+        place = rank % links if job.placed is None else rank
+        found.setdefault((job.kinds(*stages), ends, gathers, place), rank)
+    return found.values()
 
 
 def whole_step(
@@ -500,5 +512,6 @@ def rank_seconds(
 def least_seconds(job: Job, hardware: Hardware) -> float:
     """Return a lower bound of `step_seconds`: the compute of the slowest pipeline rank, with the bubble."""
     number = job.config.micro_batches
-    busy = max(sum(compute.total for compute in _compute(job, hardware, rank).values()) for rank in job.slowest_ranks)
+    alike = {_computing(job, hardware, rank): rank for rank in job.slowest_ranks}
+    busy = max(sum(compute.total for compute in _compute(job, hardware, rank).values()) for rank in alike.values())
     return number * busy / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number))

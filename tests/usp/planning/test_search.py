@@ -23,7 +23,7 @@ from usp.config import TrainConfig
 from usp.fields import config_from_mapping
 from usp.hf.models import load_model_config, model_facts
 from usp.model.facts import ModelFacts
-from usp.planning.choice import broken_tips, choose, contradicted, degrees, planned, predictor_for, why_slower
+from usp.planning.choice import choose, contradicted, degrees, planned, predictor_for, why_slower
 from usp.planning.search import (
     FAMILIES,
     NOISE,
@@ -31,6 +31,7 @@ from usp.planning.search import (
     Predictor,
     Question,
     Search,
+    broken_tips,
     family,
     layouts,
     recomputations,
@@ -144,7 +145,7 @@ def test_the_search_finds_what_an_exhaustive_search_finds(facts: ModelFacts, mem
         each for each in every_candidate(facts) if fits(each.memory) and each.seconds <= 1.03 * min(fastest.values())
     ]
     assert result.preferred is not None
-    assert simplicity(result.preferred.config) == min(simplicity(each.config) for each in near)
+    assert simplicity(result.preferred.config, facts) == min(simplicity(each.config, facts) for each in near)
     assert result.preferred.time.total <= (1 + NOISE) * min(fastest.values())
 
 

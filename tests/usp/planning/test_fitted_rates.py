@@ -1,0 +1,114 @@
+"""Hardware files by runs, against records of machines whose rates are known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_values, load_hardware
+from usp.__main__ import main
+from usp.config import TrainConfig
+from usp.hf.models import load_model_config
+from usp.planning.fitted_rates import ATTENTION, MEMORY, PRODUCTS, scaled
+from usp.predict.seconds import StepTime, step_seconds
+from usp.train.resolve import job_of
+
+RUN = TrainConfig(model="llama3-8b", seq_len=32768, sp_ulysses=8, ac="full")
+FLAGS = ["--model", "llama3-8b", "--seq-len", "32K", "--sp-ulysses", "8", "--ac", "full", "--world-size", "8"]
+OTHERS = (  # configurations and numbers of devices
+    (replace(RUN, seq_len=131072), 8),
+    (replace(RUN, seq_len=8192, ac="none", batch_size=2), 16),
+    (replace(RUN, sp_ulysses=2, sp_ring=4, seq_len=65536), 16),
+    (replace(RUN, model="qwen3-8b", ac="selective"), 8),
+    (replace(RUN, sp_ulysses=1, tp=4, tp_sequence_parallel=True, zero=1), 8),
+    (replace(RUN, model="llama2-7b", pp=2, batch_size=8, micro_batches=8, sp_ulysses=4), 8),
+)
+UNLIKE = {PRODUCTS: 0.7, ATTENTION: 0.5, MEMORY: 0.8}
+
+
+def predicted(config: TrainConfig, world_size: int, hardware: Hardware) -> StepTime:
+    return step_seconds(job_of(config, load_model_config(config.model), world_size), hardware)
+
+
+def write_run(folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bool, seconds: float = 0.0) -> StepTime:
+    """Write what train.py would record of RUN on a machine."""
+    time = predicted(RUN, 8, hardware_from_mapping(truth, "truth"))
+    noise = [1.0, 0.97, 1.05]
+    records = [
+        {
+            "seconds": (seconds or time.total) * noise[step % 3] + 0.5,
+            "data_seconds": 0.5,
+            "mfu": 0.3,
+            "memory_bytes": 2**30,
+        }
+        for step in range(3 + steps)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if trace:
+        events: list[dict[str, Any]] = [
+            {"cat": "user_annotation", "name": f"step {n}", "dur": 1e6 * time.total, "ts": 0} for n in (5, 6)
+        ]
+        for name, part in (("nvjet_hsh_128", PRODUCTS), ("void flash_fwd_kernel", ATTENTION)):
+            times = [{"ts": 1e12 * (at + len(events)), "dur": 2e6 * time.parts[part] / 4} for at in range(4)]
+            events += [{"cat": "kernel", "name": name, "tid": 7, **each} for each in times]
+        events.append({"cat": "cpu_op", "name": "aten::mm", "dur": 5e6, "ts": 0, "tid": 1})  # only launches a kernel
+        (folder / "profile").mkdir()
+        (folder / "profile" / "rank-0.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    return time
+
+
+@pytest.mark.parametrize(
+    ("truth", "trace", "told"),
+    [
+        (UNLIKE, True, "attention 0.50, matrix products 0.70, memory-bound operators 0.80"),
+        (dict.fromkeys(UNLIKE, 1.6), False, "matrix products and attention and memory-bound operators 1.60"),
+    ],
+)
+def test_a_run_tells_the_rates_of_its_machine(
+    truth: dict[str, float], trace: bool, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = scaled(hardware_values("h100"), truth)
+    write_run(tmp_path, values, trace=trace)
+    file = tmp_path / "fitted.json"
+    assert main(["time", *FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
+    assert told in " ".join(capsys.readouterr().err.split())
+    fitted, true = load_hardware(str(file)), hardware_from_mapping(values, "truth")
+    for config, world_size in OTHERS:
+        expected = predicted(config, world_size, true).total
+        assert predicted(config, world_size, fitted).total == pytest.approx(expected, rel=5e-3)
+        assert predicted(config, world_size, load_hardware("h100")).total != pytest.approx(expected, rel=0.05)
+
+
+def test_one_factor_is_not_three(tmp_path: Path) -> None:
+    """Without a trace, a run on a machine with other proportions is met, and only runs like it."""
+    values = scaled(hardware_values("h100"), UNLIKE)
+    time = write_run(tmp_path, values, trace=False)
+    file = tmp_path / "fitted.json"
+    assert main(["time", *FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
+    assert predicted(RUN, 8, load_hardware(str(file))).total == pytest.approx(time.total, rel=1e-3)
+    longer, world_size = OTHERS[0]
+    expected = predicted(longer, world_size, hardware_from_mapping(values, "truth")).total
+    assert predicted(longer, world_size, load_hardware(str(file))).total != pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "flags", "said"),
+    [
+        (9, 0.8, ["--against"], "has 9 steps after the first ones"),
+        (20, 0.03, ["--against"], "takes all of its step"),
+        (20, 0.8, [], "--write-hardware needs a run"),
+    ],
+)
+def test_runs_that_tell_no_rates_are_refused(
+    steps: int, seconds: float, flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, hardware_values("h100"), steps, trace=False, seconds=seconds)
+    against = [*flags, str(tmp_path)] if flags else []
+    assert main(["time", *FLAGS, *against, "--write-hardware", str(tmp_path / "fitted.json")]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "fitted.json").exists()
