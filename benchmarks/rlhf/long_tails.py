@@ -11,21 +11,21 @@ import json
 import tempfile
 from pathlib import Path
 from statistics import fmean as mean
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.record import Record, finish
-from benchmarks.rlhf.staleness import RATE, WARMUP, measure, worked
+from benchmarks.rlhf.staleness import RATE, WARMUP, measure
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.runtime.measure import LENGTHS_FILE
-from usp.rlhf.runtime.timeline import read_events
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 64, 512
 STOPS = 8  # of the 259 tokens of random weights end a response: lengths are geometric, with a mean of about 32
+BASE = "synchronous, own ranks"
 SYSTEMS: dict[str, dict[str, Any]] = {
     "synchronous, all ranks": {"plan": "flattening"},
-    "synchronous, own ranks": {"plan": "separation"},
+    BASE: {"plan": "separation"},
     "--staleness 1": {"plan": "separation", "staleness": 1},
     "--staleness 2 --partial-rollouts": {"plan": "separation", "staleness": 2, "partial_rollouts": True},
     "--staleness 4 --partial-rollouts": {"plan": "separation", "staleness": 4, "partial_rollouts": True},
@@ -40,7 +40,6 @@ def system(fields: dict[str, Any], steps: int) -> RlhfConfig:
         prompt_tokens=PROMPT_TOKENS,
         max_new_tokens=NEW_TOKENS,
         stop_ids=",".join(map(str, range(STOPS))),
-        slots=PROMPTS * GROUP * 3,
         learning_rate=1e-9,  # lengths stay
         steps=WARMUP + steps + 5,  # the last ones begin no samples
         sft_steps=0,
@@ -64,36 +63,41 @@ def main() -> None:
         raise SystemExit(f"emulated hosts are not available: {reason}")
     systems = {name: system(fields, arguments.steps) for name, fields in SYSTEMS.items()}
     with tempfile.TemporaryDirectory() as folder, cluster(2, RATE) as hosts:
-        seconds, metrics = hosts.call(measure, 1, systems, arguments.steps, folder, timeout=1800.0)[0]
-        work = [worked(read_events(Path(folder, name))) for name in systems]
-        lengths = responses(Path(folder, "synchronous, own ranks"))
+        ranks = hosts.call(measure, 1, systems, arguments.steps, folder, timeout=1800.0)
+        lengths = responses(Path(folder, BASE))
     rows, data = [], []
-    for name, of_steps, of_metrics, by_rank in zip(systems, seconds, metrics, work, strict=True):
-        ratios = [mean(of_steps) / mean(seconds[base]) for base in (0, 1)]
-        stale = [mean(step.get(key, 0.0) for step in of_metrics) for key in ("staleness_mean", "staleness_max")]
+    for name in systems:
+        first, second = (of_rank[name] for of_rank in ranks)
+        used = [mean(of.cpu_seconds) for of in (first, second)]
+        # The ranks of the second system wait for each other; those of the others work at once.
+        alone = sum(used) if name == BASE else max(used)
+        stale = [mean(step.get(key, 0.0) for step in first.metrics) for key in ("staleness_mean", "staleness_max")]
         shown = f"{stale[0]:.1f}, {stale[1]:.1f}" if systems[name].partial_rollouts else str(systems[name].staleness)
-        numbers = (mean(of_steps), median(of_steps), *map(mean, by_rank))
-        rows.append((name, *(f"{number:.3f}" for number in numbers), shown, *(f"{ratio:.2f}" for ratio in ratios)))
-        data.append({"system": name, "seconds": of_steps, "work": by_rank, "staleness": stale})
+        data.append({"system": name, "seconds": first.seconds, "cpu": used, "alone": alone, "staleness": stale})
+        rows.append([name, f"{mean(first.seconds):.3f}", *(f"{each:.3f}" for each in used), shown])
+    (base,) = (each for each in data if each["system"] == BASE)
+    for row, each in zip(rows, data, strict=True):
+        row += [f"{mean(each['seconds']) / mean(base['seconds']):.2f}", f"{each['alone'] / base['alone']:.2f}"]
     drawn = [length for of_step in lengths for length in of_step]
     at = quantiles(drawn, n=100)
     record = Record.of(
         "long_tails",
         f"GRPO steps with a long tail of lengths, on two hosts of one rank, {RATE} between them",
         (
-            *("", "step, mean (s)", "median (s)", "rank 0 works (s)", "rank 1 works (s)"),
-            *("staleness, mean and max", "of all ranks", "of own ranks"),
+            *("", "step (s)", "CPU of rank 0 (s)", "CPU of rank 1 (s)", "staleness, mean and max"),
+            *("step, of own ranks", "CPU, of own ranks"),
         ),
-        rows,
+        [tuple(row) for row in rows],
         (
             f"Preset tiny, one thread per rank: {PROMPTS} prompts of up to {PROMPT_TOKENS} tokens, {GROUP} responses "
             f"each. Lengths are geometric: {STOPS} of the 259 tokens end a response. Mean {mean(drawn):.0f} tokens, "
             f"median {at[49]:.0f}, 90% {at[89]:.0f}, 99% {at[98]:.0f}; the longest of a step's {PROMPTS * GROUP} "
             f"{mean(map(max, lengths)):.0f} on average.",
-            f"{arguments.steps} steps, one of each in turn on the same ranks. The last columns are ratios of means.",
+            f"{arguments.steps} steps, one of each in turn on the same ranks; means.",
             "Synchronous: on all ranks, each generates and trains on half of the samples (flattening); on own ranks, "
-            "one generates and the other trains (separation), as in the rows below. Work includes moving weights and "
-            "samples, but not waiting.",
+            "one generates and the other trains (separation), as in the rows below.",
+            "CPU: what the processes used, whatever else the machine did. In the last column, a step takes the "
+            "sum of both where one waits for the other (on own ranks), otherwise the larger one.",
         ),
         data,
         command="python -m benchmarks.rlhf.long_tails",

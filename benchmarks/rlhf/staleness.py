@@ -9,6 +9,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -52,21 +53,32 @@ def balanced(staleness: int, steps: int) -> RlhfConfig:
     )
 
 
-def measure(systems: Mapping[str, RlhfConfig], steps: int, folder: str) -> tuple[list[list[float]], list[list[dict]]]:
-    """Return the seconds of every counted step of each system, one step of each in turn, and their metrics."""
+@dataclass
+class Measured:
+    """The counted steps of a system on a rank."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]  # that this rank's process used
+    metrics: list[dict[str, float]]
+
+
+def measure(systems: Mapping[str, RlhfConfig], steps: int, folder: str) -> dict[str, Measured]:
+    """Return the counted steps of each system, one step of each in turn."""
     torch.set_num_threads(1)
     trainers = {name: trainer(config, Path(folder, name)) for name, config in systems.items()}
-    seconds, metrics = dict[str, list[float]](), dict[str, list[dict]]()
+    measured = {name: Measured([], [], []) for name in systems}
     for round_, name in in_turns(tuple(systems), WARMUP + steps):
         dist.barrier()
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         record = trainers[name].step(round_ + 1)
-        seconds.setdefault(name, []).append(time.perf_counter() - begin)
-        metrics.setdefault(name, []).append(record.metrics)
+        if round_ >= WARMUP:
+            measured[name].seconds.append(time.perf_counter() - begin)
+            measured[name].cpu_seconds.append(time.process_time() - used)
+            measured[name].metrics.append(record.metrics)
     for one in trainers.values():
         for file in one.logs():
             file.close()
-    return [seconds[name][WARMUP:] for name in systems], [metrics[name][WARMUP:] for name in systems]
+    return measured
 
 
 def worked(events: Sequence[Event]) -> list[list[float]]:
@@ -85,7 +97,8 @@ def main() -> None:
         raise SystemExit(f"emulated hosts are not available: {reason}")
     with tempfile.TemporaryDirectory() as folder, cluster(2, RATE) as hosts:
         systems = {str(staleness): balanced(staleness, arguments.steps) for staleness in SYSTEMS}
-        seconds, _ = hosts.call(measure, 1, systems, arguments.steps, folder, timeout=1800.0)[0]
+        measured = hosts.call(measure, 1, systems, arguments.steps, folder, timeout=1800.0)[0]
+        seconds = [measured[name].seconds for name in systems]
         work = [worked(read_events(Path(folder, str(staleness)))) for staleness in SYSTEMS]
     ratio = median(ahead / in_turn for in_turn, ahead in zip(*seconds, strict=True))
     rows = [
