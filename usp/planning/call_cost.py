@@ -211,16 +211,15 @@ def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> t
 def _batchings(
     workload: Workload, parts: int, slots: int, ranks: int, multiple: int, ahead: Ahead | None
 ) -> tuple[AheadBatchings, ...]:
-    size, limit, found = workload.group_size, workload.limit, []
+    size, limit = workload.group_size, workload.limit
     lengths = list(zip(workload.prompts, workload.responses, strict=True))
     balanced = balance(range(len(lengths)), workload.prompts, parts, size)
     samples = {tuple(Sample(n // size, *lengths[i]) for n, i in enumerate(part)): None for part in balanced if part}
-    for part in samples:
-        if ahead is None:
-            found.append(AheadBatchings((batching(part, limit, slots=slots, ranks=ranks, multiple=multiple),), 0.0, 0))
-        else:
-            found.append(batchings_ahead(part, limit, ahead, slots=slots, ranks=ranks, multiple=multiple))
-    return tuple(found)
+    if ahead is not None:  # every rank has all prompts in turn: one with as many tokens as any has now
+        most = max(samples, key=lambda part: sum(sample.tokens for sample in part))
+        return (batchings_ahead(most, limit, ahead, slots=slots, ranks=ranks, multiple=multiple),)
+    runs = (batching(part, limit, slots=slots, ranks=ranks, multiple=multiple) for part in samples)
+    return tuple(AheadBatchings((run,), 0.0, 0) for run in runs)
 
 
 @dataclass(frozen=True)

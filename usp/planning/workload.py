@@ -16,7 +16,8 @@ from usp.rlhf.generation.decoding import Rollout, Slots, capacity
 from usp.rlhf.rollout_queue import QueueRules, RolloutQueue, choose
 
 PREFILL_TOKENS, ROW_MULTIPLE, READ_MULTIPLE = 16384, 16, 64  # as in usp.rlhf.generation.generate
-_COUNTED_STEPS = 6  # in the middle of a run
+_LENGTHS = 128  # of responses that are begun ahead, rounded to as many different ones
+_COUNTED_STEPS = 4  # in the middle of a run
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,9 @@ def batchings_ahead(
 
     A token's age is that of its weights when a step trains on it, whose samples are made one step before.
     """
-    groups, order = [tuple(of) for _, of in groupby(samples, lambda sample: sample.group)], random.Random(0)
+    unit, order = max(1, limit // _LENGTHS), random.Random(0)
+    rounded = [each._replace(response=max(1, round(each.response / unit) * unit)) for each in samples]
+    groups = [tuple(of) for _, of in groupby(rounded, lambda sample: sample.group)]
     rules = QueueRules((len(groups),), ahead.begun, ahead.ahead, steps=1 << 40)
     queue, drawn, prompts = RolloutQueue(), list[tuple[Sample, ...]](), dict[int, _Begun]()
     steps, ages, first = list[Batching](), Counter[int](), max(1, ahead.ahead) + 1
