@@ -199,7 +199,8 @@ def batchings_ahead(
         running = {ticket: prompts[ticket].rollouts() for ticket in tickets}
         taken = partial(_taken, rules, number, queue, running)
         left = [rollout for each in running.values() for rollout in each if not rollout.done]
-        places = capacity([replace(rollout, limit=limit) for rollout in left], ranks, multiple) if left else 0
+        most = [replace(rollout, limit=limit - rollout.resumed) for rollout in left]
+        places = capacity(most, ranks, multiple) if left else 0
         stretches = _stretches(left, slots, ranks, multiple, lambda taken=taken: taken() is not None)  # type: ignore[misc]
         for ticket, rollouts in running.items():
             for of, rollout in zip(prompts[ticket].written, rollouts, strict=True):

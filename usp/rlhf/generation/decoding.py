@@ -322,6 +322,8 @@ class Slots:
 def capacity(rollouts: Sequence[Rollout], ranks: int, multiple: int) -> int:
     """Return the cache places per slot and rank that fit any of the sequences. `ranks` divides `multiple`."""
     # Rows are as long as the longest prompt of their group, and in a contiguous layout one rank may then hold all of a
-    # shorter prompt, so a sequence's own share is not a bound.
-    longest = max(len(rollout.prompt) for rollout in rollouts) - 1
-    return -(-longest // multiple) * multiple // ranks + -(-max(rollout.limit for rollout in rollouts) // ranks)
+    # shorter prompt, so a sequence's own share is not a bound. One that goes on has a long prompt, and a low limit.
+    padded = [-(-(len(rollout.prompt) - 1) // multiple) * multiple for rollout in rollouts]
+    most = max(padded) // ranks
+    pairs = zip(padded, rollouts, strict=True)
+    return max(most, *(min(tokens, most) + -(-rollout.limit // ranks) for tokens, rollout in pairs))
