@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness.headlines import SECTIONS, Headline
-from benchmarks.harness.plots import plot_learning, plot_long_rollouts, plot_memory
+from benchmarks.harness.plots import plot_learning, plot_long_rollouts, plot_long_tails, plot_memory
 from benchmarks.harness.record import RESULTS, Record
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +20,7 @@ TABLES = ROOT / "docs" / "benchmarks"
 PLOTS: dict[str, Callable[[Record, Path], None]] = {
     "learning": plot_learning,
     "long_rollouts": plot_long_rollouts,
+    "long_tails": plot_long_tails,
     "memory": plot_memory,
     "tool_use": partial(plot_learning, level=0.8),
 }

@@ -318,6 +318,10 @@ SECTIONS: dict[str, dict[str, Headline]] = {
             "What does generating beside training gain?",
             lambda record: f"With --staleness 1, a step takes {record.rows[-1][-1]} of the time, with balanced work.",
         ),
+        "long_tails": Headline(
+            "And with a long tail of lengths?",
+            lambda record: f"With --staleness 2 and partial rollouts, a step takes {record.rows[3][-2]} of the time.",
+        ),
         "searched_plans": Headline("Is the searched plan the fastest when measured?", _searched_plans),
         "search_quality": Headline("Does a longer search find a better plan?", _search_quality),
         "estimates": Headline("How far are predicted calls and steps from measured ones?", _estimates),

@@ -94,6 +94,20 @@ def plot_long_rollouts(record: Record, path: Path) -> None:
     _save(figure, path)
 
 
+def plot_long_tails(record: Record, path: Path) -> None:
+    """Plot the seconds of every step of each system, sorted, with their means."""
+    figure, (axes,) = _panels(1, (7.0, 4.2))
+    for row in record.data:
+        seconds = sorted(row["seconds"])
+        (line,) = axes.plot([(n + 0.5) / len(seconds) for n in range(len(seconds))], seconds, ".-", label=row["system"])
+        axes.axhline(sum(seconds) / len(seconds), color=line.get_color(), linestyle=":", alpha=0.6)
+    axes.set(xlabel="share of steps that take at most as long", ylabel="seconds of a step; dotted: means")
+    axes.set_ylim(0)
+    axes.grid(True, alpha=0.3)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
 def _panels(columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     """Create a figure with a row of axes."""
     from matplotlib.figure import Figure

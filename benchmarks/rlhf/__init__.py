@@ -3,5 +3,5 @@
 Each file imports only earlier ones:
 
 grpo_systems, grpo_step, staleness, estimates, search_quality, real_rows, real_system, real_figure, long_rollouts,
-searched_plans, replan.
+searched_plans, replan, long_tails.
 """

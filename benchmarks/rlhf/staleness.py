@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -32,37 +33,52 @@ SYSTEMS = (0, 1)  # --staleness
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 128, 48  # making these samples takes about as long as training
 
 
-def trainer(staleness: int, steps: int, folder: Path) -> RlhfTrainer:
+def trainer(config: RlhfConfig, folder: Path) -> RlhfTrainer:
     launch = Launch(dist.get_rank(), dist.get_world_size())
-    config = RlhfConfig(
+    return RlhfTrainer(prepare(config, launch, Start(folder)), launch, StopRequest(), Watchdog(launch, 0.0))
+
+
+def balanced(staleness: int, steps: int) -> RlhfConfig:
+    return RlhfConfig(
         plan="separation",
         staleness=staleness,
         prompts=PROMPTS,
         group_size=GROUP,
         prompt_tokens=PROMPT_TOKENS,
         max_new_tokens=NEW_TOKENS,
-        steps=steps + 1,  # the last makes no samples
+        steps=WARMUP + steps + 1,  # the last makes no samples
         sft_steps=0,
         device="cpu",
         tokenizer="bytes",
     )
-    return RlhfTrainer(prepare(config, launch, Start(folder)), launch, StopRequest(), Watchdog(launch, 0.0))
 
 
-def measure(steps: int, folder: str) -> list[list[float]]:
-    """Return the seconds of every counted step of both systems, one step of each in turn."""
+@dataclass
+class Measured:
+    """The counted steps of a system on a rank."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]  # that this rank's process used
+    metrics: list[dict[str, float]]
+
+
+def measure(systems: Mapping[str, RlhfConfig], steps: int, folder: str) -> dict[str, Measured]:
+    """Return the counted steps of each system, one step of each in turn."""
     torch.set_num_threads(1)
-    trainers = {staleness: trainer(staleness, WARMUP + steps, Path(folder, str(staleness))) for staleness in SYSTEMS}
-    seconds: dict[int, list[float]] = {staleness: [] for staleness in SYSTEMS}
-    for round_, staleness in in_turns(SYSTEMS, WARMUP + steps):
+    trainers = {name: trainer(config, Path(folder, name)) for name, config in systems.items()}
+    measured = {name: Measured([], [], []) for name in systems}
+    for round_, name in in_turns(tuple(systems), WARMUP + steps):
         dist.barrier()
-        begin = time.perf_counter()
-        trainers[staleness].step(round_ + 1)
-        seconds[staleness].append(time.perf_counter() - begin)
+        begin, used = time.perf_counter(), time.process_time()
+        record = trainers[name].step(round_ + 1)
+        if round_ >= WARMUP:
+            measured[name].seconds.append(time.perf_counter() - begin)
+            measured[name].cpu_seconds.append(time.process_time() - used)
+            measured[name].metrics.append(record.metrics)
     for one in trainers.values():
         for file in one.logs():
             file.close()
-    return [seconds[staleness][WARMUP:] for staleness in SYSTEMS]
+    return measured
 
 
 def worked(events: Sequence[Event]) -> list[list[float]]:
@@ -80,7 +96,9 @@ def main() -> None:
     if reason := unavailable():
         raise SystemExit(f"emulated hosts are not available: {reason}")
     with tempfile.TemporaryDirectory() as folder, cluster(2, RATE) as hosts:
-        seconds = hosts.call(measure, 1, arguments.steps, folder, timeout=1800.0)[0]
+        systems = {str(staleness): balanced(staleness, arguments.steps) for staleness in SYSTEMS}
+        measured = hosts.call(measure, 1, systems, arguments.steps, folder, timeout=1800.0)[0]
+        seconds = [measured[name].seconds for name in systems]
         work = [worked(read_events(Path(folder, str(staleness)))) for staleness in SYSTEMS]
     ratio = median(ahead / in_turn for in_turn, ahead in zip(*seconds, strict=True))
     rows = [

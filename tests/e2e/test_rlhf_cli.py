@@ -132,7 +132,24 @@ BAD = [
         ["--model", "mixtral-tiny", "--share-prefixes"],
         ["share_prefixes counts a shared token once in the"],
     ),
-    (["--staleness", "2"], ["--staleness = 2 must be one of 0, 1"]),
+    (["--staleness", "2"], ["--staleness = 2: whole rollouts are made one step ahead, and earlier ones would only be"]),
+    (
+        ["--staleness", "1", "--partial-rollouts", "--algorithm", "dpo", "--oversample", "1.5"],
+        [
+            "--partial-rollouts with --staleness = 1: a response that goes on after",
+            "--oversample = 1.5 must be at most --staleness = 1",
+            "--partial-rollouts is for generated responses, and dpo has none",
+        ],
+    ),
+    (
+        ["--staleness", "2", "--partial-rollouts", "--environment", "lookup.py:Lookup", "--replan", "every=10"],
+        ["an --environment cannot be stopped and go on", "makes samples that --replan does not predict"],
+    ),
+    (["--oversample", "0.5"], ["--oversample = 0.5 must be at least 1, or 0"]),
+    (
+        ["--oversample", "2", "--algorithm", "remax"],
+        ["choose the prompts of a step by one call, and --algorithm = remax has actor_generate, greedy_generate"],
+    ),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (
         ["--ac", "some", "--micro-batch-tokens", "-2"],
@@ -389,20 +406,35 @@ def test_a_rank_killed_in_any_kind_of_call_loses_no_step(tmp_path: Path, monkeyp
 
 
 # The first process dies in step 3, while the samples of step 4 are made, with two kills the second one in its second
-# train step: late enough that a checkpoint of an earlier step is complete.
+# train step: late enough that a checkpoint of an earlier step is complete. Partial rollouts die in a decode step of
+# resumed responses, and, with eight kills, at seven more moments of a step.
 KILLS_AHEAD = """
 import os, signal
 from itertools import count
+from usp.rlhf.generation.generate import Generator
 from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.executor import Executor
+from usp.rlhf.runtime.rollouts import Rollouts
 
-kills = [("generate", "0", 5), ("train_step", "1", 2)][: int(os.environ.get("KILLS", 0))]
-for attempt, (kind, rank, number) in enumerate(kills):
+whole = [(RoleModel, "generate", "0", 5), (RoleModel, "train_step", "1", 2)]
+partial = [
+    (Generator, "_decode", "0", 40),  # ticks of a process: several calls have ended
+    (Executor, "run", "0", 3),  # before a step; its rollouts
+    (RoleModel, "go_on", "0", 3),  # begin
+    (Rollouts, "know_prompts", "0", 4),  # are chosen
+    (RoleModel, "inference", "0", 3),
+    (RoleModel, "train_step", "1", 2),
+    (Rollouts, "end", "1", 3),  # are counted
+    (Rollouts, "whole", "1", 3),  # are saved
+]
+kills = (partial if os.environ.get("PARTIAL") else whole)[: int(os.environ.get("KILLS", 0))]
+for attempt, (kind, name, rank, number) in enumerate(kills):
     deadly = (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == (str(attempt), rank)
-    def dying(self, *args, call=getattr(RoleModel, kind), deadly=deadly, number=number, calls=count(1)):
+    def dying(self, *args, call=getattr(kind, name), deadly=deadly, number=number, calls=count(1), **named):
         if next(calls) == number and deadly:
             os.kill(os.getpid(), signal.SIGKILL)
-        return call(self, *args)
-    setattr(RoleModel, kind, dying)
+        return call(self, *args, **named)
+    setattr(kind, name, dying)
 
 def reward(prompt, response, answer):
     return len(set(response)) / 8
@@ -446,6 +478,54 @@ def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(
     with pytest.raises(ConfigurationError, match=r"--staleness = 0 \(checkpoint: 1\) must not change on resume while"):
         changed = {**yaml.safe_load((deadly / "config.yaml").read_text()), "staleness": 0, "plan": "flattening"}
         prepare(RlhfConfig(**changed), Launch(), Start(deadly, deadly / "checkpoints" / "step-00000002"))
+
+
+def tickets_of(run: Path) -> dict[int, list[int]]:
+    """Return the prompts that each step trained on, the last time that it ran."""
+    records = map(json.loads, (run / "timeline" / "lengths.jsonl").read_text().splitlines())
+    return {record["step"]: record["tickets"] for record in records}
+
+
+def test_a_killed_rank_loses_and_repeats_no_partial_rollout(
+    ranks: RankPool,
+    launch: Callable[..., Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exhaustive: bool,
+) -> None:
+    kills, steps = 8 if exhaustive else 1, 12 if exhaustive else 5
+    (tmp_path / "kills.py").write_text(KILLS_AHEAD)
+    monkeypatch.setenv("PARTIAL", "1")
+    args = [*SMALL, "--steps", str(steps), "--plan", "separation", "--staleness", "3", "--partial-rollouts"]
+    args += [
+        "--max-new-tokens",
+        "16",
+        "--stop-ids",
+        "0,1,2,3,4,5,6,7,8,9,10,11",
+        "--reward-function",
+        "kills.py:reward",
+    ]
+    ranks.run(run_here, 2, "rlhf", [*args, "--output", "calm"], tmp_path)
+    monkeypatch.setenv("KILLS", str(kills))
+    args += ["--output", "deadly", "--checkpoint-every", "1", "--keep-checkpoints", str(steps)]
+    args += ["--eval-every", "2", "--eval-prompts", "3"]  # changes no number
+    with launch(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=("--max-restarts", str(kills))) as run:
+        ended = run.end()
+    assert ended.exit_code == 0, ended.err
+    assert ended.out.count("resumed from: deadly/checkpoints/step-000000") == kills
+    calm, deadly = tmp_path / "calm", tmp_path / "deadly"
+    assert scores_of(deadly) == scores_of(calm) and tickets_of(deadly) == tickets_of(calm)
+    assert sorted(ticket for of in tickets_of(calm).values() for ticket in of) == [*range(2 * steps)]
+    assert samples_of(deadly) == samples_of(calm)
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (deadly, calm))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    metrics = [json.loads(line) for line in (calm / "metrics.jsonl").read_text().splitlines()]
+    assert max(record["staleness_max"] for record in metrics) in (2, 3)
+    saved = [read_extra(path)["rollouts"] for path in sorted((deadly / "checkpoints").iterdir())]
+    assert any(
+        0 < tokens < 16 and not done for each in saved for of in each["states"].values() for tokens, done, _ in of
+    )
+    assert not saved[-1]["queue"]["begun"]
 
 
 def test_a_run_resumes_under_another_plan(ranks: RankPool, tmp_path: Path) -> None:

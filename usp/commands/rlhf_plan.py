@@ -67,8 +67,8 @@ class RlhfPlanConfig:
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
     share_prefixes: bool = False
     """Compute a prompt once for its responses, in training and for log-probabilities and values."""
-    staleness: Annotated[int, one_of((0, 1))] = 0
-    """1: generate the samples of a step while the step before trains."""
+    staleness: AtLeast0 = 0
+    """1: generate the samples of a step while the step before trains. Above 1: with --partial-rollouts of rlhf.py."""
 
     world_size: int = 0
     """Number of devices."""
@@ -120,7 +120,7 @@ def _plan(
     """Search until `end`, and print, write and draw the plan."""
     progress.say("reading the models")
     from usp.planning.job_cost import Terms, step_cost_text
-    from usp.planning.rlhf_question import answer, render_choice, suppose, what_ifs
+    from usp.planning.rlhf_question import answer, rate_lines, render_choice, suppose, what_ifs
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
 
@@ -143,7 +143,8 @@ def _plan(
     if prices:
         price = Terms(prices=prices).price(question.hardware.name)
         print(step_cost_text(choice.simulation.seconds, asked.world_size, len(question.workload.sequences), price))
-    for line in question.not_measured(plan) if question.measurements else ():
+    not_measured = question.not_measured(plan) if question.measurements else ()
+    for line in (*rate_lines(question, choice), *not_measured):
         print(line)
     if out:
         out.write_text(yaml.safe_dump(to_mapping(plan), sort_keys=False))
@@ -183,7 +184,7 @@ def _question(asked: RlhfPlanConfig) -> Question:
     from usp.planning.call_cost import CallOptions
     from usp.planning.estimates import Measurements
     from usp.planning.rlhf_question import Question, described_graph, model_shapes, role_config
-    from usp.planning.workload import Workload
+    from usp.planning.workload import Ahead, Workload
     from usp.rlhf.runtime.measure import read_lengths
 
     quantiles = token_counts("--response-tokens", asked.response_tokens)
@@ -215,6 +216,7 @@ def _question(asked: RlhfPlanConfig) -> Question:
             getattr(torch, measured.dtype) if measured else torch.bfloat16,
             asked.slots,
             share_prefixes=asked.share_prefixes,
+            ahead=Ahead((1 + asked.staleness) / 2, asked.staleness) if asked.staleness > 1 else None,
         ),
         max_sequence=asked.max_sp,
         staleness=asked.staleness,

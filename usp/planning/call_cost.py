@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
+from statistics import fmean as mean
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,17 @@ from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.rows import pack_lengths
 from usp.rlhf.samples import balance, kept_together
 
-from .workload import READ_MULTIPLE, ROW_MULTIPLE, Batching, Sample, Workload, batching
+from .workload import (
+    READ_MULTIPLE,
+    ROW_MULTIPLE,
+    Ahead,
+    AheadBatchings,
+    Batching,
+    Sample,
+    Workload,
+    batching,
+    batchings_ahead,
+)
 
 _OPTIONS = ("zero", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")  # of a configuration
 
@@ -70,6 +81,7 @@ class CallOptions:
     pipelined: bool = False  # stages decode a micro-batch each at once, as in ReaL; in rlhf.py one after another
     collective_launches: float = 2.0  # of the host for a collective, in operators: DTensor's launches it and a wait
     share_prefixes: bool = False  # --share-prefixes
+    ahead: Ahead | None = None  # of a run whose prompts are begun before their step
 
 
 @dataclass(frozen=True)
@@ -189,18 +201,25 @@ def _families(samples: Sequence[Sample], budget: int) -> tuple[list[int], list[i
     return families, shared
 
 
-def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> tuple[Batching, ...]:
-    """Return the different continuous batchings of data-parallel ranks that have samples."""
-    return _batchings(workload, layout.dims.batch, options.slots, layout.dims.sp, _prefill_multiple(layout))
+def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> tuple[AheadBatchings, ...]:
+    """Return the different continuous batchings of data-parallel ranks that have samples, each of one step or more."""
+    multiple = _prefill_multiple(layout)
+    return _batchings(workload, layout.dims.batch, options.slots, layout.dims.sp, multiple, options.ahead)
 
 
 @lru_cache(maxsize=256)
-def _batchings(workload: Workload, parts: int, slots: int, ranks: int, multiple: int) -> tuple[Batching, ...]:
-    size = workload.group_size
+def _batchings(
+    workload: Workload, parts: int, slots: int, ranks: int, multiple: int, ahead: Ahead | None
+) -> tuple[AheadBatchings, ...]:
+    size, limit = workload.group_size, workload.limit
     lengths = list(zip(workload.prompts, workload.responses, strict=True))
     balanced = balance(range(len(lengths)), workload.prompts, parts, size)
     samples = {tuple(Sample(n // size, *lengths[i]) for n, i in enumerate(part)): None for part in balanced if part}
-    return tuple(batching(part, workload.limit, slots=slots, ranks=ranks, multiple=multiple) for part in samples)
+    if ahead is not None:  # every rank has all prompts in turn: one with as many tokens as any has now
+        most = max(samples, key=lambda part: sum(sample.tokens for sample in part))
+        return (batchings_ahead(most, limit, ahead, slots=slots, ranks=ranks, multiple=multiple),)
+    runs = (batching(part, limit, slots=slots, ranks=ranks, multiple=multiple) for part in samples)
+    return tuple(AheadBatchings((run,), 0.0, 0) for run in runs)
 
 
 @dataclass(frozen=True)
@@ -235,7 +254,8 @@ class _Calls:
         return CallCost(seconds, memory.peak.total - memory.parameters - memory.optimizer)
 
     def generate(self) -> CallCost:
-        runs = batchings(self.layout, self.workload, self.options)
+        of_ranks = batchings(self.layout, self.workload, self.options)
+        runs = [run for of_rank in of_ranks for run in of_rank.steps]
         shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
         prefills = {shape: self._prefill(*shape) for shape in shapes}
         job = self._job("cache", seq_len=_prefill_multiple(self.layout))
@@ -250,7 +270,8 @@ class _Calls:
                 decode += stretch.steps * max(launches, fixed + per_place * read)
             return prefill, decode
 
-        prefill, decode = max(map(seconds, runs), key=sum)
+        of_steps = ([seconds(run) for run in of_rank.steps] for of_rank in of_ranks)
+        prefill, decode = max((tuple(map(mean, zip(*each, strict=True))) for each in of_steps), key=sum)
         place_bytes = max(_bytes_per_place(job, stage) for stage in range(job.dims.pp))
         cache_bytes = max(run.slots * run.places for run in runs) * place_bytes
         moments = [forward_memory(self._job("cache", seq_len=tokens, batch_size=rows), 0) for rows, tokens in shapes]

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean as mean
 from types import MappingProxyType
 from typing import Any
 
@@ -277,7 +278,8 @@ class Measurements:
                 for stretch in run.stretches
             )
 
-        return max(map(seconds, batchings(layout, estimates.workload, estimates.options)))
+        of_ranks = batchings(layout, estimates.workload, estimates.options)
+        return max(mean(map(seconds, of_rank.steps)) for of_rank in of_ranks)
 
     def save(self, path: Path) -> None:
         """Write the measurements as JSON."""

@@ -28,7 +28,7 @@ from usp.run.failures import ConfigurationError
 from usp.run.metrics import seconds
 from usp.run.tables import GIB, Grid
 
-from .call_cost import CallOptions
+from .call_cost import CallOptions, batchings
 from .estimates import Estimates, Measurements, layout_key
 from .question import Devices, enough_devices, suppositions, what_if_line
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
@@ -103,7 +103,7 @@ class Question(Devices):
         that no layout fits, and ValueError for devices that are not whole hosts, or that the hardware does not
         connect."""
         estimates = estimates or self.estimates
-        simulator = Simulator(self.graph, estimates, self.world_size, staleness=self.staleness)
+        simulator = Simulator(self.graph, estimates, self.world_size, staleness=min(1, self.staleness))
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload).that_fit(until, report)
@@ -168,6 +168,25 @@ def answer(
         raise NothingFits(f"{error}. Use {words}") from None
 
 
+def rate_lines(question: Question, choice: RlhfChoice) -> Iterator[str]:
+    """Yield how many samples both sides of a plan make and train on in a second, and the staleness that they reach."""
+    if not question.staleness:
+        return
+    rollouts, trains = {call.name for call in question.graph.rollouts}, choice.plan.calls.keys()
+    samples, seconds = len(question.workload.sequences), []
+    for names in (rollouts, trains - rollouts):
+        events = [event for event in choice.simulation.events if event.name in names]
+        seconds.append(max(event.end for event in events) - min(event.start for event in events))
+    made, trained = (samples / each for each in seconds)
+    slower = "rollouts" if made < trained else "training"
+    yield f"rollouts make {made:.3g} samples/s, training takes {trained:.3g} samples/s: {slower} set the pace"
+    call = next(call for call in question.graph.calls if isinstance(call.work, Generate))
+    if question.options.ahead is not None:
+        of_ranks = batchings(choice.plan[call.name], question.workload, question.options)
+        mean, oldest = max(each.mean_age for each in of_ranks), max(each.oldest for each in of_ranks)
+        yield f"staleness reached: {mean:.1f} steps on average, {oldest} at most, of --staleness {question.staleness}"
+
+
 def _fewer_slots(question: Question) -> int:
     """Return the most sequences to decode at a time with which rollouts fit by themselves, half of what is asked, or
     half of that and so on; 0 if they fit as asked, or never do."""
@@ -213,7 +232,7 @@ def choose_plan(
         found, others = _settled(problem, found, begin + budget)
         return RlhfChoice(problem, found, problem.simulator.run(found.best[0][1]), named, others)
     if found.nearest is None:
-        raise NothingFits("no plan keeps rollouts and training on different ranks, as --staleness 1 needs")
+        raise NothingFits("no plan keeps rollouts and training on different ranks, as --staleness needs")
     needed, plan = found.nearest
     layouts = "; ".join(f"{name} {layout}" for name, layout in plan.calls.items())
     raise NothingFits(

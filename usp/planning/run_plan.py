@@ -38,7 +38,7 @@ from .estimates import Estimates, Factors, factor_of, layout_key
 from .question import from_rank_0
 from .rlhf_question import Question, answer, model_shapes, render_choice
 from .rlhf_search import Problem, baselines, search
-from .workload import Workload
+from .workload import Ahead, Workload
 
 _WIDTH = 150  # of what is printed, at least: logs of torchrun report 80 columns
 _BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, as in usp.rlhf.runtime.copies
@@ -111,6 +111,7 @@ def question_of(run: PreparedRlhf) -> Question:
         alike = replace(layout.of_weights, ranks=())
         return not call.role or allowed_as(call.role, alike, call.kind == "train_step")
 
+    ahead = Ahead(config.begun, config.staleness if config.partial_rollouts else 0) if config.begins_ahead else None
     return Question(
         graph=run.graph,
         models=model_shapes({role: (spec.source, spec.config) for role, spec in run.roles.items()}),
@@ -118,7 +119,12 @@ def question_of(run: PreparedRlhf) -> Question:
         hardware=hardware,
         world_size=run.launch.world_size,
         options=CallOptions(
-            dtype, config.slots, config.loss_chunk, config.attention_kernel, share_prefixes=config.share_prefixes
+            dtype,
+            config.slots,
+            config.loss_chunk,
+            config.attention_kernel,
+            share_prefixes=config.share_prefixes,
+            ahead=ahead,
         ),
         staleness=config.staleness,
         allowed=allowed,

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from usp.rlhf.generation.decoding import Rollout, Slots, capacity
+from usp.rlhf.rollout_queue import QueueRules, RolloutQueue, choose
 
 PREFILL_TOKENS, ROW_MULTIPLE, READ_MULTIPLE = 16384, 16, 64  # as in usp.rlhf.generation.generate
+_LENGTHS = 128  # of responses that are begun ahead, rounded to as many different ones
+_COUNTED_STEPS = 4  # in the middle of a run
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,15 @@ def batching(samples: Sequence[Sample], limit: int, *, slots: int, ranks: int, m
     # Rollouts read the length of prompts and responses, and compare prompts.
     rollouts = [Rollout(cast(Any, _Prompt(s.group, s.prompt)), 0, s.response, cast(Any, range(0))) for s in samples]
     places = capacity([replace(rollout, limit=limit) for rollout in rollouts], ranks, multiple)
+    return Batching(min(slots, len(rollouts)), places, _stretches(rollouts, slots, ranks, multiple, lambda: False))
+
+
+def _stretches(
+    rollouts: Sequence[Rollout], slots: int, ranks: int, multiple: int, enough: Callable[[], bool]
+) -> tuple[Stretch, ...]:
+    """Decode rollouts until they are complete, or, after a stretch, `enough` is."""
     running, stretches = Slots(rollouts, slots), []
-    while running.pending:
+    while running.pending and not enough():
         groups = running.prefill_groups(running.admit(), multiple, PREFILL_TOKENS)
         for group in groups:
             for slot in group.slots:
@@ -129,4 +141,83 @@ def batching(samples: Sequence[Sample], limit: int, *, slots: int, ranks: int, m
                 running.active[slot] = None if rollout.done else rollout
         prefills = tuple((len(group.prompts), group.padded) for group in groups)
         stretches.append(Stretch(prefills, steps, len(active), first + (steps - 1) / ranks / 2))
-    return Batching(len(running.active), places, tuple(stretches))
+    return tuple(stretches)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Prompts that are begun before their step: `begun` and `ahead` of `QueueRules`."""
+
+    begun: float
+    ahead: int
+
+
+@dataclass(frozen=True)
+class AheadBatchings:
+    """Generate calls of steps in the middle of a run, and the ages of the tokens that they take, in steps."""
+
+    steps: tuple[Batching, ...]
+    mean_age: float
+    oldest: int
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A begun prompt: its samples, and how many tokens of each the rollouts of every step wrote."""
+
+    samples: tuple[Sample, ...]
+    written: list[Counter[int]]
+
+    def rollouts(self) -> list[Rollout]:
+        pairs = [(sample, of.total()) for sample, of in zip(self.samples, self.written, strict=True)]
+        prompts = [cast(Any, _Prompt(sample.group, sample.prompt + done)) for sample, done in pairs]
+        return [
+            Rollout(prompt, 0, sample.response - done, cast(Any, range(0)), resumed=done)
+            for prompt, (sample, done) in zip(prompts, pairs, strict=True)
+        ]
+
+
+def batchings_ahead(
+    samples: Sequence[Sample], limit: int, ahead: Ahead, *, slots: int, ranks: int, multiple: int
+) -> AheadBatchings:
+    """Return what `usp.rlhf.runtime.rollouts` does with a data-parallel rank's samples, in a new order for each step.
+
+    A token's age is that of its weights when a step trains on it, whose samples are made one step before.
+    """
+    unit, order = max(1, limit // _LENGTHS), random.Random(0)
+    rounded = [each._replace(response=max(1, round(each.response / unit) * unit)) for each in samples]
+    groups = [tuple(of) for _, of in groupby(rounded, lambda sample: sample.group)]
+    rules = QueueRules((len(groups),), ahead.begun, ahead.ahead, steps=1 << 40)
+    queue, drawn, prompts = RolloutQueue(), list[tuple[Sample, ...]](), dict[int, _Begun]()
+    steps, ages, first = list[Batching](), Counter[int](), max(1, ahead.ahead) + 1
+    for number in range(1, first + _COUNTED_STEPS):
+        queue = queue.begin(rules, number)
+        while len(drawn) < queue.drawn:
+            drawn += order.sample(groups, len(groups))
+        tickets = [each.ticket for each in queue.begun]
+        prompts = {t: prompts.get(t) or _Begun(drawn[t], [Counter() for _ in drawn[t]]) for t in tickets}
+        running = {ticket: prompts[ticket].rollouts() for ticket in tickets}
+        taken = partial(_taken, rules, number, queue, running)
+        left = [rollout for each in running.values() for rollout in each if not rollout.done]
+        most = [replace(rollout, limit=limit - rollout.resumed) for rollout in left]
+        places = capacity(most, ranks, multiple) if left else 0
+        stretches = _stretches(left, slots, ranks, multiple, lambda taken=taken: taken() is not None)  # type: ignore[misc]
+        for ticket, rollouts in running.items():
+            for of, rollout in zip(prompts[ticket].written, rollouts, strict=True):
+                of[number] += len(rollout.tokens)
+        chosen = taken() or ()
+        if number >= first:
+            steps.append(Batching(min(slots, len(left)), places, stretches))
+            for of in (of for ticket in chosen for of in prompts[ticket].written):
+                ages.update({number + 1 - at: tokens for at, tokens in of.items() if tokens})
+        queue = queue.end(rules, number, chosen)
+        prompts = {each.ticket: prompts[each.ticket] for each in queue.begun}
+    mean_age = sum(age * tokens for age, tokens in ages.items()) / ages.total()
+    return AheadBatchings(tuple(steps), mean_age, max(ages))
+
+
+def _taken(
+    rules: QueueRules, number: int, queue: RolloutQueue, running: Mapping[int, Sequence[Rollout]]
+) -> tuple[int, ...] | None:
+    complete = [ticket for ticket, rollouts in running.items() if all(rollout.done for rollout in rollouts)]
+    return choose(rules, number, queue.begun, complete)

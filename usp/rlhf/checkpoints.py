@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from usp.config import ALL_LINEAR
@@ -18,6 +18,8 @@ from .config import RlhfConfig
 _DATA = ("data", "prompt_tokens", "tokenizer", "chat_template", "seed")
 # Another value is another run.
 _FIXED = ("algorithm", "reward_model", "critic", "ref", "models", "reward_function", *_DATA)
+# While rollouts are begun.
+_FIXED_WITH_ROLLOUTS = ("partial_rollouts", "oversample", "prompts", "group_size", "max_new_tokens")
 # The same for the supervised steps: key of their configuration -> field of the run's.
 _FIXED_SFT = {"steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {name: name for name in ("model", *_DATA)}
 
@@ -28,11 +30,12 @@ class RlhfState:
 
     Attributes:
         step: number of completed steps.
-        examples: number of examples that they, and the step in flight, consumed.
+        examples: number of examples that they, and the step in flight, consumed; with those that are begun.
         functions: state of functions of samples, by call name.
         config: the resolved configuration.
         evaluations: `Evaluations.to_extra()`.
         in_flight: `InFlight.to_extra()`; empty without samples in flight.
+        rollouts: `Rollouts.to_extra()`; empty without.
         running: with --replan, the plan that runs, as `to_mapping`, and the number of ranks.
     """
 
@@ -42,13 +45,15 @@ class RlhfState:
     config: Mapping[str, Any]
     evaluations: Mapping[str, Any] = field(default_factory=dict)
     in_flight: Mapping[str, Any] = field(default_factory=dict)
+    rollouts: Mapping[str, Any] = field(default_factory=dict)
     running: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> RlhfState:
         """Convert from the result of `read_extra`. Raises ValueError if it is not of an RLHF run."""
         names = [one.name for one in fields(RlhfState)]
-        if missing := [name for name in names if name not in (*extra, "evaluations", "in_flight", "running")]:
+        later = [one.name for one in fields(RlhfState) if one.default_factory is not MISSING]
+        if missing := [name for name in names if name not in (*extra, *later)]:
             raise ValueError(f"the checkpoint is not of an RLHF run: {', '.join(missing)} missing")
         return RlhfState(**{name: extra[name] for name in names if name in extra})
 
@@ -66,12 +71,14 @@ def resume_violations(
         if saved.config.get(name, "") != getattr(config, name)
     ]
     found += _held_out_violations(saved.config, config, "checkpoint")
-    if saved.in_flight:
+    if saved.in_flight or saved.rollouts:
+        waiting = f"the samples of step {saved.in_flight['step']} are" if saved.in_flight else "rollouts are"
+        more = _FIXED_WITH_ROLLOUTS if saved.rollouts or config.begins_ahead else ()
         found += [
             f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}) must not change on resume "
-            f"while the samples of step {saved.in_flight['step']} are in flight"
-            for name in ("staleness", "options")
-            if saved.config.get(name) != getattr(config, name)
+            f"while {waiting} in flight"
+            for name in ("staleness", "options", *more)
+            if saved.config.get(name, getattr(RlhfConfig, name)) != getattr(config, name)
         ]
     return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
 

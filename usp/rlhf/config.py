@@ -50,6 +50,8 @@ EvalTemperature = Annotated[
     float, Rule(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the default")
 ]
 
+Oversample = Annotated[float, Rule(lambda value: value == 0 or 1 <= value < math.inf, "at least 1, or 0")]
+
 
 @dataclass(frozen=True)
 class _Rlhf:
@@ -73,9 +75,16 @@ class _Rlhf:
     """Correct the predictions of --plan search by measured steps, search again every N steps (default 10), and change
     the plan between two steps if another one saves at least `gain` (5%) of a step, and over the remaining steps more
     than the change takes. A search takes at most budget=5 seconds."""
-    staleness: Annotated[int, one_of((0, 1))] = 0
+    staleness: AtLeast0 = 0
     """1: generate and score the samples of a step while the previous step trains, with the weights from before it.
-    Needs a plan with different ranks for both, such as separation."""
+    Needs a plan with different ranks for both, such as separation. Above 1, with --partial-rollouts: the most steps
+    that a sample's oldest token may be older than the weights that train on it."""
+    partial_rollouts: bool = False
+    """Begin responses up to --staleness steps ahead. A step takes the prompts whose responses are complete first;
+    the others go on with the next weights."""
+    oversample: Oversample = 0.0
+    """Begin that many times the prompts of a step; it takes those that are complete first. The slowest go on with
+    --partial-rollouts, and otherwise are dropped and begun again. 0: (1 + staleness) / 2 with them, else 1."""
 
     reward_model: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
     """Directory of a trained reward model. If unset, --reward-function scores the responses."""
@@ -236,6 +245,16 @@ class RlhfConfig(SftConfig, EvaluationConfig, EnvironmentConfig, RewardConfig, _
     Outside the repository, use --no-python usp-rlhf instead of rlhf.py.
     """
 
+    @property
+    def begun(self) -> float:
+        """Return how many times the prompts of a step are begun."""
+        return self.oversample or ((1 + self.staleness) / 2 if self.partial_rollouts else 1.0)
+
+    @property
+    def begins_ahead(self) -> bool:
+        """Return whether a step takes the prompts that are complete first."""
+        return self.partial_rollouts or self.begun > 1
+
 
 @dataclass(frozen=True)
 class ReplanOptions:
@@ -294,6 +313,7 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
     if config.staleness and not samples:
         yield f"--staleness = {config.staleness} is for generated responses, and {config.algorithm} has none: remove it"
+    yield from _rollout_violations(config, samples)
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
         yield (
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
@@ -317,6 +337,33 @@ def texts(value: str, flag_name: str, apart: str = "") -> list[str]:
     if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
         raise ValueError(f'{flag_name} = {value} must be a text, or a JSON list of texts such as ["one", "two"]')
     return listed
+
+
+def _rollout_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
+    if config.staleness > 1 and not config.partial_rollouts:
+        yield (
+            f"--staleness = {config.staleness}: whole rollouts are made one step ahead, and earlier ones would only be "
+            f"older: use 1, or add --partial-rollouts"
+        )
+    if config.partial_rollouts and config.staleness < 2:
+        yield (
+            f"--partial-rollouts with --staleness = {config.staleness}: a response that goes on after a weight update "
+            f"is at least 2 steps old when it is trained on: use --staleness 2 or more"
+        )
+    if config.partial_rollouts and config.oversample > config.staleness:
+        yield (
+            f"--oversample = {config.oversample:g} must be at most --staleness = {config.staleness}: more cannot be "
+            f"trained on in time"
+        )
+    if not config.begins_ahead:
+        return
+    asked = "--partial-rollouts" if config.partial_rollouts else f"--oversample = {config.oversample:g}"
+    if not samples:
+        yield f"{asked} is for generated responses, and {config.algorithm} has none: remove it"
+    if config.environment:
+        yield f"{asked} stops responses, and an --environment cannot be stopped and go on: remove one"
+    if config.replan:
+        yield f"{asked} makes samples that --replan does not predict: remove one"
 
 
 def _search_violations(config: RlhfConfig) -> Iterator[str]:

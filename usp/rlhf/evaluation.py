@@ -103,8 +103,8 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) 
         if temperature < 0:
             temperature = config.temperature if config.eval_samples > 1 else 0.0
         episodes = work.episodes and replace(work.episodes, examples=prompts)
-        work = replace(work, group_size=config.eval_samples, temperature=temperature, episodes=episodes)
-        return replace(call, work=work)
+        work = replace(work, group_size=config.eval_samples, temperature=temperature, episodes=episodes, partial=False)
+        return replace(call, work=work, outputs=tuple(key for key in call.outputs if key != "versions"))
     if isinstance(work, Compute) and isinstance(work.function, ScoreWith):
         scored = replace(work.function, answer=lambda index: prompts[index].answer)
         return replace(call, work=replace(work, function=scored))

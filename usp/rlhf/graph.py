@@ -108,6 +108,8 @@ class Generate:
         episodes: a response consists of turns, which end so, and an environment answers each. Also reads prompt_index,
             and writes score, the sum of the rewards; and of every token, as `mask` does, its turn, from 1 (turns), and
             the reward of a turn at its last token (turn_rewards).
+        partial: generation may stop, and go on with other weights. Also writes the version of the weights that wrote
+            each token, as `mask` does (versions): the number of steps that had trained them.
     """
 
     group_size: int = 1
@@ -118,6 +120,7 @@ class Generate:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     episodes: Episodes | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -386,6 +389,7 @@ GENERATED = {
     "score": torch.float32,
     "turns": torch.int64,
     "turn_rewards": torch.float32,
+    "versions": torch.int64,
 }
 OF_EPISODES = ("score", "turns", "turn_rewards")
 _GENERATED_SCALARS = ("finished", "prompt_length", "score")
@@ -393,7 +397,8 @@ _GENERATED_SCALARS = ("finished", "prompt_length", "score")
 
 def generated_keys(work: Generate) -> tuple[str, ...]:
     """Return the keys of `GENERATED` that a generate call writes."""
-    return tuple(key for key in GENERATED if key not in OF_EPISODES or work.episodes is not None)
+    absent = (*(() if work.episodes else OF_EPISODES), *(() if work.partial else ("versions",)))
+    return tuple(key for key in GENERATED if key not in absent)
 
 
 def canonical(key: str) -> str:

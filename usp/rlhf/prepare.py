@@ -366,6 +366,7 @@ def _algorithm_options(
         sampling = shared_values(config, Generate) | _stops(config, tokenizer, actor.config.vocab_size)
         sampling["episodes"] = episodes
         sampling["group_size"] = config.group_size or vars(kind())["generate"].group_size
+        sampling["partial"] = config.begins_ahead
         values |= {"generate": Generate(**sampling), "reward": reward, "staleness": config.staleness}
     return kind(**values)
 
@@ -391,6 +392,12 @@ def _graph_violations(
     yield from unused_models(config, algorithm, graph)
     yield from missing_models(specs, graph)
     yield from router_violations(config, graph, specs)
+    generated = [call.name for call in graph.calls if isinstance(call.work, Generate)]
+    if config.begins_ahead and len(generated) > 1:
+        yield (
+            f"--partial-rollouts and --oversample choose the prompts of a step by one call, and --algorithm = "
+            f"{config.algorithm} has {', '.join(generated)}: remove them"
+        )
     samples = options.drawn(config.prompts) * (2 if algorithm.data == "pairs" else graph.group_size)
     if messages := batch_violations(graph, samples):
         yield f"--prompts = {config.prompts}: {'; '.join(messages)}"

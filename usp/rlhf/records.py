@@ -50,6 +50,7 @@ _NAMES = {  # of the metrics on screen
     "actor/grad_norm": "grad norm",
     "logprob_difference_max": "rollout/train logprob diff",
     "eval/score": "eval score",
+    "staleness_max": "staleness",
     "eval/pass@1": "pass@1",
 }
 
@@ -108,9 +109,13 @@ class SampleFiles:
             lines.append(json.dumps(record, ensure_ascii=False))
         self._samples.append(number, lines)
 
-    def keep_lengths(self, number: int, lengths: Mapping[str, Sequence[int]]) -> None:
-        """Write the lengths of all samples of a step."""
+    def keep_lengths(
+        self, number: int, lengths: Mapping[str, Sequence[int]], tickets: Sequence[int] | None = None
+    ) -> None:
+        """Write the lengths of all samples of a step. tickets: of their prompts, if it takes those complete first."""
         line = {"step": number, **asdict(StepLengths.of(self._graph, lengths))}
+        if tickets is not None:
+            line["tickets"] = list(tickets[:: self._graph.group_size])
         self._lengths.append(number, [json.dumps(line)])
 
     def check_rewards(self, number: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ RUN/                          the output of a run
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,6 +38,7 @@ from usp.hf.models import hide_progress_bars
 from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, optimizer_of, to_mapping
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
+from usp.rlhf.runtime.rollouts import RolloutOptions
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, StopRequest, outlast, process_group
 from usp.run.output import LineFile, warn
@@ -65,13 +66,13 @@ from .graph import ModelCall
 from .prepare import SFT, Planner, PreparedRlhf, find_rlhf_start, prepare, sft_config, unused_layout_flags
 from .records import SHOWN, RlhfRecord, SampleFiles
 from .replanning import Replanner, Replanning
-from .samples import derived_seed
+from .samples import Samples, derived_seed
 
 # Returns what predicts the steps of a run; raises ConfigurationError, on every rank, if they cannot be predicted.
 BuildReplanner: TypeAlias = Callable[[PreparedRlhf, Launch], Replanner]
 
 MOST = 0.5  # share of clipped rewards above which the run warns
-_IN_FLIGHT = "in_flight"  # prefix of the names of samples in a checkpoint
+_IN_FLIGHT, _ROLLOUTS = "in_flight", "rollouts"  # prefixes of the names of samples in a checkpoint
 _COLLECTED = (
     *("tokens", "prompt_length", "score", "finished", "turns", "turn_rewards"),
     *("reward", "advantages", "logprobs", "old_logprobs"),
@@ -171,7 +172,8 @@ class RlhfTrainer(TrainingLoop):
                 before_changes=lambda: self.samples.check_rewards(self._scored),
                 collect=tuple(key for key in _COLLECTED if key in keys) if {"score", "prompt_length"} <= keys else (),
                 first=SHOWN,
-                staleness=self.config.staleness,
+                staleness=min(1, self.config.staleness),
+                rollouts=self._rollout_options() if self.config.begins_ahead else None,
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
@@ -214,7 +216,7 @@ class RlhfTrainer(TrainingLoop):
         if result.samples is not None and (number == 1 or number % self.config.log_every == 0):
             self.samples.keep(number, result.samples)
         if self.is_writer and self.prepared.algorithm.data == "prompts":
-            self.samples.keep_lengths(number, result.lengths)
+            self.samples.keep_lengths(number, result.lengths, result.tickets)
         if (share := result.metrics.get(CLIPPED, 0)) > MOST:
             message = f"{share:.0%} of the rewards are clipped by --options max_reward_clip: raise it"
             self._warn_once(CLIPPED, f"step {number}: {message}")
@@ -230,18 +232,31 @@ class RlhfTrainer(TrainingLoop):
         """Make the samples of the next step, and train on those that are due; None if none are."""
         number, asked = self.done + 1 + (self.executor.in_flight is not None), None
         if number <= self.config.steps:
-            prepared, seed = self.prepared, self.config.seed
-            indices = example_indices(self.taken, prepared.drawn, len(prepared.examples), seed)
-            examples, pairs = [prepared.examples[index] for index in indices], prepared.algorithm.data == "pairs"
-            given = given_samples(examples, indices, prepared.graph.given, prepared.tokenizer, pairs)
-            asked = StepInput(given, number, derived_seed(seed, number))
+            drawn = () if self.executor.rollouts else range(self.taken, self.taken + self.prepared.drawn)
+            asked = StepInput(self._draw(drawn), number, derived_seed(self.config.seed, number))
             self._scored = number
         result = self.executor.run(asked)
-        if asked is not None and (self.executor.in_flight is not None or not self.config.staleness):
+        if self.executor.rollouts is not None:
+            self.taken = self.executor.rollouts.queue.drawn
+        elif asked is not None and (self.executor.in_flight is not None or not self.config.staleness):
             self.taken += self.prepared.drawn
         if result is not None:
             self._scored = self.done + 1
         return result
+
+    def _draw(self, tickets: Sequence[int]) -> Samples:
+        """Return the given samples of the examples at some positions of the stream."""
+        prepared, begin, count = self.prepared, min(tickets, default=0), 0
+        if len(tickets):
+            count = max(tickets) + 1 - begin
+        stream = example_indices(begin, count, len(prepared.examples), self.config.seed)
+        indices = [stream[ticket - begin] for ticket in tickets]
+        examples, pairs = [prepared.examples[index] for index in indices], prepared.algorithm.data == "pairs"
+        return given_samples(examples, indices, prepared.graph.given, prepared.tokenizer, pairs)
+
+    def _rollout_options(self) -> RolloutOptions:
+        config, ahead = self.config, self.config.staleness if self.config.partial_rollouts else 0
+        return RolloutOptions(self.prepared.drawn, config.begun, ahead, config.steps, self._draw, config.seed)
 
     def _evaluate(self, number: int) -> dict[str, float]:
         """Return the metrics of an evaluation, if one follows this step."""
@@ -300,6 +315,9 @@ class RlhfTrainer(TrainingLoop):
         state = {f"{role}.{name}": tensor for role, model in trained for name, tensor in model.state().items()}
         if in_flight is not None:
             state |= {f"{_IN_FLIGHT}.{key}": joined for key, joined in in_flight.whole(self.device).items()}
+        if self.executor.rollouts is not None:
+            whole = self.executor.rollouts.whole(self.device)
+            state |= {f"{_ROLLOUTS}.{key}": joined for key, joined in whole.items()}
         return state
 
     def _save(self) -> None:
@@ -313,18 +331,24 @@ class RlhfTrainer(TrainingLoop):
         config, functions = asdict(self.config), self.executor.function_states()
         running = {"plan": to_mapping(self.prepared.plan), "world_size": dist.get_world_size()}
         running = running if self.replanning else {}
-        return asdict(RlhfState(self.done, self.taken, functions, config, evaluations, in_flight, running))
+        rollouts = self.executor.rollouts.to_extra() if self.executor.rollouts else {}
+        return asdict(RlhfState(self.done, self.taken, functions, config, evaluations, in_flight, rollouts, running))
 
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None
-        if saved.in_flight:
-            samples = self.executor.saved_in_flight(saved.in_flight)
-            values = samples.blank(self.device)
-            self.restore(self.prepared.start.checkpoint, {f"{_IN_FLIGHT}.{key}": values[key] for key in values})
+        rollouts = self.executor.rollouts if saved.rollouts else None
+        samples = self.executor.saved_in_flight(saved.in_flight) if saved.in_flight else None
+        values, begun = samples.blank(self.device) if samples else {}, dict[str, Tensor]()
+        if rollouts is not None:
+            rollouts.read_extra(saved.rollouts)
+            begun = rollouts.blank(self.device)
+        more = {f"{prefix}.{key}": of[key] for prefix, of in ((_IN_FLIGHT, values), (_ROLLOUTS, begun)) for key in of}
+        self.restore(self.prepared.start.checkpoint, more)
+        if samples is not None:
             samples.fill(values)
             self.executor.in_flight = samples
-        else:
-            self.restore(self.prepared.start.checkpoint)
+        if rollouts is not None:
+            rollouts.fill(begun)
         for name, function in stateful(self.prepared.graph).items():
             function.load_state_dict(saved.functions[name])
         self.done, self.taken = saved.step, saved.examples
@@ -396,6 +420,7 @@ class RlhfTrainer(TrainingLoop):
             yield f"evaluation: {len(self.prepared.held_out)} prompts every {self.config.eval_every} steps"
         if dist.get_world_size() > 1:
             ahead = ", samples are made one step ahead" if self.config.staleness else ""
+            ahead += f", begun up to {self.config.staleness}" if self.config.partial_rollouts else ""
             yield f"ranks: {dist.get_world_size()}, plan {plan.name}{ahead}"
             yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
         yield self.prepared.kernel_choice

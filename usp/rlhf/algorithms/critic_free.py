@@ -18,7 +18,7 @@ from usp.rlhf.samples import Samples
 
 from .algorithm import Algorithm, at_least, fraction, one_of
 from .objectives import Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator
-from .policy import Batch, PolicyOptions, generate, policy_calls, score
+from .policy import SPARE, Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums, moments, per_sample, whitened
 from .rewards import RewardShape
 
@@ -107,8 +107,10 @@ def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
     else:
         zero_N = torch.zeros(len(samples), dtype=torch.float64)
         advantages_NR = torch.stack([zero_N, *advantages_KN], 1).gather(1, turns_NR)
-    result = batch.result(advantages_NR, reduce, trained_N)
-    return Samples(samples.ids, {**result, "informative": per_sample(differs_N)})
+    result = batch.result(advantages_NR, reduce, trained_N) | {"informative": per_sample(differs_N)}
+    if trained_N is not None and options.oversample > 1:
+        result[SPARE] = per_sample(differs_N & ~trained_N)
+    return Samples(samples.ids, result)
 
 
 def _first_groups(options: GRPO, samples: Samples, differs_P: Tensor, reduce: Reduce) -> Tensor:
@@ -124,7 +126,8 @@ def grpo_algorithm(options: type[GRPO]) -> Algorithm:
     """Return GRPO with the defaults, and the objective, of `options`."""
 
     def calls(chosen: GRPO) -> tuple[ModelCall, ...]:
-        return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=("informative",), grouped=True)
+        scalars = ("informative", *((SPARE,) if chosen.oversample > 1 else ()))
+        return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=scalars, grouped=True)
 
     # Twice the rate, or a steeper warmup, undoes supervised steps before it learns.
     return Algorithm(options, calls, learning_rate=1e-3, warmup_steps=20)

@@ -26,6 +26,8 @@ from .response_rows import Responses, discounted_sums, per_sample, scalars
 from .rewards import RewardShape, ScoreWith
 
 CLIPPED = "reward_clipped"
+# 1: a step could train on the sample, and has enough others; partial rollouts keep it for later ones
+SPARE = "spare"
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,7 @@ class GeneratedResponse:
         finished: whether it ends with a stop id, or the token that completes a stop string.
         turns: int64, of each token, the turn of the policy that wrote it, from 1; 0 for an environment's. None if it
             wrote all. score: of an episode. rewards: of its turns.
+        complete: False if generation stopped before its end.
     """
 
     tokens: Tensor
@@ -167,6 +168,7 @@ class GeneratedResponse:
     turns: Tensor | None = None
     score: float = 0.0
     rewards: Sequence[float] = ()
+    complete: bool = True
 
 
 @dataclass(eq=False)
@@ -175,7 +177,8 @@ class Rollout:
 
     Attributes:
         limit: maximum tokens in the response.
-        number: of the response. before: tokens of the response that are in the prompt, with those of an environment.
+        number: of the response. before: tokens of the response that are in the prompt, with those of an environment;
+            the last `resumed` of these are of the same turn, whose generation had stopped.
         cached: prompt tokens in this rank's cache.
         unread: tokens after these that decode steps have been issued for.
     """
@@ -190,6 +193,7 @@ class Rollout:
     stopped: bool = False
     number: int = 0
     before: int = 0
+    resumed: int = 0
 
     @property
     def decoded(self) -> int:
@@ -220,7 +224,7 @@ class Slots:
 
     def __init__(self, rollouts: Sequence[Rollout], slots: int) -> None:
         # Sorted, so that prompts of similar length are prefilled together and equal prompts are adjacent.
-        self._waiting = deque(sorted(rollouts, key=lambda rollout: (-len(rollout.prompt), rollout.prompt)))
+        self._waiting = deque(sorted(rollouts, key=lambda each: (not each.resumed, -len(each.prompt), each.prompt)))
         self.active: list[Rollout | None] = [None] * min(slots, len(rollouts))
 
     @property
@@ -230,6 +234,11 @@ class Slots:
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Admit further rollouts before those that wait."""
         self._waiting.extendleft(rollouts)
+
+    def stop(self) -> None:
+        """Leave all sequences as they are; tokens that were issued can still be read."""
+        self._waiting.clear()
+        self.active = [None] * len(self.active)
 
     def admit(self) -> list[int]:
         """Fill free slots; return them."""
@@ -301,7 +310,8 @@ class Slots:
             rollout.unread -= 1
             rollout.tokens.append(tokens[slot])
             rollout.logprobs.append(logprobs[slot])
-            rollout.stopped = ended(rollout.tokens)
+            resumed = rollout.prompt[-rollout.resumed :] if rollout.resumed else []
+            rollout.stopped = ended([*resumed, *rollout.tokens] if resumed else rollout.tokens)
             if rollout.stopped and self.active[slot] is rollout:
                 self.active[slot] = None
             if rollout.stopped or len(rollout.tokens) == rollout.limit:
@@ -312,6 +322,8 @@ class Slots:
 def capacity(rollouts: Sequence[Rollout], ranks: int, multiple: int) -> int:
     """Return the cache places per slot and rank that fit any of the sequences. `ranks` divides `multiple`."""
     # Rows are as long as the longest prompt of their group, and in a contiguous layout one rank may then hold all of a
-    # shorter prompt, so a sequence's own share is not a bound.
-    longest = max(len(rollout.prompt) for rollout in rollouts) - 1
-    return -(-longest // multiple) * multiple // ranks + -(-max(rollout.limit for rollout in rollouts) // ranks)
+    # shorter prompt, so a sequence's own share is not a bound. One that goes on has a long prompt, and a low limit.
+    padded = [-(-(len(rollout.prompt) - 1) // multiple) * multiple for rollout in rollouts]
+    most = max(padded) // ranks
+    pairs = zip(padded, rollouts, strict=True)
+    return max(most, *(min(tokens, most) + -(-rollout.limit // ranks) for tokens, rollout in pairs))

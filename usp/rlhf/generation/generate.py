@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,7 @@ def cache_problems(masks: Collection[MaskKind]) -> list[str]:
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
 _ROW_MULTIPLE = 16  # prompts are padded to a multiple of this, to limit the number of shapes
 _READ_MULTIPLE = 64  # the cache is read up to a multiple of this, to limit the number of shapes
+Enough: TypeAlias = Callable[[int], bool]
 # The sequences in a decode step; its tokens and log-probabilities on the host, after an event.
 _Step = tuple[Sequence[Rollout | None], tuple[Tensor, torch.cuda.Event | None]]
 
@@ -153,6 +154,9 @@ class Generator:
         work: Generate,
         seeds: Sequence[int],
         samples: Sequence[tuple[int, int]] = (),
+        *,
+        begun: Sequence[Sequence[int]] = (),
+        enough: Enough | None = None,
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of the data-parallel group.
 
@@ -164,6 +168,9 @@ class Generator:
             prompts: 1-D integers, each with at least one token. `work.group_size` is ignored: repeat prompts instead.
             seeds: one per prompt; equal prompts with equal seeds get equal responses.
             samples: (id, prompt_index) of each, for the environments of `work.episodes`.
+            begun: tokens with which each response goes on; the result has those that follow.
+            enough: called with the number of each response that is complete, as it is; once it returns True, generation
+                stops, and the others are not complete. Not for episodes.
 
         Raises:
             ValueError: before any communication, naming every prompt that does not fit the model's context.
@@ -191,14 +198,24 @@ class Generator:
             Rollout(prompt.tolist(), seed, limit, number=number)
             for number, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True))
         ]
+        for rollout, tokens in zip(rollouts, begun, strict=False):
+            rollout.prompt += tokens
+            rollout.limit -= len(tokens)
+            rollout.before = rollout.resumed = len(tokens)
         arguments = (len(rollouts), replace(work, episodes=None), self._slots, [(r.prompt, r.seed) for r in rollouts])
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
         if episodes is not None:
             return self._episodes(rollouts, work, episodes, samples)
         if rollouts or self._together is not None:
-            self._run(rollouts, work, capacity(rollouts, self._sp, self._multiple) if rollouts else 0)
+            places = capacity(rollouts, self._sp, self._multiple) if rollouts else 0
+            self._run(rollouts, work, places, enough=enough)
         return [
-            GeneratedResponse(torch.tensor(r.tokens), torch.tensor(r.logprobs, dtype=torch.float32), r.stopped)
+            GeneratedResponse(
+                torch.tensor(r.tokens, dtype=torch.int64),
+                torch.tensor(r.logprobs, dtype=torch.float32),
+                r.stopped,
+                complete=r.done,
+            )
             for r in rollouts
         ]
 
@@ -236,7 +253,14 @@ class Generator:
             for each in turns.records
         ]
 
-    def _run(self, rollouts: Sequence[Rollout], work: Generate, places: int, turns: Turns | None = None) -> None:
+    def _run(
+        self,
+        rollouts: Sequence[Rollout],
+        work: Generate,
+        places: int,
+        turns: Turns | None = None,
+        enough: Enough | None = None,
+    ) -> None:
         """Decode the rollouts, and those that follow their turns. places: in the cache, of a sequence on a rank."""
         slots, ended = Slots(rollouts, self._slots), Stops(work, self._decode_text)
         cache = KVCache.allocate(len(slots.active), places, self._device)
@@ -250,7 +274,7 @@ class Generator:
             most = self._most(forwards)
             if not most:
                 while steps:
-                    self._read(slots, steps.popleft(), ended, turns)
+                    self._read(slots, steps.popleft(), ended, turns, enough)
                 if turns is None or not turns.waiting:
                     break
             for _ in range(most - forwards):
@@ -264,7 +288,7 @@ class Generator:
             chosen = self._decode(cache, slots, work, chosen)
             steps.append((slots.issue(), _to_host(chosen)))
             if len(steps) > 1:  # the device has the next one to do
-                self._read(slots, steps.popleft(), ended, turns)
+                self._read(slots, steps.popleft(), ended, turns, enough)
         self.cache_bytes = cache.nbytes
 
     def _most(self, number: int) -> int:
@@ -318,9 +342,9 @@ class Generator:
             dist.broadcast(chosen, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
         return chosen
 
-    def _read(self, slots: Slots, step: _Step, ended: Stops, turns: Turns | None) -> None:
+    def _read(self, slots: Slots, step: _Step, ended: Stops, turns: Turns | None, enough: Enough | None) -> None:
         """Give a step's tokens, once they are on the host, to the sequences that it was issued for, and the turns that
-        are over to their environments."""
+        are over to their environments; stop if what is over is `enough`."""
         issued, (chosen, copied) = step
         if copied is not None:
             copied.synchronize()
@@ -335,6 +359,10 @@ class Generator:
         if turns is not None:
             for rollout in over:
                 turns.end_turn(rollout)
+        if enough is not None:
+            for rollout in over:
+                if enough(rollout.number):
+                    slots.stop()
 
     def _forward(self, ids: Tensor, position_ids: Tensor, kv_cache: Prefill | DecodeStep) -> Tensor:
         """Return this stage's hidden states (rows, tokens, hidden); receive the previous stage's over the pp axis."""
@@ -395,11 +423,12 @@ def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Gen
     indices = [int(index) for index in prompts.values.get("prompt_index", ()) for _ in group]
     seeds, of_samples = [derived_seed(seed, sample) for sample in ids], list(zip(ids, indices, strict=False))
     responses = generator.generate(repeated, work, seeds, of_samples)
-    samples = [_sample(prompt, response) for prompt, response in zip(repeated, responses, strict=True)]
+    samples = [sample_values(prompt, response) for prompt, response in zip(repeated, responses, strict=True)]
     return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in generated_keys(work)})
 
 
-def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
+def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
+    """Return a sample's values by the keys of `GENERATED`, but for its versions."""
     tokens = torch.cat((prompt.cpu(), response.tokens.cpu()))
     # Entry t is about token t + 1, so the first of the response belongs to the last token of the prompt.
     predicted = slice(len(prompt) - 1, len(tokens) - 1)

@@ -27,6 +27,7 @@ from usp.hf.weights import fill_buffers
 from usp.losses.output_heads import Head, LastHidden
 from usp.rlhf.generation.decoding import Decode
 from usp.rlhf.generation.generate import Generator, generate_samples
+from usp.rlhf.generation.partial import Group, go_on
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
@@ -112,6 +113,11 @@ class Role(Protocol):
 
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
         """Respond to prompts, by prompt id: samples p * group_size + k, with the keys of `GENERATED`."""
+
+    def go_on(
+        self, groups: Mapping[int, Group], work: Generate, version: int, enough: Callable[[Sequence[int]], bool]
+    ) -> tuple[dict[int, Group], list[int]]:
+        """Go on with this data-parallel rank's responses: `partial.go_on`, on every rank."""
 
     def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
         """Return the samples with only the key `output`; see `RoleModel.inference`."""
@@ -312,10 +318,18 @@ class RoleModel:
 
         For a copy that is not trained, with zero=0.
         """
+        samples = generate_samples(prompts, work, seed, self._generates())
+        return samples if self._leads else Samples((), {})
+
+    def go_on(
+        self, groups: Mapping[int, Group], work: Generate, version: int, enough: Callable[[Sequence[int]], bool]
+    ) -> tuple[dict[int, Group], list[int]]:
+        return go_on(groups, work, version, enough, self._generates())
+
+    def _generates(self) -> Generator:
         if self._generator is None:
             self._generator = Generator.of(self.stage, self.mesh, slots=self._slots, decode=self._decode)
-        samples = generate_samples(prompts, work, seed, self._generator)
-        return samples if self._leads else Samples((), {})
+        return self._generator
 
     def state(self) -> dict[str, Tensor]:
         """Return the weights and optimizer state of a trained copy, as `Engine.state`, on the device.

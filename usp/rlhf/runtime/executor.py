@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel import ProcessGroups, agree
 from usp.rlhf.algorithms.algorithm import stateful
+from usp.rlhf.algorithms.policy import SPARE
 from usp.rlhf.graph import (
     Compute,
     DataflowGraph,
@@ -38,6 +39,7 @@ from usp.run.failures import UserCodeFailed
 
 from .copies import RoleCopies
 from .measure import Summary, merge, numbers_of, summarize, with_measures
+from .rollouts import RolloutOptions, Rollouts
 from .timeline import Event, Timeline, clock_offset
 from .transfer import InFlight, PendingTransfer, StepData, batch_violations, plan_transfer
 
@@ -55,6 +57,7 @@ class RunContext:
     operations: tuple[Operation, ...]
     timeline: Timeline
     device: torch.device
+    rollouts: Rollouts | None = None
 
 
 class StepRunner:
@@ -98,12 +101,17 @@ class StepRunner:
         """Tell ranks the lengths of the generated sequences: leaders fill in theirs, an all-reduce sums them."""
         step, graph = self.step, self._context.graph
         keys = [tokens_key(graph[name]) for name in calls]
-        lengths = torch.zeros(len(keys), step.samples, dtype=torch.int64, device=self._context.device)
+        lengths = torch.zeros(len(keys) + 1, step.samples, dtype=torch.int64, device=self._context.device)
         for row, (key, name) in enumerate(zip(keys, calls, strict=True)):
             for i in step.led(graph[name]):
                 lengths[row, i] = len(step.store[key][i])
+                lengths[-1, i] = step.tickets[i] if step.tickets is not None else 0
         dist.all_reduce(lengths, group=None if len(ranks) == dist.get_world_size() else self._context.groups.get(ranks))
-        step.lengths.update(zip(keys, lengths.tolist(), strict=True))
+        *told, tickets = lengths.tolist()
+        step.lengths.update(zip(keys, told, strict=True))
+        if self._context.rollouts is not None:
+            step.tickets = tickets
+            self._context.rollouts.know_prompts(step)
 
     def _transfer(self, operation: Operation) -> None:
         """Post this rank's messages; calls wait for those that they need."""
@@ -153,7 +161,10 @@ class StepRunner:
                     self.metrics.update({f"{call.role}/{name}": float(value) for name, value in metrics.items()})
                 return
             ids = sorted(i for batch in batches for i in batch)
-            result = self._run_work(call, self.step.take(call, ids), recorded)
+            if isinstance(call.work, Generate) and context.rollouts is not None:
+                result = context.rollouts.generate(self._model(call), self.step, ids)
+            else:
+                result = self._run_work(call, self.step.take(call, ids), recorded)
         if self._rank in layout.leaders:
             self.step.put(call, ids, result)
 
@@ -200,6 +211,7 @@ class StepResult:
         samples: the collected samples, on rank 0.
         lengths: see `StepData`; the same on every rank.
         numbers: by key with one number per sample, those by id; the same on every rank; empty with staleness.
+        tickets: with `Rollouts`, those of the samples' prompts.
     """
 
     metrics: dict[str, float]
@@ -207,6 +219,7 @@ class StepResult:
     events: tuple[Event, ...]
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     numbers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    tickets: Sequence[int] | None = None
 
 
 class Executor:
@@ -222,8 +235,10 @@ class Executor:
             everything as the last step did.
         copies: those of another executor, which hold all that this plan needs; None: built here.
         staleness: by how many steps samples are made ahead of the training on them; see `schedule`.
+        rollouts: prompts are begun before their step, which takes those that are complete first. No change of plans.
 
     in_flight: the samples that are made and not trained on yet; set to continue from a checkpoint.
+    rollouts: what is begun.
 
     Raises:
         ValueError: naming every violation, if the plan does not fit the graph, the world size and the staleness.
@@ -246,6 +261,7 @@ class Executor:
         before_changes: Callable[[], Mapping[str, float]] = dict,
         copies: RoleCopies | None = None,
         staleness: int = 0,
+        rollouts: RolloutOptions | None = None,
     ) -> None:
         self._rank, self._staleness = dist.get_rank(), staleness
         self._graph, self._groups, self._collect, self._first = graph, groups, collect, first
@@ -261,6 +277,7 @@ class Executor:
         built = copies is None
         if copies is None:
             copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
+        self.rollouts = None if rollouts is None else Rollouts(rollouts, graph, plan)
         self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
         self._context = self._ready(graph, plan, copies)
         for operation in self._context.operations if built else ():
@@ -335,7 +352,7 @@ class Executor:
         changing = {*stateful(graph), *(() if self._staleness else trains)}  # with it, of samples checked before
         changes = (operation.kind == "call" and operation.call in changing for operation in operations)
         self._first_change = next((place for place, change in enumerate(changes) if change), len(operations))
-        return RunContext(graph, plan, groups, copies, operations, self.timeline, device)
+        return RunContext(graph, plan, groups, copies, operations, self.timeline, device, self.rollouts)
 
     def another(
         self, graph: DataflowGraph, plan: ExecutionPlan, *, collect: tuple[str, ...], progress: Callable[[str], None]
@@ -403,25 +420,34 @@ class Executor:
         if asked is not None and self._failure is None:
             step = runners[self._staleness].step
             made = [summaries[self._staleness] for summaries in told]
-            metrics = merge(made, step.lengths) | self._checked
+            metrics, numbers = merge(made, step.lengths) | self._checked, numbers_of(made)
+            if self.rollouts is not None:
+                self.rollouts.end(step, [i for i, spare in numbers.get(SPARE, {}).items() if spare])
             if not self._staleness:
-                return StepResult(metrics, self._take_collected(), self.timeline.take(), step.lengths, numbers_of(made))
+                samples, events = self._take_collected(), self.timeline.take()
+                return StepResult(metrics, samples, events, step.lengths, numbers, step.tickets)
             step.store = {key: step.store[key] for key in step.readers() if key in step.store}
             self.in_flight = InFlight(asked.number, step, metrics)
         if due is None:
             return None
         metrics = due.metrics | merge([summaries[0] for summaries in told], {})
-        return StepResult(metrics, self._take_collected(), self.timeline.take(), due.step.lengths)
+        samples, events = self._take_collected(), self.timeline.take()
+        return StepResult(metrics, samples, events, due.step.lengths, tickets=due.step.tickets)
 
     def saved_in_flight(self, extra: Mapping[str, Any]) -> InFlight:
         """Return samples in flight of a checkpoint, to be filled and then set as `in_flight`."""
         step = StepData(self._context.graph, self._context.plan, extra["samples"])
         step.lengths.update(extra["lengths"])
+        step.tickets = extra.get("tickets")
         return InFlight(extra["step"], step, dict(extra["metrics"]))
 
     def _begin(self, asked: StepInput) -> StepRunner:
         context = self._context
-        step = StepData.of(context.graph, context.plan, asked.given)
+        if self.rollouts is None:
+            step = StepData.of(context.graph, context.plan, asked.given)
+        else:
+            step = self.rollouts.begin_step()
+        step.number, step.version = asked.number, asked.number - 1 - min(self._staleness, asked.number - 1)
         if violations := batch_violations(context.graph, step.samples):
             raise ValueError("; ".join(violations))
         value = {"step": asked.number, "seed": asked.seed, "samples": step.samples, "lengths": step.lengths}

@@ -23,6 +23,7 @@ from .transfer import PROMPTS, StepData
 
 LENGTHS_FILE = f"{FOLDER}/lengths.jsonl"
 MAX, SUM, TOKENS = "difference_max", "difference_sum", "difference_tokens"
+STALENESS, STALEST = "staleness_mean", "staleness_max"
 _COMPARED = ("logprobs", "old_logprobs", "mask")
 
 
@@ -83,6 +84,10 @@ def summarize(step: StepData, trained: Mapping[str, float]) -> Summary:
         if ids := step.led(call):
             scalars = [key for key in call.outputs if not step.kinds[key].tokens]
             numbers |= {key: {i: float(step.store[key][i]) for i in ids} for key in scalars}
+            if "versions" in call.outputs:
+                written = {i: step.store["versions"][i][step.store["mask"][i] > 0] for i in ids}
+                numbers[STALENESS] = {i: step.number - 1 - float(of.double().mean()) for i, of in written.items()}
+                numbers[STALEST] = {i: float(step.number - 1 - of.min()) for i, of in written.items()}
     return trained, numbers
 
 
@@ -102,6 +107,8 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
     sample.
     "tokens_length": mean length, for every key of sequences. logprob_difference_max, logprob_difference_mean: of
     |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys, or else the actor's train step's.
+    staleness_mean, staleness_max: of partial rollouts, by how many steps the weights that train on a token are newer
+    than those that wrote it.
     "actor/rollout_is_eff_sample_size": as a fraction of all tokens, of a train step with importance sampling.
     """
     metrics = {name: value for trained, _ in summaries for name, value in trained.items()}
@@ -111,6 +118,8 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
         largest, total, tokens = (of_keys.pop(key) for key in (MAX, SUM, TOKENS))
         metrics["logprob_difference_max"] = largest.max().item()
         metrics["logprob_difference_mean"] = (total.sum() / tokens.sum().clamp(min=1)).item()
+    if STALEST in of_keys:
+        metrics[STALEST] = of_keys.pop(STALEST).max().item()
     for name in ("logprob_difference_max", "logprob_difference_mean"):
         if f"actor/{name}" in metrics:
             metrics[name] = metrics.pop(f"actor/{name}")

@@ -88,6 +88,8 @@ class StepData:
     Attributes:
         lengths: key of sequences -> number of tokens by sample id; the same on every rank that has to know.
         store: values on this rank, including the given ones.
+        tickets: with `Rollouts`, those of the samples' prompts; others than this rank's are known once it is told.
+        number, version: of the step; of the weights that make its samples, the steps that had trained them.
     """
 
     def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, samples: int) -> None:
@@ -95,6 +97,8 @@ class StepData:
         self._partitions: dict[str, Partition] = {}
         self.store: Store = {}
         self.lengths: dict[str, Sequence[int]] = {}
+        self.tickets: list[int] | None = None
+        self.number = self.version = 0
 
     @staticmethod
     def of(graph: DataflowGraph, plan: ExecutionPlan, given: Samples) -> StepData:
@@ -242,7 +246,8 @@ class InFlight:
     def to_extra(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides `whole`, as JSON values."""
         lengths = {key: list(of_key) for key, of_key in self.step.lengths.items()}
-        return {"step": self.number, "samples": self.step.samples, "lengths": lengths, "metrics": self.metrics}
+        extra = {"step": self.number, "samples": self.step.samples, "lengths": lengths, "metrics": self.metrics}
+        return extra | ({} if self.step.tickets is None else {"tickets": self.step.tickets})
 
     def blank(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return zeros like `whole`."""

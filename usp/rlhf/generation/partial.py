@@ -1,0 +1,111 @@
+"""Partial rollouts: responses whose generation stops at a change of weights, and goes on with the new ones.
+
+A response that goes on is a prompt of all tokens so far, whose keys and values are computed again, with the new
+weights. A token keeps the log-probability and the version of the weights that wrote it. Its noise depends on its
+position alone, so under equal weights the tokens are those without a stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from usp.rlhf.graph import Generate, generated_keys
+from usp.rlhf.samples import Samples, derived_seed
+
+from .decoding import GeneratedResponse
+from .generate import Generator, sample_values
+
+EMPTY = GeneratedResponse(torch.zeros(0, dtype=torch.int64), torch.zeros(0), finished=False, complete=False)
+
+
+@dataclass(frozen=True, eq=False)
+class PartialResponse:
+    """A response so far. versions: int64, of each token."""
+
+    response: GeneratedResponse
+    versions: Tensor
+
+    def followed_by(self, more: GeneratedResponse, version: int) -> PartialResponse:
+        before = self.response
+        tokens, logprobs = torch.cat((before.tokens, more.tokens)), torch.cat((before.logprobs, more.logprobs))
+        versions = torch.cat((self.versions, torch.full_like(more.tokens, version)))
+        return PartialResponse(replace(more, tokens=tokens, logprobs=logprobs), versions)
+
+
+NOT_BEGUN = PartialResponse(EMPTY, EMPTY.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A prompt and its responses so far. seed: of the group."""
+
+    prompt: Tensor
+    seed: int
+    responses: tuple[PartialResponse, ...]
+
+    @property
+    def complete(self) -> bool:
+        return all(each.response.complete for each in self.responses)
+
+
+def go_on(
+    groups: Mapping[int, Group],
+    work: Generate,
+    version: int,
+    enough: Callable[[Sequence[int]], bool],
+    generator: Generator,
+) -> tuple[dict[int, Group], list[int]]:
+    """Go on with responses until `enough` groups, or all, are complete. Collective as `Generator.generate`.
+
+    Returns the groups as they are then, and the tickets of the complete ones, the first to complete first.
+
+    Args:
+        groups: by ticket. Each has `work.group_size` responses.
+        version: of the weights.
+        enough: called with the tickets of the complete groups.
+    """
+    complete = [ticket for ticket in sorted(groups) if groups[ticket].complete]
+    places = [
+        (ticket, k)
+        for ticket in sorted(groups)
+        for k, each in enumerate(groups[ticket].responses)
+        if not each.response.complete
+    ]
+    if enough(complete):
+        places = []
+    missing = {ticket: sum(other == ticket for other, _ in places) for ticket, _ in places}
+
+    def ended(number: int) -> bool:
+        ticket, _ = places[number]
+        missing[ticket] -= 1
+        if not missing[ticket]:
+            complete.append(ticket)
+        return enough(complete)
+
+    more = generator.generate(
+        [groups[ticket].prompt for ticket, _ in places],
+        work,
+        [derived_seed(groups[ticket].seed, k) for ticket, k in places],
+        begun=[groups[ticket].responses[k].response.tokens.tolist() for ticket, k in places],
+        enough=ended,
+    )
+    after = {ticket: list(group.responses) for ticket, group in groups.items()}
+    for (ticket, k), response in zip(places, more, strict=True):
+        after[ticket][k] = after[ticket][k].followed_by(response, version)
+    return {ticket: replace(groups[ticket], responses=tuple(after[ticket])) for ticket in groups}, complete
+
+
+def group_samples(groups: Sequence[Group], ids: Sequence[int], work: Generate) -> Samples:
+    """Return the samples of complete groups, as `generate_samples` does, with the ids of all of their samples."""
+    rows = []
+    for group in groups:
+        for each in group.responses:
+            sample = sample_values(group.prompt, each.response)
+            versions = torch.zeros(len(sample["tokens"]), dtype=torch.int64)
+            versions[len(group.prompt) - 1 : -1] = each.versions
+            rows.append({**sample, "versions": versions})
+    return Samples(tuple(ids), {key: [row[key] for row in rows] for key in generated_keys(work)})
