@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh, agree
+from parallel import ParallelMesh
 from parallel.reallocation.boxes import Box
 from usp.hf.disk import DiskTensor
 from usp.hf.models import ModelConfig
@@ -187,9 +187,7 @@ class VllmEngine:
             self._mesh.agree([each.tokens.tolist() for each in responses], "the tokens that vLLM decoded", ("tp",))
         return responses
 
-    def _decode_all(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]
-    ) -> list[GeneratedResponse]:
+    def _decode_all(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[GeneratedResponse]:
         from vllm import SamplingParams
 
         longest, ended = self._options.tokens, Stops(work, self._decode)
