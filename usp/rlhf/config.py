@@ -30,7 +30,7 @@ from usp.fields import (
     parse_options,
     value_violations,
 )
-from usp.rlhf.plan.plan import TOKENS_PER_RANK
+from usp.rlhf.plan.plan import ENGINES, OWN, TOKENS_PER_RANK
 from usp.train.validate import common_violations
 
 from .algorithms.algorithm import Algorithm
@@ -111,6 +111,11 @@ class _Rlhf:
     """Text that ends a response, or a JSON list of such texts. The token that completes it is the last one."""
     slots: AtLeast1 = 64
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
+    rollout_engine: Annotated[str, one_of(ENGINES)] = OWN
+    """What decodes the responses. own: this toolkit, in every layout. vllm: vLLM in the processes of the generate
+    call, which then has tp and data-parallel degrees only; it sleeps while other calls run."""
+    rollout_cache: Positive = 1.0
+    """GiB of the KV cache of --rollout-engine vllm on each of its ranks."""
     share_prefixes: bool = False
     """Compute a prompt once for its responses, in training and for log-probabilities and values."""
 
@@ -305,6 +310,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     yield from _evaluation_violations(config, samples)
     yield from _replan_violations(config, samples)
     yield from _environment_violations(config, samples)
+    if config.rollout_engine != OWN:
+        yield from _engine_violations(config, samples)
     if (config.stop or config.stop_ids) and not samples:
         yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
     if config.reward_timeout != RlhfConfig.reward_timeout and not config.reward_processes:
@@ -415,6 +422,14 @@ def _environment_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
             yield f"{flag(name)} is not used with --environment, which scores the responses: remove one"
     if config.replan:
         yield "--replan does not predict how often an environment answers: remove it, or --environment"
+
+
+def _engine_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
+    asked = f"--rollout-engine = {config.rollout_engine}"
+    if not samples:
+        yield f"{asked} decodes responses, and {config.algorithm} generates none: remove it"
+    if config.plan == SEARCH or config.replan:
+        yield f"--plan {SEARCH} and --replan do not predict calls with {asked}: give a named plan or a YAML file"
 
 
 def _replan_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:

@@ -20,7 +20,7 @@ from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.predict.meter import CATEGORIES, StepMeter
 from usp.rlhf.generation.decoding import Rollout, capacity
 from usp.rlhf.plan.operations import WeightCopy, copy_of, schedule, shares_memory, trained_copy, weight_copies
-from usp.rlhf.plan.plan import optimizer_of
+from usp.rlhf.plan.plan import OWN, optimizer_of
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.rows import micro_batches, pack_lengths, plan_rows
 from usp.run.tables import GIB, Grid
@@ -29,7 +29,7 @@ from usp.train.dry_run import GroupSent, follow_step, label_state, sent_by_axis
 
 from .datasets import Example, sequences_of
 from .graph import Generate, Inference, ModelCall, TrainStep, unit
-from .prepare import PreparedRlhf
+from .prepare import PreparedRlhf, longest_prompt
 from .samples import Samples, kept_together
 
 KV_CACHE = "KV cache"
@@ -73,11 +73,11 @@ def dry_run_calls(run: PreparedRlhf, device: torch.device) -> tuple[CallRun, ...
 def _prompt_tokens(run: PreparedRlhf) -> int:
     """Return the tokens of the longest prompt, or of the longest sequence for algorithms that do not sample."""
     built_in, pairs = run.config.data == STDLIB, run.algorithm.data == "pairs"
+    if run.algorithm.data == "prompts":
+        return longest_prompt(run)
 
     def tokens(example: Example) -> int:
         prompt = run.config.prompt_tokens if built_in else len(example.prompt)
-        if run.algorithm.data == "prompts":
-            return prompt
         return prompt - len(example.prompt) + max(len(ids) for ids, _ in sequences_of(example, run.tokenizer, pairs))
 
     return max(tokens(run.examples[index]) for index in range(64 if built_in else len(run.examples)))
@@ -130,7 +130,9 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         rows = () if generates else pack_lengths(batch.ids, [tokens] * samples, **options)
         sent = sent_by_axis(meter.wire, mesh)
         by_category = dict(meter.memory.at_peak)
-        if generates:
+        if layout.engine != OWN:
+            by_category[KV_CACHE] = int(run.config.rollout_cache * GIB)
+        elif generates:
             places = capacity([Rollout([0] * prompt_tokens, 0, new_tokens)], mesh.size("sp"), mesh.size("sp"))
             by_category[KV_CACHE] = min(run.config.slots, most) * places * _place_bytes(model)
     sizes = most, prompt_tokens + new_tokens, len(rows)

@@ -15,6 +15,7 @@ import yaml
 
 from parallel import ParallelDims, latest
 from usp.config import ParallelConfig
+from usp.data.sources import STDLIB
 from usp.data.tokenizer import Tokenizer
 from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
@@ -22,8 +23,17 @@ from usp.hf.models import end_of_sequence_ids, model_facts
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.generation.decoding import stop_problems
 from usp.rlhf.generation.generate import generation_problems
+from usp.rlhf.generation.vllm import sampling_problems
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan, policy_as_reference
-from usp.rlhf.plan.plan import ExecutionPlan, from_mapping, needed_part, optimizer_of, staleness_violations
+from usp.rlhf.plan.plan import (
+    OWN,
+    ExecutionPlan,
+    from_mapping,
+    needed_part,
+    optimizer_of,
+    staleness_violations,
+    with_engine,
+)
 from usp.rlhf.roles.role_model import RoleSpec
 from usp.rlhf.runtime.transfer import batch_violations
 from usp.run.failures import Problems, listed, load_from_file, nearest
@@ -121,7 +131,8 @@ def prepare(
     kernel = prologue.choose_kernel(model_facts(specs["actor"].source, specs["actor"].config))
     for role, spec in specs.items():
         prologue.check_vocabulary(f"the {role} {spec.source}", spec.config.vocab_size)
-    if algorithm.data == "prompts" and (reasons := attempt(lambda: generation_problems(specs["actor"].config))):
+    own = algorithm.data == "prompts" and config.rollout_engine == OWN
+    if own and (reasons := attempt(lambda: generation_problems(specs["actor"].config))):
         actor, kind = specs["actor"].source, specs["actor"].config.model_type
         problems.append(f"--model = {actor} has model_type={kind!r}, which cannot generate: {reasons}")
     tools = attempt(lambda: _toolbox(config)) if config.tools else None
@@ -430,7 +441,11 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
             f"--plan = {SEARCH} is searched by rlhf.py as it starts: give the plan.yaml of its run, or one that "
             f"python -m usp rlhf-plan writes"
         )
+    if config.rollout_engine != OWN:
+        plan = with_engine(plan, graph, config.rollout_engine)
     plan.check(graph, launch.world_size)
+    if problems := list(_engine_problems(config, graph, plan)):
+        raise ValueError(f"--rollout-engine = vllm, or engine: vllm in a plan: {'; '.join(problems)}")
     if config.staleness and (shared := list(staleness_violations(graph, plan))):
         raise ValueError(
             f"--staleness = {config.staleness} makes samples beside training, on other ranks: with --plan = "
@@ -441,6 +456,27 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     untrained = set(graph.roles).difference(graph.trained_roles) if config.offload else ()
     optimizers = map(optimizer_of, graph.trained_roles) if config.offload_optimizer else ()
     return replace(plan, offload=plan.offload.union(untrained, optimizers))
+
+
+def _engine_problems(config: RlhfConfig, graph: DataflowGraph, plan: ExecutionPlan) -> Iterator[str]:
+    """Yield why the calls of a plan whose engine is not our own cannot run with it."""
+    if all(layout.engine == OWN for layout in plan.calls.values()):
+        if config.rollout_cache != RlhfConfig.rollout_cache:
+            yield f"--rollout-cache = {config.rollout_cache} is that of vLLM, which no call decodes with: remove it"
+        return
+    works = [call.work for call in graph.calls if isinstance(call.work, Generate)]
+    if config.eval_every and config.eval_temperature >= 0:
+        works += [replace(work, temperature=config.eval_temperature) for work in works]
+    yield from sampling_problems(works)
+    if config.lora_rank:
+        yield f"--lora-rank = {config.lora_rank}: an engine takes whole models, not adapters: remove it"
+
+
+def longest_prompt(run: PreparedRlhf) -> int:
+    """Return the tokens of the longest prompt to sample for."""
+    examples = run.examples if run.config.data != STDLIB else ()
+    longest = max((len(examples[index].prompt) for index in range(len(examples))), default=run.config.prompt_tokens)
+    return max([longest, *(len(example.prompt) for example in run.held_out)])
 
 
 def _plan_facts(config: RlhfConfig, specs: dict[str, RoleSpec], launch: Launch) -> Facts:

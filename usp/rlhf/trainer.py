@@ -35,13 +35,16 @@ from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import hide_progress_bars
-from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, optimizer_of, to_mapping
+from usp.rlhf.generation.vllm import EngineOptions, VllmEngine
+from usp.rlhf.plan.plan import PLAN_FILE, VLLM, CallLayout, optimizer_of, to_mapping
+from usp.rlhf.roles.engine_model import EngineModel
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
 from usp.rlhf.runtime.rollouts import RolloutOptions
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, StopRequest, outlast, process_group
 from usp.run.output import LineFile, warn
+from usp.run.tables import GIB
 from usp.run.watchdog import Watchdog
 from usp.train.checkpoints import (
     ADAPTER,
@@ -62,8 +65,17 @@ from .checkpoints import RlhfState
 from .config import RlhfConfig
 from .datasets import example_indices, given_samples
 from .evaluation import Evaluator
-from .graph import ModelCall
-from .prepare import SFT, Planner, PreparedRlhf, find_rlhf_start, prepare, sft_config, unused_layout_flags
+from .graph import Generate, ModelCall
+from .prepare import (
+    SFT,
+    Planner,
+    PreparedRlhf,
+    find_rlhf_start,
+    longest_prompt,
+    prepare,
+    sft_config,
+    unused_layout_flags,
+)
 from .records import SHOWN, RlhfRecord, SampleFiles
 from .replanning import Replanner, Replanning
 from .samples import Samples, derived_seed
@@ -160,6 +172,7 @@ class RlhfTrainer(TrainingLoop):
         self.samples = SampleFiles(self.folder, prepared.graph, decode, self.device, failure, self._warn_once)
         keys = {*prepared.graph.given, *prepared.graph.producers}
         try:
+            self._engine = self._start_engine()
             self.executor = Executor(
                 prepared.graph,
                 prepared.plan,
@@ -300,6 +313,9 @@ class RlhfTrainer(TrainingLoop):
 
     def _build_role(self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         trained = call.kind == "train_step"
+        if layout.engine == VLLM:
+            assert self._engine is not None
+            return EngineModel(self.prepared.roles[call.role], layout, mesh, self._engine)
         return RoleModel(
             self.prepared.roles[call.role],
             layout,
@@ -309,6 +325,29 @@ class RlhfTrainer(TrainingLoop):
             decode=self.prepared.tokenizer.decode,
             offload_optimizer=trained and optimizer_of(call.role) in self.prepared.plan.offload,
         )
+
+    def _start_engine(self) -> VllmEngine | None:
+        """Start vLLM where calls decode with it, asleep. Collective over the world. Raises as `VllmEngine.start`."""
+        run = self.prepared
+        calls = [call for call in run.graph.calls if run.plan[call.name].engine == VLLM]
+        if not calls:
+            return None
+        layout, spec = run.plan[calls[0].name], run.roles[calls[0].role]
+        works = [call.work for call in calls if isinstance(call.work, Generate)]
+        options = EngineOptions(
+            tp=layout.dims.tp,
+            experts=layout.dims.ep > 1,
+            dtype=spec.dtype,
+            tokens=min(longest_prompt(run) + self.config.max_new_tokens, spec.config.max_position_embeddings),
+            slots=self.config.slots,
+            cache_bytes=int(self.config.rollout_cache * GIB),
+            processed=not any(work.top_k or work.top_p < 1 for work in works),
+        )
+        mesh = ParallelMesh.create(layout.dims, self.device.type, layout.ranks, self.groups)
+        engine = VllmEngine.start(spec.config, options, mesh, run.tokenizer.decode)
+        if engine is not None:
+            engine.sleep()
+        return engine
 
     def state(self) -> dict[str, Tensor]:
         trained, in_flight = self.trained.items(), self.executor.in_flight

@@ -1,4 +1,4 @@
 """Sampling responses with continuous batching. Each file imports only earlier ones:
 
-decoding, turns, generate, partial.
+decoding, turns, vllm, generate, partial.
 """

@@ -46,6 +46,7 @@ from .decoding import (
     token_keys,
 )
 from .turns import Told, Turns
+from .vllm import RolloutEngine
 
 
 def generation_problems(config: ModelConfig) -> str:
@@ -410,7 +411,7 @@ def _pass(operation: Callable[..., Any], x: Tensor, pp: dist.ProcessGroup | None
         work.wait()
 
 
-def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Generator) -> Samples:
+def generate_samples(prompts: Samples, work: Generate, seed: int, generator: RolloutEngine) -> Samples:
     """Generate `work.group_size` samples for each prompt p, with the ids p * group_size + k.
 
     Returns tokens (prompt and response), mask (1 where the policy wrote the next token), logprobs (of those tokens, at

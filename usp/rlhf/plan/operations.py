@@ -31,7 +31,7 @@ from functools import lru_cache, reduce
 from parallel import ParamLayout, ReallocPlan, format_ranks, plan_realloc
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall, canonical, key_kinds
 
-from .plan import CallLayout, ExecutionPlan, optimizer_of
+from .plan import OWN, CallLayout, ExecutionPlan, optimizer_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def trained_copy(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> Weight
 @lru_cache(1 << 16)
 def shares_memory(copy: WeightCopy, source: WeightCopy | None) -> bool:
     """Return whether a copy uses the memory of its role's trained copy: both hold the same on each of its ranks."""
-    if source is None or source == copy or copy.layout.zero:
+    if source is None or source == copy or copy.layout.zero or copy.layout.engine != OWN:
         return False
     trained, other = source.layout, copy.layout
     sharded = trained.zero and trained.dims.dp_shard * trained.dims.sp > 1
@@ -356,7 +356,9 @@ class _Lives:
         return [other for other in reversed(self._filled_before(copy)) if other not in sources]
 
     def _filled_before(self, copy: WeightCopy) -> list[WeightCopy]:
-        return [other for other in self.copies[: self.copies.index(copy)] if other.role == copy.role]
+        """Return those of the same role that weights can be taken from, which an engine gives nobody."""
+        before = self.copies[: self.copies.index(copy)]
+        return [other for other in before if other.role == copy.role and other.layout.engine == OWN]
 
     def fits(self, copy: WeightCopy, until: WeightCopy) -> bool:
         """Return whether a copy can stay until another is filled, without more memory in any call than without it."""

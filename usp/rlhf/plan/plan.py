@@ -9,7 +9,7 @@ calls:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from usp.config import AC_MODES
 from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
 
 TOKENS_PER_RANK = 16384  # of a micro-batch, on each sequence-parallel rank, where the plan says nothing
+OWN, VLLM = ENGINES = ("own", "vllm")  # what a generate call decodes with
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class CallLayout:
         ac, ac_offload: activation checkpointing of a train step; see `apply_activation_checkpointing`.
         mlp_tile: tokens per tile of an MLP; 0: no tiles. Calls that share weights have the same.
         loss_chunk: tokens whose logits exist at a time, of train and inference calls; 0: the run's --loss-chunk.
+        engine: one of `ENGINES`, of a generate call.
     """
 
     ranks: tuple[int, ...]
@@ -49,6 +51,7 @@ class CallLayout:
     ac_offload: bool = False
     mlp_tile: int = 0
     loss_chunk: int = 0
+    engine: str = OWN
 
     def __hash__(self) -> int:
         return self._hash
@@ -128,11 +131,14 @@ class ExecutionPlan:
             yield f"no layout for {', '.join(missing)}"
         if unknown := [name for name in self.calls if name not in names]:
             yield f"layouts for unknown calls {', '.join(unknown)}: the calls are {', '.join(names)}"
+        engines = []
         for call in graph.calls:
             if call.name in self.calls:
                 layout = self.calls[call.name]
                 violations = [*_rank_violations(layout, world_size), *_kind_violations(call, layout)]
                 yield from (f"{call.name}: {text}" for text in violations)
+                engines += [layout] if layout.engine == VLLM and not violations else []
+        yield from _engine_violations(engines, world_size)
         optimizers = tuple(map(optimizer_of, graph.trained_roles))
         for name in sorted(self.offload.difference(optimizers)):
             if name not in graph.roles:
@@ -140,6 +146,13 @@ class ExecutionPlan:
                 yield f"offload names unknown role {name!r}: the roles and optimizers are {known}"
             elif name in graph.trained_roles:
                 yield f"offload names {name!r}, which is trained: use {optimizer_of(name)}, or untrained roles"
+
+
+def with_engine(plan: ExecutionPlan, graph: DataflowGraph, engine: str) -> ExecutionPlan:
+    """Return a plan whose generate calls decode with an engine."""
+    generates = {call.name for call in graph.calls if call.kind == "generate"} & plan.calls.keys()
+    changed = {name: replace(plan[name], engine=engine) for name in generates}
+    return replace(plan, calls={**plan.calls, **changed})
 
 
 def needed_part(plan: ExecutionPlan, graph: DataflowGraph) -> tuple[ExecutionPlan, tuple[str, ...]]:
@@ -205,6 +218,15 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
         refused |= {"micro_batch_tokens": layout.micro_batch_tokens != -1, "loss_chunk": layout.loss_chunk}
         if unsupported := [name for name, value in refused.items() if value]:
             yield f"a generate call does not support {', '.join(unsupported)}: remove them"
+    if layout.engine not in ENGINES:
+        yield f"engine={layout.engine!r} must be one of {', '.join(ENGINES)}"
+    elif layout.engine != OWN and kind != "generate":
+        yield f"engine={layout.engine!r} decodes, which only a generate call does: remove it"
+    elif layout.engine == VLLM and ((dims.pp, dims.sp) != (1, 1) or dims.ep not in (1, dims.tp) or layout.mlp_tile):
+        yield (
+            f"engine='vllm' divides a model only over tp, and its experts over as many ranks or none, got {dims} and "
+            f"mlp_tile={layout.mlp_tile}: use pp=1, ulysses=1, ring=1, ep=1 or {dims.tp}, and no mlp_tile"
+        )
     if kind != "train_step" and (layout.ac != "none" or layout.ac_offload):
         yield "ac and ac_offload keep less for a backward, which only a train_step call has: remove them"
     elif layout.ac_offload and layout.ac == "none":
@@ -217,6 +239,20 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
         yield f"a function supports only data-parallel degrees, got {dims}"
     if kind == "compute" and layout != CallLayout(layout.ranks, dims, sp_layout=layout.sp_layout):
         yield "a function supports no options besides ranks and degrees: remove the others"
+
+
+def _engine_violations(layouts: Sequence[CallLayout], world_size: int) -> Iterator[str]:
+    """Yield why the process groups of vLLM, one set in a process, cannot be those of its calls."""
+    if len({layout.of_weights for layout in layouts}) > 1:
+        yield f"calls with engine='vllm' must have one layout, got {'; '.join(map(str, dict.fromkeys(layouts)))}"
+    for layout in dict.fromkeys(layouts):
+        tp = layout.dims.tp
+        blocks = [list(range(group[0], group[0] + tp)) for group in layout.groups if group[0] % tp == 0]
+        if world_size % tp or blocks != list(map(list, layout.groups)):
+            yield (
+                f"engine='vllm' with tp={tp} takes {tp} consecutive ranks from a multiple of {tp} on, of a number of "
+                f"ranks that {tp} divides, got {format_ranks(layout.ranks)} of {world_size}: use other ranks, or tp=1"
+            )
 
 
 PLAN_FILE = "plan.yaml"  # in the folder of a run

@@ -1,4 +1,4 @@
 """The models of roles: building, inference, training, memory. Each file imports only earlier ones:
 
-weight_memory, rows, role_model.
+weight_memory, rows, role_model, engine_model.
 """

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, gather_layout, plan_realloc
+from parallel import (
+    ParallelDims,
+    ParallelMesh,
+    ParamLayout,
+    ProcessGroups,
+    Reallocation,
+    ReallocPlan,
+    gather_layout,
+    plan_realloc,
+)
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
-from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan import OWN, ExecutionPlan
+from usp.rlhf.roles.engine_model import EngineModel
 from usp.rlhf.roles.role_model import BuildRole, Role, RoleModel
 
 from .timeline import Event
@@ -48,8 +60,7 @@ class RoleCopies:
     ) -> None:
         self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
         self._plan, self._event = plan, event
-        # with what this rank moves, as fields of an `Event`
-        self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], tuple[Reallocation, dict[str, int]]] = {}
+        self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], list[Reallocation]] = {}
         self._models: dict[WeightCopy, Role] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         self._uses = weight_copies(graph, plan)
@@ -86,8 +97,9 @@ class RoleCopies:
         options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host, "staleness": staleness}
         step = plan_weights(graph, plan, self._layouts, self.aliases, **options)
         for copy, fill in step.fills.items():
-            reallocation = Reallocation(fill, self._groups, self._device)
-            self._reallocations[copy, step.sources[copy]] = reallocation, _moved(reallocation)
+            parts = [fill] if copy.layout.engine == OWN else layer_plans(fill)
+            reallocations = [Reallocation(part, self._groups, self._device) for part in parts]
+            self._reallocations[copy, step.sources[copy]] = reallocations
         return step
 
     def model(self, copy: WeightCopy) -> Role:
@@ -98,10 +110,24 @@ class RoleCopies:
         """Allocate a copy and fill it from the trained one and `sources`. Collective over the ranks of all of them."""
         if copy in self._models:
             self._models[copy].allocate()
-        reallocation, moved = self._reallocations[copy, sources]
-        others = [self._weights(source) for source in sources]
-        reallocation.run(self._weights(self._trained[copy.role]), self._weights(copy), others)
-        vars(event).update(moved)
+        reallocations, model = self._reallocations[copy, sources], self._models.get(copy)
+        held, others = self._weights(self._trained[copy.role]), [self._weights(source) for source in sources]
+
+        def rounds() -> Iterator[Mapping[str, Tensor]]:
+            for reallocation in reallocations:
+                names = reallocation.plan.dst.parameters
+                parts = model.parts(list(names)) if isinstance(model, EngineModel) else self._weights(copy)
+                reallocation.run(held, parts, others)
+                yield parts
+
+        if isinstance(model, EngineModel):
+            model.take(rounds())
+        else:
+            for _ in rounds():
+                pass
+        for reallocation in reallocations:
+            for name, nbytes in _moved(reallocation).items():
+                setattr(event, name, getattr(event, name) + nbytes)
 
     def _holds_values(self, copy: WeightCopy) -> bool:
         """Return whether a copy has its values between steps, instead of being filled where it is needed."""
@@ -166,7 +192,7 @@ class RoleCopies:
         Returns whether all weights are shared; if not, the frozen ones may be.
         """
         source, model = self._trained[copy.role], self._models.get(copy)
-        supported = model is None or isinstance(model, RoleModel)
+        supported = copy.layout.engine == OWN and (model is None or isinstance(model, RoleModel))
         same_frozen = supported and copy.layout.zero == 0 and _holds(frozen[source], frozen[copy])
         same = same_frozen and _holds(self._layouts[source], self._layouts[copy])
         agreed = torch.tensor([same_frozen, same], dtype=torch.int64, device=self._device)
@@ -177,6 +203,25 @@ class RoleCopies:
             shared = {**self._frozen(source), **(self._weights(source) if same else {})}
             model.share({name: weight for name, weight in shared.items() if name in has})
         return same
+
+
+def layer_plans(plan: ReallocPlan) -> list[ReallocPlan]:
+    """Divide a plan by layers, so that a rank needs memory for one layer of `dst` at a time; parameters of no layer are
+    each by themselves. Pure. Every part sends the minimum of its parameters, so all of them send that of the model."""
+
+    def layer(name: str) -> str:
+        return numbered[0] if (numbered := re.match(r".*?\.\d+\.", name)) else name
+
+    def only(layout: ParamLayout, names: Sequence[str]) -> ParamLayout:
+        held = [name for name in names if name in layout.parameters]
+        return ParamLayout({n: layout.parameters[n] for n in held}, {n: layout.boxes[n] for n in held})
+
+    plans = []
+    for names in (list(group) for _, group in groupby(plan.dst.parameters, layer)):
+        src, dst, *copies = (only(layout, names) for layout in (plan.src, plan.dst, *plan.copies))
+        options = {"bucket_bytes": plan.bucket_bytes, "ranks_per_host": plan.ranks_per_host}
+        plans.append(plan_realloc(src, dst, copies=copies, **options))
+    return plans
 
 
 def _moved(reallocation: Reallocation) -> dict[str, int]:

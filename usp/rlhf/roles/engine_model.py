@@ -1,0 +1,67 @@
+"""A role's copy whose weights are those of a rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from parallel import ParallelMesh
+from parallel.reallocation.boxes import local_box
+from usp.hf.disk import disk_layout, stored_tensors
+from usp.hf.models import empty_model
+from usp.rlhf.generation.generate import generate_samples
+from usp.rlhf.generation.vllm import VllmEngine, whole_tensors, whole_vocabulary
+from usp.rlhf.graph import Generate
+from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.samples import Samples
+
+from .role_model import RoleModel, RoleSpec
+
+
+class EngineModel(RoleModel):
+    """A `RoleModel` that decodes with an engine, which has the memory: between `allocate` and `release`.
+
+    Its own tensors never have any: they say which box of each parameter this rank needs. `take` gives the engine the
+    values.
+    """
+
+    def __init__(self, spec: RoleSpec, layout: CallLayout, mesh: ParallelMesh, engine: VllmEngine) -> None:
+        super().__init__(spec, layout, mesh)
+        self._vllm = engine
+        whole = empty_model(spec.config)
+        self._on_disk = disk_layout(whole, {name: tensor.shape for name, tensor in stored_tensors(whole).items()})
+        self._boxes = {name: local_box(weight) for name, weight in self.weights().items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the parameters and persistent buffers that this rank's engine needs, without memory."""
+        vocabulary = self.spec.config.vocab_size
+        return {
+            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            if weight.ndim and weight.shape[0] == vocabulary and whole_vocabulary(vocabulary, self.layout.dims.tp)
+            else weight
+            for name, weight in super().weights().items()
+        }
+
+    def fill(self) -> None:
+        raise RuntimeError(f"{self.spec.role} is not trained, and an engine takes its weights from a trained copy")
+
+    def allocate(self) -> None:
+        self._vllm.wake()
+
+    def release(self) -> None:
+        self._vllm.sleep()
+
+    def take(self, rounds: Iterator[Mapping[str, Tensor]]) -> None:
+        """Give the engine this rank's boxes of all weights, in rounds. Collective over the mesh."""
+        self._vllm.load(pair for parts in rounds for pair in whole_tensors(parts, self._boxes, self._on_disk))
+
+    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
+        samples = generate_samples(prompts, work, seed, self._vllm)
+        return samples if self._leads else Samples((), {})
+
+    def parts(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Allocate this rank's boxes of some weights, for a round."""
+        weights, device = self.weights(), torch.device(self.mesh.device_type)
+        return {name: torch.empty(self._boxes[name].sizes, dtype=weights[name].dtype, device=device) for name in names}
