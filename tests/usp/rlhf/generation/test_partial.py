@@ -3,10 +3,14 @@ log-probability under the weights that wrote it, where they change."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
@@ -27,11 +31,15 @@ def begun() -> dict[int, Group]:
     return {10 + n: Group(prompt, n, (NOT_BEGUN,) * WORK.group_size) for n, prompt in enumerate(prompts)}
 
 
+def enough(wanted: int, complete: Sequence[int]) -> bool:
+    return len(complete) >= wanted
+
+
 def in_parts(text: str) -> tuple[Samples, Samples, Samples, list[list[int]]]:
     """The samples of a call that does not stop, of three parts with the same weights, and of three with others each;
     and the groups that are complete after each of these. text: also ends a response."""
     mesh = ParallelMesh.create(ParallelDims(ulysses=2))
-    generator = built(CONFIGS["llama"](), mesh, slots=4)
+    generator = built(cast(LlamaConfig, CONFIGS["llama"]()), mesh, slots=4)
     work = replace(WORK, stop_strings=(text,) if text else ())
     ids = range(len(LENGTHS) * WORK.group_size)
     whole, _ = go_on(begun(), work, 0, lambda complete: False, generator)
@@ -41,10 +49,11 @@ def in_parts(text: str) -> tuple[Samples, Samples, Samples, list[list[int]]]:
         for part in range(3):
             if update:
                 initialise(generator._model, part)
-            groups, complete = go_on(groups, work, part, lambda done, wanted=part + 1: len(done) >= wanted, generator)
+            groups, complete = go_on(groups, work, part, partial(enough, part + 1), generator)
             told.append(complete)
         found.append(group_samples([*groups.values()], ids, work))
-    return (*found, told[:3])
+    whole_call, equal, updated = found
+    return whole_call, equal, updated, told[:3]
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
