@@ -17,6 +17,7 @@ from tests.harness.ranks import RankPool
 from tests.usp.rlhf.generation.test_generate import built, letters
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
 from usp.hf.weights import initialise
+from usp.rlhf.generation.decoding import Rollout, Slots
 from usp.rlhf.generation.partial import NOT_BEGUN, Group, go_on, group_samples
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import Samples
@@ -80,3 +81,18 @@ def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(ranks: RankP
                     logprobs = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None]).squeeze(1)
                 own = ((updated["versions"][n] == version) & (updated["mask"][n] > 0))[:-1]
                 assert same(updated["logprobs"][n][:-1][own], logprobs[own]), (version, n)
+
+
+def test_what_ends_a_response_may_begin_before_a_stop() -> None:
+    seen: list[list[int]] = []
+    resumed = Rollout([9, 9, 1, 2], seed=0, limit=5, before=2, resumed=2)
+    slots = Slots([Rollout([9, 9, 9, 9, 9], seed=0, limit=5), resumed], 2)
+    slots.admit()
+    assert slots.active[0] is resumed  # it goes first
+
+    def ended(tokens: Sequence[int]) -> bool:
+        seen.append([*tokens])
+        return False
+
+    slots.read(slots.issue(), [3, 4], [0.0, 0.0], ended)
+    assert seen == [[1, 2, 3], [4]]
