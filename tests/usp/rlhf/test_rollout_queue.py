@@ -37,7 +37,7 @@ def test_every_prompt_is_taken_once_and_on_time(
         started = queue.begin(rules, number)
         assert queue.begin(rules, number) == started  # which a resumed run repeats
         assert set(taken).isdisjoint(each.ticket for each in started.begun)
-        of_step = []
+        of_step: list[int] = []
         for owner, share in enumerate(rules.shares):
             mine = started.of(owner)
             assert len(mine) <= max(len(queue.of(owner)), int(rules.begun * share))

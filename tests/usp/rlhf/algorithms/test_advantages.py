@@ -349,6 +349,7 @@ def test_dynamic_sampling_trains_on_the_first_groups_that_differ() -> None:
     ):
         check_rows(samples, "weights", alike(expected), result)
         assert [float(x) for x in result["informative"]] == [0, 0, 1, 1, 0, 0, *[1] * 6]
+        assert [float(x) for x in result["spare"]] == [*[0] * 8, *[1] * 4]
     assert (options.drawn(5), GRPO().drawn(5)) == (15, 5)
     few = make(scores=(*[1.0] * 10, 0.0, 1.0))
     expected = [1 / sum(RESPONSES[10:]) if i > 9 else 0.0 for i in range(12)]

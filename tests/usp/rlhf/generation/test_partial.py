@@ -3,16 +3,21 @@ log-probability under the weights that wrote it, where they change."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.generation.test_generate import built, letters
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
 from usp.hf.weights import initialise
+from usp.rlhf.generation.decoding import Rollout, Slots
 from usp.rlhf.generation.partial import NOT_BEGUN, Group, go_on, group_samples
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import Samples
@@ -27,11 +32,15 @@ def begun() -> dict[int, Group]:
     return {10 + n: Group(prompt, n, (NOT_BEGUN,) * WORK.group_size) for n, prompt in enumerate(prompts)}
 
 
+def enough(wanted: int, complete: Sequence[int]) -> bool:
+    return len(complete) >= wanted
+
+
 def in_parts(text: str) -> tuple[Samples, Samples, Samples, list[list[int]]]:
     """The samples of a call that does not stop, of three parts with the same weights, and of three with others each;
     and the groups that are complete after each of these. text: also ends a response."""
     mesh = ParallelMesh.create(ParallelDims(ulysses=2))
-    generator = built(CONFIGS["llama"](), mesh, slots=4)
+    generator = built(cast(LlamaConfig, CONFIGS["llama"]()), mesh, slots=4)
     work = replace(WORK, stop_strings=(text,) if text else ())
     ids = range(len(LENGTHS) * WORK.group_size)
     whole, _ = go_on(begun(), work, 0, lambda complete: False, generator)
@@ -41,10 +50,11 @@ def in_parts(text: str) -> tuple[Samples, Samples, Samples, list[list[int]]]:
         for part in range(3):
             if update:
                 initialise(generator._model, part)
-            groups, complete = go_on(groups, work, part, lambda done, wanted=part + 1: len(done) >= wanted, generator)
+            groups, complete = go_on(groups, work, part, partial(enough, part + 1), generator)
             told.append(complete)
         found.append(group_samples([*groups.values()], ids, work))
-    return (*found, told[:3])
+    whole_call, equal, updated = found
+    return whole_call, equal, updated, told[:3]
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
@@ -71,3 +81,18 @@ def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(ranks: RankP
                     logprobs = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None]).squeeze(1)
                 own = ((updated["versions"][n] == version) & (updated["mask"][n] > 0))[:-1]
                 assert same(updated["logprobs"][n][:-1][own], logprobs[own]), (version, n)
+
+
+def test_what_ends_a_response_may_begin_before_a_stop() -> None:
+    seen: list[list[int]] = []
+    resumed = Rollout([9, 9, 1, 2], seed=0, limit=5, before=2, resumed=2)
+    slots = Slots([Rollout([9, 9, 9, 9, 9], seed=0, limit=5), resumed], 2)
+    slots.admit()
+    assert slots.active[0] is resumed  # it goes first
+
+    def ended(tokens: Sequence[int]) -> bool:
+        seen.append([*tokens])
+        return False
+
+    slots.read(slots.issue(), [3, 4], [0.0, 0.0], ended)
+    assert seen == [[1, 2, 3], [4]]
