@@ -32,11 +32,11 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/model": 675,
     "usp/planning": 3975,
     "usp/predict": 3150,
-    "usp/rlhf": 10650,
+    "usp/rlhf": 11225,
     "usp/run": 1225,
     "usp/sp": 2000,
     "usp/train": 3800,
-    "usp": 36675,
+    "usp": 37250,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
@@ -113,6 +113,8 @@ def optional_packages(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line} imports {name}: torchao belongs in usp/hf/float8.py"
         if top == "deepspeed" and source.path != "usp/train/engines/deepspeed.py":
             yield f"{source.path}:{line} imports {name}: DeepSpeed belongs in usp/train/engines/deepspeed.py"
+        if top == "vllm" and source.path != "usp/rlhf/generation/vllm.py":
+            yield f"{source.path}:{line} imports {name}: vLLM belongs in usp/rlhf/generation/vllm.py"
         if top == "triton" and source.path != "attention/fused.py":
             yield f"{source.path}:{line} imports {name}: Triton kernels belong in attention/fused.py"
         if top.startswith("flash_attn") and line not in inside_load:

@@ -3,8 +3,8 @@
     trained layout --reallocation, a layer at a time--> this rank's shards --vLLM's own loaders--> its fused parameters
     token ids --continuous batching of vLLM--> token ids and log-probabilities
 
-Every rank of a tensor-parallel group has an engine of its own that computes its part (vLLM's external launcher), and all
-of them schedule the same sequences. vLLM keeps its process groups in globals, so a process has one engine at most. It is
+Every rank of a tensor-parallel group has an engine that computes its part, as with vLLM's external launcher, and all of
+them schedule the same sequences. vLLM keeps its process groups in globals, so a process has one engine at most. It is
 imported where an engine starts, and nowhere else.
 """
 
@@ -164,8 +164,8 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]] = ()
     ) -> list[GeneratedResponse]:
-        """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed and the weights
-        alone, as those of `Generator` do, but for the same seed they are other ones unless the temperature is 0.
+        """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed and the
+        weights alone, as those of `Generator`, but are other ones for the same seed, unless the temperature is 0.
 
         Raises:
             ValueError: naming every prompt that is too long.
