@@ -39,7 +39,7 @@ class RolloutEngine(Protocol):
     """What a generate call decodes with."""
 
     def generate(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]] = ()
+        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]]
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of a data-parallel group. See `Generator.generate`."""
 
@@ -247,26 +247,18 @@ class VllmEngine:
         self._freed = []
 
     @property
-    def cache_bytes(self) -> int:
-        """The size of this rank's KV cache, where it has memory."""
-        return sum(storage.nbytes() for storage in _distinct(self._caches()))
-
-    @property
     def nbytes(self) -> int:
         """The memory of weights and KV cache that `sleep` frees, on the CPU without what kernels hold apart."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        return _distinct([*self._caches(), *self._model().parameters()])
+        return _distinct([*self._runner().kv_caches, *self._model().parameters()])
 
     def _model(self) -> torch.nn.Module:
-        return self._worker().model_runner.get_model()
+        return self._runner().get_model()
 
-    def _caches(self) -> list[Tensor]:
-        return list(self._worker().model_runner.kv_caches)
-
-    def _worker(self) -> Any:
-        return self._engine.model_executor.driver_worker.worker
+    def _runner(self) -> Any:
+        return self._engine.model_executor.driver_worker.worker.model_runner
 
     def _named(self, doing: str) -> _Named:
         ranks = dist.get_process_group_ranks(self._mesh.group("tp"))

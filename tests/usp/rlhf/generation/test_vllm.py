@@ -65,7 +65,8 @@ def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Pat
         "actor_generate": {**generate, "engine": "vllm"},
         "actor_train": train,
         "ref_inference": inference,
-        **dict.fromkeys(("reward", "advantages"), {"ranks": generate["ranks"]}),
+        "reward": {"ranks": generate["ranks"]},
+        "advantages": {"ranks": generate["ranks"]},
     }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"name": "mine", "calls": calls}))
     options = {

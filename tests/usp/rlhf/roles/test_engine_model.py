@@ -77,7 +77,7 @@ class StandIn:
         assert self.awake
         model, group = self.whole.stage.model, self.mesh.group("tp")
         shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
-        layout = disk_layout(model, shapes)  # type: ignore[arg-type]
+        layout = disk_layout(model, shapes)
         places = {tensor.name: tensor for tensors in layout.values() for tensor in tensors}
         own = self.whole.weights()
         for name, value in weights:
