@@ -131,10 +131,8 @@ def prepare(
     kernel = prologue.choose_kernel(model_facts(specs["actor"].source, specs["actor"].config))
     for role, spec in specs.items():
         prologue.check_vocabulary(f"the {role} {spec.source}", spec.config.vocab_size)
-    own = algorithm.data == "prompts" and config.rollout_engine == OWN
-    if own and (reasons := attempt(lambda: generation_problems(specs["actor"].config))):
-        actor, kind = specs["actor"].source, specs["actor"].config.model_type
-        problems.append(f"--model = {actor} has model_type={kind!r}, which cannot generate: {reasons}")
+    if algorithm.data == "prompts" and config.rollout_engine == OWN:
+        problems += attempt(lambda: list(_unable_to_generate(specs["actor"]))) or []
     tools = attempt(lambda: _toolbox(config)) if config.tools else None
     opened = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer, tools))
     examples, held_out, notes = opened or (None, (), ())
@@ -178,6 +176,12 @@ def prepare(
     graph, plan = policy_as_reference(run.graph, plan) if shared else (run.graph, plan)
     plan = running_plan(saved, config, launch.world_size) or plan
     return replace(run, graph=graph, plan=plan, roles={role: specs[role] for role in graph.roles})
+
+
+def _unable_to_generate(actor: RoleSpec) -> Iterator[str]:
+    if reasons := generation_problems(actor.config):
+        kind = actor.config.model_type
+        yield f"--model = {actor.source} has model_type={kind!r}, which cannot generate: {reasons}"
 
 
 def sft_config(run: PreparedRlhf, folder: Path) -> RlhfConfig:
@@ -470,6 +474,8 @@ def _engine_problems(config: RlhfConfig, graph: DataflowGraph, plan: ExecutionPl
     yield from sampling_problems(works)
     if config.lora_rank:
         yield f"--lora-rank = {config.lora_rank}: an engine takes whole models, not adapters: remove it"
+    if config.begins_ahead:
+        yield "--partial-rollouts and --oversample stop responses and go on with them: remove them, or the engine"
 
 
 def longest_prompt(run: PreparedRlhf) -> int:

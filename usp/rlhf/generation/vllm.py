@@ -3,8 +3,8 @@
     trained layout --reallocation, a layer at a time--> this rank's shards --vLLM's own loaders--> its fused parameters
     token ids --continuous batching of vLLM--> token ids and log-probabilities
 
-Every rank of a tensor-parallel group has an engine of its own that computes its part (vLLM's external launcher), and all
-of them schedule the same sequences. vLLM keeps its process groups in globals, so a process has one engine at most. It is
+Every rank of a tensor-parallel group has an engine that computes its part, as with vLLM's external launcher, and all of
+them schedule the same sequences. vLLM keeps its process groups in globals, so a process has one engine at most. It is
 imported where an engine starts, and nowhere else.
 """
 
@@ -39,7 +39,7 @@ class RolloutEngine(Protocol):
     """What a generate call decodes with."""
 
     def generate(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]] = ()
+        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]]
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of a data-parallel group. See `Generator.generate`."""
 
@@ -164,8 +164,8 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]] = ()
     ) -> list[GeneratedResponse]:
-        """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed and the weights
-        alone, as those of `Generator` do, but for the same seed they are other ones unless the temperature is 0.
+        """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed and the
+        weights alone, as those of `Generator`, but are other ones for the same seed, unless the temperature is 0.
 
         Raises:
             ValueError: naming every prompt that is too long.
@@ -247,26 +247,18 @@ class VllmEngine:
         self._freed = []
 
     @property
-    def cache_bytes(self) -> int:
-        """The size of this rank's KV cache, where it has memory."""
-        return sum(storage.nbytes() for storage in _distinct(self._caches()))
-
-    @property
     def nbytes(self) -> int:
         """The memory of weights and KV cache that `sleep` frees, on the CPU without what kernels hold apart."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        return _distinct([*self._caches(), *self._model().parameters()])
+        return _distinct([*self._runner().kv_caches, *self._model().parameters()])
 
     def _model(self) -> torch.nn.Module:
-        return self._worker().model_runner.get_model()
+        return self._runner().get_model()
 
-    def _caches(self) -> list[Tensor]:
-        return list(self._worker().model_runner.kv_caches)
-
-    def _worker(self) -> Any:
-        return self._engine.model_executor.driver_worker.worker
+    def _runner(self) -> Any:
+        return self._engine.model_executor.driver_worker.worker.model_runner
 
     def _named(self, doing: str) -> _Named:
         ranks = dist.get_process_group_ranks(self._mesh.group("tp"))

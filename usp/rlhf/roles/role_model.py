@@ -83,6 +83,7 @@ class RoleSpec:
             "loss_chunk": layout.loss_chunk or self.loss_chunk,
             "balance": self.balance if trained else 0.0,
             "weights_dtype": torch.float32 if trained and self.lora is None else self.dtype,
+            "engine": EngineRecipe.engine,  # of training; a layout's decodes
         }
         return EngineRecipe(**shared_values(self, EngineRecipe) | shared_values(layout, EngineRecipe) | different)
 

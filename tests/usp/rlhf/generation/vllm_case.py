@@ -1,0 +1,95 @@
+"""A GRPO run whose responses vLLM decodes, on each rank of torchrun: vllm_case.py FOLDER OPTIONS STEPS.
+
+Every rank writes how the engine's greedy responses compare with our own decoding of the trained weights in one process,
+before the first and after the last step; the drift of each step; and the memory of its engine, awake and asleep."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from parallel import ParallelDims, ParallelMesh
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.generation.vllm import VllmEngine
+from usp.rlhf.graph import Generate
+from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.prepare import prepare
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.trainer import RlhfTrainer
+from usp.run.launch import Launch, StopRequest, process_group
+from usp.run.watchdog import Watchdog
+
+GENERATE = VllmEngine.generate
+
+
+def trained_weights(trainer: RlhfTrainer) -> dict[str, Tensor]:
+    """All weights of the actor, whole, on every rank."""
+    own = trainer.trained["actor"].weights() if "actor" in trainer.trained else {}
+    whole = {name: weight.full_tensor() if isinstance(weight, DTensor) else weight for name, weight in own.items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, whole)
+    return {name: weight for part in every for name, weight in part.items()}
+
+
+def main(folder: Path, options: dict[str, Any], steps: int) -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    launch = Launch(rank, ranks, rank, ranks, rendezvous=True)
+    run = prepare(RlhfConfig(output=str(folder / "run"), device="cpu", dtype="float32", **options), launch)
+    seen: list[tuple[Any, Generate, Any]] = []
+
+    def recorded(self: VllmEngine, prompts: Any, work: Generate, *others: Any) -> Any:
+        seen.append((prompts, work, GENERATE(self, prompts, work, *others)))
+        return seen[-1][-1]
+
+    def compare(trainer: RlhfTrainer) -> dict[str, Any]:
+        seen.clear()
+        assert trainer.evaluator is not None
+        trainer.evaluator.run(0)
+        weights, every = trained_weights(trainer), [seen] * ranks
+        dist.all_gather_object(every, seen)
+        alone = [ParallelMesh.create(ParallelDims(dp_shard=1), "cpu", (each,)) for each in range(ranks)][rank]
+        model = RoleModel(run.roles["actor"], CallLayout((rank,), alone.dims), alone)
+        model.allocate()
+        for name, weight in model.weights().items():
+            weight.copy_(weights[name])
+        generator, same, difference = Generator.of(model.stage, alone, slots=16), [], 0.0
+        for prompts, work, responses in (call for calls in every for call in calls):
+            for wanted, found in zip(generator.generate(prompts, work, [0] * len(prompts)), responses, strict=True):
+                same.append(torch.equal(wanted.tokens, found.tokens))
+                if same[-1]:
+                    difference = max(difference, (wanted.logprobs - found.logprobs).abs().max().item())
+        return {"same": same, "difference": difference}
+
+    with (
+        process_group(launch, run.device, 300),
+        Watchdog(launch, 300, None) as watchdog,
+        patch.object(VllmEngine, "generate", recorded),
+    ):
+        (folder / "run").mkdir(exist_ok=True)
+        trainer = RlhfTrainer(run, launch, StopRequest(), watchdog)
+        told: dict[str, Any] = {"before": compare(trainer), "drift": [], "freed": None}
+        for number in range(1, steps + 1):
+            told["drift"].append(trainer.step(number).metrics["logprob_difference_max"])
+        told["after"] = compare(trainer)
+        engine = trainer._engine
+        if engine is not None:
+            engine.wake()
+            awake = engine.nbytes
+            engine.sleep()
+            told["freed"] = [awake, engine.nbytes]
+        (folder / f"{rank}.json").write_text(json.dumps(told))
+        dist.barrier()
+        os._exit(0)
+
+
+main(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))
