@@ -19,3 +19,4 @@ for config in (load_model_config("tiny"), *(CONFIGS[name]() for name in ("llama"
     structure(type(model), model.config)
 gc.collect()
 gc.freeze()  # a rank that looks for garbage would walk, and copy, all of what this process holds
+gc.set_threshold(20_000)  # and looks for it seldom, for a step makes little

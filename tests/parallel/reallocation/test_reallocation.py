@@ -93,10 +93,9 @@ def held_bytes(layout: ParamLayout) -> list[Tensor]:
 
 
 def test_all_pairs_are_exact_and_send_the_minimum_number_of_bytes(ranks: RankPool, exhaustive: bool) -> None:
-    """Without --exhaustive every 16th pair, so each layout still meets a 16th of the others."""
-    assert len(GRIDS) % 2, "every 16th pair would leave layouts out"
-    pairs = list(product(GRIDS, GRIDS))[:: 1 if exhaustive else 16]
-    assert {*chain(*pairs)} == {*GRIDS}
+    """Without --exhaustive every 25th pair, so that each layout is still a source and a target."""
+    pairs = list(product(GRIDS, GRIDS))[:: 1 if exhaustive else 25]
+    assert all({*side} == {*GRIDS} for side in zip(*pairs, strict=True)), "every 25th pair leaves layouts out"
     results = ranks.run(run_pairs, 8, pairs)
     assert [wrong for _, wrong in results] == [[]] * 8
     masks = {name: held_bytes(grid.layout()) for name, grid in GRIDS.items()}

@@ -96,7 +96,7 @@ def run_both(sequences: dict[str, list[tuple[str, ...]]], ahead: tuple[str, ...]
 def test_switching_changes_nothing(ranks: RankPool, exhaustive: bool) -> None:
     sequences = MORE if exhaustive else {}
     sequences = {**sequences, "grpo": [SEQUENCE, *sequences.get("grpo", ())]}
-    ahead = ("ppo", "corrected", "dapo") if exhaustive else ("ppo",)
+    ahead = ("ppo", "corrected", "dapo") if exhaustive else ("corrected",)
     results = ranks.run(run_both, 8 if exhaustive else 4, sequences, ahead, timeout=1200)
     for name in ahead:
         check(results, f"{name} ahead", f"{name} ahead, alone")

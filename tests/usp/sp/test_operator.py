@@ -86,7 +86,7 @@ def one_after_the_other() -> list[float]:
     """Return the differences of layers that run the same code on different grids."""
     torch.compiler.reset()
     found = []
-    for dims in (ParallelDims(ulysses=2, ring=2), ParallelDims(ring=4), ParallelDims(ulysses=4)):
+    for dims in (ParallelDims(ring=2), ParallelDims(ulysses=2)):
         layer = Layer(UnifiedSPAttention(ParallelMesh.create(dims), "zigzag"))
         gradients = []
         for run in (layer, torch.compile(layer, backend="aot_eager")):
@@ -94,15 +94,15 @@ def one_after_the_other() -> list[float]:
             run(*tensors).square().sum().backward()
             gradients.append(torch.cat([x.grad.flatten() for x in tensors[:3]]))
         found.append(float((gradients[0] - gradients[1]).abs().max()))
-    with pytest.raises(ValueError, match="needs a query head on every rank: ulysses=4 exceeds the 2"):
-        run(*inputs(2, 2, dist.get_rank()))
+    with pytest.raises(ValueError, match="needs a query head on every rank: ulysses=2 exceeds the 1"):
+        run(*inputs(1, 1, dist.get_rank()))
     with pytest.raises(ValueError, match="chunk=0 must be at least 1 token"):
         layer(*inputs(8, 8, dist.get_rank()), chunk=0)
     return found
 
 
 def test_other_grids_have_other_graphs(ranks: RankPool) -> None:
-    assert ranks.run(one_after_the_other, 4) == [[0.0] * 3] * 4
+    assert ranks.run(one_after_the_other, 2) == [[0.0] * 2] * 2
 
 
 def kept_results() -> float:

@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
     "compiled": (2, {"fp8": "tensor", "compile": True}),
     "compiled, rows, tp2": (2, {"fp8": "row", "tp": 2, "compile": True}),
 }
-ALWAYS = ("alone", "dp4", "ring x ulysses", "tp2 dp2", "pp2 dp2", "rows, tp2 ring2", "adapters")
+ALWAYS = ("alone", "ring x ulysses", "tp2 dp2", "pp2 dp2", "rows, tp2 ring2", "adapters")
 
 
 def config_of(folder: Path, **flags: Any) -> TrainConfig:

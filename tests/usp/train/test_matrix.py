@@ -75,7 +75,7 @@ ON_HOST = {"optim_offload": True, "micro_batches": 2}
 MATRIX = [
     # tensor parallel
     also("tp2 u2 r2", tp=2, **U2_R2),
-    row("tp2 u2 r2, tokens shared", "qwen3", tp=2, tp_sequence_parallel=True, **U2_R2),
+    row("tp2 u2 r2, tokens shared", "qwen3", U1, tp=2, tp_sequence_parallel=True, **U2_R2),
     also("dp2 tp2 u2", "mistral", tp=2, sp_ulysses=2),
     also("dp2 tp2 r2, tokens shared", "qwen2", tp=2, tp_sequence_parallel=True, sp_ring=2),
     # pipeline
@@ -95,7 +95,7 @@ MATRIX = [
     also("pp2 u2 r2, interleaved", "mixtral-deep", pp=2, pp_schedule="interleaved-1f1b", **U2_R2, micro_batches=4),
     row("pp2 u2 r2, zero bubble", "mixtral-deep", U1, **ZERO_BUBBLE, **U2_R2),
     row("u4 r2, balance by micro-batch", "mixtral", U2, **U4_R2, micro_batches=2, router_balance="micro-batch"),
-    row("ep4 tp2 u2 r2, tokens shared", "qwen3_moe", ep=4, tp=2, tp_sequence_parallel=True, **U2_R2),
+    row("ep4 tp2 u2 r2, tokens shared", "qwen3_moe", U1 | {"ep": 2}, ep=4, tp=2, tp_sequence_parallel=True, **U2_R2),
     # ZeRO and engines
     *(also(f"dp2 u2 r2, zero {zero}", zero=zero, micro_batches=2, **U2_R2) for zero in range(4)),
     *(  # accumulation in the other stages: test_deepspeed.py

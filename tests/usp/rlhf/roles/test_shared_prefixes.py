@@ -104,7 +104,6 @@ class Singles:
 
 
 CASES = [
-    Case(ParallelDims(ring=2, ulysses=2)),
     Case(ParallelDims(pp=2, ulysses=2), head="values", ac="full"),
     Case(ParallelDims(pp=2, tp=2), shared=True, budget=40),
     Case(ParallelDims(ring=2, dp_shard=2), zero=3, family="qwen3", head="values", budget=40),
