@@ -83,8 +83,9 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        dout = torch.zeros_like(ctx.saved_tensors[3]) if dout is None else dout
-        return *ring_backward(dout, dlse, *ctx.saved_tensors, ctx.program, ctx.channel)(), None, None, None
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return *ring_backward(dout, dlse, q, k, v, out, lse, sinks, ctx.program, ctx.channel)(), None, None, None
 
 
 def ring_forward(

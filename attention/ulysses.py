@@ -52,11 +52,11 @@ class HeadsToSeq(torch.autograd.Function):
     def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel, keep: Keep):
         ctx.plan, ctx.channel = plan, channel
 
-        def exchange() -> list[Tensor]:
+        def exchange() -> tuple[Tensor, ...]:
             tokens = out.shape[0] // (batch * channel.size)
             total = SequenceTotal(plan, batch, channel, tokens, (out,))
             total.post(plan, (out,))()
-            return total.result()
+            return tuple(total.result())
 
         (gathered,) = keep(("heads to sequence", out.shape), exchange)
         return gathered
@@ -85,7 +85,8 @@ def post_to_heads(tensors: Sequence[Tensor], plan: HeadPlan, channel: Channel) -
     shapes = _shapes(tensors, of_tensors)
     features = [sum(map(prod, of_rank)) for of_rank in shapes]
     sent = tensors[0].new_empty(batch * tokens * sum(features))
-    if all(evens := [_even(ranges) for ranges in of_tensors]):
+    evens = [even for ranges in of_tensors if (even := _even(ranges))]
+    if len(evens) == len(of_tensors):
         parts = _separated(sent.view(channel.size, batch, tokens, -1), shapes[0])
         for part, x, even in zip(parts, tensors, evens, strict=True):  # one copy each
             part.view(even[0], -1, *part.shape[1:]).copy_(_by_range(x, *even).unsqueeze(1))
@@ -148,7 +149,8 @@ class SequenceTotal:
         def finish() -> None:
             with named("ulysses all-to-all: wait"):
                 pending.wait()
-            if all(evens := [_even(ranges) for ranges in of_tensors]):
+            evens = [even for ranges in of_tensors if (even := _even(ranges))]
+            if len(evens) == len(of_tensors):
                 parts = _separated(received.view(channel.size, batch, tokens, own), shapes[0])
                 for total, part, even, added in zip(self._totals, parts, evens, self._added, strict=True):
                     part = part.view(even[0], -1, *part.shape[1:])

@@ -207,6 +207,7 @@ def unified_attention(
         weights (B, S, k) of the keys at `indices`, summed over the heads, in that dtype and without a gradient.
     """
     if isinstance(program, RingProgram) and plan.of_itself and not return_lse:
+        assert k_BSKH is not None and v_BSKV is not None
         call = plan, program, ulysses, ring
         if not torch.is_grad_enabled():
             return [unified_forward(q_BSNH, k_BSKH, v_BSKV, *call, sinks, keep)[0]]
@@ -292,8 +293,9 @@ class SelfAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         sinks, *saved = ctx.saved_tensors
-        dq, dk, dv, *dsinks = unified_backward(dout, saved, *ctx.rest, sinks)
-        return dq, dk, dv, *(dsinks or [None]), *[None] * 5
+        head_dim, plan, program, ulysses, ring = ctx.rest
+        grads = unified_backward(dout, saved, head_dim, plan, program, ulysses, ring, sinks)
+        return *grads, *[None] * (9 - len(grads))
 
 
 def unified_forward(
@@ -319,7 +321,8 @@ def unified_forward(
     def compute() -> tuple[Tensor, ...]:
         batch, tensors = q_BSNH.shape[0], _heads_contiguous(q_BSNH, k_BSKH, v_BSKV)
         if ulysses.size == 1:
-            out, lse = ring_forward(*(x.flatten(0, 1) for x in tensors), sinks, program, ring)
+            q, k, v = (x.flatten(0, 1) for x in tensors)
+            out, lse = ring_forward(q, k, v, sinks, program, ring)
             return out.contiguous().view(batch, -1, *out.shape[1:]), lse.contiguous()
         programs, head_dims = program.by_group or (program,), [x.shape[-1] for x in tensors]
 
@@ -368,7 +371,7 @@ def unified_backward(
         q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*inputs), out, dout_BSNV))
         *grads, dsinks = ring_backward(dout, None, q, k, v, out, lse, sinks, program, ring)()
         grads = [x.reshape(batch, -1, *x.shape[1:]).contiguous() for x in grads]
-        return grads if sinks is None else [*grads, dsinks]
+        return grads if dsinks is None else [*grads, dsinks]
     groups, programs, head_dims = plan.heads.by_group, program.by_group or (program,), (head_dim, head_dim, v_head_dim)
 
     def start(number: int, dout: Tensor) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
@@ -378,14 +381,14 @@ def unified_backward(
 
     arrivals = _Arrivals(groups, lambda heads: post_to_heads((dout_BSNV,), heads, ulysses), start)
     total = SequenceTotal(plan.heads, batch, ulysses, tokens, [dout_BSNV.new_empty(0, size) for size in head_dims])
-    computed: list[Callable[[], Sequence[Tensor | None]]] = []
+    computed: list[Callable[[], tuple[Tensor, Tensor, Tensor, Tensor | None]]] = []
     leaving, all_dsinks = [], None if sinks is None else torch.zeros_like(sinks)
 
     def leave(number: int) -> None:
-        *grads, dsinks = computed[number]()
+        dq, dk, dv, dsinks = computed[number]()
         if dsinks is not None and all_dsinks is not None:
             all_dsinks[slice(*groups[number].q_ranges[ulysses.rank])] = dsinks
-        leaving.append(total.post(groups[number], grads))
+        leaving.append(total.post(groups[number], (dq, dk, dv)))
 
     def between(number: int, step: int) -> None:
         if step == 1 and len(leaving) < number:
@@ -399,7 +402,7 @@ def unified_backward(
             call = _own_sinks(sinks, heads, plan), programs[number], ring, blocks
             computed.append(ring_backward(dout, None, q, k, v, out, lse, *call, partial(between, number)))
         else:
-            computed.append(lambda empty=(q, k, v, None): empty)
+            computed.append(partial(_without_heads, q, k, v))
             for step in range(1, ring.size + 1):
                 between(number, step)
         if ring.size == 1:
@@ -409,6 +412,11 @@ def unified_backward(
     for finish in leaving:
         finish()
     return [*total.result(), *([] if all_dsinks is None else [all_dsinks])]
+
+
+def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    """Return the gradients of a rank without heads in a group."""
+    return q, k, v, None
 
 
 class _Arrivals:

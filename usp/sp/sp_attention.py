@@ -315,8 +315,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     ) -> tuple[Any, ...]:
         """Check a call and return the arguments of its `_prepare`. documents, options: those of `_spec`."""
         _check_tensors(shapes, sinks)
-        (q, dtype, device), *others = (x or (torch.Size(), None, None) for x in shapes)
-        k, v, joint_q, joint_k, joint_v = (size for size, *_ in others)
+        assert shapes[0] is not None
+        q, dtype, device = shapes[0]
+        k, v, joint_q, joint_k, joint_v = (x[0] if x else torch.Size() for x in shapes[1:])
         seq_len, key_len, joint = q[1] * self.ranks, None if k else 0, None
         if k and (k[1] != q[1] or key_documents is not None):
             key_len = k[1] * self.ranks
