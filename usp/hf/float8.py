@@ -87,10 +87,10 @@ def update_scales(stages: Iterable[nn.Module], mesh: ParallelMesh, sharded: bool
 
     sharded: over fsdp, not only over tp.
     """
-    from torchao.float8.float8_utils import amax_to_scale
-
     axes = [axis for axis in ("fsdp", "tp") if mesh.size(axis) > 1 and (sharded or axis == "tp")]
     for stage in stages:
+        from torchao.float8.float8_utils import amax_to_scale  # which a run without float8 does not need
+
         # Not by to_local(), which returns another object than the one that FSDP2 gathers.
         parts = (parameter._local_tensor for parameter in stage.parameters() if isinstance(parameter, DTensor))
         weights: list[Any] = [part for part in parts if hasattr(part, "_precomputed_scale")]
