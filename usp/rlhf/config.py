@@ -76,6 +76,9 @@ class _Rlhf:
     staleness: Annotated[int, one_of((0, 1))] = 0
     """1: generate and score the samples of a step while the previous step trains, with the weights from before it.
     Needs a plan with different ranks for both, such as separation."""
+    delta_updates: bool = False
+    """Send only the weights that have changed since the last step, exactly. Copies of trained weights then stay in
+    memory, and senders keep what they sent."""
 
     reward_model: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
     """Directory of a trained reward model. If unset, --reward-function scores the responses."""
@@ -294,6 +297,11 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
     if config.staleness and not samples:
         yield f"--staleness = {config.staleness} is for generated responses, and {config.algorithm} has none: remove it"
+    if config.delta_updates and (config.plan == SEARCH or config.replan):
+        other = "--replan" if config.replan else f"--plan {SEARCH}"
+        yield f"--delta-updates keeps copies in memory, which {other} does not predict: remove one"
+    if config.delta_updates and not samples:
+        yield f"--delta-updates is for weights that generate, and {config.algorithm} generates nothing: remove it"
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
         yield (
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "

@@ -172,6 +172,7 @@ class RlhfTrainer(TrainingLoop):
                 collect=tuple(key for key in _COLLECTED if key in keys) if {"score", "prompt_length"} <= keys else (),
                 first=SHOWN,
                 staleness=self.config.staleness,
+                delta_updates=self.config.delta_updates,
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error

@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, gather_layout, plan_realloc
+from parallel import (
+    DeltaReallocation,
+    ParallelDims,
+    ParallelMesh,
+    ParamLayout,
+    ProcessGroups,
+    Reallocation,
+    gather_layout,
+    plan_realloc,
+)
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan
@@ -31,6 +40,7 @@ class RoleCopies:
             plans have stays, and from the others weights and optimizer states move here, exactly, so that `before`
             cannot be used afterwards. Of one role at a time, a rank holds what it had and what it gets.
         event: is filled in with what this rank sends and receives then; given with `before`.
+        delta_updates: copies keep their memory from step to step, and receive what has changed.
 
     aliases: copies that share the memory of their role's trained copy.
     """
@@ -45,9 +55,11 @@ class RoleCopies:
         ranks_per_host: int,
         before: RoleCopies | None = None,
         event: Event | None = None,
+        delta_updates: bool = False,
     ) -> None:
         self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
-        self._plan, self._event = plan, event
+        self._plan, self._event, self.delta_updates = plan, event, delta_updates
+        self._filled: dict[WeightCopy, Reallocation] = {}  # by which reallocation each copy was last
         # with what this rank moves, as fields of an `Event`
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], tuple[Reallocation, dict[str, int]]] = {}
         self._models: dict[WeightCopy, Role] = {}
@@ -84,9 +96,10 @@ class RoleCopies:
     def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan, staleness: int = 0) -> StepWeights:
         """Plan how the copies of a step are filled, and get ready for it. Collective over the world."""
         options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host, "staleness": staleness}
-        step = plan_weights(graph, plan, self._layouts, self.aliases, **options)
+        step = plan_weights(graph, plan, self._layouts, self.aliases, **options, stay=self.delta_updates)
         for copy, fill in step.fills.items():
-            reallocation = Reallocation(fill, self._groups, self._device)
+            kind = DeltaReallocation if self.delta_updates else Reallocation
+            reallocation = kind(fill, self._groups, self._device)
             self._reallocations[copy, step.sources[copy]] = reallocation, _moved(reallocation)
         return step
 
@@ -100,7 +113,13 @@ class RoleCopies:
             self._models[copy].allocate()
         reallocation, moved = self._reallocations[copy, sources]
         others = [self._weights(source) for source in sources]
-        reallocation.run(self._weights(self._trained[copy.role]), self._weights(copy), others)
+        weights = self._weights(self._trained[copy.role]), self._weights(copy), others
+        if isinstance(reallocation, DeltaReallocation):
+            intact = self._filled.get(copy) is reallocation  # evaluations may fill a copy from others
+            moved = moved | reallocation.update(*weights, intact=intact)._asdict()
+        else:
+            reallocation.run(*weights)
+        self._filled[copy] = reallocation
         vars(event).update(moved)
 
     def _holds_values(self, copy: WeightCopy) -> bool:

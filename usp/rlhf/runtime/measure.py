@@ -23,6 +23,8 @@ from .transfer import PROMPTS, StepData
 
 LENGTHS_FILE = f"{FOLDER}/lengths.jsonl"
 MAX, SUM, TOKENS = "difference_max", "difference_sum", "difference_tokens"
+# Of weights, with delta updates: bytes that ranks received, and those that they lacked.
+SENT_BYTES, WHOLE_BYTES = "weights/sent_bytes", "weights/whole_bytes"
 _COMPARED = ("logprobs", "old_logprobs", "mask")
 
 
@@ -102,9 +104,12 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
     sample.
     "tokens_length": mean length, for every key of sequences. logprob_difference_max, logprob_difference_mean: of
     |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys, or else the actor's train step's.
+    "weights/sent_bytes", "weights/whole_bytes": with delta updates, what ranks received and what they lacked.
     "actor/rollout_is_eff_sample_size": as a fraction of all tokens, of a train step with importance sampling.
     """
     metrics = {name: value for trained, _ in summaries for name, value in trained.items()}
+    for name in {SENT_BYTES, WHOLE_BYTES} & metrics.keys():
+        metrics[name] = sum(trained.get(name, 0) for trained, _ in summaries)
     numbers = numbers_of(summaries).items()
     of_keys = {key: torch.tensor([*values.values()], dtype=torch.float64) for key, values in numbers}
     if {MAX, SUM, TOKENS} <= of_keys.keys():
