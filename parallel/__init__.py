@@ -22,6 +22,7 @@ from .dims import SP_ORDERS, ParallelDims, divisors
 from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups, RanksDisagree, agree, format_ranks
 from .mesh import ParallelMesh, local_tensor
+from .reallocation.delta import DeltaReallocation
 from .reallocation.param_layout import ParamLayout, gather_layout
 from .reallocation.realloc_plan import ReallocPlan, plan_realloc
 from .reallocation.reallocation import Reallocation

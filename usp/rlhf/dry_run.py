@@ -19,7 +19,15 @@ from usp.hf.models import materialise, model_facts
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.predict.meter import CATEGORIES, StepMeter
 from usp.rlhf.generation.decoding import Rollout, capacity
-from usp.rlhf.plan.operations import WeightCopy, copy_of, schedule, shares_memory, trained_copy, weight_copies
+from usp.rlhf.plan.operations import (
+    StepWeights,
+    WeightCopy,
+    copy_of,
+    schedule,
+    shares_memory,
+    trained_copy,
+    weight_copies,
+)
 from usp.rlhf.plan.plan import OWN, optimizer_of
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.rows import micro_batches, pack_lengths, plan_rows
@@ -194,7 +202,8 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
     }
     present = {copy for copy in own if trained[copy.role] in (None, copy) and copy.role not in plan.offload}
     others: dict[str, int] = {}
-    for operation in schedule(graph, plan, world_size, aliases, staleness=run.config.staleness):
+    kept = StepWeights(stay=run.config.delta_updates)
+    for operation in schedule(graph, plan, world_size, aliases, kept, run.config.staleness):
         if operation.copy in models and operation.kind in ("reallocate", "load"):
             present.add(operation.copy)
         elif operation.copy in models and operation.kind in ("release", "offload"):

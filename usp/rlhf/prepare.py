@@ -474,6 +474,8 @@ def _engine_problems(config: RlhfConfig, graph: DataflowGraph, plan: ExecutionPl
     yield from sampling_problems(works)
     if config.lora_rank:
         yield f"--lora-rank = {config.lora_rank}: an engine takes whole models, not adapters: remove it"
+    if config.delta_updates:
+        yield "--delta-updates changes weights where they are, and an engine has them in tensors of its own: remove it"
     if config.begins_ahead:
         yield "--partial-rollouts and --oversample stop responses and go on with them: remove them, or the engine"
 

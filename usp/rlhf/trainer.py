@@ -187,6 +187,7 @@ class RlhfTrainer(TrainingLoop):
                 first=SHOWN,
                 staleness=min(1, self.config.staleness),
                 rollouts=self._rollout_options() if self.config.begins_ahead else None,
+                delta_updates=self.config.delta_updates,
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error

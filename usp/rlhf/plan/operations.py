@@ -55,11 +55,13 @@ class StepWeights:
         sources: for each copy that is filled: copies of its role in memory then, besides the trained one.
         kept: copies that stay past their last call -> the copy that they stay for: they are released once it is filled.
         fills: the reallocation that fills each copy, from the trained one and its sources.
+        stay: all copies keep their memory and values from step to step, for updates of what has changed.
     """
 
     sources: Mapping[WeightCopy, tuple[WeightCopy, ...]] = field(default_factory=dict)
     kept: Mapping[WeightCopy, WeightCopy] = field(default_factory=dict)
     fills: Mapping[WeightCopy, ReallocPlan] = field(default_factory=dict)
+    stay: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class _Scheduler:
         elif copy != source and first:
             yield self._of_copy("reallocate", copy, source, *self._step.sources.get(copy, ()))
             yield from (self._of_copy("release", kept) for kept, until in self._step.kept.items() if until == copy)
-        elif copy != source and copy not in self._step.kept:
+        elif copy != source and copy not in self._step.kept and not self._step.stay:
             yield self._of_copy("release", copy)
 
     def _of_copy(self, kind: str, copy: WeightCopy, *filling: WeightCopy) -> Operation:
@@ -288,14 +290,16 @@ def plan_weights(
     bucket_bytes: int,
     ranks_per_host: int,
     staleness: int = 0,
+    stay: bool = False,
 ) -> StepWeights:
     """Plan how the copies of a step are filled and how long they stay.
 
     Args:
         layouts: of the copies of trained roles.
         aliases: copies that share the memory of their role's trained copy.
+        stay: see `StepWeights`.
     """
-    lives = _Lives(graph, plan, layouts, aliases, staleness)
+    lives = _Lives(graph, plan, layouts, aliases, staleness, stay)
 
     def filled_from(copy: WeightCopy, sources: Sequence[WeightCopy]) -> ReallocPlan:
         trained = trained_copy(graph, plan, copy.role)
@@ -313,7 +317,7 @@ def plan_weights(
                     lives.kept[gone], best = copy, longer
     sources = {copy: lives.sources(copy) for copy in lives.copies}  # a copy that stays serves those in between as well
     fills = {copy: filled_from(copy, sources[copy]) for copy in lives.copies}
-    return StepWeights(sources, lives.kept, fills)
+    return StepWeights(sources, lives.kept, fills, stay)
 
 
 class _Lives:
@@ -326,6 +330,7 @@ class _Lives:
         layouts: Mapping[WeightCopy, ParamLayout],
         aliases: frozenset[WeightCopy],
         staleness: int,
+        stay: bool,
     ) -> None:
         level_of = {call.name: number for number, level in enumerate(graph.levels) for call in level}
         used = {
@@ -336,7 +341,7 @@ class _Lives:
         self.copies = tuple(used)  # in the order in which they are filled
         self.kept: dict[WeightCopy, WeightCopy] = {}
         self._first = {copy: 0 if staleness else min(levels) for copy, levels in used.items()}
-        self._last = {copy: max(levels) for copy, levels in used.items()}
+        self._last = {copy: len(graph.levels) - 1 if stay else max(levels) for copy, levels in used.items()}
         self._bytes = {copy: _bytes_by_rank(layouts[copy]) for copy in used}
         self._levels = range(len(graph.levels))
         self._most: Counter[int] = reduce(Counter.__or__, map(self._in_call, self._levels), Counter())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import (
+    DeltaReallocation,
     ParallelDims,
     ParallelMesh,
     ParamLayout,
@@ -43,6 +44,7 @@ class RoleCopies:
             plans have stays, and from the others weights and optimizer states move here, exactly, so that `before`
             cannot be used afterwards. Of one role at a time, a rank holds what it had and what it gets.
         event: is filled in with what this rank sends and receives then; given with `before`.
+        delta_updates: copies keep their memory from step to step, and receive what has changed.
 
     aliases: copies that share the memory of their role's trained copy.
     """
@@ -57,10 +59,12 @@ class RoleCopies:
         ranks_per_host: int,
         before: RoleCopies | None = None,
         event: Event | None = None,
+        delta_updates: bool = False,
     ) -> None:
         self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
-        self._plan, self._event = plan, event
+        self._plan, self._event, self.delta_updates = plan, event, delta_updates
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], list[Reallocation]] = {}
+        self._filled: dict[WeightCopy, Reallocation] = {}  # by which reallocation each copy was last
         self._models: dict[WeightCopy, Role] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         self._uses = weight_copies(graph, plan)
@@ -95,10 +99,11 @@ class RoleCopies:
     def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan, staleness: int = 0) -> StepWeights:
         """Plan how the copies of a step are filled, and get ready for it. Collective over the world."""
         options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host, "staleness": staleness}
-        step = plan_weights(graph, plan, self._layouts, self.aliases, **options)
+        step = plan_weights(graph, plan, self._layouts, self.aliases, **options, stay=self.delta_updates)
         for copy, fill in step.fills.items():
             parts = [fill] if copy.layout.engine == OWN else layer_plans(fill)
-            reallocations = [Reallocation(part, self._groups, self._device) for part in parts]
+            kind = DeltaReallocation if self.delta_updates else Reallocation
+            reallocations = [kind(part, self._groups, self._device) for part in parts]
             self._reallocations[copy, step.sources[copy]] = reallocations
         return step
 
@@ -117,7 +122,15 @@ class RoleCopies:
             for reallocation in reallocations:
                 names = reallocation.plan.dst.parameters
                 parts = model.parts(list(names)) if isinstance(model, EngineModel) else self._weights(copy)
-                reallocation.run(held, parts, others)
+                moved = _moved(reallocation)
+                if isinstance(reallocation, DeltaReallocation):
+                    intact = self._filled.get(copy) is reallocation  # evaluations may fill a copy from others
+                    moved |= reallocation.update(held, parts, others, intact=intact)._asdict()
+                else:
+                    reallocation.run(held, parts, others)
+                self._filled[copy] = reallocation
+                for name, nbytes in moved.items():
+                    setattr(event, name, getattr(event, name) + nbytes)
                 yield parts
 
         if isinstance(model, EngineModel):
@@ -125,9 +138,6 @@ class RoleCopies:
         else:
             for _ in rounds():
                 pass
-        for reallocation in reallocations:
-            for name, nbytes in _moved(reallocation).items():
-                setattr(event, name, getattr(event, name) + nbytes)
 
     def _holds_values(self, copy: WeightCopy) -> bool:
         """Return whether a copy has its values between steps, instead of being filled where it is needed."""

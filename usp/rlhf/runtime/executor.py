@@ -38,7 +38,7 @@ from usp.rlhf.samples import Samples, derived_seed, fingerprint
 from usp.run.failures import UserCodeFailed
 
 from .copies import RoleCopies
-from .measure import Summary, merge, numbers_of, summarize, with_measures
+from .measure import SENT_BYTES, WHOLE_BYTES, Summary, merge, numbers_of, summarize, with_measures
 from .rollouts import RolloutOptions, Rollouts
 from .timeline import Event, Timeline, clock_offset
 from .transfer import InFlight, PendingTransfer, StepData, batch_violations, plan_transfer
@@ -86,6 +86,9 @@ class StepRunner:
                 elif operation.kind == "reallocate":
                     assert operation.copy
                     context.copies.reallocate(operation.copy, operation.sources, event)
+                    if context.copies.delta_updates:
+                        for name, nbytes in ((SENT_BYTES, event.received), (WHOLE_BYTES, event.minimum)):
+                            self.metrics[name] = self.metrics.get(name, 0) + nbytes
                 else:
                     assert operation.copy and operation.kind in ("release", "load", "offload"), operation.kind
                     getattr(context.copies.model(operation.copy), operation.kind)()
@@ -236,6 +239,7 @@ class Executor:
         copies: those of another executor, which hold all that this plan needs; None: built here.
         staleness: by how many steps samples are made ahead of the training on them; see `schedule`.
         rollouts: prompts are begun before their step, which takes those that are complete first. No change of plans.
+        delta_updates: see `RoleCopies`.
 
     in_flight: the samples that are made and not trained on yet; set to continue from a checkpoint.
     rollouts: what is begun.
@@ -262,6 +266,7 @@ class Executor:
         copies: RoleCopies | None = None,
         staleness: int = 0,
         rollouts: RolloutOptions | None = None,
+        delta_updates: bool = False,
     ) -> None:
         self._rank, self._staleness = dist.get_rank(), staleness
         self._graph, self._groups, self._collect, self._first = graph, groups, collect, first
@@ -276,7 +281,7 @@ class Executor:
         graph, plan = self._agreed(plan)
         built = copies is None
         if copies is None:
-            copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
+            copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host, delta_updates=delta_updates)
         self.rollouts = None if rollouts is None else Rollouts(rollouts, graph, plan)
         self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
         self._context = self._ready(graph, plan, copies)
@@ -304,9 +309,8 @@ class Executor:
             for name, state in self.function_states().items():
                 stateful(self._graph)[name].load_state_dict(state)
             in_flight = self.in_flight and (self.in_flight.to_extra(), self.in_flight.whole(self.device))
-            copies = RoleCopies(
-                graph, plan, self._groups, self._build_role, self.device, self._ranks_per_host, old.copies, event
-            )
+            place = (self._groups, self._build_role, self.device, self._ranks_per_host)
+            copies = RoleCopies(graph, plan, *place, old.copies, event, old.copies.delta_updates)
             self._context = self._ready(graph, plan, copies)
             if in_flight:
                 extra, whole = in_flight

@@ -24,6 +24,8 @@ from .transfer import PROMPTS, StepData
 LENGTHS_FILE = f"{FOLDER}/lengths.jsonl"
 MAX, SUM, TOKENS = "difference_max", "difference_sum", "difference_tokens"
 STALENESS, STALEST = "staleness_mean", "staleness_max"
+# Of weights, with delta updates: bytes that ranks received, and those that they lacked.
+SENT_BYTES, WHOLE_BYTES = "weights/sent_bytes", "weights/whole_bytes"
 _COMPARED = ("logprobs", "old_logprobs", "mask")
 
 
@@ -109,9 +111,12 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
     |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys, or else the actor's train step's.
     staleness_mean, staleness_max: of partial rollouts, by how many steps the weights that train on a token are newer
     than those that wrote it.
+    "weights/sent_bytes", "weights/whole_bytes": with delta updates, what ranks received and what they lacked.
     "actor/rollout_is_eff_sample_size": as a fraction of all tokens, of a train step with importance sampling.
     """
     metrics = {name: value for trained, _ in summaries for name, value in trained.items()}
+    for name in {SENT_BYTES, WHOLE_BYTES} & metrics.keys():
+        metrics[name] = sum(trained.get(name, 0) for trained, _ in summaries)
     numbers = numbers_of(summaries).items()
     of_keys = {key: torch.tensor([*values.values()], dtype=torch.float64) for key, values in numbers}
     if {MAX, SUM, TOKENS} <= of_keys.keys():
