@@ -65,8 +65,17 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if invalid := _problems(asked):
         raise ValueError("; ".join(invalid))
     from usp.hf.models import formula_violation, load_model_config, model_facts
-    from usp.planning.comparison import Setting, compare, comparison_json, comparison_tables, judge, verdict_table
-    from usp.planning.comparison_page import page, plot, sweep
+    from usp.planning.comparison import (
+        Setting,
+        compare,
+        comparison_json,
+        comparison_tables,
+        judge,
+        page,
+        plot,
+        sweep,
+        verdict_table,
+    )
     from usp.planning.methods import DEFAULT, Method
     from usp.run.metrics import short
 

@@ -64,8 +64,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         "--write-hardware needs a run: give its folder as --against" if fit and not asked.against else None,
     )
 
-    from usp.planning.fitted_rates import fitted, traced_parts
-    from usp.planning.step_report import measured, plot, render, report_json, step_report
+    from usp.planning.step_report import fitted, measured, plot, render, report_json, step_report, traced_parts
 
     config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware, train_tokens=0)
     terms = terms_of(asked)
@@ -84,8 +83,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if run and fit:
         traced = traced_parts(folder) if report.job.dims.pp == 1 else {}  # rank 0 is of one stage
         values, predict = hardware_values(name), lambda hardware: replace(report, hardware=hardware).time
-        rates = fitted(values, predict, run, traced, str(folder))
-        fit.write_text(json.dumps(rates.values, indent=1) + "\n")
-        written.append(f"written: {fit}: {rates.text}")
+        values, words = fitted(values, predict, run, traced, str(folder))
+        fit.write_text(json.dumps(values, indent=1) + "\n")
+        written.append(f"written: {fit}: {words}")
     if written and not asked.json:
         print("\n".join(written), file=sys.stderr)

@@ -16,8 +16,7 @@ from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.fields import token_count
 from usp.hf.models import load_model_config
-from usp.planning.comparison import Compared, Setting, compare, judge
-from usp.planning.comparison_page import plot, sweep
+from usp.planning.comparison import Compared, Setting, compare, judge, plot, sweep
 from usp.planning.methods import DEFAULT, Method
 from usp.planning.step_report import StepReport
 from usp.predict.traffic import step_traffic

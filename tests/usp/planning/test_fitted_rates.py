@@ -14,7 +14,7 @@ from parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_
 from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.planning.fitted_rates import ATTENTION, MEMORY, PRODUCTS, scaled
+from usp.planning.step_report import ATTENTION, MEMORY, PRODUCTS, scaled
 from usp.predict.seconds import StepTime, step_seconds
 from usp.train.resolve import job_of
 
