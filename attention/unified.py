@@ -193,9 +193,8 @@ def unified_attention(
     """Compute exact, differentiable attention of this rank's queries over the whole sequence.
 
     `program` is `plan.ring` lowered for a kernel, or, with `indices` (B, S, k), that of attention to chosen keys
-    (sparse.py). `sinks` (N,) are logits added to every row's softmax without a
-    value; each rank gets a partial gradient of them, to be summed over ranks. `keep` saves or replays results for
-    activation checkpointing (keep.py).
+    (sparse.py). `sinks` (N,) are logits added to every row's softmax without a value; each rank gets a partial gradient
+    of them, to be summed over ranks. `keep` saves or replays results for activation checkpointing (keep.py).
 
     joint: q (B, J, N, H), k and v of the joint tokens, for those that `plan.spec.joint` has; each rank gets a partial
         gradient of them as well, and gradients of their results are summed over the ranks. Without other keys, `k_BSKH`

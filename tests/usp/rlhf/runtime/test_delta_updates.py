@@ -42,7 +42,7 @@ def run(plan_name: str, delta_updates: bool, groups: ProcessGroups) -> Result:
         generate = replace(
             graph, calls=graph.calls[:1], elsewhere=tuple(c for c in graph.calls if c.kind == "train_step")
         )
-        alone = replace(plan, calls={"actor_generate": plan["actor_generate"]})
+        alone = replace(plan, calls={name: plan[name] for name in ("actor_generate", "actor_train")})
         assert copy_of(generate, alone, generate.calls[0]) == copy_of(graph, plan, graph.calls[0])
         evaluation = executor.another(generate, alone, collect=(), progress=lambda doing: None)
         evaluation.run_step(given("grpo", 1), 1, seed=1)
