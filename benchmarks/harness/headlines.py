@@ -322,6 +322,13 @@ SECTIONS: dict[str, dict[str, Headline]] = {
             "And with a long tail of lengths?",
             lambda record: f"With --staleness 2 and partial rollouts, a step takes {record.rows[3][-2]} of the time.",
         ),
+        "delta_updates": Headline(
+            "What do updates send that send only what changed?",
+            lambda record: (
+                f"At a learning rate of 1e-6, {float(record.rows[0][3]):.1%} of the bytes of bfloat16 weights, at 1e-5 "
+                f"{float(record.rows[1][3]):.1%}; of float32 weights nearly all change."
+            ),
+        ),
         "searched_plans": Headline("Is the searched plan the fastest when measured?", _searched_plans),
         "search_quality": Headline("Does a longer search find a better plan?", _search_quality),
         "estimates": Headline("How far are predicted calls and steps from measured ones?", _estimates),
