@@ -18,7 +18,7 @@ from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.runtime.measure import SENT_BYTES, WHOLE_BYTES
 from usp.rlhf.runtime.timeline import Event
 
-STEPS = 3
+STEPS, COLLECTED = 3, ("tokens", "logprobs", "old_logprobs")
 # The metrics of each step, what rank 0 collected, this rank's reallocations in the last step, its weights.
 Result = tuple[list[dict[str, float]], list[Tensor], list[Event], dict[str, Tensor]]
 
@@ -28,8 +28,16 @@ def run(plan_name: str, delta_updates: bool, groups: ProcessGroups) -> Result:
     trained: dict[str, RoleModel] = {}
     build = builder(trained, torch.bfloat16)
     plan = plan_of(plan_name, graph)
-    options = {"ranks_per_host": 2, "collect": ("tokens", "logprobs", "old_logprobs"), "delta_updates": delta_updates}
-    executor = Executor(graph, plan, groups, build, torch.device("cpu"), **options)
+    executor = Executor(
+        graph,
+        plan,
+        groups,
+        build,
+        torch.device("cpu"),
+        ranks_per_host=2,
+        collect=COLLECTED,
+        delta_updates=delta_updates,
+    )
     metrics, collected = [], []
     for number in range(1, STEPS + 1):
         for model in trained.values():
@@ -37,7 +45,7 @@ def run(plan_name: str, delta_updates: bool, groups: ProcessGroups) -> Result:
         result = executor.run_step(given("grpo", number), number, seed=number)
         metrics.append(result.metrics)
         if result.samples is not None:
-            collected += [value for key in options["collect"] for value in result.samples[key]]
+            collected += [value for key in COLLECTED for value in result.samples[key]]
     # An evaluation fills copies as well, and the step after it starts from what that has left.
     trains = tuple(call for call in graph.calls if call.kind == "train_step")
     generate = DataflowGraph(graph.calls[:1], ("prompt_ids",), trains)
