@@ -12,13 +12,13 @@ from parallel import ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_numerics import ONCE, builder, given, plan_of, weights_of
 from usp.rlhf.algorithms.registry import build_graph
-from usp.rlhf.plan.operations import copy_of
+from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.runtime.measure import SENT_BYTES, WHOLE_BYTES
 from usp.rlhf.runtime.timeline import Event
 
-STEPS = 3
+STEPS, COLLECTED = 3, ("tokens", "logprobs", "old_logprobs")
 # The metrics of each step, what rank 0 collected, this rank's reallocations in the last step, its weights.
 Result = tuple[list[dict[str, float]], list[Tensor], list[Event], dict[str, Tensor]]
 
@@ -28,8 +28,16 @@ def run(plan_name: str, delta_updates: bool, groups: ProcessGroups) -> Result:
     trained: dict[str, RoleModel] = {}
     build = builder(trained, torch.bfloat16)
     plan = plan_of(plan_name, graph)
-    options = {"ranks_per_host": 2, "collect": ("tokens", "logprobs", "old_logprobs"), "delta_updates": delta_updates}
-    executor = Executor(graph, plan, groups, build, torch.device("cpu"), **options)
+    executor = Executor(
+        graph,
+        plan,
+        groups,
+        build,
+        torch.device("cpu"),
+        ranks_per_host=2,
+        collect=COLLECTED,
+        delta_updates=delta_updates,
+    )
     metrics, collected = [], []
     for number in range(1, STEPS + 1):
         for model in trained.values():
@@ -37,16 +45,16 @@ def run(plan_name: str, delta_updates: bool, groups: ProcessGroups) -> Result:
         result = executor.run_step(given("grpo", number), number, seed=number)
         metrics.append(result.metrics)
         if result.samples is not None:
-            collected += [value for key in options["collect"] for value in result.samples[key]]
-    if delta_updates:  # an evaluation fills the same copies, and may do so from others
-        generate = replace(
-            graph, calls=graph.calls[:1], elsewhere=tuple(c for c in graph.calls if c.kind == "train_step")
-        )
-        alone = replace(plan, calls={name: plan[name] for name in ("actor_generate", "actor_train")})
-        assert copy_of(generate, alone, generate.calls[0]) == copy_of(graph, plan, graph.calls[0])
-        evaluation = executor.another(generate, alone, collect=(), progress=lambda doing: None)
-        evaluation.run_step(given("grpo", 1), 1, seed=1)
-        executor.run_step(given("grpo", 1), 1, seed=1)
+            collected += [value for key in COLLECTED for value in result.samples[key]]
+    # An evaluation fills copies as well, and the step after it starts from what that has left.
+    trains = tuple(call for call in graph.calls if call.kind == "train_step")
+    generate = DataflowGraph(graph.calls[:1], ("prompt_ids",), trains)
+    places = {call.name: plan[call.name] for call in (*generate.calls, *trains)}
+    alone = replace(plan, calls=places, offload=frozenset())
+    evaluation = executor.another(generate, alone, collect=(), progress=lambda doing: None)
+    evaluation.run_step(given("grpo", 1).only({"prompt_ids"}), 1, seed=1)
+    result = executor.run_step(given("grpo", STEPS + 1), STEPS + 1, seed=1)
+    metrics.append(result.metrics)
     return metrics, collected, [e for e in result.events if e.kind == "reallocate"], weights_of(trained)
 
 
@@ -58,13 +66,14 @@ def run_both(plan_name: str) -> tuple[Result, Result]:
 @pytest.mark.parametrize("plan_name", ["separation", "generate tp4, train u2 r2"])
 def test_delta_updates_change_only_the_bytes(ranks: RankPool, plan_name: str) -> None:
     results = ranks.run(run_both, 4, plan_name)
-    for (metrics, collected, whole, _), (of_deltas, others, events, _) in results:
+    for (metrics, collected, whole, weights), (of_deltas, others, events, same) in results:
         assert all(map(torch.equal, others, collected)) and len(others) == len(collected)
         sizes = [(step.pop(SENT_BYTES), step.pop(WHOLE_BYTES)) for step in of_deltas]
         assert of_deltas == metrics
         assert sizes[0][0] == sizes[0][1]
         assert all(sent < 0.6 * needed for sent, needed in sizes[1:])
         assert [event.name for event in events] == [event.name for event in whole]
+        assert weights.keys() == same.keys() and all(torch.equal(weights[name], same[name]) for name in weights)
     moved = [[event for _, result in results for event in result[2]], [e for result, _ in results for e in result[2]]]
     sent, of_whole = (sum(event.sent for event in events) for events in moved)
     assert sent == sum(event.received for event in moved[0]) < 0.6 * of_whole
