@@ -50,6 +50,7 @@ setup(
         "fp8": FP8,
         "math": MATH,
         "flash": ["flash-attn>=2.8"],
+        "vllm": ["vllm>=0.32"],
     },
     entry_points={
         "console_scripts": [
