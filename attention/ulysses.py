@@ -10,7 +10,7 @@ heads in total, H head dim, V head dim of the values, w heads of one rank, X ele
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 import torch
@@ -41,7 +41,7 @@ class SeqToHeads(torch.autograd.Function):
     def backward(ctx, *grads):
         tokens = grads[0].shape[0] // (ctx.batch * ctx.channel.size)
         total = SequenceTotal(ctx.plan, ctx.batch, ctx.channel, tokens, grads)
-        total.post(ctx.plan, grads)()
+        total.post(ctx.plan, [*grads])()
         return None, None, None, *total.result()
 
 
@@ -55,7 +55,7 @@ class HeadsToSeq(torch.autograd.Function):
         def exchange() -> tuple[Tensor, ...]:
             tokens = out.shape[0] // (batch * channel.size)
             total = SequenceTotal(plan, batch, channel, tokens, (out,))
-            total.post(plan, (out,))()
+            total.post(plan, [out])()
             return tuple(total.result())
 
         (gathered,) = keep(("heads to sequence", out.shape), exchange)
@@ -119,20 +119,25 @@ class SequenceTotal:
 
     def __init__(self, plan: HeadPlan, batch: int, channel: Channel, tokens: int, tensors: Sequence[Tensor]) -> None:
         self._batch, self._channel, self._tokens, self._dtype = batch, channel, tokens, tensors[0].dtype
-        self._totals: list[Tensor] = []
-        self._added: list[bool] = []
-        for x, ranges in zip(tensors, _head_ranges(plan, len(tensors)), strict=True):
-            heads = max(stop for _, stop in ranges)
-            shape = (batch, tokens, heads, x.shape[-1])
-            # Ranks that share a KV head send a part of its gradient each, possibly with other groups.
-            added = sum(stop - start for start, stop in ranges) > heads and (plan.groups > 1 or not _even(ranges))
-            total = x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if added else x.new_empty(shape)
-            self._totals.append(total)
-            self._added.append(added)
+        self._like, self._ranges = [x.new_empty(0, x.shape[-1]) for x in tensors], _head_ranges(plan, len(tensors))
+        # Ranks that share a KV head send a part of its gradient each, possibly with other groups.
+        self._added = [
+            sum(stop - start for start, stop in ranges) > max(stop for _, stop in ranges)
+            and (plan.groups > 1 or not _even(ranges))
+            for ranges in self._ranges
+        ]
 
-    def post(self, plan: HeadPlan, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    @cached_property
+    def _totals(self) -> list[Tensor]:
+        totals = []
+        for x, ranges, added in zip(self._like, self._ranges, self._added, strict=True):
+            shape = (self._batch, self._tokens, max(stop for _, stop in ranges), x.shape[-1])
+            totals.append(x.new_zeros(shape, dtype=accumulate_dtype(x.dtype)) if added else x.new_empty(shape))
+        return totals
+
+    def post(self, plan: HeadPlan, tensors: list[Tensor]) -> Callable[[], None]:
         """Start to send the tokens of this rank's heads, by `plan`, to their ranks; return what waits for those of the
-        other ranks and adds them."""
+        other ranks and adds them. The list is emptied, so that what it alone holds is free before messages arrive."""
         channel, batch, tokens = self._channel, self._batch, self._tokens
         of_tensors = _head_ranges(plan, len(tensors))
         shapes = _shapes(tensors, of_tensors)
@@ -141,6 +146,8 @@ class SequenceTotal:
         sent = tensors[0].new_empty(channel.size, batch, tokens, own)
         for part, x in zip(_separated(sent, shapes[channel.rank]), tensors, strict=True):
             part.copy_(x.view(batch, channel.size, tokens, *x.shape[1:]).transpose(0, 1))
+        del x
+        tensors.clear()
         with named("ulysses all-to-all: heads to seq"):
             received, pending = channel.post_all_to_all(
                 sent.view(-1), [batch * tokens * own] * channel.size, [batch * tokens * x for x in features]
@@ -155,24 +162,19 @@ class SequenceTotal:
                 for total, part, even, added in zip(self._totals, parts, evens, self._added, strict=True):
                     part = part.view(even[0], -1, *part.shape[1:])
                     part = part[:, 0] if part.shape[1] == 1 else part.sum(1, dtype=accumulate_dtype(part.dtype))
-                    _put(_by_range(total, *even), part, added)
+                    of_ranges = _by_range(total, *even)
+                    (of_ranges.add_ if added else of_ranges.copy_)(part)
                 return
             messages = map(_separated, _messages(received, batch, tokens, features), shapes)
             for message, of_rank in zip(messages, zip(*of_tensors, strict=True), strict=True):
                 for total, part, heads, added in zip(self._totals, message, of_rank, self._added, strict=True):
-                    _put(total[:, :, slice(*heads)], part, added)
+                    own_heads = total[:, :, slice(*heads)]
+                    (own_heads.add_ if added else own_heads.copy_)(part)
 
         return finish
 
     def result(self) -> list[Tensor]:
         return [total.to(self._dtype) for total in self._totals]
-
-
-def _put(total: Tensor, part: Tensor, added: bool) -> None:
-    if added:
-        total += part
-    else:
-        total.copy_(part)
 
 
 def _head_ranges(plan: HeadPlan, tensors: int) -> list[tuple[Range, ...]]:

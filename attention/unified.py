@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -380,14 +381,14 @@ def unified_backward(
 
     arrivals = _Arrivals(groups, lambda heads: post_to_heads((dout_BSNV,), heads, ulysses), start)
     total = SequenceTotal(plan.heads, batch, ulysses, tokens, [dout_BSNV.new_empty(0, size) for size in head_dims])
-    computed: list[Callable[[], tuple[Tensor, Tensor, Tensor, Tensor | None]]] = []
+    computed: list[Callable[[], tuple[Any, ...]]] = []
     leaving, all_dsinks = [], None if sinks is None else torch.zeros_like(sinks)
 
     def leave(number: int) -> None:
-        dq, dk, dv, dsinks = computed[number]()
+        *grads, dsinks = computed.pop()()
         if dsinks is not None and all_dsinks is not None:
             all_dsinks[slice(*groups[number].q_ranges[ulysses.rank])] = dsinks
-        leaving.append(total.post(groups[number], (dq, dk, dv)))
+        leaving.append(total.post(groups[number], grads))
 
     def between(number: int, step: int) -> None:
         if step == 1 and len(leaving) < number:
@@ -400,8 +401,9 @@ def unified_backward(
         if blocks is not None:
             call = _own_sinks(sinks, heads, plan), programs[number], ring, blocks
             computed.append(ring_backward(dout, None, q, k, v, out, lse, *call, partial(between, number)))
+            del dout, blocks  # their memory
         else:
-            computed.append(partial(_without_heads, q, k, v))
+            computed.append(partial(tuple, (q, k, v, None)))
             for step in range(1, ring.size + 1):
                 between(number, step)
         if ring.size == 1:
@@ -411,11 +413,6 @@ def unified_backward(
     for finish in leaving:
         finish()
     return [*total.result(), *([] if all_dsinks is None else [all_dsinks])]
-
-
-def _without_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-    """Return the gradients of a rank without heads in a group."""
-    return q, k, v, None
 
 
 class _Arrivals:
@@ -431,21 +428,26 @@ class _Arrivals:
         post: Callable[[HeadPlan], Callable[[], Tensor]],
         start: Callable[[int, Tensor], tuple[Tensor, Sequence[Tensor], Blocks | None]],
     ) -> None:
-        self._groups, self._post, self._start = groups, post, start
-        self._finish, self._taken = post(groups[0]), -1
+        self._groups, self._post, self._start, self._begun = groups, post, start, 0
+        self._arriving: list[Callable[[], Tensor]] = [post(groups[0])]
+        self._started: list[tuple[Tensor, Sequence[Tensor], Blocks | None]] = []
 
     def take(self, number: int) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
-        """Return what has been started for a group: in `between`, or now."""
-        if self._taken < number:
-            self._started, self._taken = self._start(number, self._finish()), number
-            if number + 1 < len(self._groups):
-                self._finish = self._post(self._groups[number + 1])
-        return self._started
+        """Return what has been started for a group, in `between` or now, and forget it."""
+        self._begin(number)
+        return self._started.pop()
 
     def between(self, number: int, ring: int, step: int) -> None:
         """Start the next group after a step of this one, before its last step if there are several."""
         if step == max(1, ring - 1) and number + 1 < len(self._groups):
-            self.take(number + 1)
+            self._begin(number + 1)
+
+    def _begin(self, number: int) -> None:
+        if number == self._begun:
+            self._started.append(self._start(number, self._arriving.pop()()))
+            self._begun += 1
+            if self._begun < len(self._groups):
+                self._arriving.append(self._post(self._groups[self._begun]))
 
 
 def _heads_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
