@@ -315,7 +315,7 @@ def fitted(
         if rest <= LEAST * compute:
             raise ConfigurationError(
                 f"--write-hardware: by the rates of --hardware, what {where} does besides "
-                f"{'matrix products and attention' if told else 'compute'} takes all of its step of {run.seconds:.3g} s: "
+                f"{'matrix products and attention' if told else 'compute'} takes all of its {run.seconds:.3g} s: "
                 "calibrate the machine, or give a run that computes more and communicates less"
             )
         others = sum(parts[name] for name in COMPUTE if name not in told)
