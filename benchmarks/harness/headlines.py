@@ -197,9 +197,9 @@ def _real_figure(record: Record) -> str:
     predicted, measured = noted(record, r"weighted mean (\S+) \(measured (\S+)\)")
     off, order = noted(record, r"off by (\S+) on average, .* correlation (\S+);")
     return (
-        f"Its heuristic plan is predicted within {short} (384 tokens) and {long} (896) after a fit at 128. The gain of "
-        f"searched plans is {predicted} on average, ReaL measured {measured}; single gains are off by {off} (Spearman "
-        f"{order})."
+        f"Its heuristic plan is predicted within {long} at 896 tokens after a fit at 128 and 384 ({short}). The gain "
+        f"of searched plans is {predicted} on average, ReaL measured {measured}; single gains are off by {off} "
+        f"(Spearman {order})."
     )
 
 

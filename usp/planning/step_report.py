@@ -315,8 +315,8 @@ def fitted(
         if rest <= LEAST * compute:
             raise ConfigurationError(
                 f"--write-hardware: by the rates of --hardware, what {where} does besides "
-                f"{'matrix products and attention' if told else 'compute'} takes all of its step of "
-                f"{run.seconds:.3g} s: calibrate the machine, or give a run that computes more and communicates less"
+                f"{'matrix products and attention' if told else 'compute'} takes all of its {run.seconds:.3g} s: "
+                "calibrate the machine, or give a run that computes more and communicates less"
             )
         others = sum(parts[name] for name in COMPUTE if name not in told)
         changes = {name: parts[name] / told[name] if name in told else others / rest for name in factors}

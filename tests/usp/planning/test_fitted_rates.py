@@ -100,7 +100,7 @@ def test_one_factor_is_not_three(tmp_path: Path) -> None:
     ("steps", "seconds", "flags", "said"),
     [
         (9, 0.8, ["--against"], "has 9 steps after the first ones"),
-        (20, 0.03, ["--against"], "takes all of its step"),
+        (20, 0.03, ["--against"], "takes all of its"),
         (20, 0.8, [], "--write-hardware needs a run"),
     ],
 )
