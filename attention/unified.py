@@ -314,8 +314,8 @@ def unified_forward(
 
     Returns:
         out (B, S, N, V); without ulysses also lse (T, N), else of each group of heads lse (T, w) for the w heads of
-        this rank, its q, k and v (T, X), and its part of out (T, w, V). All are contiguous, and none shares memory with
-        another or with the arguments.
+        this rank, its q, k and v (T, X), and its part of out (T, w, V). None shares memory with another or with the
+        arguments.
     """
 
     def compute() -> tuple[Tensor, ...]:
@@ -323,7 +323,7 @@ def unified_forward(
         if ulysses.size == 1:
             q, k, v = (x.flatten(0, 1) for x in tensors)
             out, lse = ring_forward(q, k, v, sinks, program, ring)
-            return out.contiguous().view(batch, -1, *out.shape[1:]), lse.contiguous()
+            return out.unflatten(0, (batch, -1)), lse
         programs, head_dims = program.by_group or (program,), [x.shape[-1] for x in tensors]
 
         def start(number: int, qkv: Tensor) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
@@ -341,7 +341,7 @@ def unified_forward(
             else:  # a rank with fewer heads than there are groups or ranks
                 out, lse = v.new_zeros(len(q), 0, v.shape[-1]), v.new_zeros(len(q), 0, dtype=accumulate_dtype(v.dtype))
                 arrivals.between(number, ring.size, max(1, ring.size - 1))
-            saved += [lse.contiguous(), qkv, out.contiguous()]
+            saved += [lse, qkv, out]
             leaving.append(total.post(heads, saved[-1:]))
         for finish in leaving:
             finish()
@@ -360,7 +360,7 @@ def unified_backward(
     ring: Channel,
     sinks: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of q, k, v and, if given, of sinks; contiguous, and without shared memory.
+    """Return the gradients of q, k, v and, if given, of sinks, without shared memory.
 
     saved: with ulysses all results of `unified_forward` but the first, else both results and its arguments q, k and v.
     """
@@ -370,7 +370,7 @@ def unified_backward(
         out, lse, *inputs = saved
         q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*inputs), out, dout_BSNV))
         *grads, dsinks = ring_backward(dout, None, q, k, v, out, lse, sinks, program, ring)()
-        grads = [x.reshape(batch, -1, *x.shape[1:]).contiguous() for x in grads]
+        grads = [x.unflatten(0, (batch, -1)) for x in grads]
         return grads if dsinks is None else [*grads, dsinks]
     groups, programs, head_dims = plan.heads.by_group, program.by_group or (program,), (head_dim, head_dim, v_head_dim)
 

@@ -363,6 +363,11 @@ class FakeGpu(TorchDispatchMode):
         both = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
         return self.post([dist.P2POp(kind, x, group=group, group_peer=peer) for kind, peer, x in both])
 
+    def post_exchange(self, group: Any, received: Tensor, x: Tensor, *splits: list[int]) -> _Arrival:
+        """Stand in for `attention.comm.post_exchange`."""
+        work = dist.all_to_all_single(received, x, *splits, group=group, async_op=True)
+        return _Arrival(work, self._issued or self.current)
+
     def _key(self, x: Tensor) -> int:
         return x.untyped_storage()._cdata
 
@@ -471,7 +476,9 @@ def fake_gpu() -> Iterator[FakeGpu]:
             (FakeTensor, "tolist", gpu.numbers),
             (dist, "batch_isend_irecv", gpu.post),
             (attention.comm, "post_messages", gpu.post_messages),
+            (attention.comm, "post_exchange", gpu.post_exchange),
             (dist.Work, "wait", waited),
+            (torch._C._distributed_c10d.FakeWork, "wait", waited),
             # In inference mode, fake tensors decompose operators below this mode, which would not see the parts.
             (torch._C, "_InferenceMode", lambda mode: torch.no_grad()),
             (torch.cuda, "Stream", BACKEND.Stream),

@@ -498,7 +498,8 @@ def attend(
     out, *saved = unified_forward(q, k, v, **call, sinks=sinks, keep=layer.keep)
     # The graph may write over what the operator returns.
     results = [out, *(saved if call["plan"].heads.groups == 1 else _joined(saved))]
-    return [x.clone() for x in results] if isinstance(layer.keep, KeepResults) else results
+    kept = isinstance(layer.keep, KeepResults)
+    return [x.clone(memory_format=torch.contiguous_format) if kept else x.contiguous() for x in results]
 
 
 @attend.register_fake
@@ -543,7 +544,8 @@ def attend_backward(
     assert isinstance(program, RingProgram)
     if plan.heads.groups > 1:
         saved = _parted(saved, plan.heads, layer.axes.ulysses_rank, head_dim)
-    return unified_backward(dout, saved, head_dim, plan, program, layer._ulysses, layer._ring, sinks)
+    grads = unified_backward(dout, saved, head_dim, plan, program, layer._ulysses, layer._ring, sinks)
+    return [x.contiguous() for x in grads]
 
 
 def _joined(saved: Sequence[Tensor]) -> list[Tensor]:
