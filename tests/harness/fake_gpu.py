@@ -478,7 +478,6 @@ def fake_gpu() -> Iterator[FakeGpu]:
             (attention.comm, "post_messages", gpu.post_messages),
             (attention.comm, "post_exchange", gpu.post_exchange),
             (dist.Work, "wait", waited),
-            (torch._C._distributed_c10d.FakeWork, "wait", waited),
             # In inference mode, fake tensors decompose operators below this mode, which would not see the parts.
             (torch._C, "_InferenceMode", lambda mode: torch.no_grad()),
             (torch.cuda, "Stream", BACKEND.Stream),
