@@ -304,9 +304,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         sparse: int,
         *options: Any,
     ) -> tuple[Any, ...]:
-        of_keys, of_joint, *of_itself = tensors
+        of_keys, of_joint, cu_seqlens, prefix, prefix_tree = tensors
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
-        call = (*rows, front, return_lse, lse_gradient, sparse, *_hashable(*of_itself, *options))
+        call = (*rows, front, return_lse, lse_gradient, sparse, *_hashable(cu_seqlens, prefix, prefix_tree, *options))
         return self._described(shapes, sinks, *call)
 
     def _describe(
