@@ -324,6 +324,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         yield "--reward-timeout is an option of --reward-processes: give both or neither"
     if config.share_prefixes and not samples:
         yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
+    if config.cache_tokens and not samples:
+        yield f"--cache-tokens is for generated responses, and {config.algorithm} has none: remove it"
     if config.staleness and not samples:
         yield f"--staleness = {config.staleness} is for generated responses, and {config.algorithm} has none: remove it"
     yield from _rollout_violations(config, samples)
