@@ -20,6 +20,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `x.to(dtype)`, without torch's dispatcher where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Tokens of a (T, ...) buffer that a kernel launch works on, as `count` runs of `length` tokens.
@@ -83,7 +88,7 @@ class AttentionSum:
 
         The tensors may be kept and modified in place later.
         """
-        lse = lse.transpose(1, 2).to(self._dtype)
+        lse = converted(lse.transpose(1, 2), self._dtype)
         if self._totals is None and rows.covers(self._shape[0]):
             # A view of wider rows would keep their padding in memory.
             self._totals = out.flatten(0, 1).contiguous(), lse.flatten(0, 1)
@@ -163,4 +168,4 @@ class GradientSum:
 
     def result(self, dtype: torch.dtype) -> Tensor:
         """Return the sum in `dtype`: without a conversion what a single launch computed in it."""
-        return (self.total if self._total is None else self._total).to(dtype)
+        return converted(self.total if self._total is None else self._total, dtype)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .accumulate import AttentionSum, GradientSum, accumulate_dtype
+from .accumulate import AttentionSum, GradientSum, accumulate_dtype, converted
 from .comm import Channel, Pending, named
 from .keep import Keep
 from .kernels.base import Kernel, Launch, Taken, attend, attend_backward, without_autocast
@@ -123,7 +123,7 @@ def ring_forward(
             joined = torch.logaddexp(lse, sinks.to(lse.dtype))
             # Not exp(lse - joined): sigmoid scales down the rounding of lse with the share of the sink.
             out, lse = out * torch.sigmoid(lse - sinks.to(lse.dtype)).unsqueeze(-1), joined
-        return out.to(q.dtype), lse
+        return converted(out, q.dtype), lse
 
 
 def ring_backward(

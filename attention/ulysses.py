@@ -84,13 +84,14 @@ def post_to_heads(tensors: Sequence[Tensor], plan: HeadPlan, channel: Channel) -
     of_tensors = _head_ranges(plan, len(tensors))
     shapes = _shapes(tensors, of_tensors)
     features = [sum(map(prod, of_rank)) for of_rank in shapes]
-    sent = tensors[0].new_empty(batch * tokens * sum(features))
     evens = [even for ranges in of_tensors if (even := _even(ranges))]
     if len(evens) == len(of_tensors):
-        parts = _separated(sent.view(channel.size, batch, tokens, -1), shapes[0])
-        for part, x, even in zip(parts, tensors, evens, strict=True):  # one copy each
-            part.view(even[0], -1, *part.shape[1:]).copy_(_by_range(x, *even).unsqueeze(1))
+        sharing = channel.size // min(number for number, *_ in evens)  # ranks with the same KV heads
+        parts = [_by_rank(x, even, channel.size, sharing) for x, even in zip(tensors, evens, strict=True)]
+        # Tensors of up to four dims take one launch.
+        sent = torch.cat(parts, -1, out=parts[0].new_empty(*parts[0].shape[:3], features[0])).view(-1)
     else:
+        sent = tensors[0].new_empty(batch * tokens * sum(features))
         messages = _messages(sent, batch, tokens, features)
         for message, shape, of_rank in zip(messages, shapes, zip(*of_tensors, strict=True), strict=True):
             for part, x, heads in zip(_separated(message, shape), tensors, of_rank, strict=True):
@@ -143,11 +144,10 @@ class SequenceTotal:
         shapes = _shapes(tensors, of_tensors)
         features = [sum(map(prod, of_rank)) for of_rank in shapes]
         own = features[channel.rank]
-        sent = tensors[0].new_empty(channel.size, batch, tokens, own)
-        for part, x in zip(_separated(sent, shapes[channel.rank]), tensors, strict=True):
-            part.copy_(x.view(batch, channel.size, tokens, *x.shape[1:]).transpose(0, 1))
-        del x
+        parts = [x.flatten(1).view(batch, channel.size, tokens, -1).transpose(0, 1) for x in tensors]
+        sent = torch.cat(parts, -1) if len(parts) > 1 else parts[0].contiguous()
         tensors.clear()
+        del parts
         with named("ulysses all-to-all: heads to seq"):
             received, pending = channel.post_all_to_all(
                 sent.view(-1), [batch * tokens * own] * channel.size, [batch * tokens * x for x in features]
@@ -160,10 +160,13 @@ class SequenceTotal:
             if len(evens) == len(of_tensors):
                 parts = _separated(received.view(channel.size, batch, tokens, own), shapes[0])
                 for total, part, even, added in zip(self._totals, parts, evens, self._added, strict=True):
-                    part = part.view(even[0], -1, *part.shape[1:])
-                    part = part[:, 0] if part.shape[1] == 1 else part.sum(1, dtype=accumulate_dtype(part.dtype))
-                    of_ranges = _by_range(total, *even)
-                    (of_ranges.add_ if added else of_ranges.copy_)(part)
+                    part, of_ranges = part.view(even[0], -1, *part.shape[1:]), _by_range(total, *even)
+                    if part.shape[1] == 1:
+                        (of_ranges.add_ if added else of_ranges.copy_)(part[:, 0])
+                    elif added:
+                        of_ranges.add_(part.sum(1, dtype=total.dtype))
+                    else:
+                        torch.sum(part, 1, out=of_ranges)  # rounds once
                 return
             messages = map(_separated, _messages(received, batch, tokens, features), shapes)
             for message, of_rank in zip(messages, zip(*of_tensors, strict=True), strict=True):
@@ -206,6 +209,21 @@ def _by_range(x_BSNH: Tensor, number: int, first: int, stride: int, width: int) 
     size = (number, *x_BSNH.shape[:2], width, x_BSNH.shape[3])
     strides = (stride * heads, rows, tokens, heads, features)
     return x_BSNH.as_strided(size, strides, x_BSNH.storage_offset() + first * heads)
+
+
+def _by_rank(x_BSNH: Tensor, even: tuple[int, int, int, int], ranks: int, sharing: int) -> Tensor:
+    """Return the heads of each rank, as a view (KV ranges, ranks of each, B * S, X) unless tokens or heads are apart.
+
+    even: of `_even`. sharing: ranks of each KV range.
+    """
+    number, first, stride, width = even
+    (batch, tokens, _, head), (row, token, *rest) = x_BSNH.shape, x_BSNH.stride()
+    if rest != [head, 1] or (batch > 1 and row != tokens * token):
+        x_BSNH, token = x_BSNH.contiguous(), x_BSNH.shape[2] * head
+    between = (stride * sharing, stride) if number == ranks else (stride, 0)  # ranks share keys, not queries
+    size = (ranks // sharing, sharing, batch * tokens, width * head)
+    strides = (between[0] * head, between[1] * head, token, 1)
+    return x_BSNH.as_strided(size, strides, x_BSNH.storage_offset() + first * head)
 
 
 def _messages(flat: Tensor, batch: int, tokens: int, features: Sequence[int]) -> list[Tensor]:

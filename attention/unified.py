@@ -323,7 +323,7 @@ def unified_forward(
         if ulysses.size == 1:
             q, k, v = (x.flatten(0, 1) for x in tensors)
             out, lse = ring_forward(q, k, v, sinks, program, ring)
-            return out.unflatten(0, (batch, -1)), lse
+            return out.view(batch, -1, *out.shape[1:]), lse
         programs, head_dims = program.by_group or (program,), [x.shape[-1] for x in tensors]
 
         def start(number: int, qkv: Tensor) -> tuple[Tensor, Sequence[Tensor], Blocks | None]:
@@ -370,7 +370,7 @@ def unified_backward(
         out, lse, *inputs = saved
         q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*inputs), out, dout_BSNV))
         *grads, dsinks = ring_backward(dout, None, q, k, v, out, lse, sinks, program, ring)()
-        grads = [x.unflatten(0, (batch, -1)) for x in grads]
+        grads = [x.view(batch, -1, *x.shape[1:]) for x in grads]
         return grads if dsinks is None else [*grads, dsinks]
     groups, programs, head_dims = plan.heads.by_group, program.by_group or (program,), (head_dim, head_dim, v_head_dim)
 

@@ -8,7 +8,7 @@ MOST = {  # operators besides attention kernels, in a forward, and in a forward 
     "ring 1": (0, 0),
     "ring 2": (10, 23),
     "ring 8": (46, 86),
-    "ulysses 8": (5, 12),
+    "ulysses 8": (2, 7),
 }
 
 

@@ -127,6 +127,11 @@ BAD = [
         ],
     ),
     (["--algorithm", "dpo", "--staleness", "1"], ["--staleness = 1 is for generated responses, and dpo has none"]),
+    (["--cache-tokens", "8"], ["--cache-tokens = 8 holds no sequence"]),
+    (
+        ["--algorithm", "dpo", "--cache-tokens", "8"],
+        ["--cache-tokens is for generated responses, and dpo has none"],
+    ),
     (["--algorithm", "dpo", "--share-prefixes"], ["--share-prefixes is for generated responses, and dpo has none"]),
     (
         ["--model", "mixtral-tiny", "--share-prefixes"],

@@ -65,6 +65,8 @@ class RlhfPlanConfig:
     --prompts, --group-size, --prompt-tokens and --response-tokens."""
     slots: AtLeast1 = 64
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
+    cache_tokens: AtLeast0 = 0
+    """Maximum tokens in the KV cache of the ranks that share a sequence. 0: no bound."""
     share_prefixes: bool = False
     """Compute a prompt once for its responses, in training and for log-probabilities and values."""
     staleness: AtLeast0 = 0
@@ -216,6 +218,7 @@ def _question(asked: RlhfPlanConfig) -> Question:
             getattr(torch, measured.dtype) if measured else torch.bfloat16,
             asked.slots,
             share_prefixes=asked.share_prefixes,
+            cache_tokens=asked.cache_tokens,
             ahead=Ahead((1 + asked.staleness) / 2, asked.staleness) if asked.staleness > 1 else None,
         ),
         max_sequence=asked.max_sp,

@@ -27,6 +27,7 @@ from usp.predict.job import Job, Output
 from usp.predict.memory import footprint, forward_memory
 from usp.predict.seconds import rank_launches, rank_seconds, sent_seconds, step_seconds
 from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, expert_traffic, merged
+from usp.rlhf.generation.decoding import row_multiple
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.rows import pack_lengths
@@ -34,7 +35,6 @@ from usp.rlhf.samples import balance, kept_together
 
 from .workload import (
     READ_MULTIPLE,
-    ROW_MULTIPLE,
     Ahead,
     AheadBatchings,
     Batching,
@@ -82,6 +82,7 @@ class CallOptions:
     collective_launches: float = 2.0  # of the host for a collective, in operators: DTensor's launches it and a wait
     share_prefixes: bool = False  # --share-prefixes
     ahead: Ahead | None = None  # of a run whose prompts are begun before their step
+    cache_tokens: int = 0  # --cache-tokens
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _row_multiple(layout: CallLayout) -> int:
 
 
 def _prefill_multiple(layout: CallLayout) -> int:
-    return _row_multiple(layout) * -(-ROW_MULTIPLE // _row_multiple(layout))
+    return row_multiple(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
 
 
 class Rows(NamedTuple):
@@ -204,21 +205,23 @@ def _families(samples: Sequence[Sample], budget: int) -> tuple[list[int], list[i
 def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> tuple[AheadBatchings, ...]:
     """Return the different continuous batchings of data-parallel ranks that have samples, each of one step or more."""
     multiple = _prefill_multiple(layout)
-    return _batchings(workload, layout.dims.batch, options.slots, layout.dims.sp, multiple, options.ahead)
+    limits = options.slots, options.cache_tokens
+    return _batchings(workload, layout.dims.batch, *limits, layout.dims.sp, multiple, options.ahead)
 
 
 @lru_cache(maxsize=256)
 def _batchings(
-    workload: Workload, parts: int, slots: int, ranks: int, multiple: int, ahead: Ahead | None
+    workload: Workload, parts: int, slots: int, cache_tokens: int, ranks: int, multiple: int, ahead: Ahead | None
 ) -> tuple[AheadBatchings, ...]:
     size, limit = workload.group_size, workload.limit
     lengths = list(zip(workload.prompts, workload.responses, strict=True))
     balanced = balance(range(len(lengths)), workload.prompts, parts, size)
     samples = {tuple(Sample(n // size, *lengths[i]) for n, i in enumerate(part)): None for part in balanced if part}
+    options = {"slots": slots, "ranks": ranks, "multiple": multiple, "cache_tokens": cache_tokens}
     if ahead is not None:  # every rank has all prompts in turn: one with as many tokens as any has now
         most = max(samples, key=lambda part: sum(sample.tokens for sample in part))
-        return (batchings_ahead(most, limit, ahead, slots=slots, ranks=ranks, multiple=multiple),)
-    runs = (batching(part, limit, slots=slots, ranks=ranks, multiple=multiple) for part in samples)
+        return (batchings_ahead(most, limit, ahead, **options),)
+    runs = (batching(part, limit, **options) for part in samples)
     return tuple(AheadBatchings((run,), 0.0, 0) for run in runs)
 
 

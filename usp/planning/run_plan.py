@@ -125,6 +125,7 @@ def question_of(run: PreparedRlhf) -> Question:
             config.attention_kernel,
             share_prefixes=config.share_prefixes,
             ahead=ahead,
+            cache_tokens=config.cache_tokens,
         ),
         staleness=config.staleness,
         allowed=allowed,

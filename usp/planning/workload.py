@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from usp.rlhf.generation.decoding import Rollout, Slots, capacity
+from usp.rlhf.generation.decoding import Rollout, Slots, capacity, fitting_slots
 from usp.rlhf.rollout_queue import QueueRules, RolloutQueue, choose
 
-PREFILL_TOKENS, ROW_MULTIPLE, READ_MULTIPLE = 16384, 16, 64  # as in usp.rlhf.generation.generate
+PREFILL_TOKENS, READ_MULTIPLE = 16384, 64  # as in usp.rlhf.generation.generate
 _LENGTHS = 128  # of responses that are begun ahead, rounded to as many different ones
 _COUNTED_STEPS = 4  # in the middle of a run
 
@@ -111,13 +111,16 @@ class _Prompt:
         return _Prompt(self.group, len(range(self.tokens)[part]))
 
 
-def batching(samples: Sequence[Sample], limit: int, *, slots: int, ranks: int, multiple: int) -> Batching:
+def batching(
+    samples: Sequence[Sample], limit: int, *, slots: int, ranks: int, multiple: int, cache_tokens: int = 0
+) -> Batching:
     """Return what `usp.rlhf.generation.decoding` does with samples of these lengths, of which there is at least one.
     A response has at most `limit` tokens; `ranks` share a sequence, and divide the `multiple` of a prefill's tokens.
     """
     # Rollouts read the length of prompts and responses, and compare prompts.
     rollouts = [Rollout(cast(Any, _Prompt(s.group, s.prompt)), 0, s.response, cast(Any, range(0))) for s in samples]
     places = capacity([replace(rollout, limit=limit) for rollout in rollouts], ranks, multiple)
+    slots = max(1, fitting_slots(slots, cache_tokens, places, ranks))
     return Batching(min(slots, len(rollouts)), places, _stretches(rollouts, slots, ranks, multiple, lambda: False))
 
 
@@ -178,7 +181,7 @@ class _Begun:
 
 
 def batchings_ahead(
-    samples: Sequence[Sample], limit: int, ahead: Ahead, *, slots: int, ranks: int, multiple: int
+    samples: Sequence[Sample], limit: int, ahead: Ahead, *, slots: int, ranks: int, multiple: int, cache_tokens: int = 0
 ) -> AheadBatchings:
     """Return what `usp.rlhf.runtime.rollouts` does with a data-parallel rank's samples, in a new order for each step.
 
@@ -201,13 +204,14 @@ def batchings_ahead(
         left = [rollout for each in running.values() for rollout in each if not rollout.done]
         most = [replace(rollout, limit=limit - rollout.resumed) for rollout in left]
         places = capacity(most, ranks, multiple) if left else 0
-        stretches = _stretches(left, slots, ranks, multiple, lambda taken=taken: taken() is not None)  # type: ignore[misc]
+        at_once = max(1, fitting_slots(slots, cache_tokens, places, ranks))
+        stretches = _stretches(left, at_once, ranks, multiple, lambda taken=taken: taken() is not None)  # type: ignore[misc]
         for ticket, rollouts in running.items():
             for of, rollout in zip(prompts[ticket].written, rollouts, strict=True):
                 of[number] += len(rollout.tokens)
         chosen = taken() or ()
         if number >= first:
-            steps.append(Batching(min(slots, len(left)), places, stretches))
+            steps.append(Batching(min(at_once, len(left)), places, stretches))
             for of in (of for ticket in chosen for of in prompts[ticket].written):
                 ages.update({number + 1 - at: tokens for at, tokens in of.items() if tokens})
         queue = queue.end(rules, number, chosen)

@@ -114,6 +114,9 @@ class _Rlhf:
     """Text that ends a response, or a JSON list of such texts. The token that completes it is the last one."""
     slots: AtLeast1 = 64
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
+    cache_tokens: AtLeast0 = 0
+    """Maximum tokens in the KV cache of the ranks that share a sequence: where prompts and responses may be so long
+    that --slots of them exceed it, fewer sequences are decoded at a time. 0: no bound."""
     rollout_engine: Annotated[str, one_of(ENGINES)] = OWN
     """What decodes the responses. own: this toolkit, in every layout. vllm: vLLM in the processes of the generate
     call, which then has tp and data-parallel degrees only; it sleeps while other calls run."""
@@ -321,6 +324,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         yield "--reward-timeout is an option of --reward-processes: give both or neither"
     if config.share_prefixes and not samples:
         yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
+    if config.cache_tokens and not samples:
+        yield f"--cache-tokens is for generated responses, and {config.algorithm} has none: remove it"
     if config.staleness and not samples:
         yield f"--staleness = {config.staleness} is for generated responses, and {config.algorithm} has none: remove it"
     yield from _rollout_violations(config, samples)

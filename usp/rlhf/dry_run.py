@@ -18,7 +18,7 @@ from usp.data.sources import STDLIB
 from usp.hf.models import materialise, model_facts
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.predict.meter import CATEGORIES, StepMeter
-from usp.rlhf.generation.decoding import Rollout, capacity
+from usp.rlhf.generation.decoding import fitting_slots
 from usp.rlhf.plan.operations import (
     StepWeights,
     WeightCopy,
@@ -37,7 +37,7 @@ from usp.train.dry_run import GroupSent, follow_step, label_state, sent_by_axis
 
 from .datasets import Example, sequences_of
 from .graph import Generate, Inference, ModelCall, TrainStep, unit
-from .prepare import PreparedRlhf, longest_prompt
+from .prepare import PreparedRlhf, cache_places, longest_prompt
 from .samples import Samples, kept_together
 
 KV_CACHE = "KV cache"
@@ -141,8 +141,9 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         if layout.engine != OWN:
             by_category[KV_CACHE] = int(run.config.rollout_cache * GIB)
         elif generates:
-            places = capacity([Rollout([0] * prompt_tokens, 0, new_tokens)], mesh.size("sp"), mesh.size("sp"))
-            by_category[KV_CACHE] = min(run.config.slots, most) * places * _place_bytes(model)
+            places = cache_places(run, call)
+            slots = fitting_slots(run.config.slots, run.config.cache_tokens, places, layout.dims.sp)
+            by_category[KV_CACHE] = min(slots, most) * places * _place_bytes(model)
     sizes = most, prompt_tokens + new_tokens, len(rows)
     return CallRun(call.name, call.kind, str(layout), *sizes, by_category, others_bytes, host.peak_bytes, sent)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -21,7 +21,7 @@ from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import end_of_sequence_ids, model_facts
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
-from usp.rlhf.generation.decoding import stop_problems
+from usp.rlhf.generation.decoding import Rollout, cache_violation, capacity, row_multiple, stop_problems
 from usp.rlhf.generation.generate import generation_problems
 from usp.rlhf.generation.vllm import sampling_problems
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan, policy_as_reference
@@ -55,7 +55,7 @@ from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import REWARD
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
-from .graph import DataflowGraph, Generate
+from .graph import DataflowGraph, Generate, ModelCall
 from .role_specs import layout_violations, missing_models, role_specs, router_violations, unused_models
 
 SFT = "sft"  # the directory of a run's supervised steps
@@ -455,6 +455,12 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
             f"--staleness = {config.staleness} makes samples beside training, on other ranks: with --plan = "
             f"{config.plan} {shared[0]}; use --plan separation, or a YAML file"
         )
+    for call in graph.calls if config.cache_tokens else ():
+        layout = plan[call.name]
+        if isinstance(call.work, Generate) and layout.engine == OWN:
+            places = cache_places(replace(run, plan=plan), call)
+            if violation := cache_violation(config.cache_tokens, places, layout.dims.sp, "--cache-tokens"):
+                raise ValueError(violation)
     if problems := list(layout_violations(graph, plan, specs)):
         raise ValueError(f"--plan = {config.plan}: {'; '.join(problems)}")
     untrained = set(graph.roles).difference(graph.trained_roles) if config.offload else ()
@@ -468,6 +474,8 @@ def _engine_problems(config: RlhfConfig, graph: DataflowGraph, plan: ExecutionPl
         if config.rollout_cache != RlhfConfig.rollout_cache:
             yield f"--rollout-cache = {config.rollout_cache} is that of vLLM, which no call decodes with: remove it"
         return
+    if config.cache_tokens and config.rollout_engine != OWN:
+        yield f"--cache-tokens = {config.cache_tokens} is that of our own cache: use --rollout-cache instead"
     works = [call.work for call in graph.calls if isinstance(call.work, Generate)]
     if config.eval_every and config.eval_temperature >= 0:
         works += [replace(work, temperature=config.eval_temperature) for work in works]
@@ -485,6 +493,19 @@ def longest_prompt(run: PreparedRlhf) -> int:
     examples = run.examples if run.config.data != STDLIB else ()
     longest = max((len(examples[index].prompt) for index in range(len(examples))), default=run.config.prompt_tokens)
     return max([longest, *(len(example.prompt) for example in run.held_out)])
+
+
+def cache_places(run: PreparedRlhf, call: ModelCall) -> int:
+    """Return the most places that a sequence of a generate call needs in the cache of a rank."""
+    work, layout, longest = call.work, run.plan[call.name], longest_prompt(run)
+    assert isinstance(work, Generate)
+    if work.episodes is not None:  # a turn goes on from all before it
+        longest += work.max_new_tokens + work.episodes.max_observation_tokens
+    # Responses that go on are a longer prompt with a lower limit.
+    begun = work.max_new_tokens if run.config.begins_ahead else 1
+    rollouts = [Rollout(cast(Any, range(longest + n)), 0, work.max_new_tokens - n) for n in range(begun)]
+    multiple = row_multiple(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
+    return capacity(rollouts, layout.dims.sp, multiple)
 
 
 def _plan_facts(config: RlhfConfig, specs: dict[str, RoleSpec], launch: Launch) -> Facts:

@@ -323,6 +323,7 @@ class RlhfTrainer(TrainingLoop):
             mesh,
             trained=trained,
             slots=self.config.slots,
+            cache_tokens=self.config.cache_tokens,
             decode=self.prepared.tokenizer.decode,
             offload_optimizer=trained and optimizer_of(call.role) in self.prepared.plan.offload,
         )

@@ -110,7 +110,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         # Calls repeat from layer to layer and, without documents, from step to step.
         self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
         self._described = lru_cache(maxsize=16)(self._describe)
-        self._last_call, self._last_plan = LastResult(self._look_up), LastResult(self._prepare)
+        self._last_call, self._last_plan = LastResult(self._look_up), LastResult(lambda _, *call: self._prepare(*call))
         self._logged: set[str] = set()
         self.calls, self.trees = 0, 0  # trees: calls with a prefix tree
         self.indexer_bytes = 0  # that indexers, which choose the indices of calls, have sent
@@ -285,20 +285,29 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
         lse_gradient = trained and torch.is_grad_enabled()
-        others = None if sinks is None else sinks.shape, *rows, front, return_lse, lse_gradient, sparse
-        call = self._last_call(shapes, *others, *options)
+        others = None if sinks is None else sinks.shape, front, return_lse, lse_gradient, sparse
+        call = self._last_call((*rows, *options[:3]), shapes, *others, *options[3:])
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
         counts["trees"] += call[0].parents is not None
-        plan, program = self.keep(("plan", *call), lambda: self._last_plan(*call))
+        plan, program = self.keep(("plan", *call), lambda: self._last_plan((), *call))
         return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
 
     def _look_up(
-        self, shapes: tuple[Described | None, ...], sinks: torch.Size | None, *options: Any
+        self,
+        tensors: tuple[Tensor | None, ...],
+        shapes: tuple[Described | None, ...],
+        sinks: torch.Size | None,
+        front: bool,
+        return_lse: bool,
+        lse_gradient: bool,
+        sparse: int,
+        *options: Any,
     ) -> tuple[Any, ...]:
-        of_keys, of_joint, front, return_lse, lse_gradient, sparse, *rest = options
+        of_keys, of_joint, cu_seqlens, prefix, prefix_tree = tensors
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
-        return self._described(shapes, sinks, *rows, front, return_lse, lse_gradient, sparse, *_hashable(*rest))
+        call = (*rows, front, return_lse, lse_gradient, sparse, *_hashable(cu_seqlens, prefix, prefix_tree, *options))
+        return self._described(shapes, sinks, *call)
 
     def _describe(
         self,
@@ -432,25 +441,27 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
 
 class LastResult:
-    """A function that gives its last result again, in microseconds, where its arguments are the same; tensors are if
-    their values are."""
+    """A function of a tuple of tensors and of other arguments that gives its last result again, in microseconds, where
+    they are the same; tensors are if their values are."""
 
     def __init__(self, function: Callable[..., tuple[Any, ...]]) -> None:
         self._function, self._result = function, ()
-        self._arguments: tuple[Any, ...] = ((),)
+        self._tensors: tuple[Tensor | None, ...] = ()
+        self._arguments: tuple[Any, ...] | None = None
 
-    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        kept = self._arguments
-        if len(arguments) != len(kept) or not all(a is b or _same(a, b) for a, b in zip(kept, arguments, strict=True)):
-            self._result = self._function(*arguments)
-            self._arguments = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in arguments)
+    def __call__(self, tensors: tuple[Tensor | None, ...], *arguments: Any) -> tuple[Any, ...]:
+        if arguments != self._arguments or not all(map(_same, self._tensors, tensors)):
+            self._result = self._function(tensors, *arguments)
+            self._tensors = tuple([None if x is None else x.detach().clone() for x in tensors])
+            self._arguments = arguments
         return self._result
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(b, Tensor):  # the values of a fake one can be unknown
-        return type(a) is type(b) is Tensor and (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
-    return not isinstance(a, Tensor) and a == b
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    # The values of a fake one can be unknown.
+    return type(a) is type(b) is Tensor and (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
 
 
 class Handle(OpaqueBase):

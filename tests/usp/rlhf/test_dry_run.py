@@ -136,6 +136,9 @@ def test_what_other_calls_keep_and_the_cache_are_counted(capsys: pytest.CaptureF
     assert generate["by_category"]["parameters"] == pytest.approx(4 * weights, rel=0.01)  # whole, not sharded
     slots, places, layers, kv_heads, head_dim = 8, (128 + 32) // 2, 2, 4, 16
     assert generate["by_category"]["KV cache"] == slots * places * layers * kv_heads * 2 * head_dim * 4
+    assert main([*words, "--cache-tokens", str(3 * (128 + 32) + 1)]) == 0
+    (bounded, *_) = json.loads(capsys.readouterr().out)
+    assert bounded["by_category"]["KV cache"] * slots == generate["by_category"]["KV cache"] * 3
     # The trained copy and the reference, a quarter each, and Adam's moments.
     assert generate["others_bytes"] == pytest.approx(2 * weights + states, rel=0.01)
     assert train["others_bytes"] == pytest.approx(weights, rel=0.01)

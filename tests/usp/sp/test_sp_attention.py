@@ -148,8 +148,8 @@ def test_a_last_result_is_given_again_only_for_the_same_values() -> None:
     last = LastResult(lambda *arguments: (calls.append(arguments), len(calls)))
     boundaries = torch.tensor([0, 4, 8])
 
-    def number(*arguments: object) -> int:
-        return last(*arguments)[1]
+    def number(tensor: torch.Tensor | None, *arguments: object) -> int:
+        return last((tensor,), *arguments)[1]
 
     assert number(boundaries, 2.0) == number(boundaries.clone(), 2.0) == 1
     boundaries[1] = 2  # in place: the same tensor, but other documents

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attention import SequenceLayout
 from usp.rlhf.graph import Generate
 
 Decode = Callable[[Iterable[int]], str]
@@ -27,6 +28,7 @@ _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 # From |int64| to [0, 1), where float32 rounds nothing up to 1.
 _UNIT = (1 - 2.0**-24) * 2.0**-63
+_ROW_MULTIPLE = 16  # prompts are padded to a multiple of this, to limit the number of shapes
 _CONTEXT = 8  # characters before a stop string that may depend on where decoding starts
 
 
@@ -317,6 +319,28 @@ class Slots:
             if rollout.stopped or len(rollout.tokens) == rollout.limit:
                 over.append(rollout)
         return over
+
+
+def row_multiple(layout: str, ring: int, ulysses: int) -> int:
+    """Return what prompts are padded to a multiple of, in a `SequenceLayout` of this name."""
+    multiple = SequenceLayout.multiple_of(layout, ring, ulysses)
+    return multiple * -(-_ROW_MULTIPLE // multiple)
+
+
+def fitting_slots(slots: int, cache_tokens: int, places: int, ranks: int) -> int:
+    """Return how many sequences are decoded at a time: at most `slots`, with `places` on each of the ranks that share
+    them, and no more in all than `cache_tokens`; 0 for no bound."""
+    return min(slots, cache_tokens // (places * ranks)) if cache_tokens and places else slots
+
+
+def cache_violation(cache_tokens: int, places: int, ranks: int, flag: str = "cache_tokens") -> str:
+    """Return why a cache of so many tokens, 0 for no bound, is too small for a sequence; empty if it is not."""
+    if not cache_tokens or places * ranks <= cache_tokens:
+        return ""
+    return (
+        f"{flag} = {cache_tokens} holds no sequence: the longest prompt, padded, and its response need "
+        f"{places * ranks} tokens; use at least so many, or fewer new tokens"
+    )
 
 
 def capacity(rollouts: Sequence[Rollout], ranks: int, multiple: int) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from attention import DecodeStep, KVCache, Prefill, SequenceLayout
+from attention import DecodeStep, KVCache, Prefill
 from parallel import ParallelMesh, local_tensor
 from usp.hf.expert_parallel import same_tokens, serve_experts
 from usp.hf.experts import expert_modules
@@ -40,7 +40,10 @@ from .decoding import (
     Rollout,
     Slots,
     Stops,
+    cache_violation,
     capacity,
+    fitting_slots,
+    row_multiple,
     sample,
     sequence_key,
     token_keys,
@@ -80,7 +83,6 @@ def cache_problems(masks: Collection[MaskKind]) -> list[str]:
 
 
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
-_ROW_MULTIPLE = 16  # prompts are padded to a multiple of this, to limit the number of shapes
 _READ_MULTIPLE = 64  # the cache is read up to a multiple of this, to limit the number of shapes
 Enough: TypeAlias = Callable[[int], bool]
 # The sequences in a decode step; its tokens and log-probabilities on the host, after an event.
@@ -95,6 +97,8 @@ class Generator:
             are plain tensors or DTensors over tp.
         first, last: the stage has the input embedding; the output head.
         slots: maximum number of sequences to decode concurrently.
+        cache_tokens: maximum number of tokens that the KV cache has places for, over all ranks of a sequence: in a call
+            whose sequences may be long, fewer of them are decoded at a time. 0 for no bound.
         transform: from `logit_transform`, for models with one.
         decode: of the tokenizer, for stop strings.
         gathered: weights that are sharded with FSDP2 have been gathered.
@@ -112,6 +116,7 @@ class Generator:
         first: bool = True,
         last: bool = True,
         slots: int = 32,
+        cache_tokens: int = 0,
         transform: LogitTransform = UNCHANGED,
         decode: Decode | None = None,
         gathered: bool = False,
@@ -119,7 +124,7 @@ class Generator:
         if violations := _model_violations(model, mesh, gathered):
             raise ValueError("; ".join(violations))
         self._model, self._mesh, self._first, self._last, self._slots = cast(Any, model), mesh, first, last, slots
-        self._transform, self._decode_text = transform, decode
+        self._transform, self._decode_text, self._cache_tokens = transform, decode, cache_tokens
         self._attention = cast(UnifiedSPAttention, model.unified_sp)
         self._head = self._model.get_output_embeddings()
         weight = next(model.parameters())
@@ -132,8 +137,7 @@ class Generator:
         if self._samples:
             self._token_keys = token_keys(self._head.weight.shape[0], self._device)
         axes = self._attention.axes
-        multiple = SequenceLayout.multiple_of(self._attention.layout, axes.ring, axes.ulysses)
-        self._multiple = multiple * -(-_ROW_MULTIPLE // multiple)
+        self._multiple = row_multiple(self._attention.layout, axes.ring, axes.ulysses)
         self._experts = expert_modules(model) if mesh.dims.ep > 1 else []
         # Experts that are spread over data-parallel ranks make these run the same number of forwards.
         spread = mesh.dims.ep > 1 and (self._sp * mesh.size("tp")) % mesh.dims.ep > 0
@@ -142,11 +146,17 @@ class Generator:
 
     @staticmethod
     def of(
-        stage: CausalLMStage, mesh: ParallelMesh, slots: int, decode: Decode | None = None, gathered: bool = False
+        stage: CausalLMStage,
+        mesh: ParallelMesh,
+        slots: int,
+        decode: Decode | None = None,
+        gathered: bool = False,
+        cache_tokens: int = 0,
     ) -> Generator:
         """Return a generator with a pipeline stage."""
         place: dict[str, Any] = {"first": stage.first, "last": stage.last, "transform": stage.transform}
-        return Generator(stage.model, mesh, slots=slots, decode=decode, gathered=gathered, **place)
+        options: dict[str, Any] = {"slots": slots, "decode": decode, "gathered": gathered}
+        return Generator(stage.model, mesh, cache_tokens=cache_tokens, **options, **place)
 
     @torch.inference_mode()
     def generate(
@@ -174,7 +184,8 @@ class Generator:
                 stops, and the others are not complete. Not for episodes.
 
         Raises:
-            ValueError: before any communication, naming every prompt that does not fit the model's context.
+            ValueError: before any communication, naming every prompt that does not fit the model's context, or if the
+                longest sequence does not fit in `cache_tokens`.
             RanksDisagree: on every rank, if their arguments differ.
             RuntimeError: on every rank, if the model's logits are not finite.
         """
@@ -193,8 +204,6 @@ class Generator:
             for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
             if switch is not None and len(prompt) <= switch < len(prompt) + limit + observed
         ]
-        if self._most(bool(violations)):
-            raise ValueError("; ".join(violations) or "another data-parallel rank has invalid prompts")
         rollouts = [
             Rollout(prompt.tolist(), seed, limit, number=number)
             for number, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True))
@@ -203,12 +212,22 @@ class Generator:
             rollout.prompt += tokens
             rollout.limit -= len(tokens)
             rollout.before = rollout.resumed = len(tokens)
-        arguments = (len(rollouts), replace(work, episodes=None), self._slots, [(r.prompt, r.seed) for r in rollouts])
+        places = self._places(rollouts, work)
+        if not violations and (violation := cache_violation(self._cache_tokens, places, self._sp)):
+            violations.append(violation)
+        if self._most(bool(violations)):
+            raise ValueError("; ".join(violations) or "another data-parallel rank has invalid prompts")
+        limits_of_all = self._slots, self._cache_tokens
+        arguments = (
+            len(rollouts),
+            replace(work, episodes=None),
+            *limits_of_all,
+            [(r.prompt, r.seed) for r in rollouts],
+        )
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
         if episodes is not None:
-            return self._episodes(rollouts, work, episodes, samples)
+            return self._episodes(rollouts, work, episodes, samples, places)
         if rollouts or self._together is not None:
-            places = capacity(rollouts, self._sp, self._multiple) if rollouts else 0
             self._run(rollouts, work, places, enough=enough)
         return [
             GeneratedResponse(
@@ -221,9 +240,14 @@ class Generator:
         ]
 
     def _episodes(
-        self, rollouts: Sequence[Rollout], work: Generate, episodes: Episodes, samples: Sequence[tuple[int, int]]
+        self,
+        rollouts: Sequence[Rollout],
+        work: Generate,
+        episodes: Episodes,
+        samples: Sequence[tuple[int, int]],
+        places: int,
     ) -> list[GeneratedResponse]:
-        """Return the responses of episodes. Collective as `generate`."""
+        """Return the responses of episodes, whose turns need `places`. Collective as `generate`."""
         if self._together is not None:
             raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
         if not rollouts:
@@ -236,8 +260,6 @@ class Generator:
             return everyone[0]
 
         turns = Turns(rollouts, episodes, samples, tell, leads=self._samples, context=self._context)
-        longest = [len(r.prompt) + r.limit + episodes.max_observation_tokens for r in rollouts]
-        places = capacity([Rollout([0] * max(longest), 0, work.max_new_tokens)], self._sp, self._multiple)
         try:
             self._run(rollouts, work, places, turns)
         finally:
@@ -263,7 +285,8 @@ class Generator:
         enough: Enough | None = None,
     ) -> None:
         """Decode the rollouts, and those that follow their turns. places: in the cache, of a sequence on a rank."""
-        slots, ended = Slots(rollouts, self._slots), Stops(work, self._decode_text)
+        most = fitting_slots(self._slots, self._cache_tokens, places, self._sp)
+        slots, ended = Slots(rollouts, most), Stops(work, self._decode_text)
         cache = KVCache.allocate(len(slots.active), places, self._device)
         chosen, steps = torch.zeros(2, len(slots.active), device=self._device), deque[_Step]()
         while True:
@@ -291,6 +314,13 @@ class Generator:
             if len(steps) > 1:  # the device has the next one to do
                 self._read(slots, steps.popleft(), ended, turns, enough)
         self.cache_bytes = cache.nbytes
+
+    def _places(self, rollouts: Sequence[Rollout], work: Generate) -> int:
+        """Return the places in the cache that any of the sequences needs on a rank."""
+        if work.episodes is not None and rollouts:  # a turn may be as long as the whole episode before it
+            most = max(len(r.prompt) + r.limit for r in rollouts) + work.episodes.max_observation_tokens
+            rollouts = [Rollout([0] * most, 0, work.max_new_tokens)]
+        return capacity(rollouts, self._sp, self._multiple) if rollouts else 0
 
     def _most(self, number: int) -> int:
         """Return the largest of the numbers of the data-parallel ranks that run forwards together."""

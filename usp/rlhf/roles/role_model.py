@@ -138,7 +138,7 @@ class RoleModel:
     Args:
         trained: this copy is the one that the optimizer updates. It is sharded with FSDP2, as is any copy with zero
             above 0; the others have plain parameters, or DTensors over tp (and ep) only.
-        slots: maximum number of sequences to decode concurrently. decode: of the tokenizer, for stop strings.
+        slots, cache_tokens, decode: of its `Generator`.
         offload_optimizer: the optimizer's states are in host memory except during train steps.
 
     learning_rate: for the next train steps; may be set between them.
@@ -154,6 +154,7 @@ class RoleModel:
         *,
         trained: bool = False,
         slots: int = 32,
+        cache_tokens: int = 0,
         decode: Decode | None = None,
         offload_optimizer: bool = False,
     ) -> None:
@@ -165,7 +166,7 @@ class RoleModel:
         self._allocated = False
         self._memory = WeightMemory()
         self._moments, self._offload_optimizer = WeightMemory(self._optimizer_states), offload_optimizer
-        self._slots, self._decode = slots, decode
+        self._slots, self._cache_tokens, self._decode = slots, cache_tokens, decode
         self._generator: Generator | None = None
 
     def weights(self) -> dict[str, Tensor]:
@@ -329,7 +330,9 @@ class RoleModel:
 
     def _generates(self) -> Generator:
         if self._generator is None:
-            self._generator = Generator.of(self.stage, self.mesh, slots=self._slots, decode=self._decode)
+            self._generator = Generator.of(
+                self.stage, self.mesh, slots=self._slots, decode=self._decode, cache_tokens=self._cache_tokens
+            )
         return self._generator
 
     def state(self) -> dict[str, Tensor]:

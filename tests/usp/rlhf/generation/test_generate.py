@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +55,9 @@ def letters(ids: Iterable[int]) -> str:
     return "".join(chr(256 + i) for i in ids)
 
 
-def built(config: LlamaConfig, mesh: ParallelMesh, layout: str = "zigzag", slots: int = 4) -> Generator:
+def built(
+    config: LlamaConfig, mesh: ParallelMesh, layout: str = "zigzag", slots: int = 4, budget: int = 0
+) -> Generator:
     """A generator with this rank's part of `drawn_model(config)`."""
     rank, stages = mesh.rank("pp"), mesh.size("pp")
     first, last = rank == 0, rank == stages - 1
@@ -63,7 +67,8 @@ def built(config: LlamaConfig, mesh: ParallelMesh, layout: str = "zigzag", slots
     apply_tp(model, mesh, sequence_parallel=False)
     materialise(model, torch.device("cpu"))
     initialise(model, 0)
-    return Generator(model, mesh, first=first, last=last, slots=slots, decode=letters)
+    options: dict[str, Any] = {"slots": slots, "cache_tokens": budget, "decode": letters}
+    return Generator(model, mesh, first=first, last=last, **options)
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,30 @@ def test_slots_and_order_change_nothing_and_equal_prompts_differ_by_seed(ranks: 
     assert few == many == ranks.run(alone, 1, 4, order[::-1])[0]
     repeated = ranks.run(responses_to_one_prompt, 2)[0]
     assert repeated[0] == repeated[1] and repeated[0] != repeated[2] and repeated[3] == few[2]
+
+
+def with_budget(budget: int) -> tuple[list[list[int]], int]:
+    """Responses with room for so many tokens, 0 for no bound, and the bytes of the cache."""
+    generator = built(CONFIGS["qwen3"](), ParallelMesh.create(ParallelDims(ring=2)), slots=64, budget=budget)
+    found = generator.generate(prompts(), SAMPLED, list(range(len(LENGTHS))))
+    return [r.tokens.tolist() for r in found], generator.cache_bytes
+
+
+def refused_budget() -> int:
+    """The tokens that the refusal of a budget of one token names."""
+    with pytest.raises(ValueError, match="cache_tokens = 1 holds no sequence") as refusal:
+        with_budget(1)
+    numbers = re.search(r"need (\d+) tokens", str(refusal.value))
+    assert numbers is not None
+    return int(numbers[1])
+
+
+def test_a_budget_of_the_cache_changes_its_size_and_no_token(ranks: RankPool) -> None:
+    (needed, _), (unbounded, all_bytes) = ranks.run(refused_budget, 2), ranks.run(with_budget, 2, 0)[0]
+    for slots in (1, 2):
+        responses, nbytes = ranks.run(with_budget, 2, slots * needed + 1)[0]
+        assert responses == unbounded
+        assert nbytes * len(LENGTHS) == all_bytes * slots
 
 
 def responses_to_one_prompt() -> list[list[int]]:
