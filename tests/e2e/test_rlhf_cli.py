@@ -406,11 +406,13 @@ def test_a_rank_killed_in_any_kind_of_call_loses_no_step(tmp_path: Path, monkeyp
 
 
 # The first process dies in step 3, while the samples of step 4 are made, with two kills the second one in its second
-# train step: late enough that a checkpoint of an earlier step is complete. Partial rollouts die in a decode step of
+# train step; later where no checkpoint of an earlier step is complete by then. Partial rollouts die in a decode step of
 # resumed responses, and, with eight kills, at seven more moments of a step.
 KILLS_AHEAD = """
 import os, signal
 from itertools import count
+from pathlib import Path
+from parallel.checkpoint.checkpointer import complete_checkpoints
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor
@@ -431,7 +433,7 @@ kills = (partial if os.environ.get("PARTIAL") else whole)[: int(os.environ.get("
 for attempt, (kind, name, rank, number) in enumerate(kills):
     deadly = (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == (str(attempt), rank)
     def dying(self, *args, call=getattr(kind, name), deadly=deadly, number=number, calls=count(1), **named):
-        if next(calls) == number and deadly:
+        if next(calls) >= number and deadly and complete_checkpoints(Path("deadly/checkpoints")):
             os.kill(os.getpid(), signal.SIGKILL)
         return call(self, *args, **named)
     setattr(kind, name, dying)
