@@ -428,7 +428,7 @@ def _scorer_violations(graph: DataflowGraph, specs: dict[str, RoleSpec], tokeniz
         source = specs[role].source
         if is_scalar(specs[role].config):
             yield f"the {role} {source} is a reward model, and log-probabilities are those of a language model"
-        elif source not in (specs["actor"].source, tokenizer.name):
+        elif source not in (specs["actor"].source, tokenizer.name, *PRESETS):
             try:
                 own = load_tokenizer(tokenizer_of(AUTO, source))
             except ValueError:
