@@ -59,7 +59,7 @@ UNPREDICTED = frozenset({
     "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
     "lr_decay_steps", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum",
     "max_grad_norm", "lora_alpha", "lora_merge", "early_stopping_patience", "add_tokens", "balance_rows",
-    "sample_prompts", "sample_every", "sample_tokens", "sample_temperature",
+    "sample_prompts", "sample_every", "sample_tokens", "sample_temperature", "router_bias_update_rate",
 })  # fmt: skip
 MAX_TIMEOUT = 86400.0  # a day: process groups wait a few times longer, which torch counts in int32 milliseconds
 
@@ -310,6 +310,9 @@ class _Training:
     curriculum: Annotated[tuple[CurriculumStage, ...], STAGES] = ()
     """YAML list of stages, instead of --steps: steps plus any of seq_len, data, sp_ulysses, sp_ring, batch_size,
     global_batch_size, micro_batches and ac."""
+    router_bias_update_rate: NotNegative = 0.0
+    """Step of the bias by which routers like DeepSeek-V3's choose experts, after every optimizer step: up for experts
+    that fewer tokens chose than the mean, down for others. DeepSeek-V3: 1e-3. 0: it stays as it is."""
     indexer_loss_coef: NotNegative = 0.0
     """Coefficient of the loss of sparse attention's indexers, which have no other gradient. 0: their weights stay."""
     learning_rate: Annotated[

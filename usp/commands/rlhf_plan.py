@@ -47,6 +47,8 @@ class RlhfPlanConfig:
     """Reference model."""
     reward: Annotated[str, arg(metavar=f"PRESET|PATH|{FUNCTION}", help_behavior_hint="(default: the critic)")] = ""
     """Reward model; function: a function scores the responses."""
+    models: Annotated[str, arg(metavar="NAME=PRESET|PATH,...", help_behavior_hint="(default: the actor)")] = ""
+    """Models of further roles, such as the teacher of a distillation."""
     algorithm: Annotated[str, one_of(tuple(name for name, of in ALGORITHMS.items() if of.data == "prompts"))] = "ppo"
     """Training algorithm."""
     options: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(optional)")] = ""
@@ -187,6 +189,7 @@ def _question(asked: RlhfPlanConfig) -> Question:
     from usp.planning.estimates import Measurements
     from usp.planning.rlhf_question import Question, described_graph, model_shapes, role_config
     from usp.planning.workload import Ahead, Workload
+    from usp.rlhf.role_specs import other_models
     from usp.rlhf.runtime.measure import read_lengths
 
     quantiles = token_counts("--response-tokens", asked.response_tokens)
@@ -208,6 +211,10 @@ def _question(asked: RlhfPlanConfig) -> Question:
         workload = Workload.of(asked.prompts, graph.group_size, asked.prompt_tokens, quantiles)
     critic = asked.critic or asked.actor
     names = {"actor": asked.actor, "ref": asked.ref or asked.actor, "critic": critic, "reward": asked.reward or critic}
+    others = other_models(asked.models)
+    if unused := ", ".join(sorted(others.keys() - set(graph.roles))):
+        raise ConfigurationError(f"--models = {asked.models}: {asked.algorithm} has no {unused}: remove it")
+    names = dict.fromkeys(graph.roles, asked.actor) | names | others
     return Question(
         graph=graph,
         models=model_shapes({role: (names[role], role_config(role, names[role])) for role in graph.roles}),

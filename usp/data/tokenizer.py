@@ -174,6 +174,13 @@ def fingerprint(tokenizer: Tokenizer, chats: bool) -> str:
     return f"{tokenizer.fingerprint}, {template}" if template else tokenizer.fingerprint
 
 
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether every id stands for the same text in both."""
+    if isinstance(one, TextTokenizer) and isinstance(other, TextTokenizer):
+        return one.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+    return type(one) is type(other)
+
+
 def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids, Mask, list[StoredImage]]:
     """Return the ids of a whole chat or completion, which of them are targets, and its images. Raises ValueError,
     naming the row of a chat without a chat template, or that the template refuses, with an image that cannot be read,

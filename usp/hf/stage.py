@@ -26,6 +26,7 @@ from .dropout import numbers_of
 from .expert_parallel import RouterBalance
 from .integrate import run_layers
 from .prune import backbone, model_parts
+from .router_bias import RouterBias
 
 _SLOPE, _FAR = 2.0**-20, 2.0**40  # exact in every dtype: where a softcap has not begun, and where it has ended
 _CHECKED = (-300.0, -30.0, -2.0, 0.0, 0.5, 7.0, 100.0)
@@ -37,6 +38,7 @@ class CausalLMStage(nn.Module):
     first, last: whether the stage takes ids, and whether it has the output head.
     loss_chunk: number of tokens whose logits exist at a time.
     balance: collects the routers' statistics if their auxiliary loss is part of the loss.
+    router_bias: counts the experts' loads if the bias of routers follows them.
     transform: from `logit_transform`, for models with one.
     """
 
@@ -49,11 +51,13 @@ class CausalLMStage(nn.Module):
         last: bool = True,
         loss_chunk: int,
         balance: RouterBalance | None = None,
+        router_bias: RouterBias | None = None,
         transform: LogitTransform = UNCHANGED,
     ) -> None:
         super().__init__()
         self.transform = transform
         self.model, self.first, self.last, self.loss_chunk, self.balance = model, first, last, loss_chunk, balance
+        self.router_bias = router_bias
         self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
 
     def forward(
@@ -88,6 +92,8 @@ class CausalLMStage(nn.Module):
         """
         if self.balance is not None:
             self.balance.open(chosen, real)
+        if self.router_bias is not None:
+            self.router_bias.open(real)
         of_tokens: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
         if prefix_tree is not None:
             of_tokens["prefix_tree"] = prefix_tree
@@ -95,6 +101,8 @@ class CausalLMStage(nn.Module):
             attention = cast(UnifiedSPAttention, self.model.unified_sp)
             of_tokens["token_numbers"] = numbers_of(first_tokens, position_ids.shape[1], attention, cu_seqlens)
         hidden = run_layers(self.model, x, first=self.first, **of_tokens | dict(images or {}))
+        if self.router_bias is not None:
+            self.router_bias.close()
         if self.balance is not None:
             chosen = self.balance.close()
         if not self.last or head is None:

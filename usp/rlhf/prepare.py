@@ -16,10 +16,11 @@ import yaml
 from parallel import ParallelDims, latest
 from usp.config import ParallelConfig
 from usp.data.sources import STDLIB
-from usp.data.tokenizer import Tokenizer
+from usp.data.tokenizer import Tokenizer, same_ids
 from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
-from usp.hf.models import end_of_sequence_ids, model_facts
+from usp.hf.models import end_of_sequence_ids, is_scalar, model_facts
+from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.generation.decoding import Rollout, cache_violation, capacity, row_multiple, stop_problems
 from usp.rlhf.generation.generate import generation_problems
@@ -55,7 +56,7 @@ from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import REWARD
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
-from .graph import DataflowGraph, Generate, ModelCall
+from .graph import DataflowGraph, Generate, Inference, ModelCall
 from .role_specs import layout_violations, missing_models, role_specs, router_violations, unused_models
 
 SFT = "sft"  # the directory of a run's supervised steps
@@ -149,6 +150,7 @@ def prepare(
     assert options is not None and graph is not None
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
     problems += _graph_violations(config, algorithm, options, graph, specs)
+    problems += _scorer_violations(graph, specs, tokenizer)
     if config.plan == SEARCH:
         problems.check()
     run = PreparedRlhf(
@@ -273,7 +275,7 @@ def _open_examples(
     switches = filter(None, map(rotary_switch, models)) if sampled else ()
     longest = min([*(model.max_position_embeddings for model in models), *switches])
     scored_by_answer = sampled and not config.reward_model
-    asks_none = config.reward_function != "match" or bool(config.environment)
+    asks_none = config.reward_function != "match" or bool(config.environment) or not algorithm.scores
     keys = ["prompt", *(("chosen", "rejected") if algorithm.data == "pairs" else ())]
     if algorithm.data == "answers" or sft_steps or scored_by_answer:
         keys.append("answer")
@@ -417,6 +419,22 @@ def _graph_violations(
     if messages := batch_violations(graph, samples):
         yield f"--prompts = {config.prompts}: {'; '.join(messages)}"
     yield from (f"--options = {config.options}: {violation}" for violation in options.step_violations(samples))
+
+
+def _scorer_violations(graph: DataflowGraph, specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield which models cannot give log-probabilities of the policy's tokens."""
+    calls = [call for call in graph.calls if isinstance(call.work, Inference) and call.work.head == "logprobs"]
+    for role in dict.fromkeys(call.role for call in calls if call.role in specs):
+        source = specs[role].source
+        if is_scalar(specs[role].config):
+            yield f"the {role} {source} is a reward model, and log-probabilities are those of a language model"
+        elif source not in (specs["actor"].source, tokenizer.name, *PRESETS):
+            try:
+                own = load_tokenizer(tokenizer_of(AUTO, source))
+            except ValueError:
+                continue  # a folder without one
+            if not same_ids(own, tokenizer):
+                yield f"the {role} {source} has another tokenizer than {tokenizer.name}: its ids are other texts"
 
 
 def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPlan:

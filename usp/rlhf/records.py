@@ -42,6 +42,7 @@ _NAMES = {  # of the metrics on screen
     "score": "score",
     "reward": "reward",
     "kl": "KL",
+    "teacher_kl": "KL",
     "actor/loss": "loss",
     "critic/loss": "critic loss",
     "reward/loss": "loss",

@@ -32,6 +32,7 @@ from usp.hf.mixers import sharded_mixers
 from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise, model_facts
 from usp.hf.probe import structure
 from usp.hf.prune import prune_to_stage
+from usp.hf.router_bias import RouterBias
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import fill_buffers, initialise, load_weights
@@ -86,6 +87,7 @@ class EngineRecipe:
     fp8: str = "none"
     fp8_emulate: bool = False
     indexer_loss_coef: float = 0.0
+    router_bias_update_rate: float = 0.0
     freeze_encoder: bool = False
 
     @staticmethod
@@ -262,8 +264,18 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
         coefficient = recipe.balance / (recipe.micro_batches if separate else 1)
         shared = recipe.tp_sequence_parallel
         balance = RouterBalance(model, mesh, coefficient, tp_sequence_parallel=shared, by_micro_batch=separate)
+    bias = None
+    if recipe.router_bias_update_rate:
+        bias = RouterBias(model, mesh, recipe.router_bias_update_rate, tp_sequence_parallel=recipe.tp_sequence_parallel)
     return CausalLMStage(
-        model, mesh, first=first, last=last, loss_chunk=recipe.loss_chunk, balance=balance, transform=transform
+        model,
+        mesh,
+        first=first,
+        last=last,
+        loss_chunk=recipe.loss_chunk,
+        balance=balance,
+        router_bias=bias,
+        transform=transform,
     )
 
 

@@ -27,6 +27,7 @@ from usp.hf.models import (
     with_vocabulary,
     without_dropout,
 )
+from usp.hf.router_bias import bias_problem
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelFacts, ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
@@ -126,6 +127,7 @@ def resolve(
     if model_config is not None:
         facts = model_facts(config.model, model_config)
         problems += [*lora_problems(config, model_config), *image_problems(config, model_config)]
+        problems += router_bias_problems(config, model_config)
     problems += violations(config, world_size, facts, len(ended))
     if problems:
         return Resolved(config, model_config, facts, tuple(problems))
@@ -181,6 +183,19 @@ def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
         lora_of(config, model)
     except ValueError as error:
         yield with_flags(str(error))
+
+
+def router_bias_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield why the bias of a model's routers cannot follow the experts' loads."""
+    if not config.router_bias_update_rate:
+        return
+    given = f"--router-bias-update-rate = {config.router_bias_update_rate:g}"
+    if problem := bias_problem(empty_model(model)):
+        yield f"{given} updates the bias of routers, and {config.model} has none: {problem}; remove it"
+    if config.lora_rank:
+        yield f"{given} changes the base under adapters, which are all that is saved: remove it, or --lora-rank"
+    if config.engine == "deepspeed":
+        yield f"{given} is not supported by --engine deepspeed: use --engine fsdp2"
 
 
 def image_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:

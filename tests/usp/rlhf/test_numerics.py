@@ -23,6 +23,7 @@ from tests.usp.tiny import CONFIGS, LEARNING_RATE, VOCAB
 from usp.hf.disk import persistent_buffers
 from usp.hf.lora import Lora
 from usp.rlhf.algorithms.critic_free import CISPO, GRPO, GSPO, ReMax
+from usp.rlhf.algorithms.distillation import OnPolicyDistillation
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO
 from usp.rlhf.algorithms.registry import build_graph
@@ -53,6 +54,7 @@ ALGORITHMS: dict[str, Any] = {
     "grpo": GRPO(generate=replace(SAMPLING, group_size=2), reward=REWARD, mini_batches=2),
     "dpo": DPO(mini_batches=2),
     "remax": ReMax(generate=SAMPLING, reward=REWARD),
+    "distillation": OnPolicyDistillation(generate=SAMPLING, reward=REWARD),
 }
 ONCE = GRPO(generate=replace(SAMPLING, group_size=2), reward=REWARD)
 VARIANTS: dict[str, tuple[str, Any]] = {
@@ -80,6 +82,7 @@ CHOSEN = {
     "grpo": ("interleaving",),  # and others: test_switching.py
     "dpo": ("flattening", "heuristic"),
     "remax": ("u2 tp2",),
+    "distillation": ("separation",),
 }
 
 
@@ -155,7 +158,7 @@ def builder(
     """The function that builds roles, the actor with adapters, and puts those that train into `trained`."""
 
     def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
-        head = "logprobs" if call.role in ("actor", "ref") else "values"
+        head = "values" if call.role in ("critic", "reward") else "logprobs"
         config = config_of(family, head) if family in CONFIGS else tiny_config(family)
         spec = RoleSpec(
             call.role,

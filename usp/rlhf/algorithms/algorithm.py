@@ -52,6 +52,7 @@ class Algorithm:
             to sample 2i + 1. Calls read `prompt_ids` and `prompt_index` of prompts, `tokens` and `mask` of the others.
         learning_rate: default peak learning rate for the presets' random weights; pretrained_rate: for a directory.
         model_role: role that is initialized from the configuration's `model`.
+        scores: it trains on the scores of responses; otherwise they are metrics, and examples need no answers.
     """
 
     options: type[Options]
@@ -61,6 +62,7 @@ class Algorithm:
     pretrained_rate: float = 1e-6
     warmup_steps: int = 5
     model_role: str = "actor"
+    scores: bool = True
 
     def graph(self, options: Options) -> DataflowGraph:
         """Return the graph of a step, given the keys that its calls read and do not produce."""

@@ -9,10 +9,16 @@ from usp.run.failures import load_from_file
 
 from .algorithm import Algorithm, Options
 from .critic_free import CRITIC_FREE
+from .distillation import DISTILLATION
 from .ppo import PPO_ALGORITHM
 from .preferences import GIVEN_RESPONSES
 
-ALGORITHMS: Mapping[str, Algorithm] = {**GIVEN_RESPONSES, "ppo": PPO_ALGORITHM, **CRITIC_FREE}
+ALGORITHMS: Mapping[str, Algorithm] = {
+    **GIVEN_RESPONSES,
+    "ppo": PPO_ALGORITHM,
+    **CRITIC_FREE,
+    "distillation": DISTILLATION,
+}
 
 
 def with_outside(name: str, algorithms: Mapping[str, Algorithm]) -> Mapping[str, Algorithm]:

@@ -276,11 +276,14 @@ class Fsdp2Engine:
         sum_tied_gradients([self.parameters[name] for name in self._tied], self.mesh)
         copies = [self.parameters[name] for name in self._copies]
         norm = clip_grad_norm(self.parameters.values(), max_norm, self.mesh, copies)
+        biases = [stage.router_bias for stage in self.stages if stage.router_bias is not None]
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
             update_scales(self._scaled, self.mesh, self.zero > 0)
+        for bias in biases:
+            bias.update() if math.isfinite(norm) else bias.discard()
         self.optimizer.zero_grad()
         return norm
 

@@ -23,6 +23,7 @@ from usp.rlhf.algorithms.critic_free import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
+from usp.rlhf.algorithms.distillation import OnPolicyDistillation
 from usp.rlhf.algorithms.objectives import mini_batch_numbers
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO
@@ -58,6 +59,7 @@ OPTIONS: dict[str, tuple[str, Options]] = {
     "rloo_rollout": ("rloo", RLOO(generate=GROUP, mini_batches=2, old_logprobs="rollout")),
     "reinforce++": ("reinforce++", ReinforcePlusPlus(generate=GROUP, mini_batches=2)),
     "remax": ("remax", ReMax(generate=ONE, reward=FUNCTION)),
+    "distillation": ("distillation", OnPolicyDistillation(generate=ONE, reward=FUNCTION)),
     "remax_model": ("remax", ReMax(generate=ONE, zero_unfinished=True)),
 }
 each = pytest.mark.parametrize("name", OPTIONS)
@@ -127,6 +129,11 @@ def test_ppo_is_six_calls_of_four_models() -> None:
             "rloo",
             "actor_generate reward_inference actor_inference ref_inference advantages actor_train",
             "prompt_ids",
+        ),
+        (
+            "distillation",
+            "actor_generate reward teacher_inference advantages actor_train",
+            "prompt_ids prompt_index",
         ),
         (
             "remax",
@@ -253,6 +260,8 @@ def test_every_invalid_option_is_named() -> None:
         ("grpo", GRPO(aggregation="mean"), "aggregation='mean'"),  # type: ignore[arg-type]
         ("rloo", RLOO(generate=ONE), "group_size=1 must be at least 2"),
         ("reinforce++", ReinforcePlusPlus(gamma=2.0), "gamma=2.0"),
+        ("distillation", OnPolicyDistillation(kl=0.1), "the teacher is the reference"),
+        ("distillation", OnPolicyDistillation(reward_bias=1.0), "reward_bias, .* have no effect"),
         ("remax", ReMax(generate=GROUP), "generate.group_size=3: ReMax samples one"),
     ],
 )
