@@ -15,7 +15,7 @@ from .heads import HeadPlan
 from .keep import Keep, KeepResults, compute_now
 from .kernels.base import LSE_COLUMNS, Device, Kernel
 from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
-from .layout import LAYOUTS, SequenceLayout, Span
+from .layout import LAYOUTS, OF_DOCUMENTS, SequenceLayout, Span
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
 from .sparse import Choice, SparseProgram, chosen_rows

@@ -14,7 +14,7 @@ divided as zigzag does.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -113,6 +113,22 @@ def balanced_ranges(boundaries: tuple[int, ...], seq_len: int, ring: int) -> tup
             break
     assert best
     return tuple(tuple(_ranges(share)) for share in best)
+
+
+def load(boundaries: tuple[int, ...], division: Iterable[Iterable[Range]]) -> tuple[float, int]:
+    """Return the work of a row's busiest rank, in causal pairs relative to the mean or to the unevenness that
+    `balanced_ranges` allows where that is more, and the keys that ranks need from others. division: ranges by rank."""
+    starts, shares = sorted(set(boundaries)), []
+    for ranges in division:
+        share = Share(0, 0)
+        for begin, end in ranges:
+            for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+                start, last = starts[number], number + 1 == len(starts)  # after it is padding
+                stop = end if last else min(end, starts[number + 1])
+                share.add(Slice(max(begin, start) - start, stop - start, start, last))
+        shares.append(share)
+    mean = sum(share.pairs for share in shares) / len(shares) or -1.0
+    return max(1 + IMBALANCE, *(share.pairs / mean for share in shares)), sum(share.received for share in shares)
 
 
 def _divide(documents: list[Slice], tokens: int, mean: float, ring: int, whole: bool, own_start: bool) -> list[Share]:

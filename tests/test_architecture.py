@@ -22,7 +22,7 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 4625,
+    "attention": 4675,
     "parallel": 4000,
     "usp/commands": 1650,
     "usp/data": 2750,
@@ -35,7 +35,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/rlhf": 12075,
     "usp/run": 1225,
     "usp/sp": 2175,
-    "usp/train": 3950,
+    "usp/train": 3975,
     "usp": 39550,
 }
 MAP = ROOT / "docs" / "architecture.md"

@@ -149,7 +149,7 @@ class ParallelConfig:
     """Ring degree: sequence parallelism by passing keys and values around a ring. May span hosts."""
     sp_layout: Annotated[str, one_of(LAYOUTS)] = "zigzag"
     """Assignment of sequence positions to ranks. zigzag and striped balance the causal mask of one document, balanced
-    that of packed ones."""
+    that of packed ones; auto takes balanced for rows that zigzag divides unevenly."""
     sp_order: Annotated[str, one_of(SP_ORDERS)] = "ring-outer"
     """Nesting of the two degrees. ring-outer: the ranks of a Ulysses group are neighbors."""
     dp_shard: Remaining = -1

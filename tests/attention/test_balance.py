@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import AttentionSpec, SequenceLayout, ring_schedule
-from attention.balance import balanced_ranges
+from attention.balance import balanced_ranges, load
 
 
 def causal_pairs(boundaries: tuple[int, ...], ranges: tuple[tuple[int, int], ...]) -> int:
@@ -75,6 +75,33 @@ def test_short_documents_cross_no_rank_while_a_long_one_is_spread() -> None:
         for start, stop in pairwise(boundaries)
     }
     assert holders[0] == {0, 1, 2, 3} and sum(len(ranks) > 1 for ranks in holders.values()) <= 4
+
+
+def test_auto_divides_each_row_as_zigzag_unless_balanced_is_more_even_or_sends_less() -> None:
+    one, short, tail = (0, 256), (0, *range(32, 257, 32)), (0, 128, *range(136, 257, 8))
+    rows = [documents + (256,) * (len(tail) - len(documents)) for documents in (one, short, tail)]
+    chosen = {one: "zigzag", short: "zigzag", tail: "balanced"}
+    for documents, kind in zip(rows, chosen.values(), strict=True):
+        layout = SequenceLayout("auto", 256, 4, documents=(documents,))
+        assert layout.decided.kind == kind
+        assert [*map(layout.ring_spans, range(4))] == [*map(layout.decided.ring_spans, range(4))]
+    mixed = SequenceLayout("auto", 256, 4, documents=tuple(rows))
+    assert mixed.decided == mixed and SequenceLayout("auto", 256, 4).decided == SequenceLayout("zigzag", 256, 4)
+    for row, kind in enumerate(chosen.values()):
+        alike = SequenceLayout(kind, 256, 4, documents=tuple(rows) if kind == "balanced" else None)
+        assert all(mixed.ring_spans(rank, row) == alike.ring_spans(rank, row) for rank in range(4))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_is_as_even_as_the_better_layout(seed: int) -> None:
+    boundaries = long_tail(16_384, seed)
+    layout = SequenceLayout("auto", 16_384, 8, documents=(boundaries,))
+    divided = [[(span.start, span.start + span.length) for span in layout.ring_spans(rank)] for rank in range(8)]
+    pairs = [causal_pairs(boundaries, ranges) for ranges in divided]
+    assert max(pairs) <= 1.05 * sum(pairs) / 8
+    spec = AttentionSpec(documents=(boundaries,))
+    needed = sum(ring_schedule(layout, spec, 1, rank).tokens_sent for rank in range(8))
+    assert load(boundaries, divided) == (1.05, needed)
 
 
 def test_padding_counts_as_tokens_without_work() -> None:

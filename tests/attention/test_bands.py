@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attention import AttentionSpec, RingSchedule, SequenceLayout, Task, ring_schedule
+from attention import OF_DOCUMENTS, AttentionSpec, RingSchedule, SequenceLayout, Task, ring_schedule
 from attention.bands import _join, below, block_tasks, rank_pieces, row_parts, tight_task
 from attention.intervals import expanded, intersect, locate, size, subtract, union
 from attention.schedule import Message
@@ -69,7 +69,7 @@ def test_causal_zigzag_needs_one_task_per_block() -> None:
 def problems(draw: st.DrawFn) -> tuple[SequenceLayout, AttentionSpec, int]:
     layout, batch = draw(layouts()), draw(st.integers(1, 2))
     spec = draw(specs(layout.seq_len, batch) | trees(layout.seq_len, batch))
-    if layout.kind == "balanced":
+    if layout.kind in OF_DOCUMENTS:
         layout = replace(layout, documents=spec.documents)
     return layout, spec, batch
 

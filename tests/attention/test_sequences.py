@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention import LAYOUTS, AttentionSpec, Joint, SequenceLayout, ring_schedule
+from attention import LAYOUTS, OF_DOCUMENTS, AttentionSpec, Joint, SequenceLayout, ring_schedule
 from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
@@ -311,7 +311,7 @@ def test_schedules_compute_each_visible_pair_once_and_send_no_joint_key(seed: in
     )  # fmt: skip
 
     def layout(tokens: int, documents: Any) -> SequenceLayout:
-        return SequenceLayout(case.layout, tokens, ring, 1, documents if case.layout == "balanced" else None)
+        return SequenceLayout(case.layout, tokens, ring, 1, documents if case.layout in OF_DOCUMENTS else None)
 
     queries = layout(case.tokens, case.documents[0])
     keys = None if case.keys is None else layout(case.keys, case.documents[1])

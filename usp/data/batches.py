@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention import SequenceLayout
+from attention import OF_DOCUMENTS, SequenceLayout
 from attention.layout import Span
 from usp.sp.sequence import IGNORED_LABEL
 
@@ -185,7 +185,7 @@ class BatchStream:
 class Part:
     """What a rank of the ring x ulysses grid reads of every global batch: its tokens of `rows` rows from `first` on.
 
-    layout: of each row, with tokens behind its end if the ranks cannot divide it; of a balanced one, which depends on
+    layout: of each row, with tokens behind its end if the ranks cannot divide it; of one that depends on
     the row's documents, only the kind and the sizes. balanced: these rows are not neighbors, but those that `even_rows`
     deals to this data-parallel rank. micro_batches: into which these rows are divided. images: reads the pixels of a
     vision-language model's images, see `usp.hf.processors.Images`; None for other models.
@@ -206,7 +206,7 @@ class Part:
 
     def layout_of(self, row: Row) -> SequenceLayout:
         """Return the layout of a row."""
-        documents = (tuple(row.boundaries.tolist()),) if self.layout.kind == "balanced" else None
+        documents = (tuple(row.boundaries.tolist()),) if self.layout.kind in OF_DOCUMENTS else None
         return replace(self.layout, documents=documents)
 
 

@@ -77,7 +77,7 @@ class NeedleConfig:
     """Ring degree: sequence parallelism by passing keys and values around a ring. May span hosts."""
     sp_layout: Annotated[str, one_of(LAYOUTS)] = "zigzag"
     """Assignment of sequence positions to ranks. zigzag and striped balance the causal mask of one document, balanced
-    that of packed ones."""
+    that of packed ones; auto takes balanced for rows that zigzag divides unevenly."""
     tp: int = 1
     """Tensor-parallel degree. All ranks that the degrees leave over divide the prompts."""
     pp: int = 1

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
-from attention import Channel, SequenceLayout
+from attention import OF_DOCUMENTS, Channel, SequenceLayout
 from parallel import ParallelMesh
 from usp.data.batches import own_images
 from usp.data.chats import Image
@@ -119,7 +119,7 @@ def image_inputs(
         images: of all tokens, in their order. Where no token is one of an image, what this rank encodes for nothing.
         own: those that this rank encodes, from `own_images`.
 
-    Raises ValueError for the balanced layout with images that attend in both directions.
+    Raises ValueError for the balanced and the auto layout with images that attend in both directions.
     """
     attention = cast(UnifiedSPAttention, model.unified_sp)
     config, axes, is_image = model.config, attention.axes, ids == model.config.image_token_id
@@ -135,8 +135,8 @@ def image_inputs(
         axial = [select_tokens(axis, axes.positions(layout)).to(shard["position_ids"].device) for axis in whole]
         found["position_ids"] = torch.stack([shard["position_ids"].expand_as(axial[0]), *axial])
     if bidirectional(config):
-        if attention.layout == "balanced":
-            raise ValueError("layout='balanced' does not support images that attend in both directions: use zigzag")
+        if attention.layout in OF_DOCUMENTS:
+            raise ValueError(f"layout={attention.layout!r} does not support images that attend both ways: use zigzag")
         found |= _image_blocks(is_image, documents)
     owners = balanced([image.patches for image in images], axes.ranks)
     found[PLAN] = image_plan(images, owners, own, is_image, layout, axes.ring_rank * axes.ulysses + axes.ulysses_rank)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 import torch
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
-from attention import SequenceLayout
+from attention import OF_DOCUMENTS, SequenceLayout
 from parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
 from parallel.dims import DERIVED_AXES
 from usp.config import TrainConfig
@@ -135,8 +135,8 @@ class Job:
     def layout(self) -> SequenceLayout:
         """The layout of a sequence on ring x ulysses."""
         config, dims = self.config, self.dims
-        documents = self.documents if config.sp_layout == "balanced" else None
-        return SequenceLayout(config.sp_layout, config.padded_len, dims.ring, dims.ulysses, documents)
+        documents = self.documents if config.sp_layout in OF_DOCUMENTS else None
+        return SequenceLayout(config.sp_layout, config.padded_len, dims.ring, dims.ulysses, documents).decided
 
     @cached_property
     def documents(self) -> tuple[tuple[int, ...]] | None:

@@ -222,8 +222,9 @@ class SequenceOrder(StepKeeper):
         documents = documents_of(cu_seqlens)
         if violation := AttentionSpec(documents=documents).document_violation(rows, seq_len):
             raise ValueError(violation)
-        kind = "contiguous" if self.layout in UNORDERED else self.layout
-        return SpanPlan(self.axes.layout(kind, seq_len), documents, rows, self.channel.rank)
+        kind = self.axes.layout(self.layout, seq_len, documents).kind
+        ordered = self.axes.layout("contiguous" if kind in UNORDERED else kind, seq_len)
+        return SpanPlan(ordered, documents, rows, self.channel.rank)
 
     def _moves(self, rows: int, layout: SequenceLayout) -> ReshardPlan | None:
         """Return how tokens reach the layout in which they are in order; None if they are."""

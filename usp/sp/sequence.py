@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from attention import AttentionSpec, Channel, Keep, SequenceLayout, compute_now
+from attention import OF_DOCUMENTS, AttentionSpec, Channel, Keep, SequenceLayout, compute_now
 from attention.comm import Pending
 from attention.spec import Documents
 from parallel import ParallelMesh, agree
@@ -75,7 +75,8 @@ class SpAxes:
     def layout(self, kind: str, seq_len: int, documents: tuple[Documents, ...] | None = None) -> SequenceLayout:
         """Return the layout of rows of `seq_len` global tokens over these axes. Raises ValueError if they do not divide
         it, or if the layout depends on `documents`, as in `AttentionSpec`, and they do not fit."""
-        return SequenceLayout(kind, seq_len, self.ring, self.ulysses, documents if kind == "balanced" else None)
+        known = documents if kind in OF_DOCUMENTS else None
+        return SequenceLayout(kind, seq_len, self.ring, self.ulysses, known).decided
 
     def padding(self, kind: str, seq_len: int) -> int:
         """Return how many tokens `seq_len` lacks to be divided."""
@@ -156,9 +157,9 @@ def shard_sequence(
     """Return this rank's shard of a global tensor that every sequence-parallel rank holds; no communication.
 
     `x.shape[dim]` is the global length; the shard has length / (ring * ulysses), rounded up with zeros at the end of
-    the sequence, which `cu_seqlens` must hide: [0, length] for one document. The balanced layout depends on them, as in
-    `shard_batch`; with documents of its own for every row, rows are the first dimension. Differentiable. Raises
-    ValueError for an unknown layout, and without `cu_seqlens` for the balanced one or a length that it cannot divide.
+    the sequence, which `cu_seqlens` must hide: [0, length] for one document. The balanced and the auto layout depend on
+    them, as in `shard_batch`; with documents of its own for every row, rows are the first dimension. Differentiable.
+    Raises ValueError for an unknown layout, and without `cu_seqlens` for these two or a length that it cannot divide.
     """
     axes = SpAxes.of(mesh)
     _check_documents(layout, cu_seqlens)
@@ -168,9 +169,9 @@ def shard_sequence(
 
 
 def _check_documents(layout: str, cu_seqlens: Tensor | None) -> None:
-    if layout == "balanced" and cu_seqlens is None:
+    if layout in OF_DOCUMENTS and cu_seqlens is None:
         raise ValueError(
-            "layout='balanced' depends on the documents: pass the cu_seqlens that shard_batch gets; one document per "
+            f"layout={layout!r} depends on the documents: pass the cu_seqlens that shard_batch gets; one document per "
             "row is torch.tensor([0, length])"
         )
 

@@ -76,7 +76,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
         layout: one of `attention.LAYOUTS`; must match `shard_sequence` and `shard_batch`. balanced divides packed
-            documents so that ranks have equal work under a causal mask.
+            documents so that ranks have equal work under a causal mask; auto takes it for rows that zigzag would
+            divide unevenly.
         kernel: auto, or one of `attention.KERNEL_NAMES`.
         dkv_dtype: of the partial gradients of k and v that travel the ring: that of k and v, with which half-precision
             messages are half as large and each hop rounds; None for float32 (float64 for float64).

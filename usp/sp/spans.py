@@ -8,8 +8,8 @@ span before it. Zigzag over ring = 2:
     rank          0    ->   1    ->   1    ->   0          (spans 1 and 2 are adjacent on rank 1: one span)
 
 Documents end anywhere. They cut a rank's part of a span into segments, and nothing crosses their boundaries. The
-striped layout has spans of one token, and the balanced one other spans in every row, so their layers run on the
-contiguous layout instead (`in_order.Reshard`).
+striped layout has spans of one token, and the balanced and the auto one other spans in every row, so their layers run
+on the contiguous layout instead (`in_order.Reshard`).
 
 Everything here is a pure function of the layout and the documents; every rank derives the same messages from it.
 """
@@ -25,7 +25,7 @@ import torch
 
 from attention import SequenceLayout
 
-UNORDERED = ("striped", "balanced")  # layouts whose ranks hold no spans of consecutive tokens that all rows share
+UNORDERED = ("striped", "balanced", "auto")  # their ranks hold no spans of consecutive tokens that all rows share
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Segment:
 
 
 def held_spans(layout: SequenceLayout) -> tuple[HeldSpan, ...]:
-    """Return the maximal spans of all ranks in sequence order. Raises ValueError for the striped and the balanced
-    layout."""
+    """Return the maximal spans of all ranks in sequence order. Raises ValueError for the striped, the balanced and the
+    auto layout."""
     if layout.kind in UNORDERED and layout.ring > 1:
         raise ValueError(f"layout={layout.kind!r} has no spans that all rows share: reshard to contiguous first")
     spans = []

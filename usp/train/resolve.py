@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
+from attention import OF_DOCUMENTS
 from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.fields import flag
@@ -213,8 +214,9 @@ def image_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
             yield f"{flag(name)} {value} is not supported for a vision-language model: use {flag(name)} {off}"
     if config.packing == "cut":
         yield "--packing cut would cut images: use --packing auto, which keeps chats whole"
-    if config.sp_layout == "balanced" and bidirectional(model):
-        yield f"--sp-layout balanced does not support images of {model.model_type}, which attend both ways: use zigzag"
+    if config.sp_layout in OF_DOCUMENTS and bidirectional(model):
+        given = f"--sp-layout {config.sp_layout}"
+        yield f"{given} does not support images of {model.model_type}, which attend both ways: use zigzag"
 
 
 def _float8_problems(resolved: Resolved, stage: ResolvedStage) -> Iterator[str]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention import SequenceLayout
 from parallel import ParallelMesh
 from usp.config import CommonConfig, TrainConfig
 from usp.data.batches import ImageBatch, Part, one_epoch
@@ -29,7 +30,7 @@ POSITION = "position"
 def part_of(mesh: ParallelMesh, config: TrainConfig, balanced: bool = False, images: Any = None) -> Part:
     """Return which rows of a global batch this rank trains on, and which of their tokens; the others as in `Part`."""
     axes = SpAxes.of(mesh)
-    layout = axes.layout(config.sp_layout, config.padded_len)
+    layout = SequenceLayout(config.sp_layout, config.padded_len, axes.ring, axes.ulysses)  # of rows, not decided yet
     first = mesh.rank("batch") * config.batch_size
     ranks = axes.ring_rank, axes.ulysses_rank
     return Part(layout, *ranks, first, config.batch_size, balanced, config.micro_batches, images)

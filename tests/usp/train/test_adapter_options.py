@@ -68,7 +68,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...], str, bool, dict[str, Any]]] = {
         ATTENTION,
         "lm_head",
         False,
-        {"ep": 2, "sp_ulysses": 2, "sp_ring": 2, "sp_layout": "balanced"},
+        {"ep": 2, "sp_ulysses": 2, "sp_ring": 2, "sp_layout": "auto"},
     ),
 }
 
