@@ -231,7 +231,7 @@ def test_what_fails_in_the_background_fails_in_the_step(store: TokenStore) -> No
     next(reader)
     packed.store._files["tokens.bin"].close()
     # A read that has begun has the descriptor, which is no longer valid.
-    with pytest.raises((ValueError, OSError), match="closed file|Bad file descriptor"):
+    with pytest.raises((ValueError, OSError), match=r"closed file|Bad file descriptor"):
         for _ in range(AHEAD + 2):
             next(reader)
 

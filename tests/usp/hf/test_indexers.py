@@ -205,7 +205,6 @@ def largest_tensors() -> list[int]:
     mesh, found = ParallelMesh.create(ParallelDims(ring=2)), []
     module_of_indexers.TILE = module_of_sparse.TILE = 1 << 12
     for length in (512, 1024):
-        torch.manual_seed(0)  # which keys are chosen, and so exchanged, depends on the weights
         config = tiny_config("deepseek_v32")
         config.index_topk, config.index_n_heads, config.num_hidden_layers = TOP_K, 2, 1
         model = apply_unified_sp(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), mesh)
@@ -219,7 +218,8 @@ def largest_tensors() -> list[int]:
 
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
     for shorter, longer in ranks.run(largest_tensors, 2):
-        assert longer <= 2 * shorter < 512 * 512
+        # The chosen keys that travel are a share of all that depends on the weights. Of tokens x tokens, it would be four.
+        assert longer < 2.5 * shorter and shorter < 512 * 256
 
 
 def test_dry_runs_assume_that_keys_are_chosen_in_turn(tmp_path: Path) -> None:
