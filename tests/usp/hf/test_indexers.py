@@ -218,7 +218,7 @@ def largest_tensors() -> list[int]:
 
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
     for shorter, longer in ranks.run(largest_tensors, 2):
-        # The chosen keys that travel are a share of all that depends on the weights. Of tokens x tokens, it would be four.
+        # Of chosen keys, a share travels that depends on the weights. Of tokens x tokens, it would be four.
         assert longer < 2.5 * shorter and shorter < 512 * 256
 
 
