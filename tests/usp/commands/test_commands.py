@@ -82,7 +82,7 @@ def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -
     assert stop.value.code == 0
     for name in [*asdict(TrainConfig()), "config"]:
         assert re.search(f"--{name.replace('_', '-')}[ ,]", shown), name
-    assert "llama3-8b" in shown and "{contiguous,zigzag,striped,balanced}" in shown
+    assert "llama3-8b" in shown and "{contiguous,zigzag,striped,balanced,auto}" in shown
 
 
 def test_help_of_needle_says_what_it_writes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused_before_any_communication(ranks: RankPool) 
         "pixel_values have 159 patches, but image_grid_thw says 160",
         "pixel_values_videos are not supported beside images",
         "attention_mask masks padding",
-        "layout='balanced' does not support images that attend in both directions: use zigzag",
+        "layout='balanced' does not support images that attend both ways: use zigzag",
     ]
     for found, message in zip(ranks.run(refusals, 1)[0], messages, strict=True):
         assert message in found
