@@ -323,7 +323,7 @@ def test_training_accepts_the_file_of_a_plan(tmp_path: Path, capsys: pytest.Capt
         (["--world-size", "0", "--global-batch-size", "0"], "--world-size = 0 must be at least 1"),
         (["--model", "llama2-70b", "--seq-len", "1048576"], "does not fit 8 x H100 in any of"),
         (["--dtype", "bflot16"], "--dtype = 'bflot16' must be one of auto, float32, bfloat16"),
-        (["--sp-layout", "zigzg"], "--sp-layout = 'zigzg' must be one of contiguous, zigzag, striped, balanced, auto (did"),
+        (["--sp-layout", "zigzg"], "--sp-layout = 'zigzg' must be one of contiguous, zigzag, striped, balanced, auto"),
         (["--seq-len", "1"], "--seq-len = 1 must be at least 2: a token and the next one"),
         (["--hardware", "h900"], "'h900' must be a file or one of"),
         (["--out", "plan.txt"], "--out plan.txt must end in .yaml or .yml"),
