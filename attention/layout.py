@@ -114,11 +114,10 @@ class SequenceLayout:
     @property
     def decided(self) -> SequenceLayout:
         """This layout; auto as zigzag or balanced if all rows are divided alike."""
-        kinds = {self._kind_of(row) for row in range(self.rows)}
-        if self.kind != "auto" or len(kinds) > 1:
+        if self.kind != "auto":
             return self
-        kind = kinds.pop()
-        return replace(self, kind=kind, documents=self.documents if kind == "balanced" else None)
+        kind, *others = {self._kind_of(row) for row in range(self.rows)}
+        return self if others else replace(self, kind=kind, documents=self.documents if kind == "balanced" else None)
 
     def _kind_of(self, row: int) -> str:
         if self.kind == "auto":

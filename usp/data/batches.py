@@ -185,8 +185,8 @@ class BatchStream:
 class Part:
     """What a rank of the ring x ulysses grid reads of every global batch: its tokens of `rows` rows from `first` on.
 
-    layout: of each row, with tokens behind its end if the ranks cannot divide it; of one that depends on
-    the row's documents, only the kind and the sizes. balanced: these rows are not neighbors, but those that `even_rows`
+    layout: of each row, with tokens behind its end if the ranks cannot divide it; of one that depends on the
+    row's documents, only the kind and the sizes. balanced: these rows are not neighbors, but those that `even_rows`
     deals to this data-parallel rank. micro_batches: into which these rows are divided. images: reads the pixels of a
     vision-language model's images, see `usp.hf.processors.Images`; None for other models.
     """

@@ -146,6 +146,28 @@ def aux_loss_coefficient(config: PretrainedConfig, coefficient: float) -> float:
     return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if has_balancing_loss(config) else 0.0
 
 
+def own_real(real: Tensor | None, tp_group: dist.ProcessGroup | None) -> Tensor | None:
+    """Return which of the tokens that a router sees count, (T,), by those of the rank (B, S), which a `tp_group` shards
+    further; None: all."""
+    if real is not None and tp_group is not None:
+        real = real.chunk(tp_group.size(), dim=1)[tp_group.rank()]
+    return None if real is None else real.flatten()
+
+
+def expert_loads(chosen_TK: Tensor, real_T: Tensor | None, num_experts: int) -> Tensor:
+    """Return how many of the tokens that count, all if `real_T` is None, chose each expert."""
+    if real_T is not None:
+        chosen_TK = chosen_TK.where(real_T.unsqueeze(1), num_experts)
+    return sorted_by_expert(chosen_TK.flatten(), num_experts)[1]
+
+
+def over_ranks(counts: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
+    """Sum in place over these groups in turn. Collective."""
+    for group in filter(None, groups):
+        dist.all_reduce(counts, group=group)
+    return counts
+
+
 class RouterBalance:
     """Collector of the routers' statistics on a pipeline stage; computes the auxiliary loss on the last stage.
 
@@ -189,9 +211,7 @@ class RouterBalance:
         incoming: the result of `close` on the previous stage.
         real: (B, S) bool, False for those of this rank's tokens that are padding and do not count; None: none is.
         """
-        if real is not None and self.tp_group is not None:
-            real = real.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
-        self._incoming, self._seen, self._real = incoming, [], None if real is None else real.flatten()
+        self._incoming, self._seen, self._real = incoming, [], own_real(real, self.tp_group)
 
     def close(self) -> Tensor:
         """End the forward; return (2, E) float32, counts and probability sums over the layers so far."""
@@ -216,13 +236,14 @@ class RouterBalance:
     def set_step(self, balances: Sequence[Tensor]) -> None:
         """Set the step's counts to those of these results of `close`, on the last stage. Collective over loss (and tp).
         Of none: the step is one micro-batch, whose `share` counts."""
-        self._step_counts = self._over_ranks(torch.stack([b[0] for b in balances]).sum(0)) if balances else None
+        counts = torch.stack([b[0] for b in balances]).sum(0) if balances else None
+        self._step_counts = None if counts is None else over_ranks(counts, self.loss_group, self.tp_group)
 
     def share(self, balance: Tensor) -> Tensor:
         """Return this rank's share of the weighted auxiliary loss, float32, 0-dim. Collective over loss (and tp)."""
         counts, probabilities = self._step_counts, balance[1]
         if counts is None:
-            counts = self._over_ranks(balance[0].detach().clone())
+            counts = over_ranks(balance[0].detach().clone(), self.loss_group, self.tp_group)
         rows = counts.double().sum() / self.top_k
         share = self.coefficient * self.num_experts * torch.sum((counts / rows) * (probabilities / rows))
         if self.tp_group is None:
@@ -232,11 +253,6 @@ class RouterBalance:
         dist.all_reduce(total, group=self.tp_group)
         return share + (total - share.detach())
 
-    def _over_ranks(self, counts: Tensor) -> Tensor:
-        for group in filter(None, (self.loss_group, self.tp_group)):
-            dist.all_reduce(counts, group=group)
-        return counts
-
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
         # Recomputation in the backward must save the same tensors as the forward, but is not counted again.
         if self._seen is None and not torch.is_grad_enabled():
@@ -244,12 +260,8 @@ class RouterBalance:
         probabilities = torch.softmax(local_tensor(output[self._logits_index]), dim=-1, dtype=torch.float32)
         # As transformers does: a router that chooses by other scores is balanced by these all the same.
         chosen = probabilities.topk(self.top_k, dim=-1).indices
-        if self._real is None:
-            sums = probabilities.sum(dim=0)
-        else:
-            chosen = chosen.where(self._real.unsqueeze(1), self.num_experts)
-            sums = _SumOfReal.apply(probabilities, self._real)
-        counts = sorted_by_expert(chosen.flatten(), self.num_experts)[1].to(torch.float32)
+        sums = probabilities.sum(dim=0) if self._real is None else _SumOfReal.apply(probabilities, self._real)
+        counts = expert_loads(chosen, self._real, self.num_experts).to(torch.float32)
         if self._seen is not None:
             self._seen.append((router, torch.stack((counts, sums))))
 

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parallel import ParallelMesh
-from parallel.expert import sorted_by_expert
 
+from .expert_parallel import expert_loads, over_ranks, own_real
 from .experts import expert_modules
 
 BIAS = "e_score_correction_bias"
@@ -61,7 +60,7 @@ class RouterBias:
         self, model: PreTrainedModel, mesh: ParallelMesh, rate: float, *, tp_sequence_parallel: bool = False
     ) -> None:
         self.rate = rate
-        self._groups = [mesh.group("loss"), *([mesh.group("tp")] if tp_sequence_parallel else [])]
+        self._loss_group = mesh.group("loss")
         self._tp_group = mesh.group("tp") if tp_sequence_parallel else None
         self._owners: list[nn.Module] = []
         self._counts: list[Tensor | None] = []
@@ -74,9 +73,7 @@ class RouterBias:
 
     def open(self, real: Tensor | None = None) -> None:
         """Start a micro-batch's forward. real: (B, S) bool, False for padding, which does not count; None: none is."""
-        if real is not None and self._tp_group is not None:
-            real = real.chunk(self._tp_group.size(), dim=1)[self._tp_group.rank()]
-        self._counting, self._real = torch.is_grad_enabled(), None if real is None else real.flatten()
+        self._counting, self._real = torch.is_grad_enabled(), own_real(real, self._tp_group)
 
     def close(self) -> None:
         self._counting, self._real = False, None
@@ -97,8 +94,7 @@ class RouterBias:
                 for bias, counts in zip(biases, self._counts, strict=True)
             ]
         )
-        for group in self._groups:
-            dist.all_reduce(loads_LE, group=group)
+        over_ranks(loads_LE, self._loss_group, self._tp_group)
         above_LE = loads_LE.sum(1, keepdim=True) - loads_LE * loads_LE.shape[1]  # of the mean over the load, times E
         for bias, above_E in zip(biases, above_LE, strict=True):
             bias.add_(self.rate * above_E.sign().to(bias.dtype).view_as(bias))
@@ -109,9 +105,7 @@ class RouterBias:
             if not self._counting:
                 return
             chosen_TK = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach()
-            if self._real is not None:
-                chosen_TK = chosen_TK.where(self._real.unsqueeze(1), experts.num_experts)
-            counts_E = sorted_by_expert(chosen_TK.flatten(), int(experts.num_experts))[1]  # type: ignore[arg-type]
+            counts_E = expert_loads(chosen_TK, self._real, int(experts.num_experts))  # type: ignore[arg-type]
             before = self._counts[number]
             self._counts[number] = counts_E if before is None else before + counts_E
 

@@ -217,13 +217,8 @@ class Generator:
             violations.append(violation)
         if self._most(bool(violations)):
             raise ValueError("; ".join(violations) or "another data-parallel rank has invalid prompts")
-        limits_of_all = self._slots, self._cache_tokens
-        arguments = (
-            len(rollouts),
-            replace(work, episodes=None),
-            *limits_of_all,
-            [(r.prompt, r.seed) for r in rollouts],
-        )
+        started = [(r.prompt, r.seed) for r in rollouts]
+        arguments = (len(rollouts), replace(work, episodes=None), self._slots, self._cache_tokens, started)
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
         if episodes is not None:
             return self._episodes(rollouts, work, episodes, samples, places)
