@@ -402,6 +402,24 @@ def _stops(config: RlhfConfig, tokenizer: Tokenizer, vocabulary: int) -> dict[st
     return {"stop_ids": tuple(sorted(ends)), "stop_strings": strings}
 
 
+def _reference_violations(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec]) -> Iterator[str]:
+    """Yield why the policy cannot update the reference."""
+    asked = f"--ref-update-every = {config.ref_update_every}"
+    if not config.ref_update_every:
+        return
+    if (calls := [call.role for call in graph.calls].count("ref")) != 1:
+        yield (
+            f"{asked} needs one call of the role ref, and --algorithm {config.algorithm} with these --options has "
+            f"{calls}: remove it"
+        )
+    ours, its = ({**specs[role].config.to_dict(), "_name_or_path": ""} for role in ("actor", "ref"))
+    if different := sorted(name for name in ours.keys() | its.keys() if ours.get(name) != its.get(name)):
+        yield (
+            f"{asked} needs a reference like the policy, and --ref = {config.ref} has another {', '.join(different)}: "
+            f"remove one"
+        )
+
+
 def _graph_violations(
     config: RlhfConfig, algorithm: Algorithm, options: Options, graph: DataflowGraph, specs: dict[str, RoleSpec]
 ) -> Iterator[str]:
@@ -409,6 +427,7 @@ def _graph_violations(
     yield from unused_models(config, algorithm, graph)
     yield from missing_models(specs, graph)
     yield from router_violations(config, graph, specs)
+    yield from _reference_violations(config, graph, specs)
     generated = [call.name for call in graph.calls if isinstance(call.work, Generate)]
     if config.begins_ahead and len(generated) > 1:
         yield (
