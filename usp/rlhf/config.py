@@ -44,7 +44,7 @@ RLHF_UNPREDICTED = (UNPREDICTED - {"data", "bad_rows", "tokenizer", "chat_templa
     *("search_budget", "replan", "wrong_answers", "reward_retries", "reward_failure", "temperature", "top_k", "top_p"),
     *("stop_ids", "stop", "eval_prompts", "eval_samples", "eval_temperature", "eval_pass_score", "keep_best"),
     *("critic_learning_rate", "sft_learning_rate", "reward_processes", "reward_timeout"),
-    *("ref_update_every", "ref_update_weight"),
+    *("ref_update_every", "ref_update_weight", "router_replay"),
 }
 
 EvalTemperature = Annotated[
@@ -127,6 +127,9 @@ class _Rlhf:
     call, which then has tp and data-parallel degrees only; it sleeps while other calls run."""
     rollout_cache: Positive = 1.0
     """GiB of the KV cache of --rollout-engine vllm on each of its ranks."""
+    router_replay: bool = False
+    """Let the tokens of responses, in log-probabilities and training of the policy, choose the experts that they chose
+    when they were generated."""
     share_prefixes: bool = False
     """Compute a prompt once for its responses, in training and for log-probabilities and values."""
 
@@ -334,6 +337,11 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
             f"--ref-update-every = {config.ref_update_every} is not supported with --lora-rank, where the reference is "
             f"the policy without its adapters: remove one"
         )
+    if config.router_replay and not samples:
+        yield f"--router-replay is for generated responses, and {config.algorithm} has none: remove it"
+    if config.router_replay and (config.begins_ahead or config.rollout_engine != OWN):
+        other = "--rollout-engine" if config.rollout_engine != OWN else "--partial-rollouts and --oversample"
+        yield f"--router-replay is not supported with {other}: remove one"
     if config.share_prefixes and not samples:
         yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
     if config.cache_tokens and not samples:

@@ -20,6 +20,7 @@ from usp.data.tokenizer import Tokenizer, same_ids
 from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import end_of_sequence_ids, is_scalar, model_facts
+from usp.hf.router_replay import replay_problem, routed_width
 from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.generation.decoding import Rollout, cache_violation, capacity, row_multiple, stop_problems
@@ -133,7 +134,7 @@ def prepare(
     for role, spec in specs.items():
         prologue.check_vocabulary(f"the {role} {spec.source}", spec.config.vocab_size)
     if algorithm.data == "prompts" and config.rollout_engine == OWN:
-        problems += attempt(lambda: list(_unable_to_generate(specs["actor"]))) or []
+        problems += attempt(lambda: list(_unable_to_generate(config, specs["actor"]))) or []
     tools = attempt(lambda: _toolbox(config)) if config.tools else None
     opened = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer, tools))
     examples, held_out, notes = opened or (None, (), ())
@@ -180,10 +181,12 @@ def prepare(
     return replace(run, graph=graph, plan=plan, roles={role: specs[role] for role in graph.roles})
 
 
-def _unable_to_generate(actor: RoleSpec) -> Iterator[str]:
+def _unable_to_generate(config: RlhfConfig, actor: RoleSpec) -> Iterator[str]:
     if reasons := generation_problems(actor.config):
         kind = actor.config.model_type
         yield f"--model = {actor.source} has model_type={kind!r}, which cannot generate: {reasons}"
+    if config.router_replay and (problem := replay_problem(actor.config)):
+        yield f"--router-replay: {problem}: remove it"
 
 
 def sft_config(run: PreparedRlhf, folder: Path) -> RlhfConfig:
@@ -384,6 +387,7 @@ def _algorithm_options(
         sampling["episodes"] = episodes
         sampling["group_size"] = config.group_size or vars(kind())["generate"].group_size
         sampling["partial"] = config.begins_ahead
+        sampling["routed"] = routed_width(actor.config) if config.router_replay else 0
         values |= {"generate": Generate(**sampling), "reward": reward, "staleness": config.staleness}
     return kind(**values)
 
