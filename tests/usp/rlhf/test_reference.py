@@ -39,8 +39,8 @@ CONFIG = RlhfConfig(
 )
 REWARD = "def odd(prompt, response, answer):\n    return sum(map(ord, response)) % 5 + len(response) / 8\n"
 PLANS: dict[str, dict[str, Any]] = {
-    "u2 r2": {"sp_ulysses": 2, "sp_ring": 2, "zero": 3},
     "r2, rollouts tp2, offloaded": {"plan": "separation", "rollout": "tp=2", "sp_ring": 2, "zero": 1, "offload": True},
+    "u2 r2": {"sp_ulysses": 2, "sp_ring": 2, "zero": 3},
     "tp2 pp2": {"tp": 2, "pp": 2, "zero": 1},
 }
 
@@ -107,7 +107,7 @@ def test_updates_are_the_same_under_every_plan_and_after_a_resume(
         still[0][1]["actor/ref_kl"] == alone[1]["actor/ref_kl"]
         and still[0][2]["actor/ref_kl"] > 1.2 * alone[2]["actor/ref_kl"]
     )
-    for name, plan in list(PLANS.items())[: None if exhaustive else 2]:
+    for name, plan in list(PLANS.items())[: None if exhaustive else 1]:
         folder = tmp_path / name
         asked = replace(config, **plan, output=str(folder))
         for found in ranks.run(run, 4, asked):

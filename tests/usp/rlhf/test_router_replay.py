@@ -69,7 +69,9 @@ def asked(folder: Path, **changes: Any) -> RlhfConfig:
     return replace(CONFIG, **{**files, **changes})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES[:2], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in FAMILIES[2:])]
+)
 def test_tokens_choose_what_they_are_told(family: str) -> None:
     assert not replay_problem(tiny_config(family))
     model = tiny_model(family).train()
@@ -142,7 +144,7 @@ def test_replayed_steps_are_the_same_in_every_layout(
     # At first tokens choose by themselves what they chose in the rollout; after an optimizer step others.
     assert alone[0]["logprob_difference_max"] < 1e-5
     assert alone[0]["actor/grad_norm"] != pytest.approx(free[0]["actor/grad_norm"], rel=1e-4)
-    for name in PLANS if exhaustive else list(PLANS)[:2]:
+    for name in PLANS if exhaustive else list(PLANS)[:1]:
         for found in ranks.run(metrics_of, 4, asked(folder, **PLANS[name], output=str(tmp_path / name))):
             check(found, alone)
     shifted = ranks.run(metrics_of, 1, asked(folder, output=str(tmp_path / "shifted")), True)[0]
