@@ -154,6 +154,10 @@ class VllmEngine:
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace all weights by those that `weights` yields, by their names in files: whole tensors, of which only
         this rank's part counts. All of them are consumed."""
+        for layer in self._model().modules() if self._mesh.device_type == "cpu" else ():
+            experts: Any = getattr(layer, "quant_method", None)
+            if hasattr(experts, "moe_kernel"):
+                experts.moe_kernel = None  # else vLLM leaves experts as in files, which kernels of CPUs do not read
         with self._named("while its weights were updated"):
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         for _ in weights:
