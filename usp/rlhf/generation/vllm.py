@@ -14,16 +14,18 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh
+from parallel import ParallelMesh, format_ranks
 from parallel.reallocation.boxes import Box
 from usp.hf.disk import DiskTensor
 from usp.hf.models import ModelConfig
@@ -33,6 +35,7 @@ from .decoding import Decode, GeneratedResponse, Stops
 
 LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
+Naming: TypeAlias = Callable[[str], AbstractContextManager[Any]]  # see `Watchdog.naming`
 
 
 class RolloutEngine(Protocol):
@@ -49,6 +52,7 @@ class EngineOptions:
     """Options of an engine, the same on all of its ranks.
 
     Attributes:
+        calls: that it decodes for, to be named in errors.
         tp: consecutive ranks that share a model. experts: these ranks divide the experts, instead of each expert.
         tokens: the longest sequence. slots: most sequences that are decoded at a time.
         cache_bytes: of the KV cache on a rank.
@@ -56,6 +60,7 @@ class EngineOptions:
             temperature 1.
     """
 
+    calls: str
     tp: int
     experts: bool
     dtype: torch.dtype
@@ -95,13 +100,13 @@ class VllmEngine:
     It has memory and weights only between `wake` and `sleep`.
     """
 
-    def __init__(self, engine: Any, options: EngineOptions, mesh: ParallelMesh, decode: Decode | None) -> None:
-        self._engine, self._options, self._mesh, self._decode = engine, options, mesh, decode
+    def __init__(self, engine: Any, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming) -> None:
+        self._engine, self._options, self._mesh, self._decode, self._naming = engine, options, mesh, decode, naming
         self._asleep, self._freed = False, list[tuple[torch.UntypedStorage, int]]()
 
     @staticmethod
     def start(
-        config: ModelConfig, options: EngineOptions, mesh: ParallelMesh, decode: Decode | None = None
+        config: ModelConfig, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming
     ) -> VllmEngine | None:
         """Start the engine of this rank; None on ranks outside of `mesh`. Collective over the world, as vLLM's process
         groups are.
@@ -149,7 +154,10 @@ class VllmEngine:
                 _join(vllm_config, job[0])
         torch.set_num_threads = sets_threads  # vLLM replaces it on CPUs
         torch.set_num_threads(threads)
-        return VllmEngine(engine, options, mesh, decode) if mesh.member else None
+        dist.barrier()  # all have opened the shared memory of their group, which lasts as long as they do
+        for file in Path("/dev/shm").glob(f"{job[0]}-*"):
+            file.unlink(missing_ok=True)
+        return VllmEngine(engine, options, mesh, decode, naming) if mesh.member else None
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace all weights by those that `weights` yields, by their names in files: whole tensors, of which only
@@ -264,25 +272,18 @@ class VllmEngine:
     def _runner(self) -> Any:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
-    def _named(self, doing: str) -> _Named:
-        ranks = dist.get_process_group_ranks(self._mesh.group("tp"))
-        return _Named(f"the rollout engine vLLM of ranks {ranks} failed on rank {dist.get_rank()} {doing}")
-
-
-class _Named:
-    """Names the engine in what it raises."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            raise RuntimeError(
-                f"{self._message}: {type(error).__name__}: {error}; torchrun --max-restarts N goes on from the last "
-                f"checkpoint"
-            ) from error
+    @contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        """Name the engine and its calls in what the block raises, and to torchrun if this process is killed in it."""
+        ranks, rank = format_ranks(dist.get_process_group_ranks(self._mesh.group("tp"))), dist.get_rank()
+        engine = f"the rollout engine vLLM of ranks {ranks} for {self._options.calls}"
+        advice = "--resume auto, and torchrun --max-restarts N by itself, go on from the last checkpoint"
+        try:
+            with self._naming(f"{engine} died on rank {rank} {doing}; {advice}"):
+                yield
+        except Exception as error:
+            failed = f"{engine} failed on rank {rank} {doing}: {type(error).__name__}"
+            raise RuntimeError(f"{failed}: {error}; {advice}") from error
 
 
 def whole_tensors(

@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
+from tests.e2e.processes import ROOT, Ended, Run
 from usp.data.tokenizer import BYTE_EOS, BYTE_VOCAB
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
@@ -43,7 +44,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 U2_R2 = {"ulysses": 2, "ring": 2, "zero": 3}
 TP2_PP2 = {"tp": 2, "pp": 2, "zero": 1, "tp_sequence_parallel": True}
-# the family and the algorithm; the degrees of training, on ranks 0-3; the engine's layout
+# the family and the algorithm; the degrees of training, on ranks 0-3 unless they say so; the engine's layout
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama, u2 r2, engine of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
     "qwen2, ppo, tp2 pp2, engines of tp 1": ("qwen2", "ppo", TP2_PP2, {"ranks": "0-3"}),
@@ -67,7 +68,7 @@ def options_of(case: tuple[str, str, dict[str, Any], dict[str, Any]], folder: Pa
     initialise(model, 0)
     model.save_pretrained(folder / "model")
     (folder / "reward.py").write_text(REWARD)
-    train = {"ranks": "0-3", **degrees}
+    train = {"ranks": "0-3"} | degrees
     inference = {key: value for key, value in train.items() if key not in ("zero", "tp_sequence_parallel")}
     calls = {
         "actor_generate": {**generate, "engine": "vllm"},
@@ -91,16 +92,15 @@ def options_of(case: tuple[str, str, dict[str, Any], dict[str, Any]], folder: Pa
         "steps": STEPS,
         "learning_rate": 3e-3,
         "warmup_steps": 0,
-        "eval_every": STEPS,
-        "eval_prompts": 8,
-        "eval_temperature": 0.0,
         "rollout_cache": CACHE,
     }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Path) -> None:
-    options, ranks = options_of(CASES[name], tmp_path), 4 if CASES[name][3]["ranks"] == "0-3" else 6
+    ranks = 4 if CASES[name][3]["ranks"] == "0-3" else 6
+    evaluations = {"eval_every": STEPS, "eval_prompts": 8, "eval_temperature": 0.0}
+    options = options_of(CASES[name], tmp_path) | evaluations
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(SCRIPT)]
     run = subprocess.run([*command, str(tmp_path), json.dumps(options), str(STEPS)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
@@ -114,3 +114,62 @@ def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Pat
     for awake, asleep, resident in filter(None, (each["freed"] for each in told)):
         assert awake > CACHE * 2**30 * 0.9 and asleep == 0
         assert resident > awake * 0.9
+
+
+# How an engine ends in its third call: the degrees of training, the engine's layout, and the rank that it dies on.
+U2 = {"ranks": "0-1", "ulysses": 2, "zero": 3}
+DEATHS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "killed beside training": (U2, {"ranks": "0-1", "tp": 2}, 1),
+    "killed on ranks of its own": (U2, {"ranks": "2"}, 2),
+    "raising on ranks of its own": (U2, {"ranks": "2-3", "tp": 2}, 3),
+}
+DIES = """
+import os, signal
+from itertools import count
+from usp.rlhf.generation.vllm import VllmEngine
+
+def dying(self, *args, call=VllmEngine._decode_all, calls=count(1)):
+    if next(calls) == 3 and os.environ["RANK"] == os.environ.get("DEADLY"):
+        if "killed" in os.environ["DEATH"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise IndexError("no such block")
+    return call(self, *args)
+
+VllmEngine._decode_all = dying
+"""
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_an_engine_that_dies_is_named_and_the_run_resumes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, generate, rank = DEATHS[name]
+    options = options_of(("llama", "grpo", train, generate), tmp_path) | {"steps": 4, "checkpoint_every": 1}
+    (tmp_path / "reward.py").write_text(DIES + REWARD)
+    flags = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    flags += ["--dtype", "float32"]
+
+    def ended(output: str, *more: str) -> Ended:
+        args = [*flags, "--output", output, *more]
+        with Run(args, tmp_path, ranks=int(generate["ranks"][-1]) + 1, script=ROOT / "rlhf.py") as run:
+            return run.end()
+
+    def steps(output: str) -> list[Any]:
+        records = map(json.loads, (tmp_path / output / "metrics.jsonl").read_text().splitlines())
+        return [(record["step"], record["score"], record["actor/loss"]) for record in records]
+
+    calm = ended("calm")
+    assert calm.exit_code == 0, calm.err
+    with monkeypatch.context() as dies:
+        dies.setenv("DEADLY", str(rank))
+        dies.setenv("DEATH", name)
+        dead = ended("deadly")
+    said = f"the rollout engine vLLM of ranks {generate['ranks']} for actor_generate "
+    said += f"died on rank {rank} while it decoded" if "killed" in name else f"failed on rank {rank} while it decoded: "
+    said += "" if "killed" in name else "IndexError: no such block"
+    cause = dead.err.partition("Root Cause")[2]  # of torchrun's summary
+    assert dead.exit_code != 0 and f"rank      : {rank} " in cause and said in cause, dead.err
+    resumed = ended("deadly", "--resume", "auto")
+    assert resumed.exit_code == 0 and "resumed from: deadly/checkpoints/step-0000000" in resumed.out, resumed.err
+    assert steps("deadly") == steps("calm") and len(steps("calm")) == 4
+    assert not list(Path("/dev/shm").glob("*-cpushm_*")), "shared memory of engines that are gone"
