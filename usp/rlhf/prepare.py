@@ -505,8 +505,6 @@ def _engine_problems(run: PreparedRlhf, plan: ExecutionPlan) -> Iterator[str]:
         yield f"--lora-rank = {config.lora_rank}: an engine takes whole models, not adapters: remove it"
     if config.delta_updates:
         yield "--delta-updates changes weights where they are, and an engine has them in tensors of its own: remove it"
-    if config.begins_ahead:
-        yield "--partial-rollouts and --oversample stop responses and go on with them: remove them, or the engine"
 
 
 def longest_prompt(run: PreparedRlhf) -> int:

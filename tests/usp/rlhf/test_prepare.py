@@ -75,7 +75,6 @@ def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (replace(engine, cache_tokens=64), "use --rollout-cache instead"),
         (replace(engine, model="tiny", lora_rank=2), "takes whole models, not adapters"),
         (replace(engine, delta_updates=True), "--delta-updates changes weights where they are"),
-        (replace(engine, staleness=2, partial_rollouts=True), "stop responses and go on with them"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(changed, four)

@@ -30,11 +30,13 @@ from parallel.reallocation.boxes import Box
 from usp.hf.disk import DiskTensor
 from usp.hf.models import ModelConfig
 from usp.rlhf.graph import Generate
+from usp.rlhf.samples import derived_seed
 
 from .decoding import Decode, GeneratedResponse, Stops
 
 LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
+Enough: TypeAlias = Callable[[int], bool]  # see `Generator.generate`
 Naming: TypeAlias = Callable[[str], AbstractContextManager[Any]]  # see `Watchdog.naming`
 
 
@@ -42,7 +44,14 @@ class RolloutEngine(Protocol):
     """What a generate call decodes with."""
 
     def generate(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]]
+        self,
+        prompts: Sequence[Tensor],
+        work: Generate,
+        seeds: Sequence[int],
+        samples: Sequence[tuple[int, int]] = (),
+        *,
+        begun: Sequence[Sequence[int]] = (),
+        enough: Enough | None = None,
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of a data-parallel group. See `Generator.generate`."""
 
@@ -174,10 +183,17 @@ class VllmEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]] = ()
+        self,
+        prompts: Sequence[Tensor],
+        work: Generate,
+        seeds: Sequence[int],
+        samples: Sequence[tuple[int, int]] = (),
+        *,
+        begun: Sequence[Sequence[int]] = (),
+        enough: Enough | None = None,
     ) -> list[GeneratedResponse]:
-        """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed and the
-        weights alone, as those of `Generator`, but are other ones for the same seed, unless the temperature is 0.
+        """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed, the weights
+        and where a response stopped and went on, but are other ones than `Generator`'s, unless the temperature is 0.
 
         Raises:
             ValueError: naming every prompt that is too long.
@@ -188,7 +204,7 @@ class VllmEngine:
         if long := [f"prompt {i} has {len(each)} tokens" for i, each in enumerate(prompts) if len(each) >= longest]:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
         with self._named("while it decoded"):
-            responses = self._decode_all(prompts, work, seeds)
+            responses = self._decode_all(prompts, work, seeds, [*begun] or [()] * len(prompts), enough)
         for number, response in enumerate(responses):
             if not bool(response.logprobs.isfinite().all()):
                 raise RuntimeError(
@@ -199,36 +215,51 @@ class VllmEngine:
             self._mesh.agree([each.tokens.tolist() for each in responses], "the tokens that vLLM decoded", ("tp",))
         return responses
 
-    def _decode_all(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[GeneratedResponse]:
+    def _decode_all(
+        self,
+        prompts: Sequence[Tensor],
+        work: Generate,
+        seeds: Sequence[int],
+        begun: Sequence[Sequence[int]],
+        enough: Enough | None,
+    ) -> list[GeneratedResponse]:
         from vllm import SamplingParams
 
-        longest, ended = self._options.tokens, Stops(work, self._decode)
-        by_text = bool(work.stop_strings)
-        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        engine, longest, ended = self._engine, self._options.tokens, Stops(work, self._decode)
+        for number, (prompt, seed, before) in enumerate(zip(prompts, seeds, begun, strict=True)):
             sampling = SamplingParams(
                 temperature=work.temperature,
                 top_k=work.top_k,
                 top_p=work.top_p,
-                seed=seed,
-                max_tokens=min(work.max_new_tokens, longest - len(prompt)),
+                seed=derived_seed(seed, len(before)) if before else seed,  # whose noise begins with these tokens
+                max_tokens=min(work.max_new_tokens, longest - len(prompt)) - len(before),
                 stop_token_ids=list(work.stop_ids),
                 ignore_eos=True,  # stop ids say where responses end
                 logprobs=0,  # those of the tokens alone
                 detokenize=False,
             )
-            self._engine.add_request(str(number), {"prompt_token_ids": prompt.tolist()}, sampling)
-        responses: dict[int, GeneratedResponse] = {}
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                (written,), number = output.outputs, int(output.request_id)
-                tokens = list(written.token_ids)
-                stopped = bool(tokens) and ended(tokens) and number not in responses
-                if stopped and by_text and not output.finished:
-                    self._engine.abort_request([output.request_id])
-                if stopped or (output.finished and number not in responses):
-                    logprobs = [each[token].logprob for token, each in zip(tokens, written.logprobs, strict=True)]
-                    responses[number] = GeneratedResponse(torch.tensor(tokens), torch.tensor(logprobs), stopped)
-        return [responses[number] for number in range(len(prompts))]
+            engine.add_request(str(number), {"prompt_token_ids": [*prompt.tolist(), *before]}, sampling)
+        written, stopped, leaves = dict[int, Any](), dict[int, bool](), False  # stopped: by itself, of complete ones
+        while engine.has_unfinished_requests() and not leaves:
+            for output in engine.step():
+                (newest,), number = output.outputs, int(output.request_id)
+                if number in stopped:
+                    continue
+                written[number], tokens = newest, newest.token_ids
+                ends = bool(tokens) and ended([*begun[number], *tokens])
+                if ends and not output.finished:
+                    engine.abort_request([output.request_id])
+                if ends or output.finished:
+                    stopped[number] = ends
+                    leaves |= enough is not None and enough(number)
+        engine.abort_request([str(number) for number in range(len(prompts)) if number not in stopped])
+        responses = []
+        for number in range(len(prompts)):
+            tokens, rows = (newest.token_ids, newest.logprobs) if (newest := written.get(number)) else ((), ())
+            logprobs = torch.tensor([row[token].logprob for token, row in zip(tokens, rows, strict=True)])
+            response = torch.tensor(tokens, dtype=torch.int64), logprobs.float(), stopped.get(number, False)
+            responses.append(GeneratedResponse(*response, complete=number in stopped))
+        return responses
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache, and lose both. Local. Does nothing if asleep."""

@@ -116,12 +116,25 @@ def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Pat
         assert resident > awake * 0.9
 
 
-# How an engine ends in its third call: the degrees of training, the engine's layout, and the rank that it dies on.
+def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT.with_name("vllm_partial.py")), str(tmp_path / "store")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+# How an engine ends in its third call: the degrees of training, the engine's layout, the rank that it dies on, options.
+STOPS = ",".join(map(str, range(0, BYTE_VOCAB, 6)))
 U2 = {"ranks": "0-1", "ulysses": 2, "zero": 3}
-DEATHS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "killed beside training": (U2, {"ranks": "0-1", "tp": 2}, 1),
-    "killed on ranks of its own": (U2, {"ranks": "2"}, 2),
-    "raising on ranks of its own": (U2, {"ranks": "2-3", "tp": 2}, 3),
+DEATHS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
+    "killed beside training": (U2, {"ranks": "0-1", "tp": 2}, 1, {}),
+    "killed on ranks of its own": (U2, {"ranks": "2"}, 2, {}),
+    "raising on ranks of its own": (U2, {"ranks": "2-3", "tp": 2}, 3, {}),
+    "killed in partial rollouts": (
+        U2,
+        {"ranks": "0"},
+        0,
+        {"plan": "separation", "rollout_engine": "vllm", "staleness": 2, "partial_rollouts": True, "stop_ids": STOPS},
+    ),
 }
 DIES = """
 import os, signal
@@ -143,15 +156,16 @@ VllmEngine._decode_all = dying
 def test_an_engine_that_dies_is_named_and_the_run_resumes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, generate, rank = DEATHS[name]
-    options = options_of(("llama", "grpo", train, generate), tmp_path) | {"steps": 4, "checkpoint_every": 1}
+    train, generate, rank, more = DEATHS[name]
+    options = options_of(("llama", "grpo", train, generate), tmp_path) | {"steps": 4, "checkpoint_every": 1} | more
+    ranks = 1 + max(int(of["ranks"][-1]) for of in (train, generate))
     (tmp_path / "reward.py").write_text(DIES + REWARD)
-    flags = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
-    flags += ["--dtype", "float32"]
+    given = {f"--{key.replace('_', '-')}": value for key, value in options.items()}
+    flags = [text for flag, value in given.items() for text in ([flag] if value is True else [flag, str(value)])]
 
     def ended(output: str, *more: str) -> Ended:
-        args = [*flags, "--output", output, *more]
-        with Run(args, tmp_path, ranks=int(generate["ranks"][-1]) + 1, script=ROOT / "rlhf.py") as run:
+        args = [*flags, "--dtype", "float32", "--output", output, *more]
+        with Run(args, tmp_path, ranks=ranks, script=ROOT / "rlhf.py") as run:
             return run.end()
 
     def steps(output: str) -> list[Any]:
