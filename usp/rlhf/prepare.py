@@ -489,7 +489,7 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     if config.rollout_engine != OWN:
         plan = with_engine(plan, graph, config.rollout_engine)
     plan.check(graph, launch.world_size)
-    if problems := list(_engine_problems(config, graph, plan)):
+    if problems := list(_engine_problems(run, plan)):
         raise ValueError(f"--rollout-engine = vllm, or engine: vllm in a plan: {'; '.join(problems)}")
     if config.staleness and (shared := list(staleness_violations(graph, plan))):
         raise ValueError(
@@ -509,9 +509,10 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     return replace(plan, offload=plan.offload.union(untrained, optimizers))
 
 
-def _engine_problems(config: RlhfConfig, graph: DataflowGraph, plan: ExecutionPlan) -> Iterator[str]:
+def _engine_problems(run: PreparedRlhf, plan: ExecutionPlan) -> Iterator[str]:
     """Yield why the calls of a plan whose engine is not our own cannot run with it."""
-    if all(layout.engine == OWN for layout in plan.calls.values()):
+    config, graph, layouts = run.config, run.graph, [each for each in plan.calls.values() if each.engine != OWN]
+    if not layouts:
         if config.rollout_cache != RlhfConfig.rollout_cache:
             yield f"--rollout-cache = {config.rollout_cache} is that of vLLM, which no call decodes with: remove it"
         return
@@ -521,12 +522,12 @@ def _engine_problems(config: RlhfConfig, graph: DataflowGraph, plan: ExecutionPl
     if config.eval_every and config.eval_temperature >= 0:
         works += [replace(work, temperature=config.eval_temperature) for work in works]
     yield from sampling_problems(works)
+    if run.device.type == "cpu" and (divided := [each.dims.ep for each in layouts if each.dims.ep > 1]):
+        yield f"vLLM's experts on CPUs do not know which of them a rank has, and ep={divided[0]} divides them: use ep=1"
     if config.lora_rank:
         yield f"--lora-rank = {config.lora_rank}: an engine takes whole models, not adapters: remove it"
     if config.delta_updates:
         yield "--delta-updates changes weights where they are, and an engine has them in tensors of its own: remove it"
-    if config.begins_ahead:
-        yield "--partial-rollouts and --oversample stop responses and go on with them: remove them, or the engine"
 
 
 def longest_prompt(run: PreparedRlhf) -> int:

@@ -345,6 +345,7 @@ class RlhfTrainer(TrainingLoop):
         layout, spec = run.plan[calls[0].name], run.roles[calls[0].role]
         works = [call.work for call in calls if isinstance(call.work, Generate)]
         options = EngineOptions(
+            calls=", ".join(call.name for call in calls),
             tp=layout.dims.tp,
             experts=layout.dims.ep > 1,
             dtype=spec.dtype,
@@ -354,7 +355,7 @@ class RlhfTrainer(TrainingLoop):
             processed=not any(work.top_k or work.top_p < 1 for work in works),
         )
         mesh = ParallelMesh.create(layout.dims, self.device.type, layout.ranks, self.groups)
-        engine = VllmEngine.start(spec.config, options, mesh, run.tokenizer.decode)
+        engine = VllmEngine.start(spec.config, options, mesh, run.tokenizer.decode, self.watchdog.naming)
         if engine is not None:
             engine.sleep()
         return engine

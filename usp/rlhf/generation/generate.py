@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ from .decoding import (
     token_keys,
 )
 from .turns import Told, Turns
-from .vllm import RolloutEngine
+from .vllm import Enough, RolloutEngine
 
 
 def generation_problems(config: ModelConfig) -> str:
@@ -85,7 +85,6 @@ def cache_problems(masks: Collection[MaskKind]) -> list[str]:
 
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
 _READ_MULTIPLE = 64  # the cache is read up to a multiple of this, to limit the number of shapes
-Enough: TypeAlias = Callable[[int], bool]
 # The sequences in a decode step; its tokens and log-probabilities on the host, after an event; and chosen experts.
 _Step = tuple[Sequence[Rollout | None], tuple[Tensor, torch.cuda.Event | None], Tensor | None]
 

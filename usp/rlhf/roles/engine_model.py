@@ -11,11 +11,8 @@ from parallel import ParallelMesh
 from parallel.reallocation.boxes import local_box
 from usp.hf.disk import disk_layout, stored_tensors
 from usp.hf.models import empty_model
-from usp.rlhf.generation.generate import generate_samples
 from usp.rlhf.generation.vllm import VllmEngine, whole_tensors, whole_vocabulary
-from usp.rlhf.graph import Generate
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.samples import Samples
 
 from .role_model import RoleModel, RoleSpec
 
@@ -57,9 +54,8 @@ class EngineModel(RoleModel):
         """Give the engine this rank's boxes of all weights, in rounds. Collective over the mesh."""
         self._vllm.load(pair for parts in rounds for pair in whole_tensors(parts, self._boxes, self._on_disk))
 
-    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        samples = generate_samples(prompts, work, seed, self._vllm)
-        return samples if self._leads else Samples((), {})
+    def _generates(self) -> VllmEngine:
+        return self._vllm
 
     def parts(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Allocate this rank's boxes of some weights, for a round."""

@@ -28,6 +28,7 @@ from usp.losses.output_heads import Head, LastHidden
 from usp.rlhf.generation.decoding import Decode
 from usp.rlhf.generation.generate import Generator, generate_samples
 from usp.rlhf.generation.partial import Group, go_on
+from usp.rlhf.generation.vllm import RolloutEngine
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
@@ -330,7 +331,7 @@ class RoleModel:
     ) -> tuple[dict[int, Group], list[int]]:
         return go_on(groups, work, version, enough, self._generates())
 
-    def _generates(self) -> Generator:
+    def _generates(self) -> RolloutEngine:
         if self._generator is None:
             self._generator = Generator.of(
                 self.stage, self.mesh, slots=self._slots, decode=self._decode, cache_tokens=self._cache_tokens

@@ -6,7 +6,7 @@ The stand-in takes what vLLM's loaders are given, keeps what vLLM's ranks would 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -89,11 +89,9 @@ class StandIn:
             own[place.parameter][place.box.slices()] = value.view(place.box.sizes)
         assert not places, f"not given: {list(places)}"
 
-    def generate(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]] = ()
-    ) -> list[GeneratedResponse]:
+    def generate(self, *prompts: Any, **begun: Any) -> list[GeneratedResponse]:
         assert self.awake
-        return Generator.of(self.whole.stage, self.whole.mesh, slots=5).generate(prompts, work, seeds, samples)
+        return Generator.of(self.whole.stage, self.whole.mesh, slots=5).generate(*prompts, **begun)
 
 
 def steps_of(name: str, engine: str, groups: ProcessGroups) -> tuple[list[tuple[dict, list[Tensor]]], list[int]]:
