@@ -157,7 +157,8 @@ class RewardConfig:
 
     reward_function: Annotated[str, arg(metavar="NAME[=VALUE]|PATH.py:NAME")] = "match"
     """Function reward(prompt, response, answer) -> float, or a ready one. match: 1 if the response equals the answer,
-    else 0. math: mathematical equality. regex=PATTERN. code: tests in a sandbox. judge=URL: a model's verdict."""
+    else 0. math: mathematical equality. regex=PATTERN. code: tests in a sandbox. judge=URL: a model's verdict.
+    server=URL: an HTTP server's score."""
     reward_retries: AtLeast0 = 2
     """Retries of the reward function for a sample that it fails for, after 1, 2, 4, ... seconds."""
     reward_failure: Annotated[str, one_of(("stop", "zero", "drop"))] = "stop"
