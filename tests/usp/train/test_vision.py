@@ -28,8 +28,10 @@ from tests.usp.hf.vision import tiny_vlm
 from tests.usp.train.test_trainer import launch_of_pool, metrics_of
 from usp.__main__ import main
 from usp.config import TrainConfig
+from usp.data.batches import Part, read_batch
 from usp.data.chats import chat_of
 from usp.data.rows import WholeRows
+from usp.data.store import TokenStore
 from usp.hf.models import read_config
 from usp.hf.processors import Images
 from usp.rlhf.config import RlhfConfig
@@ -337,6 +339,24 @@ def test_a_configuration_that_cannot_be_read_is_one_error_of_every_program(
                 refused(Launch())
             assert str(error.value).count(str(read.value).partition(": ")[2]) == 1, str(error.value)
     assert not (tmp_path / "store").exists()
+
+
+def test_a_rank_looks_up_the_images_of_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And knows of images in those of others."""
+    prepared = prepare(example(tmp_path, "gemma3", seq_len=112), Launch())
+    packed, looked_up, images_of = prepared.begins_in.batches.packed, list[tuple[int, ...]](), TokenStore.images
+    monkeypatch.setattr(TokenStore, "images", lambda self, *span: looked_up.append(span) or images_of(self, *span))
+    numbers, with_none = range(packed.per_epoch), 0
+    for number in numbers:
+        part = replace(Part.whole(1, packed.seq_len), first=number, images=prepared.images)
+        (read,) = read_batch(packed, numbers, part).images
+        row = packed.row(number)
+        ends = row.begins + np.diff(row.boundaries)
+        assert looked_up == [*zip(row.begins.tolist(), ends.tolist(), strict=True)]
+        assert read.sizes == (row.images or [prepared.images.blank[0]])
+        with_none += not row.images
+        looked_up.clear()
+    assert 0 < with_none < len(numbers)
 
 
 def changed_image(config: TrainConfig, folder: str) -> str:
