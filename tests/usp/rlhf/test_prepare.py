@@ -73,7 +73,6 @@ def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (replace(config, rollout_cache=2), "that of vLLM, which no call decodes with"),
         (replace(engine, rollout="tp=2,ep=2"), "vLLM's experts on CPUs do not know .* ep=2 divides them: use ep=1"),
         (replace(engine, cache_tokens=64), "use --rollout-cache instead"),
-        (replace(engine, model="tiny", lora_rank=2), "takes whole models, not adapters"),
         (replace(engine, delta_updates=True), "--delta-updates changes weights where they are"),
     ):
         with pytest.raises(ConfigurationError, match=text):
