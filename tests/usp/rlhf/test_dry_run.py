@@ -104,7 +104,8 @@ def test_an_engine_has_the_base_of_adapters_besides(monkeypatch: pytest.MonkeyPa
         config = replace(GRPO, sft_steps=1, **changes)
         return runs_of(config, 1)[0]["actor_generate"].by_category[PARAMETERS]
 
-    assert parameters(rollout_engine="vllm") == (base := parameters())
+    base = parameters()
+    assert parameters(rollout_engine="vllm") == base
     both = parameters(lora_rank=2) + base  # with the tables of rotary embeddings twice
     assert parameters(rollout_engine="vllm", lora_rank=2) == pytest.approx(both, rel=1e-4)
 
