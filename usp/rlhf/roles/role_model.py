@@ -56,6 +56,7 @@ class RoleSpec:
         balance, router_balance: weight and scope of the routers' load-balancing loss where the role is trained; see
             `EngineRecipe`. A step is a mini-batch.
         share_prefixes: rows have the common prefixes of samples once.
+        router_replay: tokens choose the experts in the samples, if these have some.
         lora: adapters, which are trained instead of the weights of `source`.
     """
 
@@ -73,6 +74,7 @@ class RoleSpec:
     balance: float = 0.0
     router_balance: str = "step"
     share_prefixes: bool = False
+    router_replay: bool = False
     lora: Lora | None = None
 
     def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
