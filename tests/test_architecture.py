@@ -32,7 +32,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/model": 675,
     "usp/planning": 4250,
     "usp/predict": 3175,
-    "usp/rlhf": 12275,
+    "usp/rlhf": 12300,
     "usp/run": 1250,
     "usp/sp": 2175,
     "usp/train": 3975,

@@ -524,8 +524,8 @@ def _engine_problems(run: PreparedRlhf, plan: ExecutionPlan) -> Iterator[str]:
     yield from sampling_problems(works)
     if run.device.type == "cpu" and (divided := [each.dims.ep for each in layouts if each.dims.ep > 1]):
         yield f"vLLM's experts on CPUs do not know which of them a rank has, and ep={divided[0]} divides them: use ep=1"
-    if config.lora_rank:
-        yield f"--lora-rank = {config.lora_rank}: an engine takes whole models, not adapters: remove it"
+    if config.router_replay:
+        yield "--router-replay needs the experts that tokens chose, which an engine does not tell: remove it"
     if config.delta_updates:
         yield "--delta-updates changes weights where they are, and an engine has them in tensors of its own: remove it"
 

@@ -68,13 +68,15 @@ def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     config = RlhfConfig(model="mixtral-tiny", device="cpu", output=str(tmp_path / "run"), plan="separation")
     four = Launch(world_size=4, local_world_size=4)
     engine = replace(config, rollout_engine="vllm", rollout="tp=2")
-    assert prepare(engine, four).plan["actor_generate"].engine == "vllm"
+    plan, file = prepare(engine, four).plan, tmp_path / "plan.yaml"
+    assert plan["actor_generate"].engine == "vllm"
+    file.write_text(yaml.safe_dump(to_mapping(plan)))
     for changed, text in (
         (replace(config, rollout_cache=2), "that of vLLM, which no call decodes with"),
         (replace(engine, rollout="tp=2,ep=2"), "vLLM's experts on CPUs do not know .* ep=2 divides them: use ep=1"),
         (replace(engine, cache_tokens=64), "use --rollout-cache instead"),
-        (replace(engine, model="tiny", lora_rank=2), "takes whole models, not adapters"),
         (replace(engine, delta_updates=True), "--delta-updates changes weights where they are"),
+        (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which an engine"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(changed, four)

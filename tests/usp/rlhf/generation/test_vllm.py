@@ -53,6 +53,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe, ppo, u2 r2, engines of tp 1": ("qwen3_moe", "ppo", U2_R2, {"ranks": "0-3"}),
     "mixtral, tp2 pp2, engines of tp 1 on ranks of their own": ("mixtral", "grpo", TP2_PP2, {"ranks": "4-5"}),
 }
+ADAPTERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama, adapters, u2 r2, engine of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
+    "qwen3_moe, adapters, tp2 pp2, engine of tp 2": ("qwen3_moe", "ppo", TP2_PP2, {"ranks": "0-3", "tp": 2}),
+}
 REWARD = """
 def odd(prompt, response, answer):
     data = response.encode("utf-8", "replace")
@@ -96,11 +100,12 @@ def options_of(case: tuple[str, str, dict[str, Any], dict[str, Any]], folder: Pa
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | ADAPTERS)
 def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Path) -> None:
-    ranks = 4 if CASES[name][3]["ranks"] == "0-3" else 6
-    evaluations = {"eval_every": STEPS, "eval_prompts": 8, "eval_temperature": 0.0}
-    options = options_of(CASES[name], tmp_path) | evaluations
+    case = (CASES | ADAPTERS)[name]
+    ranks = 4 if case[3]["ranks"] == "0-3" else 6
+    options = options_of(case, tmp_path) | {"eval_every": STEPS, "eval_prompts": 8, "eval_temperature": 0.0}
+    options |= {"lora_rank": 4} if name in ADAPTERS else {}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(SCRIPT)]
     run = subprocess.run([*command, str(tmp_path), json.dumps(options), str(STEPS)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
