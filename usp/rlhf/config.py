@@ -340,9 +340,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         )
     if config.router_replay and not samples:
         yield f"--router-replay is for generated responses, and {config.algorithm} has none: remove it"
-    if config.router_replay and (config.begins_ahead or config.rollout_engine != OWN):
-        other = "--rollout-engine" if config.rollout_engine != OWN else "--partial-rollouts and --oversample"
-        yield f"--router-replay is not supported with {other}: remove one"
+    if config.router_replay and config.begins_ahead:
+        yield "--router-replay is not supported with --partial-rollouts and --oversample: remove one"
     if config.share_prefixes and not samples:
         yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
     if config.cache_tokens and not samples:

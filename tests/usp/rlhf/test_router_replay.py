@@ -197,7 +197,7 @@ def test_recorded_experts_are_those_of_a_whole_forward(ranks: RankPool, folder: 
     [
         ({"model": "tiny"}, "--router-replay: model_type='llama' has no experts: remove it"),
         ({"partial_rollouts": True}, "--router-replay is not supported with --partial-rollouts and --oversample"),
-        ({"rollout_engine": "vllm"}, "--router-replay is not supported with --rollout-engine"),
+        ({"rollout_engine": "vllm"}, "--router-replay needs the experts that tokens chose"),
     ],
 )
 def test_what_cannot_replay_is_refused(folder: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
