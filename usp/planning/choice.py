@@ -133,6 +133,7 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     return Predictor(
         _kept_by(_chosen, lambda config: step_seconds(like(config), hardware)),
         _kept_by(_chosen, lambda config: least_seconds(like(config), hardware)),
+        _kept_by(_chosen, lambda config: least_seconds(like(config), hardware, sharded=True)),
         _kept_by(_chosen, memory),
     )
 
@@ -189,7 +190,8 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
     for words, question in suppositions(search.question):
         predictor = search.predictor
         if question.hardware is not search.question.hardware:  # memory and compute do not depend on links
-            predictor = replace(predictor, seconds=predictor_for(choice.job, question.hardware).seconds)
+            found = predictor_for(choice.job, question.hardware)
+            predictor = replace(predictor, seconds=found.seconds, least_sharded=found.least_sharded)
         supposed.append((words, Search(question, predictor, search.every).preferred()))
     return supposed
 

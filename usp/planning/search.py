@@ -5,8 +5,9 @@ The search is best first by a lower bound that grows from step to step:
     degrees       as a layout with these degrees and schedule in the largest micro-batches, without the bubble
     a layout      compute, and the traffic of activations as in the largest micro-batches
     an option     likewise, with the recomputation of a way to save activations
-    replicas      more of them (HSDP): the step with one, without the traffic of parameters
-    a candidate   with a ZeRO stage and a number of replicas that fit, timed
+    shards        with a ZeRO stage and a number of replicas (HSDP) that fit: also the optimizer, the traffic of
+                  parameters, and the copies to the host
+    a candidate   the same, timed
 
 so a candidate that is reached is faster than all that has not been reached. Of interest are the fastest of each family,
 the configurations with the same axes, and the simplest of those that are within `NOISE` of the fastest.
@@ -40,7 +41,6 @@ NOISE = 0.03  # predicted steps that differ by less are taken as equal
 MOST_TIGHT = 20  # layouts that are searched for the least memory
 D = TypeVar("D")
 ACTIVATION_AXES = ("ring", "ulysses", "tp", "ep")
-PARAMETER_AXES = ("fsdp", "efsdp", "dp_replicate", "host")  # copies wait for messages on the same link
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,6 +58,7 @@ class Predictor:
 
     seconds: Callable[[TrainConfig], StepTime]  # of its step
     least_seconds: Callable[[TrainConfig], float]  # a lower bound: compute
+    least_sharded: Callable[[TrainConfig], float]  # a lower bound: compute, and what depends on the shards
     memory: Callable[[TrainConfig], Memory]  # of the rank and the host that need most
 
 
@@ -210,12 +211,6 @@ def _bubble(config: TrainConfig) -> float:
     return bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
 
 
-def without_parameters(time: StepTime) -> float:
-    """Return the time of a step without the exposed traffic of parameters and gradients."""
-    exposed = sum(time.communication[axis].exposed for axis in PARAMETER_AXES if axis in time.communication)
-    return (time.total - time.optimizer) * (1 - exposed / (time.compute.total + time.exposed)) + time.optimizer
-
-
 class Search:
     """A search among `every` layout for the fastest configurations that fit the devices of a question."""
 
@@ -278,16 +273,13 @@ class Search:
                 for option in options if smallest.device <= self.question.usable.device else ():
                     if self.only in (None, (option.ac, option.ac_offload)):
                         push(self._least(option), "option", option)
+            elif state == "option":  # more replicas need more memory
+                fitting = takewhile(bool, (self._sharded(config, number) for number in replications(config)))
+                for each in chain(*fitting):
+                    push(max(least, self._waiting(config) + self.predictor.least_sharded(each)), "shards", each)
             else:
-                first, *more = replications(config)  # more replicas need more memory
-                fitting = takewhile(
-                    bool, (self._sharded(config, n) for n in (more if state == "replicas" else [first]))
-                )
-                candidates = list(chain(*fitting))
-                for each in candidates:
-                    push(each.time.total, "candidate", each.config, each)
-                if candidates and state == "option":
-                    push(min(without_parameters(each.time) for each in candidates), "replicas", config)
+                timed = self.candidate(config)
+                push(timed.time.total, "candidate", config, timed)
         return SearchResult(preferred, tuple(best.values()), len(self.every), tried)
 
     def preferred(self) -> Candidate | None:
@@ -307,29 +299,31 @@ class Search:
     def _least(self, config: TrainConfig) -> float:
         """Return a lower bound of a step: compute, and the traffic of activations as with the same inner degrees in the
         largest micro-batches, which send the fewest messages, for each sequence and layer."""
+        return self.predictor.least_seconds(config) + self._waiting(config)
+
+    def _waiting(self, config: TrainConfig) -> float:
         key = _inner(config)
         if key not in self.waits:
             largest = self.largest[key]
             communication = self.predictor.seconds(largest).communication
             exposed = sum(communication[axis].exposed for axis in ACTIVATION_AXES if axis in communication)
             self.waits[key] = exposed * largest.pp / largest.batch_size
-        waits = self.waits[key] * config.batch_size / config.pp
-        return self.predictor.least_seconds(config) + waits / (1 - _bubble(config))
+        return self.waits[key] * config.batch_size / config.pp / (1 - _bubble(config))
 
     def _fits(self, config: TrainConfig) -> bool:
         needed, usable = self.predictor.memory(config), self.question.usable
         return needed.device <= usable.device and needed.host <= usable.host
 
-    def _sharded(self, config: TrainConfig, replicas: int) -> list[Candidate]:
+    def _sharded(self, config: TrainConfig, replicas: int) -> list[TrainConfig]:
         """Return the lowest ZeRO stage that fits, and a lower one if it fits with optimizer offload."""
         stages = shardings(config, replicas)
         lowest = self._lowest(stages)
         lower = [each for each in stages if lowest is None or each.zero < lowest.zero] if self.can_offload else []
         away = self._lowest([changed(each, optim_offload=True) for each in lower])
-        return [self.candidate(config) for config in (lowest, away) if config]
+        return [config for config in (lowest, away) if config]
 
     def _lowest(self, stages: list[TrainConfig]) -> TrainConfig | None:
-        return next(filter(self._fits, stages)) if stages and self._fits(stages[-1]) else None
+        return next(filter(self._fits, stages), None) if any(map(self._fits, stages[:1] + stages[-1:])) else None
 
     def candidate(self, config: TrainConfig) -> Candidate:
         return Candidate(config, self.predictor.seconds(config), self.predictor.memory(config))

@@ -219,9 +219,10 @@ class Job:
         """The global ranks, in the order of the mesh."""
         return range(self.world_size) if self.placed is None else self.placed
 
-    def linked(self, axis: str, rank: int) -> tuple[int, ...]:
+    def linked(self, axis: str, rank: int) -> Sequence[int]:
         """Return the global ranks of the group of `rank` along an axis, which determine the links between them."""
-        return tuple(self.global_ranks[each] for each in self.ranks(axis, rank))
+        ranks = self.ranks(axis, rank)
+        return ranks if self.placed is None else tuple(self.placed[each] for each in ranks)
 
     @cached_property
     def slowest_ranks(self) -> tuple[int, ...]:

@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from operator import le
 from typing import NamedTuple
 
 from attention import HeadPlan
@@ -36,6 +37,7 @@ _ATTENTION = re.compile(r"q_proj|qkv|query|c_attn|q_a_proj|q_b_proj")
 # qwen3_next (gated delta rule) and bamba (Mamba-2).
 DELTA_BYTES, STATE_SPACE_BYTES = 28, 43
 MUON_BYTES = 14  # per element of a matrix: what is sent, received and iterated in bfloat16, and a float32 gradient
+Flight = tuple[tuple[int, int], ...]  # (stage, micro-batches)
 NORM_BYTES = 4 * FLOAT32  # per element of a norm's backward: its gradient, that of the mean square, and their sum
 
 
@@ -341,11 +343,11 @@ def host_bytes(job: Job, devices: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _backwards(schedule: Schedule) -> Mapping[tuple[int, bool, bool], Set[tuple[tuple[int, int], ...]]]:
-    """Return what is in flight at a rank's backwards: micro-batches by stage, and by ~stage between halves; by stage,
-    whether it is the input half, and whether the stage had one before."""
-    live: Counter[int] = Counter()
-    flights: defaultdict[tuple[int, bool, bool], set[tuple[tuple[int, int], ...]]] = defaultdict(set)
+def _backwards(schedule: Schedule) -> Mapping[tuple[int, bool, bool], Sequence[Flight]]:
+    """Return the most that is in flight at a rank's backwards: micro-batches by stage, and by ~stage between halves; by
+    stage, whether it is the input half, and whether the stage had one before."""
+    live = dict.fromkeys((key for _, stage, _ in actions(schedule) for key in (stage, ~stage)), 0)
+    flights: defaultdict[tuple[int, bool, bool], set[Flight]] = defaultdict(set)
     for kind, stage, micro_batch in actions(schedule):
         half = kind == "inputs"
         if kind == "backward" or (kind != "forward" and half == (stage > 0)):  # the first stage has no input half
@@ -353,10 +355,13 @@ def _backwards(schedule: Schedule) -> Mapping[tuple[int, bool, bool], Set[tuple[
         live[stage] += {"forward": 1, "inputs": 0}.get(kind, -1)
         if stage:
             live[~stage] += {"inputs": 1, "weights": -1}.get(kind, 0)
-    return flights
+    return {
+        backward: [a for a in of if not any(a != b and all(map(le, a, b)) for b in of)]
+        for backward, of in flights.items()
+    }
 
 
-def _most(flights: Iterable[tuple[tuple[int, int], ...]], bytes_of: Mapping[int, int]) -> int:
+def _most(flights: Iterable[Flight], bytes_of: Mapping[int, int]) -> int:
     """Return the most bytes in flight, where a micro-batch of a stage takes `bytes_of` it."""
     return max(sum(number * bytes_of.get(stage, 0) for stage, number in flight) for flight in flights)
 
