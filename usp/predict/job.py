@@ -185,6 +185,13 @@ class Job:
         saving = config.ac, config.ac_offload, config.mlp_tile, config.loss_chunk
         return _same((self.micro_batch, *saving, *routers, self.output, self.visible))
 
+    @cached_property
+    def sharding(self) -> object:
+        """The same object for all jobs whose stages are sharded alike."""
+        over = (self.degree("fsdp"), self.degree("efsdp")) if self.config.zero else (1, 1)
+        across = self.dims.ep, self.dims.tp, self.config.tp_sequence_parallel, self.frozen, self.config.fp8
+        return _same((self.model, *over, *across, self.dims.pp, self.config.pp_schedule))
+
     def expert_rows(self, tokens: int) -> int:
         """Return the rows that the busiest expert-parallel rank gets where each rank sends so many tokens."""
         return math.ceil(tokens * self.model.experts_per_token * min(self.data.router_imbalance, self.dims.ep))

@@ -117,14 +117,7 @@ class StageUnits:
         return max((StageUnits(layer, ()) for layer in set(self.layers)), key=lambda units: units.numel)
 
 
-def _sharding(job: Job, stage: int) -> Hashable:
-    """Return what determines the units of a stage."""
-    over = (job.degree("fsdp"), job.degree("efsdp")) if job.config.zero else (1, 1)
-    across = job.dims.ep, job.dims.tp, job.config.tp_sequence_parallel, job.frozen, job.config.fp8
-    return job.model, *over, *across, job.stage_layers[stage], stage == 0, stage == job.last_stage
-
-
-@shared(_sharding)
+@shared(lambda job, stage: (job.sharding, stage))
 def stage_units(job: Job, stage: int) -> StageUnits:
     """Return the units that `apply_fsdp` makes of a pipeline stage."""
     model = job.model
@@ -167,14 +160,22 @@ def _unit(
 ByPass = Mapping[Pass, Sequence[Sent]]
 
 
+def _gathering(job: Job, rank: int) -> Hashable:
+    """Return what determines the traffic of a rank's parameters."""
+    replicas = job.config.zero, job.dims.dp_replicate, job.degree("loss")
+    return job.sharding, job.schedule(rank), *replicas, job.dtype, job.trained, job.counts_choices
+
+
+@shared(_gathering)
 def fsdp_traffic(job: Job, rank: int) -> ByPass:
     """Return the gathers of parameters and the reductions of gradients in a step of `rank`, also over tp."""
     parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
     for stage in job.stages(rank):
         units, gathers = stage_units(job, stage), gather_counts(job, rank, stage)
-        last = units.layers[-1][0]  # experts run before the rest of their layer
-        counts = [(unit, gathers.layer, number - (unit == last)) for unit, number in units.repeated.items()]
-        counts += [(last, gathers.last, 1), *((unit, gathers.root, 1) for unit in units.root)]
+        # Experts run before the rest of their layer.
+        last, apart = units.layers[-1][0], gathers.last != gathers.layer
+        counts = [(unit, gathers.layer, number - (apart and unit == last)) for unit, number in units.repeated.items()]
+        counts += [(last, gathers.last, 1)] * apart + [(unit, gathers.root, 1) for unit in units.root]
         for unit, each, number in counts:
             for kind, sent in _unit_traffic(job, unit, each):
                 parts[kind] += [sent.times(number)] if job.degree(sent.axis) > 1 else []
