@@ -55,7 +55,7 @@ class ModelFacts:
     chosen: tuple[int, ...] = ()
     index_size: int = 0
 
-    @property
+    @cached_property
     def reaches(self) -> tuple[int, ...]:
         """Per layer, to how many keys a query attends at most, as in `windows`."""
         pairs = zip(self.windows, self.chosen or (0,) * len(self.windows), strict=True)

@@ -124,16 +124,20 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
     like = _kept_by(_chosen, lambda config: replace(job, config=config, dims=ParallelDims(*_degrees(config))))
 
-    def memory(config: TrainConfig) -> Memory:
-        made, offloads = like(config), config.ac_offload or config.optim_offload
-        ends = {0, made.ranks("pp", 0)[-1]}  # with most activations in flight, and with the vocabulary loss
-        device = max(peak_moment(made, rank).total for rank in ends)
-        return Memory(device, host_bytes(made, hardware.host_devices) if offloads else 0)
+    def on_device(config: TrainConfig) -> int:
+        made = like(config)  # its ends have most activations in flight, and the vocabulary loss
+        return max(peak_moment(made, rank).total for rank in {0, made.ranks("pp", 0)[-1]})
+
+    def on_host(config: TrainConfig) -> int:
+        offloads = config.ac_offload or config.optim_offload
+        return host_bytes(like(config), hardware.host_devices) if offloads else 0
 
     return Predictor(
         _kept_by(_chosen, lambda config: step_seconds(like(config), hardware)),
         _kept_by(_chosen, lambda config: least_seconds(like(config), hardware)),
-        _kept_by(_chosen, memory),
+        _kept_by(_chosen, lambda config: least_seconds(like(config), hardware, sharded=True)),
+        _kept_by(_chosen, on_device),
+        _kept_by(_chosen, on_host),
     )
 
 
@@ -189,7 +193,8 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
     for words, question in suppositions(search.question):
         predictor = search.predictor
         if question.hardware is not search.question.hardware:  # memory and compute do not depend on links
-            predictor = replace(predictor, seconds=predictor_for(choice.job, question.hardware).seconds)
+            found = predictor_for(choice.job, question.hardware)
+            predictor = replace(predictor, seconds=found.seconds, least_sharded=found.least_sharded)
         supposed.append((words, Search(question, predictor, search.every).preferred()))
     return supposed
 

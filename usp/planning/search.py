@@ -4,9 +4,11 @@ The search is best first by a lower bound that grows from step to step:
 
     degrees       as a layout with these degrees and schedule in the largest micro-batches, without the bubble
     a layout      compute, and the traffic of activations as in the largest micro-batches
-    an option     likewise, with the recomputation of a way to save activations
-    replicas      more of them (HSDP): the step with one, without the traffic of parameters
-    a candidate   with a ZeRO stage and a number of replicas that fit, timed
+    its options   the least of shards that fit with most savings, without the time that these cost
+    an option     as a layout, with the recomputation and the copies of a way to save activations
+    shards        likewise, with the optimizer and the traffic of parameters of a ZeRO stage and a number of replicas
+                  (HSDP) that fit
+    a candidate   the same, timed
 
 so a candidate that is reached is faster than all that has not been reached. Of interest are the fastest of each family,
 the configurations with the same axes, and the simplest of those that are within `NOISE` of the fastest.
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from itertools import chain, count, product, takewhile
+from itertools import chain, count, islice, product
 from typing import TypeVar
 
 from parallel import PP_SCHEDULES, bubble_fraction, divisors, micro_batch_violation
@@ -40,7 +42,7 @@ NOISE = 0.03  # predicted steps that differ by less are taken as equal
 MOST_TIGHT = 20  # layouts that are searched for the least memory
 D = TypeVar("D")
 ACTIVATION_AXES = ("ring", "ulysses", "tp", "ep")
-PARAMETER_AXES = ("fsdp", "efsdp", "dp_replicate", "host")  # copies wait for messages on the same link
+SAVES_NOTHING = {"ac": "none", "ac_offload": False, "mlp_tile": 0}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,8 +59,17 @@ class Predictor:
     """Functions of a configuration."""
 
     seconds: Callable[[TrainConfig], StepTime]  # of its step
-    least_seconds: Callable[[TrainConfig], float]  # a lower bound: compute
-    memory: Callable[[TrainConfig], Memory]  # of the rank and the host that need most
+    least_seconds: Callable[[TrainConfig], float]  # a lower bound: compute, and copies of activations to the host
+    least_sharded: Callable[[TrainConfig], float]  # likewise, with what depends on the shards
+    device_bytes: Callable[[TrainConfig], float]  # of the rank that needs most
+    host_bytes: Callable[[TrainConfig], float]  # of the host that needs most
+
+    def memory(self, config: TrainConfig) -> Memory:
+        return Memory(self.device_bytes(config), self.host_bytes(config))
+
+    def fits(self, config: TrainConfig, usable: Memory) -> bool:
+        on_device = self.device_bytes(config) <= usable.device
+        return on_device and (math.isinf(usable.host) or self.host_bytes(config) <= usable.host)
 
 
 @dataclass(frozen=True)
@@ -210,12 +221,6 @@ def _bubble(config: TrainConfig) -> float:
     return bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
 
 
-def without_parameters(time: StepTime) -> float:
-    """Return the time of a step without the exposed traffic of parameters and gradients."""
-    exposed = sum(time.communication[axis].exposed for axis in PARAMETER_AXES if axis in time.communication)
-    return (time.total - time.optimizer) * (1 - exposed / (time.compute.total + time.exposed)) + time.optimizer
-
-
 class Search:
     """A search among `every` layout for the fastest configurations that fit the devices of a question."""
 
@@ -227,6 +232,7 @@ class Search:
         only: tuple[str, bool] | None = None,  # (--ac, --ac-offload); None: any
     ) -> None:
         self.question, self.predictor, self.every, self.only = question, predictor, every, only
+        self.usable = question.usable
         # Muon multiplies matrices there, and float8 gathers need its largest weights.
         on_device = question.base.optimizer == "muon" or question.base.fp8 == "tensor"
         self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
@@ -273,21 +279,20 @@ class Search:
             elif state == "layout":
                 report(tried, len(self.every))
                 tried += 1
-                *_, most = options = list(recomputations(config, self.question.facts))
-                smallest = self.predictor.memory(changed(most, optim_offload=self.can_offload))
-                for option in options if smallest.device <= self.question.usable.device else ():
+                *_, most = recomputations(config, self.question.facts)
+                shards = self._fitting(most, self.usable._replace(host=math.inf))
+                if bounds := [self._least_sharded(changed(each, **SAVES_NOTHING)) for each in shards]:
+                    push(max(least, min(bounds)), "options", config)
+            elif state == "options":
+                for option in recomputations(config, self.question.facts):
                     if self.only in (None, (option.ac, option.ac_offload)):
-                        push(self._least(option), "option", option)
+                        push(max(least, self._least(option)), "option", option)
+            elif state == "option":
+                for each in self._fitting(config, self.usable):
+                    push(max(least, self._least_sharded(each)), "shards", each)
             else:
-                first, *more = replications(config)  # more replicas need more memory
-                fitting = takewhile(
-                    bool, (self._sharded(config, n) for n in (more if state == "replicas" else [first]))
-                )
-                candidates = list(chain(*fitting))
-                for each in candidates:
-                    push(each.time.total, "candidate", each.config, each)
-                if candidates and state == "option":
-                    push(min(without_parameters(each.time) for each in candidates), "replicas", config)
+                timed = self.candidate(config)
+                push(timed.time.total, "candidate", config, timed)
         return SearchResult(preferred, tuple(best.values()), len(self.every), tried)
 
     def preferred(self) -> Candidate | None:
@@ -307,29 +312,39 @@ class Search:
     def _least(self, config: TrainConfig) -> float:
         """Return a lower bound of a step: compute, and the traffic of activations as with the same inner degrees in the
         largest micro-batches, which send the fewest messages, for each sequence and layer."""
+        return self.predictor.least_seconds(config) + self._waiting(config)
+
+    def _least_sharded(self, config: TrainConfig) -> float:
+        return self.predictor.least_sharded(config) + self._waiting(config)
+
+    def _waiting(self, config: TrainConfig) -> float:
         key = _inner(config)
         if key not in self.waits:
             largest = self.largest[key]
             communication = self.predictor.seconds(largest).communication
             exposed = sum(communication[axis].exposed for axis in ACTIVATION_AXES if axis in communication)
             self.waits[key] = exposed * largest.pp / largest.batch_size
-        waits = self.waits[key] * config.batch_size / config.pp
-        return self.predictor.least_seconds(config) + waits / (1 - _bubble(config))
+        return self.waits[key] * config.batch_size / config.pp / (1 - _bubble(config))
 
-    def _fits(self, config: TrainConfig) -> bool:
-        needed, usable = self.predictor.memory(config), self.question.usable
-        return needed.device <= usable.device and needed.host <= usable.host
+    def _fitting(self, config: TrainConfig, usable: Memory) -> Iterator[TrainConfig]:
+        """Yield, by the number of replicas, the lowest ZeRO stage that fits, and a lower one if it fits with optimizer
+        offload. More replicas need more memory."""
 
-    def _sharded(self, config: TrainConfig, replicas: int) -> list[Candidate]:
-        """Return the lowest ZeRO stage that fits, and a lower one if it fits with optimizer offload."""
-        stages = shardings(config, replicas)
-        lowest = self._lowest(stages)
-        lower = [each for each in stages if lowest is None or each.zero < lowest.zero] if self.can_offload else []
-        away = self._lowest([changed(each, optim_offload=True) for each in lower])
-        return [self.candidate(config) for config in (lowest, away) if config]
+        def lowest(stages: list[TrainConfig]) -> list[TrainConfig]:
+            return list(islice(filter(fits, stages), 1)) if any(map(fits, stages[:1] + stages[-1:])) else []
 
-    def _lowest(self, stages: list[TrainConfig]) -> TrainConfig | None:
-        return next(filter(self._fits, stages)) if stages and self._fits(stages[-1]) else None
+        fits = partial(self.predictor.fits, usable=usable)
+        for replicas in replications(config):
+            stages = shardings(config, replicas)
+            least = changed(stages[-1], optim_offload=self.can_offload)
+            if not fits(stages[0]) and self.predictor.device_bytes(least) > usable.device:
+                return
+            found = lowest(stages)
+            lower = [each for each in stages if not found or each.zero < found[0].zero] if self.can_offload else []
+            found += lowest([changed(each, optim_offload=True) for each in lower])
+            if not found:
+                return
+            yield from found
 
     def candidate(self, config: TrainConfig) -> Candidate:
         return Candidate(config, self.predictor.seconds(config), self.predictor.memory(config))

@@ -185,6 +185,13 @@ class Job:
         saving = config.ac, config.ac_offload, config.mlp_tile, config.loss_chunk
         return _same((self.micro_batch, *saving, *routers, self.output, self.visible))
 
+    @cached_property
+    def sharding(self) -> object:
+        """The same object for all jobs whose stages are sharded alike."""
+        over = (self.degree("fsdp"), self.degree("efsdp")) if self.config.zero else (1, 1)
+        across = self.dims.ep, self.dims.tp, self.config.tp_sequence_parallel, self.frozen, self.config.fp8
+        return _same((self.model, *over, *across, self.dims.pp, self.config.pp_schedule))
+
     def expert_rows(self, tokens: int) -> int:
         """Return the rows that the busiest expert-parallel rank gets where each rank sends so many tokens."""
         return math.ceil(tokens * self.model.experts_per_token * min(self.data.router_imbalance, self.dims.ep))
@@ -219,9 +226,10 @@ class Job:
         """The global ranks, in the order of the mesh."""
         return range(self.world_size) if self.placed is None else self.placed
 
-    def linked(self, axis: str, rank: int) -> tuple[int, ...]:
+    def linked(self, axis: str, rank: int) -> Sequence[int]:
         """Return the global ranks of the group of `rank` along an axis, which determine the links between them."""
-        return tuple(self.global_ranks[each] for each in self.ranks(axis, rank))
+        ranks = self.ranks(axis, rank)
+        return ranks if self.placed is None else tuple(self.placed[each] for each in ranks)
 
     @cached_property
     def slowest_ranks(self) -> tuple[int, ...]:

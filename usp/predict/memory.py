@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from operator import itemgetter, le
 from typing import NamedTuple
 
 from attention import HeadPlan
@@ -36,6 +37,7 @@ _ATTENTION = re.compile(r"q_proj|qkv|query|c_attn|q_a_proj|q_b_proj")
 # qwen3_next (gated delta rule) and bamba (Mamba-2).
 DELTA_BYTES, STATE_SPACE_BYTES = 28, 43
 MUON_BYTES = 14  # per element of a matrix: what is sent, received and iterated in bfloat16, and a float32 gradient
+Flight = tuple[tuple[int, int], ...]  # (stage, micro-batches)
 NORM_BYTES = 4 * FLOAT32  # per element of a norm's backward: its gradient, that of the mean square, and their sum
 
 
@@ -211,9 +213,9 @@ def _idle(job: Job, stage: int, later: bool) -> int:
     return (0 if config.zero == 3 else units.gathered(size)) + units.trained_numel * sums
 
 
-def _backward(job: Job, stage: int, later: bool) -> Iterator[Moment]:
-    """Yield the peaks of a stage's backward, without optimizer states and other micro-batches' activations; `later`:
-    another micro-batch's backward has run before."""
+def _backward(job: Job, stage: int, later: bool) -> Iterator[tuple[str, int, int, int, int]]:
+    """Yield the peaks of a stage's backward, without optimizer states and other micro-batches' activations, from the
+    `gradients` of a `Moment` on; `later`: another micro-batch's backward has run before."""
     units, here, size, zero = stage_units(job, stage), stage_bytes(job, stage), job.dtype.itemsize, job.config.zero
     accumulates = zero < 2 and job.config.micro_batches > 1  # unsharded gradients
     reduces = (later or not accumulates) and not job.splits_backwards
@@ -226,22 +228,22 @@ def _backward(job: Job, stage: int, later: bool) -> Iterator[Moment]:
     every, weights = units.numel - root.numel, units.gathered(size) - root.gathered(size)
     whole = sums + reducing + root.gathered(size) + (prefetched if zero == 3 else weights)
     if stage == job.last_stage:
-        yield Moment("loss", 0, 0, 0, whole, here.at_last + here.outside + here.head, here.logits)
+        yield "loss", 0, whole, here.at_last + here.outside + here.head, here.logits
     layers = len(units.layers)
     if reduces and layers > 1:  # the layer before the last, where offloading leaves two layers' activations again
         freed = 0 if job.config.ac_offload and layers > 2 else here.at_first
         whole += max(0, layer.reduced * FLOAT32 - freed - reducing)
     whole += size * here.of_head + (layer.gathered(size) if zero == 3 else 0)
-    yield Moment("last layer", 0, 0, 0, whole, here.at_last + here.outside, here.backward)
+    yield "last layer", 0, whole, here.at_last + here.outside, here.backward
     whole = sums + root.gathered(size) + size * here.of_head
     whole += layer.gathered(size) if reduces or zero == 3 else weights
     gradients = (units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
     whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
-    yield Moment("first layer", 0, 0, gradients, whole, here.at_first + here.outside, here.backward)
+    yield "first layer", gradients, whole, here.at_first + here.outside, here.backward
     if reduces:
         gradients += layer.trained_shard * FLOAT32
         copies = root.trained_numel * (FLOAT32 if accumulates else size) + root.reduced * FLOAT32
-        yield Moment("root reduced", gradients=gradients, whole=copies)
+        yield "root reduced", gradients, copies, 0, 0
 
 
 @dataclass(frozen=True)
@@ -280,13 +282,29 @@ def peak_moment(job: Job, rank: int) -> Moment:
 
 def _moments(job: Job, rank: int, shards: int) -> Iterator[Moment]:
     """Yield the peaks of the step, without parameters and optimizer states. shards: bytes of all gradient shards."""
-    config, stages, most = job.config, {stage: stage_bytes(job, stage) for stage in job.stages(rank)}, shards
+    config, stages, most = job.config, job.stages(rank), shards
     # Hidden states that torch's pipeline keeps for all micro-batches: of both neighbours, if there are two.
     neighbours = sum((stage > 0) + (stage < job.last_stage) for stage in stages)
-    buffers = config.micro_batches * neighbours * max(here.handed for here in stages.values())
+    buffers = config.micro_batches * neighbours * max(stage_bytes(job, stage).handed for stage in stages)
     if config.optim_offload and not (config.zero >= 2 and config.micro_batches > 1 and job.dims.dp_replicate > 1):
         # A gradient goes to the host once it is reduced, over replicas as well.
         most = FLOAT32 * max(unit.trained_shard for stage in stages for unit in stage_units(job, stage).all)
+    for later, (name, gradients, whole, saved, work) in _peaks(job, rank):
+        gradients = min(most, shards if later and config.zero >= 2 else gradients)
+        yield Moment(name, 0, 0, gradients, whole, saved, work + buffers)
+    if not config.optim_offload:
+        muon = 0
+        if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
+            layers = [job.model.layers[kind] for kind, _ in job.kinds(*stages)]
+            matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
+            muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
+        yield Moment("optimizer", gradients=shards, transient=buffers + muon)
+
+
+@shared(lambda job, rank: (job.work, job.sharding, job.config.zero, job.schedule(rank)))
+def _peaks(job: Job, rank: int) -> list[tuple[bool, tuple[str, int, int, int, int]]]:
+    """Return the peaks of a rank's backwards, as `_backward`, and whether others have run before."""
+    found, stages = [], {stage: stage_bytes(job, stage) for stage in job.stages(rank)}
     bytes_of = {stage: here.saved for stage, here in stages.items()}
     bytes_of |= {~stage: here.left for stage, here in stages.items()}
     for (stage, half, later), flights in _backwards(job.schedule(rank)).items():
@@ -296,17 +314,10 @@ def _moments(job: Job, rank: int, shards: int) -> Iterator[Moment]:
         if half:
             hidden = job.outer_tokens * job.model.hidden_size
             work = bytes_of[~stage] + FLOAT32 * max(stages[stage].of_head, 5 * hidden)
-            moments = iter([Moment("split backward", 0, 0, 0, _idle(job, stage, True), bytes_of[stage], work)])
-        for name, _, _, gradients, whole, saved, work in moments:
-            gradients = min(most, shards if later and config.zero >= 2 else gradients)
-            yield Moment(name, 0, 0, gradients, whole + idle, saved + others, work + buffers)
-    if not config.optim_offload:
-        muon = 0
-        if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
-            layers = [job.model.layers[kind] for kind, _ in job.kinds(*stages)]
-            matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
-            muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
-        yield Moment("optimizer", gradients=shards, transient=buffers + muon)
+            moments = iter([("split backward", 0, _idle(job, stage, True), bytes_of[stage], work)])
+        for name, gradients, whole, saved, work in moments:
+            found.append((later, (name, gradients, whole + idle, saved + others, work)))
+    return found
 
 
 def largest_footprint(job: Job) -> tuple[Footprint, int]:
@@ -341,11 +352,11 @@ def host_bytes(job: Job, devices: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _backwards(schedule: Schedule) -> Mapping[tuple[int, bool, bool], Set[tuple[tuple[int, int], ...]]]:
-    """Return what is in flight at a rank's backwards: micro-batches by stage, and by ~stage between halves; by stage,
-    whether it is the input half, and whether the stage had one before."""
-    live: Counter[int] = Counter()
-    flights: defaultdict[tuple[int, bool, bool], set[tuple[tuple[int, int], ...]]] = defaultdict(set)
+def _backwards(schedule: Schedule) -> Mapping[tuple[int, bool, bool], Sequence[Flight]]:
+    """Return the most that is in flight at a rank's backwards: micro-batches by stage, and by ~stage between halves; by
+    stage, whether it is the input half, and whether the stage had one before."""
+    live = dict.fromkeys((key for _, stage, _ in actions(schedule) for key in (stage, ~stage)), 0)
+    flights: defaultdict[tuple[int, bool, bool], set[Flight]] = defaultdict(set)
     for kind, stage, micro_batch in actions(schedule):
         half = kind == "inputs"
         if kind == "backward" or (kind != "forward" and half == (stage > 0)):  # the first stage has no input half
@@ -353,10 +364,13 @@ def _backwards(schedule: Schedule) -> Mapping[tuple[int, bool, bool], Set[tuple[
         live[stage] += {"forward": 1, "inputs": 0}.get(kind, -1)
         if stage:
             live[~stage] += {"inputs": 1, "weights": -1}.get(kind, 0)
-    return flights
+    return {
+        backward: [tuple(filter(itemgetter(1), a)) for a in of if not any(a != b and all(map(le, a, b)) for b in of)]
+        for backward, of in flights.items()
+    }
 
 
-def _most(flights: Iterable[tuple[tuple[int, int], ...]], bytes_of: Mapping[int, int]) -> int:
+def _most(flights: Iterable[Flight], bytes_of: Mapping[int, int]) -> int:
     """Return the most bytes in flight, where a micro-batch of a stage takes `bytes_of` it."""
     return max(sum(number * bytes_of.get(stage, 0) for stage, number in flight) for flight in flights)
 

@@ -44,7 +44,7 @@ from .compute import (
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
-from .traffic import FLOAT32, ByPass, Sent, attention_plan, attention_spec, gather_counts, pass_parts
+from .traffic import FLOAT32, ByPass, Sent, attention_plan, attention_spec, fsdp_traffic, gather_counts, pass_parts
 
 if TYPE_CHECKING:
     from .meter import Work
@@ -113,18 +113,19 @@ def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
     """Return the time of an axis' collectives of one kind, one after another, while all groups of the axis send; raise
     KeyError for a collective that `parallel.wire` does not know either."""
     kind, rounds = _KINDS[sent.collective]
-    per_byte, per_step, _ = _links(job, hardware, sent.axis, rank, kind)
+    per_byte, per_step, *_ = _links(job, hardware, sent.axis, rank, kind)
     steps = sent.calls * (rounds * (job.degree(sent.axis) - 1) if rounds else 1)
     return sent.nbytes * per_byte + steps * per_step
 
 
 @shared(lambda job, hardware, axis, *of: (id(hardware), job.extents[axis], job.placed or job.world_size, axis, of))
-def _links(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float, float]:
-    """Return the seconds of a byte and of a message in the group of `rank` along an axis, and the part of overlapped
-    transfers that does not slow down compute."""
+def _links(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float, float, float]:
+    """Return the seconds of a byte and of a message in the group of `rank` along an axis, the part of overlapped
+    transfers that does not slow down compute, and the seconds of a byte on the link to the host."""
     ranks = job.linked(axis, rank)
-    seconds = partial(transfer_seconds, hardware, ranks, kind, active=job.global_ranks)
-    return seconds(1.0, 0.0), seconds(0.0, 1.0), overlap_of(hardware, ranks)
+    seconds, on_host = (partial(f, hardware, ranks, kind) for f in (transfer_seconds, host_link_seconds))
+    per_byte, per_message = (seconds(*of, active=job.global_ranks) for of in ((1.0, 0.0), (0.0, 1.0)))
+    return per_byte, per_message, overlap_of(hardware, ranks), on_host(1.0)
 
 
 def _repeats(job: Job, part: Sent) -> bool:
@@ -144,8 +145,8 @@ def _hiding_copies(
     number, most, others = job.config.micro_batches, [0.0, 0.0], [0.0, 0.0]
     for part in sent if any(tier.on_host_link for tier in hardware.tiers) else ():
         if part.axis in OVERLAPS_WITH and part.nbytes > SCALARS * part.calls:
-            ranks, (kind, _) = job.linked(part.axis, rank), _KINDS[part.collective]
-            took = sent_seconds(job, hardware, part, rank), host_link_seconds(hardware, ranks, kind, part.nbytes)
+            *_, on_host = _links(job, hardware, part.axis, rank, _KINDS[part.collective][0])
+            took = sent_seconds(job, hardware, part, rank), part.nbytes * on_host
             times = number if _repeats(job, part) else 1
             for place, seconds in enumerate(took):
                 most[place] += seconds / times
@@ -252,7 +253,7 @@ def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tup
     """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
     kernels = attention_kernels(job, hardware, rank, index)
     forward, backward = kernels.forward, kernels.backward if job.trained else ()
-    per_byte, per_message, _ = _links(job, hardware, "ring", rank, "send")
+    per_byte, per_message, *_ = _links(job, hardware, "ring", rank, "send")
 
     def seconds(elements: int, itemsize: int) -> float:
         return elements * itemsize * per_byte + per_message if elements else 0.0
@@ -301,11 +302,7 @@ def pass_seconds(
     """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
     if it `prefetches`, as in the implementation, compute hides the traffic of parameters. `parts`: `pass_parts`."""
     compute, messages, number = _compute(job, hardware, rank), _messages(job, hardware, rank), job.config.micro_batches
-    hides = dict.fromkeys(PASSES, 0.0)
-    if prefetches and hardware.streams:
-        hides = {kind: each.total for kind, each in compute.items()}
-        hides["backward"] += hides["recompute"]
-    passes: dict[Pass, PassSeconds] = {}
+    hides, passes = _hides(compute, float(prefetches)), dict[Pass, PassSeconds]()
     for kind, sent in (parts or pass_parts(job, rank)).items():
         communication = sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number))
         passes[kind] = PassSeconds(compute[kind].times(number), communication)
@@ -314,13 +311,19 @@ def pass_seconds(
     return passes
 
 
-def _computing(job: Job, hardware: Hardware, rank: int) -> Hashable:
-    """Return what determines the compute of a micro-batch on `rank`."""
+def _hides(compute: Mapping[Pass, Seconds], share: float = 1.0) -> dict[Pass, float]:
+    """Return the seconds that hide the traffic of parameters in each pass of a micro-batch."""
+    hides = {kind: share * each.total for kind, each in compute.items()}
+    return hides | {"backward": hides["backward"] + hides["recompute"]}
+
+
+def _held(job: Job, rank: int) -> Hashable:
+    """Return which layers a rank computes, and whether it has the head."""
     stages = job.stages(rank)
-    return job.work, _attending(job, hardware, rank), job.kinds(*stages), job.last_stage in stages
+    return job.kinds(*stages), job.last_stage in stages
 
 
-@shared(_computing)
+@shared(lambda job, hardware, rank: (job.work, _attending(job, hardware, rank), _held(job, rank)))
 def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
     """Return the compute of one micro-batch in each pass but the update."""
     passes, stages = dict.fromkeys(PASSES, Seconds()), job.stages(rank)
@@ -361,8 +364,8 @@ def sent_by_axis(
     job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds
 ) -> dict[str, TransferSeconds]:
     """Return the communication of a pass, with the `ring`'s as it overlaps with attention. The seconds of `compute` of
-    one micro-batch hide gathers and reductions."""
-    number = job.config.micro_batches
+    one micro-batch hide gathers and reductions, if collectives have streams."""
+    number, hiding = job.config.micro_batches, compute if hardware.streams else 0.0
     by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
     transfers: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for part in sent:
@@ -374,7 +377,7 @@ def sent_by_axis(
     layers = sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
     for times, axes in transfers.items():
         together = sum(axes.values())
-        once = overlapped_in_pieces(together / times, compute, layers + 1)
+        once = overlapped_in_pieces(together / times, hiding, layers + 1)
         for axis, seconds in axes.items():
             by_axis[axis] += once.times(times * seconds / together)
     by_axis["ring"] = ring
@@ -462,8 +465,8 @@ def counted_seconds(
     dtype, kernel = dtype_name(job.dtype), attention_kernel(job, hardware, AttentionSpec())
     busy, micro_batches = work.seconds(hardware, dtype, kernel), job.config.micro_batches
     messages = sum(sent_seconds(job, hardware, each, rank) for each in sent if each.axis == "ring")
-    hides, ring = busy.total / micro_batches if hardware.streams else 0.0, overlapped([messages], [busy.attention])
-    communication = sent_by_axis(job, hardware, sent, rank, hides, ring)
+    ring = overlapped([messages], [busy.attention])
+    communication = sent_by_axis(job, hardware, sent, rank, busy.total / micro_batches, ring)
     share = 4 if job.config.ac != "none" else 3  # of the forward
     forward = busy.total / share
     passes = forward / micro_batches, (busy.total - forward) / micro_batches
@@ -509,9 +512,18 @@ def rank_seconds(
     return found + launching(job, hardware, operators, found.total), update.compute.total
 
 
-def least_seconds(job: Job, hardware: Hardware) -> float:
-    """Return a lower bound of `step_seconds`: the compute of the slowest pipeline rank, with the bubble."""
+def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> float:
+    """Return a lower bound of `step_seconds`: the compute of the slowest pipeline rank, with exposed copies to the host
+    and the bubble; if `sharded` also with the optimizer and the exposed traffic of parameters."""
     number = job.config.micro_batches
-    alike = {_computing(job, hardware, rank): rank for rank in job.slowest_ranks}
-    busy = max(sum(compute.total for compute in _compute(job, hardware, rank).values()) for rank in alike.values())
-    return number * busy / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number))
+    rest = 1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)
+    most = 0.0
+    for rank in {_held(job, rank): rank for rank in job.slowest_ranks}.values():
+        hides = _hides(compute := _compute(job, hardware, rank))
+        transfers = [host_copies(job, hardware, rank, hides["forward"], hides["backward"])]
+        for kind, sent in fsdp_traffic(job, rank).items() if sharded else ():
+            transfers.append(sent_by_axis(job, hardware, sent, rank, hides[kind], TransferSeconds()))
+        busy = number * sum(each.total for each in compute.values())
+        busy += sum(each.exposed for found in transfers for each in found.values())
+        most = max(most, busy / rest + (optimizer_seconds(job, hardware, rank) if sharded else 0.0))
+    return most

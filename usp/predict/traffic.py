@@ -95,10 +95,16 @@ class StageUnits:
     trained_numel = _sum_of("trained_numel")
     trained_shard = _sum_of("trained_shard")
     reduced = _sum_of("reduced")
+    float8 = _sum_of("float8")
 
     def gathered(self, itemsize: int) -> int:
         """Return the sum of `Unit.gathered`."""
-        return sum(unit.gathered(itemsize) for unit in self.all)
+        return self.numel * itemsize - self.float8 * (itemsize - 1)
+
+    @cached_property
+    def repeated(self) -> Counter[Unit]:
+        """How many equal units the layers have."""
+        return Counter(chain(*self.layers))
 
     @cached_property
     def around(self) -> StageUnits:
@@ -111,14 +117,7 @@ class StageUnits:
         return max((StageUnits(layer, ()) for layer in set(self.layers)), key=lambda units: units.numel)
 
 
-def _sharding(job: Job, stage: int) -> Hashable:
-    """Return what determines the units of a stage."""
-    over = (job.degree("fsdp"), job.degree("efsdp")) if job.config.zero else (1, 1)
-    across = job.dims.ep, job.dims.tp, job.config.tp_sequence_parallel, job.frozen, job.config.fp8
-    return job.model, *over, *across, job.stage_layers[stage], stage == 0, stage == job.last_stage
-
-
-@shared(_sharding)
+@shared(lambda job, stage: (job.sharding, stage))
 def stage_units(job: Job, stage: int) -> StageUnits:
     """Return the units that `apply_fsdp` makes of a pipeline stage."""
     model = job.model
@@ -158,15 +157,29 @@ def _unit(
     return Unit(axis, ranks, sum(sizes), sum(shards), numel, shard, summed_over_tp)
 
 
-def fsdp_traffic(job: Job, rank: int) -> Iterator[tuple[Pass, Sent]]:
-    """Yield, by pass, the gathers of parameters and the reductions of gradients in a step of `rank`, also over tp."""
+ByPass = Mapping[Pass, Sequence[Sent]]
+
+
+def _gathering(job: Job, rank: int) -> Hashable:
+    """Return what determines the traffic of a rank's parameters."""
+    replicas = job.config.zero, job.dims.dp_replicate, job.degree("loss")
+    return job.sharding, job.schedule(rank), *replicas, job.dtype, job.trained, job.counts_choices
+
+
+@shared(_gathering)
+def fsdp_traffic(job: Job, rank: int) -> ByPass:
+    """Return the gathers of parameters and the reductions of gradients in a step of `rank`, also over tp."""
+    parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
     for stage in job.stages(rank):
         units, gathers = stage_units(job, stage), gather_counts(job, rank, stage)
-        last, *experts = units.layers[-1]  # experts run before the rest of their layer
-        counts = Counter((unit, gathers.layer) for layer in (*units.layers[:-1], experts) for unit in layer)
-        counts.update([(last, gathers.last), *((unit, gathers.root) for unit in units.root)])
-        for (unit, each), number in counts.items():
-            yield from ((kind, sent.times(number)) for kind, sent in _unit_traffic(job, unit, each))
+        # Experts run before the rest of their layer.
+        last, apart = units.layers[-1][0], gathers.last != gathers.layer
+        counts = [(unit, gathers.layer, number - (apart and unit == last)) for unit, number in units.repeated.items()]
+        counts += [(last, gathers.last, 1)] * apart + [(unit, gathers.root, 1) for unit in units.root]
+        for unit, each, number in counts:
+            for kind, sent in _unit_traffic(job, unit, each):
+                parts[kind] += [sent.times(number)] if job.degree(sent.axis) > 1 else []
+    return parts
 
 
 def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
@@ -321,9 +334,6 @@ def attention_traffic(job: Job, rank: int, window: int) -> tuple[tuple[Sent, ...
     )
 
 
-ByPass = Mapping[Pass, Sequence[Sent]]
-
-
 def pass_parts(job: Job, rank: int) -> ByPass:
     """Return what `rank` sends in each pass of all micro-batches, without groups of one rank; not `merged`."""
     parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
@@ -331,8 +341,8 @@ def pass_parts(job: Job, rank: int) -> ByPass:
         for kind, sents in _stage_traffic(job, rank, stage).items():
             if (kind == "forward" or job.trained) and (kind != "count" or job.counts_choices):
                 parts[kind] += [sent.times(job.config.micro_batches) for sent in sents]
-    for kind, sent in fsdp_traffic(job, rank):
-        parts[kind].append(sent)
+    for kind, sents in fsdp_traffic(job, rank).items():
+        parts[kind] += sents
     if job.trained:
         parts["forward"] += _sums(job, FLOAT64, "loss")
         parts["update"] += [*tied_traffic(job, rank), *muon_traffic(job, rank), *scale_traffic(job, rank)]

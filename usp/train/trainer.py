@@ -430,8 +430,8 @@ class Trainer(TrainingLoop):
     def _predict(self) -> None:
         """Predict a step of the stage, and what this rank sends in it to keep weights and gradients sharded."""
         self.job = predicted_job(self.config, self.prepared)
-        sent = fsdp_traffic(self.job, dist.get_rank()) if self.job else ()
-        self.fsdp_bytes = sum(each.nbytes for _, each in sent) if self.job else None
+        parts = fsdp_traffic(self.job, dist.get_rank()).values() if self.job else ()
+        self.fsdp_bytes = sum(each.nbytes for sent in parts for each in sent) if self.job else None
 
     def _resume(self, saved: TrainingState) -> None:
         assert self.prepared.start.checkpoint is not None

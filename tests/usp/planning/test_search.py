@@ -27,6 +27,7 @@ from usp.planning.choice import choose, contradicted, degrees, planned, predicto
 from usp.planning.search import (
     FAMILIES,
     NOISE,
+    SAVES_NOTHING,
     Candidate,
     Predictor,
     Question,
@@ -38,7 +39,6 @@ from usp.planning.search import (
     replications,
     shardings,
     simplicity,
-    without_parameters,
 )
 from usp.predict.compute import Seconds
 from usp.predict.devices import Memory
@@ -90,15 +90,16 @@ def made_up() -> Predictor:
     def sent(config: TrainConfig) -> float:
         return 0.2 * (config.zero - 1) + 0.1 / config.dp_replicate
 
-    def memory(config: TrainConfig) -> Memory:
+    def on_device(config: TrainConfig) -> int:
         saved = kept(config) + sent(config) + 1.5 * config.optim_offload
-        on_host = (config.ac_offload + config.optim_offload) * round(1000 * chance(config))
-        return Memory(round(1000 * (1 + chance(config)) / (1 + saved)), on_host)
+        return round(1000 * (1 + chance(config)) / (1 + saved))
 
     return Predictor(
         lambda config: time_of(1 + chance(config) + 0.1 * kept(config), fsdp=0.1 * sent(config)),
         least_seconds=lambda config: 1 + 0.1 * kept(config),
-        memory=memory,
+        least_sharded=lambda config: 1 + 0.1 * kept(config) + 0.05 * sent(config),
+        device_bytes=on_device,
+        host_bytes=lambda config: (config.ac_offload + config.optim_offload) * round(1000 * chance(config)),
     )
 
 
@@ -168,7 +169,10 @@ def test_the_bounds_hold_and_the_optimum_is_that_of_every_configuration(
     for layout in every if exhaustive else every[::61]:
         for config in savings(layout, choice.search.question.facts):
             time, needed = predictor.seconds(config), predictor.memory(config)
-            assert max(predictor.least_seconds(config), without_parameters(time)) <= time.total * (1 + 1e-9)
+            option, saves_nothing = replace(config, optim_offload=False), replace(config, **SAVES_NOTHING)
+            least = max(predictor.least_seconds(option), predictor.least_sharded(saves_nothing))
+            assert least <= predictor.least_sharded(config) * (1 + 1e-9)
+            assert predictor.least_sharded(config) <= time.total * (1 + 1e-9)
             if needed.device <= usable.device and needed.host <= usable.host:
                 fastest[family(config)] = min(time.total, fastest.get(family(config), time.total))
     if exhaustive:
