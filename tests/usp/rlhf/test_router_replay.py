@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_config, tiny_model
-from tests.usp.rlhf.test_reference import REWARD, reward_of
+from tests.usp.rlhf.test_reference import CONFIG as OTHER
+from tests.usp.rlhf.test_reference import REWARD, begun, reward_of
 from tests.usp.tiny import VOCAB
 from tests.usp.train.families.test_families import write
 from usp.hf.router_replay import ChoiceRecorder, replay_choices, replay_problem, routed_width
@@ -26,25 +26,20 @@ from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import ROUTED
 from usp.rlhf.prepare import prepare
 from usp.rlhf.roles import role_model
-from usp.rlhf.trainer import RlhfTrainer
 from usp.run.failures import ConfigurationError
-from usp.run.launch import Launch, StopRequest
-from usp.run.watchdog import Watchdog
+from usp.run.launch import Launch
 
 ANSWERS = Path(__file__).with_name("environments") / "answers.py"
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
-CONFIG = RlhfConfig(
+CONFIG = replace(
+    OTHER,
     router_replay=True,
-    max_new_tokens=6,
     steps=3,
-    warmup_steps=0,
-    sft_steps=0,
-    learning_rate=1e-2,
-    prompts=4,
-    group_size=2,
-    device="cpu",
     options="mini_batches=2,old_logprobs=recompute",
     router_aux_loss_coef=0.0,
+    ref_update_every=0,
+    ref_update_weight=1.0,
+    checkpoint_every=0,
 )
 PLANS: dict[str, dict[str, Any]] = {
     "generate tp2, train r2 ep2": {"plan": "separation", "rollout": "tp=2", "sp_ring": 2, "ep": 2, "zero": 1},
@@ -105,12 +100,6 @@ def sets(routed: Tensor, model: Any) -> Tensor:
     """The experts of each token by layer, in ascending order."""
     layers = model.config.num_hidden_layers
     return routed.unflatten(1, (layers, -1)).sort(-1).values
-
-
-def begun(config: RlhfConfig) -> RlhfTrainer:
-    Path(config.output).mkdir(exist_ok=True)
-    launch = Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-    return RlhfTrainer(prepare(config, launch), launch, StopRequest(), Watchdog(Launch(), seconds=0))
 
 
 def metrics_of(config: RlhfConfig, broken: bool = False) -> list[dict[str, float]]:
