@@ -5,11 +5,13 @@ The bytes sent are compared with the prediction. Batches of two rows exchange as
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,23 @@ TREES = {
 }
 
 
+def drawn_tree(seed: int) -> dict[str, Any]:
+    """Return the documents and parents of two rows, some empty, perhaps with a window or prefixes."""
+    draw = random.Random(seed)
+    count = draw.randint(2, 9)
+    rows = [[0, *sorted(draw.randint(0, SEQ_LEN) for _ in range(count))] for _ in range(2)]
+    tree = [[draw.randint(-1, number - 1) for number in range(count)] for _ in rows]
+    mask: dict[str, Any] = {"cu_seqlens": rows, "prefix_tree": tree}
+    if draw.random() < 0.5:
+        mask["window"] = (draw.randint(1, 60), -1)
+    if draw.random() < 0.3:
+        mask["prefix"] = [[draw.randint(0, b - a) for a, b in pairwise(row)] for row in rows]
+    return mask
+
+
+DRAWN = {f"random trees {seed}": drawn_tree(seed) for seed in range(16)}
+
+
 @dataclass(frozen=True)
 class Case:
     """One call; `tolerance` bounds the relative L2 of out, dq, dk, dv (and dsinks). `head_dims`: of q and k, of v."""
@@ -89,7 +108,7 @@ class Case:
     head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
 
     def mask_arguments(self) -> dict:
-        mask = (MASKS | PREFIXES | TREES | ODDS | MANY)[self.mask]
+        mask = (MASKS | PREFIXES | TREES | DRAWN | ODDS | MANY)[self.mask]
         return {k: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else v for k, v in mask.items()}
 
 
@@ -125,6 +144,10 @@ def cases(everything: bool = False) -> list[Case]:
         if everything or ((row + column) % 2 == 0 and (row + column + number) % 5 == 0)
     ]
     every += [Case(layout, (6, 3), mask, 2) for layout, mask in product(LAYOUTS, PREFIXES | TREES)]
+    every += [
+        Case(LAYOUTS[number % len(LAYOUTS)], HEADS[number % len(HEADS)], mask, 2, torch.float64, 1e-13)
+        for number, mask in enumerate(DRAWN)
+    ]
     every += [Case(layout, (8, 2), mask, 2, seq_len=ODD) for layout, mask in product(LAYOUTS, ODDS)]
     every += [Case(layout, (8, 2), "many bidirectional documents", 2) for layout in LAYOUTS]  # slices are received
     # Long enough for triangles that the CPU kernel splits, chunked bands, and messages of several slices.
