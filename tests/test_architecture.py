@@ -34,7 +34,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/predict": 3225,
     "usp/rlhf": 12300,
     "usp/run": 1250,
-    "usp/sp": 2175,
+    "usp/sp": 2225,
     "usp/train": 3975,
     "usp": 40050,
 }

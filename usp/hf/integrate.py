@@ -79,7 +79,7 @@ def apply_unified_sp(
     recurrent = sharded_mixers(model)  # convolutions are in parts that text does not reach, such as an audio tower
     images = ImageExchange(model, mesh) if model.config.model_type in TYPES else None
     model.image_exchange = images  # type: ignore[assignment]
-    guard = _ForwardGuard(attention, calls, bool(recurrent), bool(indexers(base)), images)
+    guard = _ForwardGuard(attention, calls, bool(indexers(base)), images)
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     follow_positions(base, guard.places)
@@ -178,11 +178,10 @@ class _ForwardGuard:
         self,
         attention: UnifiedSPAttention,
         layers: int,
-        recurrent: bool,
         sparse: bool,
         images: ImageExchange | None,
     ) -> None:
-        self.recurrent, self.sparse, self.images = recurrent, sparse, images
+        self.sparse, self.images = sparse, images
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
         self.tree: Tensor | None = None  # of the current forward
         self.trees, self.trees_before = 0, 0  # layers that should get it, and calls that had one before
@@ -247,8 +246,6 @@ class _ForwardGuard:
             violations.append("kv_cache does not support gradients: call the model under torch.no_grad()")
         if cache is not None and kwargs.get("cu_seqlens") is not None:
             violations.append("kv_cache does not support packed documents: leave cu_seqlens out")
-        if kwargs.get("prefix_tree") is not None and self.recurrent:
-            violations.append("prefix_tree is not supported by recurrent layers: pack the documents without it")
         violations += [
             f"{name} is not supported by models with an indexer, which chooses the keys of the sequence itself"
             for name in ("prefix_tree", "kv_cache")

@@ -162,9 +162,9 @@ def sharded_mixers(model: nn.Module) -> dict[str, str]:
 def apply_mixers(model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag") -> SequenceOrder:
     """Make a model's convolutions and recurrences run over the sharded sequence, in place. Collective for a DeviceMesh.
 
-    The model's forward must pass `cu_seqlens` of packed documents on to these layers, which is checked in each forward.
-    Mamba layers get no keyword arguments, so their documents travel in `attention_mask`. Call this after registering
-    forward hooks that read either.
+    The model's forward must pass `cu_seqlens` and `prefix_tree` of packed documents on to these layers, which each
+    forward checks. Mamba layers get no keyword arguments, so both travel in `attention_mask`. Call this after
+    registering forward hooks that read either.
 
     Returns what the layers run through; its `channel` counts the bytes that this rank sends. Raises ValueError, naming
     the modules that cannot be sharded.
@@ -200,13 +200,14 @@ class ShardedForward:
         self,
         hidden_states: Tensor,
         *,
-        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        attention_mask: Any = None,
         cu_seqlens: Tensor | None = None,
+        prefix_tree: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         if self.guard.in_mask and attention_mask is not None:
-            cu_seqlens = attention_mask[LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
-            attention_mask = None
+            mask = attention_mask[LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
+            (cu_seqlens, prefix_tree), attention_mask = mask, None
         violations = [
             f"{name} is not supported by {type(self.mixer).__name__} on a sharded sequence"
             for name in UNSUPPORTED
@@ -218,6 +219,7 @@ class ShardedForward:
             raise ValueError("; ".join(violations))
         self.guard.calls += 1
         self.guard.with_documents += cu_seqlens is not None
+        self.guard.with_trees += prefix_tree is not None
         kwargs.pop("kv_cache", None)  # of layers that pass on all they get
         cache = self.guard.cache
 
@@ -227,7 +229,7 @@ class ShardedForward:
         if isinstance(cache, DecodeStep):
             return layer(hidden_states, DecodeCall(cache, self.name))
         if cache is None:
-            return self.order.run(hidden_states, cu_seqlens, layer)
+            return self.order.run(hidden_states, cu_seqlens, layer, prefix_tree)
 
         def prefill(x: Tensor, call: OrderedCall) -> Tensor:
             return layer(x, PrefillCall(call.plan, call.order, cache, self.name))
@@ -242,32 +244,33 @@ class _DocumentGuard:
 
     def __init__(self, mixers: int, in_mask: bool) -> None:
         self.mixers, self.in_mask = mixers, in_mask
-        self.calls, self.with_documents = 0, 0  # since the forward began
+        self.calls, self.with_documents, self.with_trees = 0, 0, 0  # since the forward began
         self.cache: Prefill | DecodeStep | None = None
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        self.calls, self.with_documents = 0, 0
+        self.calls, self.with_documents, self.with_trees = 0, 0, 0
         self.cache = kwargs.get("kv_cache")
         if not self.in_mask:
             return args, kwargs
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and not bool(mask.all()):
             raise ValueError("attention_mask is not supported: drop padding, and pass cu_seqlens of packed documents")
-        documents = kwargs.get("cu_seqlens")
+        documents = kwargs.get("cu_seqlens"), kwargs.get("prefix_tree")
         return args, {
             **kwargs,
-            "attention_mask": None if documents is None else {"full_attention": None, LAYER_TYPE: documents},
+            "attention_mask": None if documents[0] is None else {"full_attention": None, LAYER_TYPE: documents},
         }
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         self.cache = None
         if self.calls != self.mixers:
             raise RuntimeError(f"only {self.calls} of {self.mixers} recurrent layers ran over the sharded sequence")
-        if kwargs.get("cu_seqlens") is not None and self.with_documents != self.calls:
-            raise RuntimeError(
-                f"{type(module).__name__} passed cu_seqlens to {self.with_documents} of its {self.calls} recurrent "
-                f"layers: the others would mix documents"
-            )
+        for name, reached in (("cu_seqlens", self.with_documents), ("prefix_tree", self.with_trees)):
+            if kwargs.get(name) is not None and reached != self.calls:
+                raise RuntimeError(
+                    f"{type(module).__name__} passed {name} to {reached} of its {self.calls} recurrent layers: the "
+                    f"others would mix documents"
+                )
 
 
 def _original(module: nn.Module) -> FunctionType:

@@ -34,7 +34,7 @@ from attention import LAYOUTS, AttentionSpec, Channel, DecodeStep, Keep, Prefill
 from parallel import ParallelMesh
 
 from .scan import Recurrence, ScanProgram, scan
-from .sequence import GridChannel, SpAxes, StepKeeper, documents_of
+from .sequence import GridChannel, SpAxes, StepKeeper, documents_of, rows_of
 from .spans import UNORDERED, HaloPlan, Segment, SpanPlan
 
 
@@ -216,15 +216,17 @@ class SequenceOrder(StepKeeper):
         """Share the process groups, which cannot be copied."""
         return SequenceOrder(self._mesh, self.layout)
 
-    def plan(self, rows: int, seq_len: int, cu_seqlens: Tensor | None = None) -> SpanPlan:
+    def plan(
+        self, rows: int, seq_len: int, cu_seqlens: Tensor | None = None, prefix_tree: Tensor | None = None
+    ) -> SpanPlan:
         """Plan a layer's call on `rows` rows of `seq_len` global tokens. Raises ValueError if the layout cannot divide
         the sequence, or the documents do not fit it."""
-        documents = documents_of(cu_seqlens)
-        if violation := AttentionSpec(documents=documents).document_violation(rows, seq_len):
+        documents, parents = documents_of(cu_seqlens), rows_of(prefix_tree, "prefix_tree", "documents")
+        if violation := AttentionSpec(documents=documents, parents=parents).document_violation(rows, seq_len):
             raise ValueError(violation)
         kind = self.axes.layout(self.layout, seq_len, documents).kind
         ordered = self.axes.layout("contiguous" if kind in UNORDERED else kind, seq_len)
-        return SpanPlan(ordered, documents, rows, self.channel.rank)
+        return SpanPlan(ordered, documents, rows, self.channel.rank, parents)
 
     def _moves(self, rows: int, layout: SequenceLayout) -> ReshardPlan | None:
         """Return how tokens reach the layout in which they are in order; None if they are."""
@@ -232,16 +234,23 @@ class SequenceOrder(StepKeeper):
             return None
         return ReshardPlan(layout, self.axes.layout("contiguous", layout.seq_len), self.channel.rank, rows)
 
-    def run(self, x: Tensor, cu_seqlens: Tensor | None, layer: Callable[[Tensor, OrderedCall], Tensor]) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        layer: Callable[[Tensor, OrderedCall], Tensor],
+        prefix_tree: Tensor | None = None,
+    ) -> Tensor:
         """Run a layer of (rows, tokens, width) on this rank's tokens, in an order that it can work in. Collective.
 
-        cu_seqlens: global boundaries of packed documents, as for `UnifiedSPAttention`.
+        cu_seqlens, prefix_tree: global boundaries of packed documents, and for each the one that it continues, as for
+            `UnifiedSPAttention`.
         layer: gets the tokens and what convolves and scans them over the whole sequence.
 
         Raises ValueError as `plan`, before any communication.
         """
         seq_len = x.shape[1] * self.axes.ranks
-        call = OrderedCall(self.plan(x.shape[0], seq_len, cu_seqlens), self)
+        call = OrderedCall(self.plan(x.shape[0], seq_len, cu_seqlens, prefix_tree), self)
         moves = self.moves(x.shape[0], self.axes.layout(self.layout, seq_len, call.plan.documents))
         if moves is None:
             return layer(x, call)

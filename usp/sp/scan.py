@@ -6,10 +6,10 @@ over any run of tokens,
     final = transition * incoming + final from a zero state
     outputs = read * incoming + outputs from a zero state
 
-So every rank computes its spans at once, from zero states. Then only states travel, from span to span in sequence
-order, and each span adds what it reads of the state that reached it. The backward sends the gradients of states the
-other way. Documents cut spans into segments: a segment that starts a document needs no incoming state, and one that
-ends it hands none on.
+So every rank computes its spans at once, from zero states. Then only states travel, in sequence order, and each span
+adds what it reads of the state that reached it. The backward sends the gradients of states the other way. Documents
+cut spans into segments, and a state goes from a segment to all that continue it: the one in the next span, or the first
+ones of documents that continue this one. Their gradients add up.
 
 T tokens of this rank (its rows one after another), n segments, L tokens of the longest of them.
 """
@@ -90,29 +90,31 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Hop:
-    """A message from one span to the next.
+    """A message of states, each of which is the incoming one of some segments.
 
-    final: this rank's place of the message's states among the final ones of its spans, (start, stop).
-    through: (index in the message, number among this rank's passed segments, number among its incoming states)
-        of the rows whose final state depends on the incoming one.
-    incoming: the place of the message's states among this rank's incoming ones, (start, stop).
+    finals: on the source, the numbers of its states among the final ones; through: (number among the final ones,
+        among the passed segments, among the incoming states) of those that no earlier hop hands on, and whose final
+        state depends on the incoming one.
+    states, incoming: on the destination, which state of the message is which incoming one.
     """
 
     source: int
     destination: int
-    final: tuple[int, int]
+    length: int
+    finals: Tensor
     through: tuple[tuple[int, int, int], ...]
-    incoming: tuple[int, int]
+    states: Tensor
+    incoming: Tensor
 
 
 @dataclass(frozen=True)
 class ScanProgram:
-    """A `SpanPlan` as index tensors on a device and this rank's messages in sequence order.
+    """A `SpanPlan` as index tensors on a device and this rank's messages in the order of the plan.
 
     buckets: all segments, those of similar length together.
-    finals: segments whose final state is handed on, by span and row.
+    finals: segments whose final state is handed on.
     passed: those among them that have an incoming state as well.
-    incoming: segments with an incoming state, by span and row.
+    incoming: segments with an incoming state.
     """
 
     plan: SpanPlan
@@ -124,11 +126,11 @@ class ScanProgram:
 
     @staticmethod
     def lower(plan: SpanPlan, device: torch.device) -> ScanProgram:
-        numbered = sorted(enumerate(plan.segments), key=lambda item: (item[1].span, item[1].row))
-        finals = tuple(number for number, segment in numbered if segment.continues)
-        incoming = tuple(number for number, segment in numbered if segment.before)
-        passed = tuple(number for number in finals if plan.segments[number].before)
-        hops = _hops(plan, finals, passed, incoming)
+        handed_on = {segment.source for segment in plan.everywhere}
+        finals = tuple(at for at, number in enumerate(plan.own) if number in handed_on)
+        incoming = tuple(at for at, segment in enumerate(plan.segments) if segment.before)
+        passed = tuple(at for at in finals if plan.segments[at].before)
+        hops = _hops(plan, finals, passed, incoming, device)
         return ScanProgram(plan, _buckets(plan.segments, device), finals, passed, incoming, hops)
 
 
@@ -157,25 +159,26 @@ def _buckets(segments: Sequence[Segment], device: torch.device) -> tuple[Bucket,
 
 
 def _hops(
-    plan: SpanPlan, finals: tuple[int, ...], passed: tuple[int, ...], incoming: tuple[int, ...]
+    plan: SpanPlan,
+    finals: tuple[int, ...],
+    passed: tuple[int, ...],
+    incoming: tuple[int, ...],
+    device: torch.device,
 ) -> tuple[Hop, ...]:
-    """Return this rank's messages. `finals`, `passed` and `incoming` are in the order of spans and rows."""
-    handed_on = {(plan.segments[number].span, plan.segments[number].row): number for number in finals}
-    hops, sent, received = [], 0, 0
-    place = {number: index for index, number in enumerate(incoming)}
-    factor = {number: index for index, number in enumerate(passed)}
-    for number, rows in enumerate(plan.crossings[:-1]):
-        source, destination = plan.spans[number].rank, plan.spans[number + 1].rank
-        if not rows or plan.rank not in (source, destination):
+    final, factor, place = ({plan.own[at]: n for n, at in enumerate(part)} for part in (finals, passed, incoming))
+    hops, begun = [], set()
+    for message in plan.messages:
+        first, continuing = next(iter(message.items()))
+        source, destination = plan.holder(first), plan.holder(continuing[0])
+        if plan.rank not in (source, destination):
             continue
-        final, through, into = (0, 0), [], (0, 0)
-        if source == plan.rank:
-            final, sent = (sent, sent + len(rows)), sent + len(rows)
-            segments = [handed_on[number, row] for row in rows]
-            through = [(at, factor[n], place[n]) for at, n in enumerate(segments) if n in factor]
-        if destination == plan.rank:
-            into, received = (received, received + len(rows)), received + len(rows)
-        hops.append(Hop(source, destination, final, tuple(through), into))
+        sent = list(message) if source == plan.rank else []
+        through = [(final[n], factor[n], place[n]) for n in sent if n in factor and n not in begun]
+        begun.update(sent)
+        pairs = [(at, place[n]) for at, into in enumerate(message.values()) for n in into if n in place]
+        index = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2)
+        places = torch.tensor([final[n] for n in sent], dtype=torch.int64, device=device)
+        hops.append(Hop(source, destination, len(message), places, tuple(through), index[:, 0], index[:, 1]))
     return tuple(hops)
 
 
@@ -261,7 +264,7 @@ def _places(numbers: Sequence[int], chosen: Sequence[int], device: torch.device)
 
 
 class PassStates(torch.autograd.Function):
-    """Pass states from span to span in sequence order, and their gradients back.
+    """Pass states from segments to those that continue them, and the sums of their gradients back.
 
     `apply(local, final, transition, program, channel, mixing, keep)` -> local, incoming: `local` unchanged, `final`
     (n, ...) of `program.finals` from zero states, `transition` of `program.passed`, `incoming` (n, ...) of
@@ -295,18 +298,18 @@ class PassStates(torch.autograd.Function):
         pending = []
         with record_function("gradients of states"):
             for hop in reversed(program.hops):
-                ours = hop.source == program.plan.rank
-                gradients = grad_final[slice(*hop.final)]
-                if hop.destination != program.plan.rank:
+                gradients = grad_incoming.new_zeros(hop.length, *grad_incoming.shape[1:])
+                if hop.destination == program.plan.rank:
+                    gradients.index_add_(0, hop.states, grad_incoming.index_select(0, hop.incoming))
+                if hop.source != program.plan.rank:
+                    pending.append(channel.post([(hop.source, gradients)], []))
+                    continue
+                if hop.destination != hop.source:
                     channel.post([], [(hop.destination, gradients)]).wait()
-                elif ours:
-                    gradients.copy_(grad_incoming[slice(*hop.incoming)])
-                else:
-                    sent = grad_incoming[slice(*hop.incoming)]
-                    pending.append(channel.post([(hop.source, sent)], []))
-                for at, passed, place in hop.through if ours else ():
+                grad_final.index_add_(0, hop.finals, gradients)
+                for final, passed, place in hop.through:
                     factor, state = transition[passed], incoming[place]
-                    into_state, into_factor = _retreat(factor, state, gradients[at], ctx.mixing)
+                    into_state, into_factor = _retreat(factor, state, grad_final[final], ctx.mixing)
                     grad_incoming[place] += into_state
                     grad_transition[passed] = into_factor
             for message in pending:
@@ -316,29 +319,33 @@ class PassStates(torch.autograd.Function):
 
 def _receive(final: Tensor, transition: Tensor | None, program: ScanProgram, channel: Channel, mixing: bool) -> Tensor:
     """Return the incoming states, and send on what becomes of them."""
-    incoming = final.new_empty(len(program.incoming), *final.shape[1:])
-    receiving: dict[int, Pending] = {}
+    final, incoming = final.clone(), final.new_empty(len(program.incoming), *final.shape[1:])
+    receiving: list[tuple[Hop, Tensor, Pending]] = []
     pending: list[Pending] = []
+
+    def receive() -> None:
+        for hop, states, message in receiving:
+            message.wait()
+            incoming[hop.incoming] = states[hop.states]
+        receiving.clear()
+
     with record_function("states"):
         for hop in program.hops:
-            states = incoming[slice(*hop.incoming)]
-            if hop.source == program.plan.rank:
-                sent = final[slice(*hop.final)].contiguous()
-                if hop.through:
-                    sent = sent.clone()
-                for at, passed, place in hop.through:
-                    if place in receiving:
-                        receiving[place].wait()
-                    assert transition is not None
-                    sent[at] += _advance(transition[passed], incoming[place], mixing)
-                if hop.destination == program.plan.rank:
-                    states.copy_(sent)
-                else:
-                    pending.append(channel.post([(hop.destination, sent)], []))
+            if hop.source != program.plan.rank:
+                states = final.new_empty(hop.length, *final.shape[1:])
+                receiving.append((hop, states, channel.post([], [(hop.source, states)])))
+                continue
+            if hop.through:
+                receive()
+            for at, passed, place in hop.through:
+                assert transition is not None
+                final[at] += _advance(transition[passed], incoming[place], mixing)
+            states = final.index_select(0, hop.finals)
+            if hop.destination == hop.source:
+                incoming[hop.incoming] = states[hop.states]
             else:
-                message = channel.post([], [(hop.source, states)])
-                pending.append(message)
-                receiving.update(dict.fromkeys(range(*hop.incoming), message))
+                pending.append(channel.post([(hop.destination, states)], []))
+        receive()
         for message in pending:
             message.wait()
     return incoming

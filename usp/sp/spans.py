@@ -7,7 +7,8 @@ span before it. Zigzag over ring = 2:
     tokens        0 1       2 3       4 5       6 7
     rank          0    ->   1    ->   1    ->   0          (spans 1 and 2 are adjacent on rank 1: one span)
 
-Documents end anywhere. They cut a rank's part of a span into segments, and nothing crosses their boundaries. The
+Documents end anywhere. They cut a rank's part of a span into segments, and nothing crosses their boundaries, except to
+a document that continues an earlier one: its first segment needs what the last one of that document ended with. The
 striped layout has spans of one token, and the balanced and the auto one other spans in every row, so their layers run
 on the contiguous layout instead (`in_order.Reshard`).
 
@@ -16,10 +17,10 @@ Everything here is a pure function of the layout and the documents; every rank d
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -51,8 +52,8 @@ class Segment:
 
     span: number of the span in sequence order.
     start: index of the first token among the rank's tokens, row after row.
-    before: tokens of the document in earlier spans.
-    continues: the document goes on in the next span.
+    before: tokens before it in its document and the documents that this one continues.
+    source: number, among the segments of all ranks, of the one that these tokens end with; -1 without any.
     """
 
     row: int
@@ -60,7 +61,7 @@ class Segment:
     start: int
     length: int
     before: int
-    continues: bool
+    source: int
 
 
 def held_spans(layout: SequenceLayout) -> tuple[HeldSpan, ...]:
@@ -90,12 +91,14 @@ class SpanPlan:
     documents: global boundaries by row (one tuple for all rows, or one per row); None if each row is one document.
         Tokens after a row's last boundary form a document of their own.
     rank: this rank in the grid, ring_rank * ulysses + ulysses_rank.
+    parents: for each document the earlier one that it continues, or -1, in rows like `documents`; None: none does.
     """
 
     layout: SequenceLayout
     documents: tuple[tuple[int, ...], ...] | None
     rows: int
     rank: int
+    parents: tuple[tuple[int, ...], ...] | None = None
 
     @cached_property
     def spans(self) -> tuple[HeldSpan, ...]:
@@ -110,36 +113,70 @@ class SpanPlan:
         return tuple(tuple(sorted({0, *(p for p in row if 0 <= p < self.layout.seq_len)})) for row in rows)
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """This rank's segments, in the order of its tokens."""
-        local = [(number, span) for number, span in enumerate(self.spans) if span.rank == self.rank]
-        local.sort(key=lambda numbered: numbered[1].offset)
-        return tuple(
-            segment
-            for row in range(self.rows)
-            for number, span in local
-            for segment in self._segments_of(row, number, span)
-        )
-
-    def _segments_of(self, row: int, number: int, span: HeldSpan) -> Iterator[Segment]:
-        starts, tokens = self.starts[row], row * self.layout.local_len + span.offset
-        first = bisect_right(starts, span.start) - 1
-        inside = [start for start in starts[first + 1 :] if start < span.end]
-        for begin, end in zip((span.start, *inside), (*inside, span.end), strict=True):
-            before = span.start - starts[first] if begin == span.start else 0
-            continues = end == span.end < self.layout.seq_len and not self._starts(row, end)
-            yield Segment(row, number, tokens + begin - span.start, end - begin, before, continues)
-
-    def _starts(self, row: int, position: int) -> bool:
-        """Return whether a document of the row starts at the position."""
-        starts = self.starts[row]
-        return starts[bisect_right(starts, position) - 1] == position
+    def continued(self) -> tuple[dict[int, int], ...]:
+        """By row, where the document starts that the one at each start continues; empty documents are passed over."""
+        if self.documents is None or self.parents is None:
+            return ({},) * self.rows
+        found = []
+        for row in range(self.rows):
+            ends, parents = self.documents[row % len(self.documents)], self.parents[row % len(self.parents)]
+            starts: dict[int, int] = {}
+            for document, parent in enumerate(parents):
+                while parent >= 0 and ends[parent] == ends[parent + 1]:
+                    parent = parents[parent]
+                if parent >= 0 and ends[document] < ends[document + 1]:
+                    starts[ends[document]] = ends[parent]
+            found.append(starts)
+        return tuple(found)
 
     @cached_property
-    def crossings(self) -> tuple[tuple[int, ...], ...]:
-        """The rows with a document that goes on from each span to the next; the last span's are empty."""
-        ends = [span.end for span in self.spans[:-1]]
-        return (*(tuple(row for row in range(self.rows) if not self._starts(row, end)) for end in ends), ())
+    def everywhere(self) -> tuple[Segment, ...]:
+        """The segments of all ranks, by span, row and position: each after the one that it continues."""
+        segments: list[Segment] = []
+        last: dict[tuple[int, int], int] = {}  # the last segment so far of the document of a row at a start
+        for number, span in enumerate(self.spans):
+            for row, (starts, continued) in enumerate(zip(self.starts, self.continued, strict=True)):
+                inside = starts[bisect_right(starts, span.start) : bisect_left(starts, span.end)]
+                for begin, end in pairwise((span.start, *inside, span.end)):
+                    document = starts[bisect_right(starts, begin) - 1]
+                    came_from = document if document < begin else continued.get(document, -1)
+                    source = last.get((row, came_from), -1)
+                    before = segments[source].before + segments[source].length if source >= 0 else 0
+                    start = row * self.layout.local_len + span.offset + begin - span.start
+                    last[row, document] = len(segments)
+                    segments.append(Segment(row, number, start, end - begin, before, source))
+        return tuple(segments)
+
+    def holder(self, number: int) -> int:
+        """Return the rank of a segment among those of all ranks."""
+        return self.spans[self.everywhere[number].span].rank
+
+    @cached_property
+    def own(self) -> tuple[int, ...]:
+        """The numbers of this rank's segments among those of all ranks, in the order of its tokens."""
+        held = (number for number in range(len(self.everywhere)) if self.holder(number) == self.rank)
+        return tuple(sorted(held, key=lambda number: self.everywhere[number].start))
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """This rank's segments, in the order of its tokens."""
+        return tuple(self.everywhere[number] for number in self.own)
+
+    @cached_property
+    def messages(self) -> tuple[dict[int, list[int]], ...]:
+        """By message, the segments that continue each of some segments, all of which are on one rank.
+
+        A message takes all of a span to another rank, or one segment to those of its own rank. Their order is the same
+        on every rank, and each is after what its states depend on.
+        """
+        messages: dict[tuple[int, bool, int], dict[int, list[int]]] = {}
+        for number, segment in enumerate(self.everywhere):
+            if (source := segment.source) >= 0:
+                destination = self.holder(number)
+                leaves = destination != self.holder(source)
+                key = (self.everywhere[source].span, leaves, destination if leaves else source)
+                messages.setdefault(key, {}).setdefault(source, []).append(number)
+        return tuple(messages[key] for key in sorted(messages))
 
 
 @dataclass(frozen=True)
@@ -151,28 +188,27 @@ class HaloPlan:
     kernel: int
 
     @cached_property
-    def needs(self) -> tuple[tuple[int, int, int, int, int], ...]:
-        """(destination rank, span, row, source rank, token index there) of every halo token, of all ranks.
+    def needs(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(destination rank, segment, source rank, token index there) of every halo token, of all ranks.
 
-        Sorted by span, row and position. Both ends of a message filter this list, so they agree on its order.
+        Sorted by segment and position. Both ends of a message filter this list, so they agree on its order.
         """
         plan, halo = self.spans, []
-        tokens, starts = plan.layout.local_len, [span.start for span in plan.spans]
-        for number, span in enumerate(plan.spans):
-            for row in range(plan.rows):
-                begins = plan.starts[row]
-                document = begins[bisect_right(begins, span.start) - 1]
-                for position in range(max(document, span.start - self.kernel + 1), span.start):
-                    holder = plan.spans[bisect_right(starts, position) - 1]
-                    index = row * tokens + holder.offset + position - holder.start
-                    halo.append((span.rank, number, row, holder.rank, index))
+        for number, segment in enumerate(plan.everywhere):
+            found: list[tuple[int, int, int, int]] = []
+            while len(found) < self.kernel - 1 and segment.source >= 0:
+                source, segment = segment.source, plan.everywhere[segment.source]
+                taken = min(segment.length, self.kernel - 1 - len(found))
+                last = range(segment.start + segment.length - taken, segment.start + segment.length)
+                found[:0] = [(plan.holder(number), number, plan.holder(source), index) for index in last]
+            halo += found
         return tuple(halo)
 
     @cached_property
     def sends(self) -> dict[int, list[int]]:
         """The indices of this rank's tokens that each other rank needs."""
         indices: dict[int, list[int]] = {}
-        for destination, _, _, source, index in self.needs:
+        for destination, _, source, index in self.needs:
             if source == self.spans.rank != destination:
                 indices.setdefault(destination, []).append(index)
         return indices
@@ -181,7 +217,7 @@ class HaloPlan:
     def receives(self) -> dict[int, int]:
         """How many tokens come from each other rank. They are concatenated in this order."""
         counts: dict[int, int] = {}
-        for destination, _, _, source, _ in self.needs:
+        for destination, _, source, _ in self.needs:
             if destination == self.spans.rank != source:
                 counts[source] = counts.get(source, 0) + 1
         return counts
@@ -197,15 +233,15 @@ class HaloPlan:
         first, placed = {}, after
         for source, count in self.receives.items():
             first[source], placed = placed, placed + count
-        halos: dict[tuple[int, int], list[int]] = {}
-        for destination, number, row, source, index in self.needs:
+        halos: dict[int, list[int]] = {}
+        for destination, number, source, index in self.needs:
             if destination == plan.rank:
                 if source != plan.rank:
                     index, first[source] = first[source] - 1, first[source] + 1
-                halos.setdefault((number, row), []).append(index + 1)
+                halos.setdefault(number, []).append(index + 1)
         pieces, own, end = [], [], 0
-        for segment in plan.segments:
-            halo = halos.get((segment.span, segment.row), []) if segment.before else []
+        for number, segment in zip(plan.own, plan.segments, strict=True):
+            halo = halos.get(number, [])
             pieces += [torch.tensor([0] * (width - len(halo)) + halo, dtype=torch.int64)]
             pieces += [torch.arange(1 + segment.start, 1 + segment.start + segment.length)]
             own.append(torch.arange(end + width, end + width + segment.length))

@@ -8,11 +8,11 @@ from usp.sp.spans import HaloPlan, SpanPlan
 def state_bytes(plan: SpanPlan, row_bytes: int) -> tuple[int, int]:
     """Return those of states with so many bytes per row."""
     sent = received = 0
-    for number, rows in enumerate(plan.crossings[:-1]):
-        source, destination = plan.spans[number].rank, plan.spans[number + 1].rank
+    for message in plan.messages:
+        source, destination = plan.holder(next(iter(message))), plan.holder(next(iter(message.values()))[0])
         if source != destination:
-            sent += len(rows) * (source == plan.rank)
-            received += len(rows) * (destination == plan.rank)
+            sent += len(message) * (source == plan.rank)
+            received += len(message) * (destination == plan.rank)
     return sent * row_bytes, received * row_bytes
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attention import LAYOUTS, SequenceLayout
 from parallel import ParallelDims, ParallelMesh
-from tests.attention.strategies import specs
+from tests.attention.strategies import specs, trees
 from tests.harness.ranks import RankPool
 from tests.usp.sp.planned_bytes import halo_bytes, state_bytes
 from usp import shard_sequence, unshard_sequence
@@ -66,10 +68,28 @@ def layer(weight: Tensor, mixing: bool, x: Tensor, call: OrderedCall | None) -> 
     return out.flatten(2)
 
 
+def alone(
+    weight: Tensor, mixing: bool, x: Tensor, cuts: Sequence[int], parents: Sequence[int], document: int
+) -> Tensor:
+    """Return the layer's outputs for one document of a row after those that it continues."""
+    path, at = [x[cuts[document] : cuts[document + 1]]], parents[document]
+    while at >= 0:
+        path, at = [x[cuts[at] : cuts[at + 1]], *path], parents[at]
+    length, whole = len(path[-1]), torch.cat(path).unsqueeze(0)
+    return (
+        layer(weight, mixing, whole, None)[:, whole.shape[1] - length :] if length else whole.new_zeros(1, 0, WIDTH**2)
+    )
+
+
 def largest_error(
-    dims: ParallelDims, seq_len: int, documents: Sequence[Sequence[int]] | None, torch_mesh: bool
+    dims: ParallelDims,
+    seq_len: int,
+    documents: Sequence[Sequence[int]] | None,
+    torch_mesh: bool,
+    parents: Sequence[Sequence[int]] | None = None,
 ) -> float:
-    """Return the largest difference in outputs and gradients from each document alone, over layouts and recurrences."""
+    """Return the largest difference in outputs and gradients from each document alone, after those that it continues,
+    over layouts and recurrences."""
     mesh = ParallelMesh.create(dims)
     used = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring")) if torch_mesh else mesh
     generator, errors = torch.Generator().manual_seed(0), []
@@ -78,19 +98,21 @@ def largest_error(
     weight = torch.randn(width, 1, TAPS, generator=generator, dtype=torch.float64)
     cuts = [(*row, seq_len) for row in documents] if documents else [(0, seq_len)] * 2
     cu_seqlens = torch.tensor(documents) if documents else None
+    tree = torch.tensor(parents) if parents else None
+    ends = [[*row, -1] for row in parents] if parents else [[-1] * seq_len] * 2  # what is left over continues nothing
     divided = {"cu_seqlens": torch.tensor([0, seq_len]) if cu_seqlens is None else cu_seqlens}
     for kind in LAYOUTS:
         for mixing in (False, True):
             want_x, want_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
             rows = [
-                torch.cat([layer(want_w, mixing, row[None, b:e], None) for b, e in pairwise(cut) if b < e], dim=1)
-                for row, cut in zip(want_x, cuts, strict=True)
+                torch.cat([alone(want_w, mixing, row, cut, end, at) for at in range(len(cut) - 1)], dim=1)
+                for row, cut, end in zip(want_x, cuts, ends, strict=True)
             ]
             want = torch.cat(rows)
             (want * shares).sum().backward()
             got_x, got_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
             own = shard_sequence(got_x, used, kind, **divided)
-            out = SequenceOrder(used, kind).run(own, cu_seqlens, partial(layer, got_w, mixing))
+            out = SequenceOrder(used, kind).run(own, cu_seqlens, partial(layer, got_w, mixing), tree)
             (out * shard_sequence(shares, used, kind, **divided)).sum().backward()
             for grad in (got_x.grad, got_w.grad):
                 torch.distributed.all_reduce(grad)
@@ -119,6 +141,63 @@ def test_layers_in_order_equal_one_process(
     assert max(ranks.run(largest_error, dims.sp, dims, seq_len, documents, torch_mesh)) < 1e-10
 
 
+# Chains, siblings near and far, a parent without tokens, one that ends a span, and one over several spans.
+TREES = [
+    (ParallelDims(), 32, CUTS, [[-1, 0, 1, 0], [-1, 0, 1, 2]]),
+    (ParallelDims(ring=2), 32, CUTS, [[-1, 0, 0, 1], [-1, 0, 0, 0]]),
+    (ParallelDims(ring=4), 32, CUTS, [[-1, 0, 1, 0], [-1, 0, 1, 0]]),
+    (ParallelDims(ring=2, ulysses=3), 48, CUTS, [[-1, 0, 0, 2], [-1, -1, 1, 1]]),
+    (
+        ParallelDims(ring=4, ulysses=2),
+        16,
+        [[0, 2, 3, 5, 6, 9], [0, 1, 4, 4, 8, 16]],
+        [[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 0]],
+    ),
+    (ParallelDims(ring=2, ulysses=2, sp_order="ulysses-outer"), 32, CUTS, [[-1, -1, 0, 0], [-1, 0, -1, 2]]),
+    (ParallelDims(ulysses=4), 32, CUTS, [[-1, 0, 0, 0], [-1, 0, 0, 0]]),
+]
+
+
+@pytest.mark.parametrize(("dims", "seq_len", "documents", "parents"), TREES)
+def test_documents_continue_the_state_of_their_parent(
+    ranks: RankPool, dims: ParallelDims, seq_len: int, documents: list[list[int]], parents: list[list[int]]
+) -> None:
+    assert max(ranks.run(largest_error, dims.sp, dims, seq_len, documents, False, parents)) < 1e-10
+
+
+def of_the_document_before(plan: SpanPlan) -> tuple[dict[int, int], ...]:
+    return tuple(
+        {start: starts[starts.index(start) - 1] for start in continued}
+        for starts, continued in zip(plan.starts, CONTINUED(plan), strict=True)
+    )
+
+
+def of_the_neighbour(halo: HaloPlan) -> tuple[tuple[int, int, int, int], ...]:
+    starts = [segment.start for segment in halo.spans.everywhere]
+    return tuple((d, n, s, max(0, starts[n] - 1) if s == d else index) for d, n, s, index in NEEDS(halo))
+
+
+CONTINUED, NEEDS = SpanPlan.continued.func, HaloPlan.needs.func
+BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
+    "the state of the document before": lambda: patch.object(SpanPlan, "continued", property(of_the_document_before)),
+    "the tokens beside a document": lambda: patch.object(HaloPlan, "needs", property(of_the_neighbour)),
+    "the gradient of one child": lambda: patch.object(
+        Tensor, "index_add_", lambda x, dim, index, of: x.index_copy_(dim, index, of)
+    ),
+}
+
+
+def broken_error(fault: str, *case: Any) -> float:
+    with BROKEN[fault]():
+        return largest_error(*case)
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_what_is_broken_on_purpose_is_noticed(ranks: RankPool, fault: str) -> None:
+    dims, seq_len, documents, parents = TREES[1]
+    assert max(ranks.run(broken_error, dims.sp, fault, dims, seq_len, documents, False, parents)) > 1e-3
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> list[SpanPlan]:
     """Return the plans of all ranks."""
@@ -130,8 +209,8 @@ def plans(draw: st.DrawFn) -> list[SpanPlan]:
     multiple = SequenceLayout.multiple_of(kind, ring, ulysses)
     layout = SequenceLayout(kind, multiple * draw(st.integers(1, 3)), ring, ulysses)
     rows = draw(st.integers(1, 3))
-    documents = draw(specs(layout.seq_len, rows)).documents
-    return [SpanPlan(layout, documents, rows, rank) for rank in range(ring * ulysses)]
+    spec = draw(specs(layout.seq_len, rows) | trees(layout.seq_len, rows))
+    return [SpanPlan(layout, spec.documents, rows, rank, spec.parents) for rank in range(ring * ulysses)]
 
 
 @given(plans())
@@ -150,8 +229,7 @@ def test_what_one_rank_sends_another_receives(ranked: list[SpanPlan]) -> None:
     for planned in ([state_bytes(plan, 4) for plan in ranked], [halo_bytes(halo, 1) for halo in halos]):
         assert sum(forward for forward, _ in planned) == sum(backward for _, backward in planned)
     carried = sum(segment.before > 0 for plan in ranked for segment in plan.segments)
-    assert carried == sum(segment.continues for plan in ranked for segment in plan.segments)
-    assert carried == sum(map(len, ranked[0].crossings))
+    assert carried == sum(len(into) for message in ranked[0].messages for into in message.values())
 
 
 def test_zigzag_passes_a_state_over_each_boundary_between_ranks() -> None:

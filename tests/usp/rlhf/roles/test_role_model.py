@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from parallel import ParallelDims, ParallelMesh, ProcessGroups
 from parallel.reallocation.boxes import local_box, local_part
 from tests.harness.ranks import RankPool
+from tests.usp.hf.test_every_model import tiny_config
 from tests.usp.tiny import ADAM_EPS, CONFIGS, LEARNING_RATE, MAX_NORM, VOCAB, drawn_model
 from usp.hf.experts import logits_index, router_modules
 from usp.hf.export import save_weights
@@ -96,7 +97,8 @@ def all_samples() -> Samples:
 
 
 def config_of(family: str, head: str) -> Any:
-    return scalar_config(CONFIGS[family]()) if head == "values" else CONFIGS[family]()
+    config = CONFIGS[family]() if family in CONFIGS else tiny_config(family)
+    return scalar_config(config) if head == "values" else config
 
 
 # One plain process

@@ -108,6 +108,8 @@ CASES = [
     Case(ParallelDims(pp=2, tp=2), shared=True, budget=40),
     Case(ParallelDims(ring=2, dp_shard=2), zero=3, family="qwen3", head="values", budget=40),
     Case(ParallelDims(ring=2, ulysses=2), family="mixtral", ac="attention-saved", zero=1),
+    Case(ParallelDims(ring=2, ulysses=2), family="qwen3_next", ac="full", zero=3),
+    Case(ParallelDims(ring=4), family="bamba", budget=40),
 ]
 
 
