@@ -36,7 +36,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/run": 1250,
     "usp/sp": 2225,
     "usp/train": 3975,
-    "usp": 40050,
+    "usp": 40100,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
