@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import arg
 
+from usp.hf.images import TRAINED, sees_images
 from usp.hf.integrate import dropouts
 from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, training_problems
 from usp.hf.probe import RELEASES, causal_lm_types, structure, tiny_config, verdict
@@ -19,25 +20,26 @@ from usp.run.tables import Grid
 
 HEADING = """# Models
 
-Every type of causal language model in transformers {version}: accepted by `apply_unified_sp`, which is then exact on
-any ring x ulysses mesh, or refused with the reason. A model is accepted for what its layers do, not for its name: a
-tiny copy of it runs once on all tokens and once on some of them (`usp/hf/probe.py`). Its configuration is
-that of the release in the second column where that differs from transformers' defaults in what matters here
-(`usp/hf/releases.json`), else the default. "No tiny copy" means that this gives no decoder that runs on text alone;
-another configuration may. "Not tried at a length" are numbers that the tiny copy cannot have below its few tokens. An
-indexer in the list chooses the keys that each query attends to (see [sparse attention](training.md#sparse-attention)).
+Every type of causal language model in transformers {version}, and those that train.py trains with images: accepted by
+`apply_unified_sp`, which is then exact on any ring x ulysses mesh, or refused with the reason. A model is accepted for
+what its layers do, not for its name: a tiny copy of it runs once on all tokens and once on some of them
+(`usp/hf/probe.py`). Its configuration is that of the release in the second column where that differs from transformers'
+defaults in what matters here (`usp/hf/releases.json`), else the default. "No tiny copy" means that this gives no
+decoder that runs on text alone; another configuration may. "Not tried at a length" are numbers that the tiny copy
+cannot have below its few tokens. An indexer in the list chooses the keys that each query attends to (see
+[sparse attention](training.md#sparse-attention)).
 
-The next column says whether train.py trains it: a model with an embedding, layers, a norm and a head, whose experts, if
-it has any, go through transformers' `ExpertsInterface`. It names the degrees that divide the model besides data and
-sequence parallelism; tp of a mixture of experts needs `--tp-sequence-parallel`. `--disable-dropout` is named where the
-configuration has dropout, which would depend on the layout, and which `apply_unified_sp` refuses too. Buffers that
+The next column says whether train.py trains it: a model with an embedding, layers, a norm and a head. It names the
+degrees that divide the model besides data and sequence parallelism; ep divides experts that go through transformers'
+`ExpertsInterface`, and tp of a mixture of experts needs `--tp-sequence-parallel`. `--disable-dropout` is named where
+the configuration has dropout, which would depend on the layout, and which `apply_unified_sp` refuses too. Buffers that
 checkpoints hold, such as the biases by which routers choose experts, are saved with the weights and not trained. The
 last column says whether it generates responses, token for token as transformers does, on sharded ranks. rlhf.py takes
 models that do both; `usp cost` knows {known}.
 
-Models of several parts run on images as well where [vision.md](vision.md) names their type. Their text model is trained
-as one of its own. `model.get_decoder().save_pretrained(folder)`
-writes it if its head is tied to its embedding, as in Gemma 3; with a head of its own:
+"With images" are models of several parts that train.py trains as a whole ([vision.md](vision.md)). The text model of
+the others is trained as one of its own. `model.get_decoder().save_pretrained(folder)` writes it if its head is tied to
+its embedding, as in Gemma 3; with a head of its own:
 
 ```python
 text = AutoModelForCausalLM.from_config(model.config.get_text_config())
@@ -61,12 +63,17 @@ class ModelsConfig:
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the table that `argv` asks for; raise ValueError naming unknown types."""
     asked = tyro.cli(ModelsConfig, args=argv, prog=prog)
-    known = causal_lm_types()
+    known = model_types()
     types = [name.strip() for name in asked.types.split(",")] if asked.types else known
     if unknown := sorted(set(types) - set(known)):
-        raise ValueError(f"types={', '.join(unknown)}: transformers {version('transformers')} has no such causal LM")
+        raise ValueError(f"types={', '.join(unknown)}: transformers {version('transformers')} has no such model")
     print(HEADING.format(version=version("transformers"), known=", ".join(FAMILIES)))
     print(table(types).markdown(), end="")
+
+
+def model_types() -> list[str]:
+    """Return the types of causal language models, and of those that see images."""
+    return sorted({*causal_lm_types(), *TRAINED})
 
 
 def table(types: Iterable[str]) -> Grid:
@@ -80,10 +87,11 @@ def _row(model_type: str) -> tuple[str, ...]:
     if found != "exact":
         return model_type, source, found, why, "", ""
     config = tiny_config(model_type)
-    trained = training_problems(config)
+    trained = training_problems(config, images=True)
     if not trained:
         flags = "; with `--disable-dropout`" if dict(dropouts(config)) else ""
-        trained = f"yes: {', '.join(_degrees(config))}".removesuffix(": ") + flags
+        degrees = () if sees_images(config) else _degrees(config)
+        trained = f"yes{', with images' * sees_images(config)}: {', '.join(degrees)}".removesuffix(": ") + flags
     return model_type, source, found, why, trained, generation_problems(config) or "yes"
 
 
@@ -93,5 +101,5 @@ def _degrees(config: ModelConfig) -> Iterator[str]:
         yield "pp"
     if not structure(type(model), config).mixers and not all(tp_problems(model, 2, shared) for shared in (False, True)):
         yield "tp"
-    if model_facts("", config).num_experts:
+    if (facts := model_facts("", config)).num_experts and facts.divides_experts:
         yield "ep"

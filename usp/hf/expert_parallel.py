@@ -253,11 +253,12 @@ class RouterBalance:
         dist.all_reduce(total, group=self.tp_group)
         return share + (total - share.detach())
 
-    def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
+    def _record(self, router: nn.Module, args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
         # Recomputation in the backward must save the same tensors as the forward, but is not counted again.
         if self._seen is None and not torch.is_grad_enabled():
             return  # a forward outside of `open` and `close`
-        probabilities = torch.softmax(local_tensor(output[self._logits_index]), dim=-1, dtype=torch.float32)
+        logits = output if isinstance(output, Tensor) else output[self._logits_index]
+        probabilities = torch.softmax(local_tensor(logits), dim=-1, dtype=torch.float32)
         # As transformers does: a router that chooses by other scores is balanced by these all the same.
         chosen = probabilities.topk(self.top_k, dim=-1).indices
         sums = probabilities.sum(dim=0) if self._real is None else _SumOfReal.apply(probabilities, self._real)

@@ -47,7 +47,9 @@ def expert_problems(model: PreTrainedModel, num_experts: int) -> list[str]:
     modules = expert_modules(model)
     problems = []
     if others := ", ".join(_other_experts(model, modules)):
-        problems.append(f"its experts ({others}) do not go through transformers' ExpertsInterface")
+        problems.append(f"its experts ({others}) are modules of their own, which not every rank may call")
+    if num_experts and has_balancing_loss(model.config) and _recorder(model) is None:
+        problems.append("its load-balancing loss is of several kinds of routers")
     for kind, module in {type(module): module for module in modules}.items():
         parameters = dict(module.named_parameters())
         if unknown := sorted(parameters.keys() - _PARAMETERS):
@@ -62,7 +64,8 @@ def expert_problems(model: PreTrainedModel, num_experts: int) -> list[str]:
 
 
 def _other_experts(model: nn.Module, known: list[nn.Module]) -> list[str]:
-    """Return the kinds of modules that hold routed experts outside of the interface."""
+    """Return the kinds of modules that hold a list of routed experts, outside of the interface: not those in which the
+    experts share parameters, which are sharded as those of any other module are."""
     inside = {id(part) for experts in known for part in experts.modules()}
     above = {id(m) for m in model.modules() if any(id(part) in inside for part in m.modules())}
     kinds: dict[str, None] = {}
@@ -70,8 +73,8 @@ def _other_experts(model: nn.Module, known: list[nn.Module]) -> list[str]:
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         holds = "expert" in last or "Expert" in type(module).__name__
-        parameters = next(module.parameters(), None) is not None
-        if not holds or not parameters or id(module) in above or "shared" in name or name.startswith(tuple(seen)):
+        listed = any(isinstance(part, nn.ModuleList) for part in module.modules())
+        if not holds or not listed or id(module) in above or "shared" in name or name.startswith(tuple(seen)):
             continue
         seen.append(f"{name}.")
         kinds[type(module).__name__] = None

@@ -166,7 +166,8 @@ def _fewest_heads(config: PretrainedConfig) -> int:
 def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
     """Yield the fields of a configuration that make layers drop activations: ranks would draw different ones."""
     for name, value in vars(config.get_text_config()).items():
-        of_layers = ("dropout" in name or name.endswith("pdrop")) and not name.startswith(("classifier", "summary"))
+        drops = "dropout" in name or name.endswith(("pdrop", "layerdrop"))
+        of_layers = drops and not name.startswith(("classifier", "summary"))
         if of_layers and isinstance(value, float) and value > 0:
             yield name, value
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,8 +39,8 @@ from .disk import disk_layout, kept_names
 from .experts import expert_problems, has_balancing_loss
 from .images import sees_images
 from .integrate import dropouts
-from .probe import structure
-from .prune import backbone, decoder, model_parts
+from .probe import Structure, structure
+from .prune import decoder, model_parts
 
 # Families with formulas of activation memory (`usp.predict`).
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -169,11 +170,6 @@ def training_problems(config: PretrainedConfig, images: bool = False) -> str:
         owned = [parameter for layer in layers for parameter in layer.parameters()]
         if len({*owned}) < len(owned):
             problems.append("its layers share parameters, and those of each layer are sharded by themselves")
-        staged = {parts.embedding, *parts.positions, parts.layers, parts.norm}
-        children = backbone(model).named_children()
-        others = [name for name, part in children if name not in staged and any(part.named_parameters())]
-        if others and not images:  # which are never divided into stages
-            problems.append(f"its {', '.join(others)} would be on no stage: only embedding, layers, norm and head are")
     try:
         disk_layout(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
     except ValueError as error:
@@ -310,7 +306,7 @@ def with_vocabulary(config: PretrainedConfig, size: int) -> PretrainedConfig:
     to VOCABULARY_MULTIPLE can divide them."""
     if size <= config.get_text_config().vocab_size:
         return config
-    if sees_images(config):
+    if sees_images(config) or hasattr(config, "vocab_size_per_layer_input"):
         raise ValueError(f"the vocabulary of {config.model_type} does not grow, and lacks rows for these tokens")
     config = copy.deepcopy(config)
     config.vocab_size = -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
@@ -352,12 +348,14 @@ def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> 
 def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     """Read the facts of the model named `model` from its configuration; of a vision-language one, those of its text."""
     whole, config = config, config.get_text_config() if sees_images(config) else config
+    layers = config.per_layer_config if config.is_heterogeneous else [config]
     window = getattr(config, "sliding_window", None) or 0
     default_kind = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
     # Mamba has neither heads nor MLPs: as many heads as fit, which then limit no degree.
     attends = hasattr(type(config), "num_attention_heads") or not {*kinds} <= {*WITHOUT_ATTENTION}
-    heads = config.num_attention_heads if attends else config.hidden_size // 16
+    sizes = [_head_sizes(layer, attends) for layer in layers]
+    heads, kv_heads, head_dims, v_head_dims = zip(*sizes, strict=True)
     num_experts = _of_experts(config, _NUM_EXPERTS)
     if not isinstance(num_experts, int):
         raise ValueError(f"num_experts={num_experts} differs between layers")
@@ -374,12 +372,9 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     indexers = sum(pair == (INDEXED, "full") for pair in zip(kinds, own, strict=False))
     return ModelFacts(
         name=model,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        # In multi-head latent attention, head_dim is only the part with rotary embedding.
-        head_dim=getattr(config, "qk_head_dim", None)
-        or (getattr(config, "head_dim", None) if attends else None)
-        or config.hidden_size // heads,
+        num_heads=min(heads),
+        num_kv_heads=min(kv_heads),
+        head_dim=max(head_dims),
         vocab_size=config.vocab_size,
         windows=tuple(
             NO_ATTENTION if kind in WITHOUT_ATTENTION else window if kind == "sliding_attention" else 0
@@ -390,15 +385,27 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         balancing_loss=has_balancing_loss(config),
         tied=bool(whole.tie_word_embeddings) and not is_scalar(config),
-        v_head_dim=getattr(config, "v_head_dim", None) or 0,
-        in_stages=config.model_type in FAMILIES or (whole is config and _in_stages(config)),
+        v_head_dim=max(v_head_dims),
+        in_stages=config.model_type in FAMILIES or (whole is config and _structure(config).in_stages),
+        divides_experts=config.model_type in FAMILIES or not num_experts or _structure(whole).divides_experts,
+        widths=tuple(n * (qk + (v or qk)) for n, _, qk, v in sizes) if config.is_heterogeneous else (),
         chosen=chosen,
         index_size=indexers * config.index_n_heads * config.index_head_dim if indexers else 0,
     )
 
 
-def _in_stages(config: PretrainedConfig) -> bool:
-    return structure(cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]), config).in_stages
+def _head_sizes(config: PretrainedConfig, attends: bool) -> tuple[int, int, int, int]:
+    """Return (query heads, KV heads, head_dim, v_head_dim) of a layer."""
+    heads = config.num_attention_heads if attends else config.hidden_size // 16
+    # In multi-head latent attention, head_dim is only the part with rotary embedding.
+    head_dim = getattr(config, "qk_head_dim", None) or (getattr(config, "head_dim", None) if attends else None)
+    kv_heads, v_head_dim = (getattr(config, name, None) for name in ("num_key_value_heads", "v_head_dim"))
+    return heads, kv_heads or heads, head_dim or config.hidden_size // heads, v_head_dim or 0
+
+
+def _structure(config: PretrainedConfig) -> Structure:
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return structure(kind[type(config)], config)
 
 
 def experts_per_token(config: PretrainedConfig) -> int:

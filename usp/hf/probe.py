@@ -37,16 +37,18 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
     masking_utils,
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from .experts import expert_modules
 from .indexers import indexers, own_keys, tiled_indices
 from .mixers import sharded_mixers
 from .positions import Places, follow_positions, scaled_query
-from .prune import backbone, hand_on, model_parts, prune_to_stage, stage_inputs
+from .prune import backbone, decoder, hand_on, model_parts, prune_to_stage, stage_inputs
 from .shrink import POSITIONS, VOCAB, WINDOWS, large_numbers, lowered, shrink
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Structure:
     problems: why sequence parallelism would not be exact, one message each.
     in_stages: whether layers take nothing from other layers but hidden states, and only the norm follows them, so that
         the model can be divided into pipeline stages.
+    divides_experts: whether its experts go through transformers' `ExpertsInterface`, so that ep divides them.
     layer_outputs: how many values a layer returns in a tuple; 0 if it returns only hidden states.
     handed: attention modules, by name, and the layers that do not pass on to them what `hand_on` does.
     calls: how often a forward calls attention modules, by name.
@@ -102,6 +105,7 @@ class Structure:
     masks: dict[str, LayerMask]
     problems: tuple[str, ...]
     in_stages: bool = False
+    divides_experts: bool = False
     mixers: tuple[str, ...] = ()
     indexers: tuple[str, ...] = ()
     layer_outputs: int = 0
@@ -223,6 +227,7 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
         masks=masks,
         problems=tuple(dict.fromkeys(problems)),
         in_stages=in_stages,
+        divides_experts=bool(expert_modules(base)),
         mixers=tuple(dict.fromkeys(mixers.values())),
         indexers=tuple(dict.fromkeys(type(module).__name__ for module in chosen.values())),
         layer_outputs=outputs,
@@ -352,14 +357,18 @@ def _in_stages(model: PreTrainedModel) -> tuple[bool, int]:
     inputs: dict[str, Any] = {"position_ids": torch.arange(LENGTH).unsqueeze(0), "use_cache": False}
     ids, normed, returned = torch.arange(3, 3 + LENGTH).unsqueeze(0), list[Tensor](), list[Any]()
     try:
-        base, parts = backbone(model), model_parts(model)
-        stack, later = getattr(base, parts.layers), copy.deepcopy(model)
+        base, inner, parts = backbone(model), decoder(model), model_parts(model)
+        staged = {parts.embedding, *parts.positions, parts.layers, parts.norm}
+        others = [part for name, part in inner.named_children() if name not in staged]
+        stack, later = getattr(inner, parts.layers), copy.deepcopy(model)
         hooks = [stack[0].register_forward_hook(lambda module, args, output: returned.append(output))]
-        hooks += [getattr(base, parts.norm).register_forward_hook(lambda module, args, output: normed.append(output))]
+        hooks += [getattr(inner, parts.norm).register_forward_hook(lambda module, args, output: normed.append(output))]
         ends = base(input_ids=ids, **inputs).last_hidden_state
         for hook in hooks:
             hook.remove()
         outputs, cut = len(returned[0]) if isinstance(returned[0], tuple) else 0, len(stack) // 2
+        if any(parameter.numel() for part in others for parameter in part.parameters()):
+            return False, outputs
         if not cut or len(normed) != 1 or not torch.equal(ends, normed[0]):
             return len(normed) == 1 and torch.equal(ends, normed[0]), outputs
         prune_to_stage(model, range(cut), first=True, last=False, outputs=outputs)
@@ -464,8 +473,9 @@ def verdict(model_type: str) -> tuple[str, str]:
     and why."""
     try:
         config = tiny_config(model_type)
+        kind: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = kind.from_config(config)
         known = structure(type(model), model.config)
     except Exception as error:  # of any kind: it is transformers' code that runs
         cause = error.__cause__ or error

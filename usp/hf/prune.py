@@ -72,10 +72,10 @@ def backbone(model: PreTrainedModel) -> Any:
 
 
 def decoder(model: PreTrainedModel) -> Any:
-    """Return the module that has the embedding, the layers and the norm: the backbone, or its language model beside an
-    encoder of images."""
+    """Return the module that has the embedding, the layers and the norm: the backbone, or in it the decoder (OPT) or
+    the language model beside an encoder of images."""
     base = backbone(model)
-    return base._modules.get("language_model") or base
+    return base._modules.get("language_model") or base._modules.get("decoder") or base
 
 
 def name_of(model: nn.Module, part: nn.Module) -> str:
@@ -121,14 +121,16 @@ def model_parts(model: PreTrainedModel) -> Parts:
     if isinstance(known, Parts):  # of a stage, which lacks some
         return known
     base, depth = decoder(model), model.config.get_text_config().num_hidden_layers
-    names: dict[str, str] = {}
+    names, before, after = dict[str, str](), list[str](), list[str]()
     for name, module in base.named_children():
         if module is base.get_input_embeddings():
             names["an embedding of ids"] = name
         elif isinstance(module, nn.ModuleList) and len(module) == depth:
             names["a list of layers"] = name
         elif "norm" in type(module).__name__.lower():
-            names["a norm after its layers"] = name  # of several, the last; that it comes last, the probe verifies
+            (after if "a list of layers" in names else before).append(name)
+    if norms := [*before[-1:], *after[:1]]:
+        names["a norm after its layers"] = norms[-1]  # that it comes last, the probe verifies
     scalar = isinstance(model, GenericForSequenceClassification)
     output = cast(Any, model).score if scalar else model.get_output_embeddings()
     for name, module in model.named_children():

@@ -70,6 +70,7 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
     for name, value in list(fields.items()):
         if isinstance(value, PretrainedConfig):
             fields[name] = shrink(value, layers)
+    overrides = _by_kind(config)
     heads = next((fields[name] for name in ("num_attention_heads", "n_head") if fields.get(name)), None)
     for name in _KV_HEADS:
         if name in fields:
@@ -102,7 +103,23 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
             config.attn_layer_period, config.attn_layer_offset = 2, 1
         if "hybrid_layer_ids" in fields:
             config.hybrid_layer_ids = [place for place, kind in enumerate(config.layers_block_type) if kind == "hybrid"]
+    if overrides:
+        kinds = enumerate(config.layer_types)
+        sizes = {place: overrides[kind] for place, kind in kinds if kind in overrides}
+        return type(config).from_dict(config.to_dict() | {"per_layer_config": sizes})
     return config
+
+
+def _by_kind(config: PretrainedConfig) -> dict[str, dict[str, int]]:
+    """Return the tiny sizes of the kinds of layers that differ from the others: twice those."""
+    found: dict[str, dict[str, int]] = {}
+    sized = hasattr(config, "layer_types")  # not an encoder
+    for place, layer in config.to_dict().get("per_layer_config", {}).items() if sized else ():
+        own = {name: 2 * _SIZES.get(name, HEADS) for name in layer}  # of KV heads, as many as heads
+        if "qk_nope_head_dim" in own:
+            own |= {"head_dim": 2 * HEAD_DIM, "qk_nope_head_dim": 2 * HEAD_DIM - _SIZES["qk_rope_head_dim"]}
+        found[config.layer_types[int(place)]] = own
+    return found
 
 
 def large_numbers(config: PretrainedConfig, length: int) -> list[str]:

@@ -25,7 +25,7 @@ from usp.sp.sp_attention import UnifiedSPAttention
 from .dropout import numbers_of
 from .expert_parallel import RouterBalance
 from .integrate import run_layers
-from .prune import backbone, model_parts
+from .prune import backbone, decoder, model_parts
 from .router_bias import RouterBias
 
 _SLOPE, _FAR = 2.0**-20, 2.0**40  # exact in every dtype: where a softcap has not begun, and where it has ended
@@ -132,19 +132,21 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
     to the last hidden states.
     """
     name = model_parts(model).head
-    head, base = cast(nn.Linear, getattr(model, name)), backbone(model)
+    head, bases = cast(nn.Linear, getattr(model, name)), {backbone(model), decoder(model)}  # either is called (OPT)
     kind = type(model).__name__
     known = torch.tensor([_SLOPE, _FAR, *_CHECKED], dtype=torch.float64)
     last = torch.linspace(-1.0, 1.0, head.in_features).view(1, 1, -1)
     model._modules[name] = _Known(known, last, scalable=head.bias is None)
-    base.forward = lambda *args, **kwargs: _LastHiddenOnly(last_hidden_state=last)
+    for base in bases:
+        base.forward = lambda *args, **kwargs: _LastHiddenOnly(last_hidden_state=last)
     try:
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits.flatten().double()
     except RuntimeError as error:  # of layers between the base model and the head, which are on the meta device
         raise ValueError(f"{kind} changes its last hidden states before its output head: {error}") from error
     finally:
         model._modules[name] = head
-        del base.forward
+        for base in bases:
+            del base.forward
     scale, farthest = (logits[0] / _SLOPE).item(), logits[1].item()
     transform = LogitTransform(scale, farthest if abs(farthest) < abs(scale) * _FAR / 2 else 0.0)
     expected = known.clone()

@@ -35,6 +35,9 @@ class ModelFacts:
     tied: whether the output head shares the embedding's weight.
     v_head_dim: of the values; 0 where it is `head_dim`, that of queries and keys.
     in_stages: whether the model can be divided into pipeline stages.
+    divides_experts: whether ep divides its experts, which go through transformers' `ExpertsInterface`.
+    widths: per layer, heads x (head_dim + v_head_dim) where layers differ, and the numbers above are the fewest heads
+        and the largest sizes; empty where they do not.
     chosen: per layer, how many keys an indexer chooses for each query, 0 for all; empty for a model without indexers.
     index_size: heads x head dim of the indexers of all layers.
     """
@@ -52,6 +55,8 @@ class ModelFacts:
     tied: bool = False
     v_head_dim: int = 0
     in_stages: bool = True
+    divides_experts: bool = True
+    widths: tuple[int, ...] = ()
     chosen: tuple[int, ...] = ()
     index_size: int = 0
 
@@ -214,8 +219,8 @@ def training_flops(
     """
     pairs = {reach: visible_pairs(cu_seqlens, reach) for reach in {*facts.reaches, 0}}
     # per pair and head: 2 * head_dim for the score, 2 * value_dim for the sum of values; the backward takes twice that
-    per_pair = 6 * facts.num_heads * (facts.head_dim + facts.value_dim)
-    attention = sum(per_pair * pairs[reach] for reach in facts.reaches)
+    widths = facts.widths or (facts.num_heads * (facts.head_dim + facts.value_dim),) * len(facts.reaches)
+    attention = sum(6 * width * pairs[reach] for width, reach in zip(widths, facts.reaches, strict=True))
     attention += 2 * facts.index_size * pairs[0]  # scores, which have no gradient
     products = (4 if adapter_parameters else 6) * matmul_parameters + 6 * adapter_parameters
     return products * tokens + attention
@@ -225,6 +230,9 @@ def tp_violations(facts: ModelFacts, tp: int, tp_sequence_parallel: bool, traine
     """Return why the model cannot be divided over `tp` ranks, one message per violation."""
     if tp == 1:
         return ["tp_sequence_parallel=True shards tokens over tp ranks: use tp=2 or more"] * tp_sequence_parallel
+    if facts.widths or not facts.divides_experts:
+        what = "layers differ in their heads" if facts.widths else "experts do not go through ExpertsInterface"
+        return [f"tp={tp}: in {facts.name}, {what}: use tp=1"]
     divided = {
         "vocab_size": facts.vocab_size,
         "num_attention_heads": facts.num_heads,
@@ -247,6 +255,8 @@ def ep_violations(facts: ModelFacts, ep: int) -> list[str]:
     if not facts.num_experts:
         return [f"ep={ep} shards experts, and {facts.name} has none: use ep=1"] if ep > 1 else []
     violations = []
+    if ep > 1 and not facts.divides_experts:
+        violations.append(f"ep={ep}: the experts of {facts.name} do not go through ExpertsInterface: use ep=1")
     if facts.num_experts % ep:
         fitting = _listed(divisors(facts.num_experts))
         violations.append(f"ep={ep} must divide the {facts.num_experts} experts of {facts.name}: use ep={fitting}")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from usp.__main__ import main
-from usp.commands.models import table
-from usp.hf.probe import causal_lm_types
+from usp.commands.models import model_types, table
+from usp.hf.images import TRAINED
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 CHOSEN = ["bloom", "gemma3_text", "gpt2", "granite", "rwkv"]
@@ -21,9 +21,17 @@ def test_the_document_is_current(request: pytest.FixtureRequest) -> None:
     if f"transformers {version('transformers')}:" not in text:
         pytest.fail("another transformers is installed: run python -m usp models > docs/models.md")
     written = [line for line in text.splitlines() if line.startswith("| ")][2:]
-    assert [line.split("|")[1].strip() for line in written] == causal_lm_types()
-    types = causal_lm_types() if request.config.getoption("--exhaustive") else CHOSEN
+    assert [line.split("|")[1].strip() for line in written] == model_types()
+    types = model_types() if request.config.getoption("--exhaustive") else CHOSEN
     assert [line for line in written if line.split("|")[1].strip() in types] == table(types).markdown().splitlines()[2:]
+
+
+def test_types_that_are_trained_with_images_are_named(request: pytest.FixtureRequest) -> None:
+    """By what train.py checks: without its answer, and for a type that is not one of them, the row says something
+    else."""
+    rows = {row[0]: row for row in table([*TRAINED, "llama4"]).rows}
+    assert {name for name, row in rows.items() if row[4] == "yes, with images"} == {*TRAINED}
+    assert "one of several parts" in rows["llama4"][4]
 
 
 def test_the_command_prints_types_and_refuses_unknown_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "use_bidirectional_attention": "vision",
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB,
-            "global_head_dim": 16,
+            "global_head_dim": 32,
         },
         {**TOWER, "head_dim": 8, "num_key_value_heads": 4, "pooling_kernel_size": 2, "position_embedding_size": 64},
         {},

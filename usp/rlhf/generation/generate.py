@@ -26,6 +26,7 @@ from usp.hf.experts import expert_modules
 from usp.hf.integrate import rotary_switch, run_layers
 from usp.hf.models import SEVERAL_PARTS, ModelConfig, empty_model, model_facts
 from usp.hf.probe import MaskKind, structure
+from usp.hf.prune import model_parts
 from usp.hf.router_replay import ChoiceRecorder
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
@@ -72,7 +73,8 @@ def generation_problems(config: ModelConfig) -> str:
     except (AttributeError, ValueError) as error:
         problems.append(str(error))
     try:
-        model_facts("", config)
+        if model_facts("", config).widths:
+            problems.append("its layers differ in their heads, and a cache has one size")
     except Exception as error:  # of any kind: it is transformers' code that runs
         problems.append(f"its configuration does not give one size for all layers: {str(error).split('. ')[0]}")
     return "; ".join(problems)
@@ -126,7 +128,7 @@ class Generator:
         self._model, self._mesh, self._first, self._last, self._slots = cast(Any, model), mesh, first, last, slots
         self._transform, self._decode_text, self._cache_tokens = transform, decode, cache_tokens
         self._attention = cast(UnifiedSPAttention, model.unified_sp)
-        self._head = self._model.get_output_embeddings()
+        self._head = getattr(model, model_parts(self._model).head)  # DBRX's own method finds none without the embedding
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
         self._context = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize

@@ -59,6 +59,10 @@ REFUSALS = (
     "so that each tp rank routes different tokens",
     "is inside a sharded module: the plan must name",
     "does not divide the recurrent layers of",
+    "layers differ in their heads",
+    "do not go through ExpertsInterface",
+    "needs hidden states that only layers and a norm change",
+    "cannot be divided into pipeline stages",
 )
 CHOSEN = {
     "gemma3_text": ["tp2 r2"],  # windows, scaled embedding, norms of queries and keys
@@ -71,6 +75,13 @@ CHOSEN = {
     "gpt_oss": ["ep2 dp2 r2"],  # experts with biases, transposed and interleaved; sinks; balanced
     "deepseek_v3": ["pp2 ep2"],  # grouped and biased routing, shared experts, a dense layer, latent attention
     "glm_moe_dsa": ["u2 r2, recomputed"],  # keys that an indexer chooses
+    "gemma4_text": ["u2 r2"],  # wider heads in some layers, embeddings for each layer
+    "dots3_note_text": ["ep2 dp2 r2"],  # more heads in some layers
+    "opt": ["pp2 r2"],  # a decoder within the backbone
+    "llama4_text": ["u2 r2, recomputed"],  # experts outside of the interface
+    "dbrx": ["pp2 r2"],  # the same, balanced
+    "hy_v4": ["u2 r2"],  # parameters after the layers that are on no stage
+    "phi4_multimodal": ["u2 r2"],  # encoders that text does not reach
 }
 
 
@@ -179,13 +190,13 @@ def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, 
             if not difference <= 1e-5:
                 wrong[model_type, mesh] = difference
     assert not wrong
-    assert trained >= set(CHOSEN) and (not exhaustive or len(trained) >= 95)
+    assert trained >= set(CHOSEN) and (not exhaustive or len(trained) >= 105)
 
 
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("llama4_text", r"its experts \(Llama4TextExperts\) do not go through transformers' ExpertsInterface"),
+        ("jetmoe", "its load-balancing loss is of several kinds of routers"),
         ("phimoe", "its layers draw random numbers in training"),
         ("zamba", "its layers share parameters"),
         ("modernbert-decoder", "ModernBertDecoderForCausalLM lacks an embedding of ids"),
