@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +293,7 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
     padded = [np.pad(row.boundaries, (0, width - len(row.boundaries)), mode="edge") for row in rows]
     boundaries = torch.from_numpy(np.stack(padded)).to(torch.int32)
     images: tuple[ImageBatch, ...] = ()
-    if part.images is not None and any(packed.row(number).images for number in numbers):
+    if part.images is not None and any(row.has_images for row in chain(rows, map(packed.row, numbers))):
         size = len(rows) // part.micro_batches
         images = tuple(_read_images(rows[at : at + size], packed.seq_len, part) for at in range(0, len(rows), size))
     return Batch(numbers, own, ids, positions, labels, boundaries, torch.stack(real) if real else None, images)

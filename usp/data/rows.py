@@ -123,8 +123,17 @@ class Row:
     @property
     def images(self) -> list[StoredImage]:
         """The images of the row, in order."""
-        spans = zip(self.begins.tolist(), np.diff(self.boundaries).tolist(), strict=True)
-        return [image for begin, length in spans for _, image in self.store.images(begin, begin + length)]
+        return [image for span in self._spans() for _, image in self.store.images(*span)]
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the row has images, which are not read."""
+        return any(self.store.image_numbers(*span) for span in self._spans())
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """Yield where in the store each document of the row begins and ends."""
+        ends = self.begins + np.diff(self.boundaries)
+        return zip(self.begins.tolist(), ends.tolist(), strict=True)
 
     def pieces(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Return where in the store the tokens at places begin to end - 1 of the row are, as half-open intervals."""

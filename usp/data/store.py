@@ -161,16 +161,17 @@ class TokenStore:
         edges = np.frombuffer(pairs, np.int64).reshape(-1, 2)
         return edges[:, 0], edges[:, 1]
 
+    def image_numbers(self, begin: int, end: int) -> range:
+        """Return the numbers of the images that begin at positions begin to end - 1; reads only their index."""
+        numbers = range(self.manifest.images or 0)
+        return range(*(bisect_left(numbers, at, key=lambda n: self._image(n)[0]) for at in (begin, end)))
+
     def images(self, begin: int, end: int) -> list[tuple[int, StoredImage]]:
         """Return the images that begin at positions begin to end - 1, and where each does."""
-        if not self.manifest.images:
-            return []
-        first, last = (
-            bisect_left(range(self.manifest.images), at, key=lambda n: self._image(n)[0]) for at in (begin, end)
-        )
-        places = [self._image(number) for number in range(first, last)]
+        numbers = self.image_numbers(begin, end)
+        places = [self._image(number) for number in numbers]
         stops = [stop for _, stop in places]
-        starts = [self._image(first - 1)[1] if first else 0, *stops[:-1]]
+        starts = [self._image(numbers.start - 1)[1] if numbers.start else 0, *stops[:-1]]
         lines = (json.loads(self._bytes(IMAGES, *place)) for place in zip(starts, stops, strict=False))
         found = (StoredImage(**line | {"grid": tuple(line["grid"])}) for line in lines)
         return [(at, image) for (at, _), image in zip(places, found, strict=True)]

@@ -83,9 +83,10 @@ class _Part:
     def contiguous(self) -> _Part:
         return self
 
-    def squeeze(self, dim: int) -> _Part:
-        if dim or self.shape[0] != 1:
-            raise ValueError(f"files hold {self.tensor} without dim {dim}, which is not supported")
+    def squeeze(self, dim: int | None = None) -> _Part:
+        if dim or self.shape[0] != 1 or (dim is None and 1 in self.shape[1:]):
+            where = "its dims of size 1" if dim is None else f"dim {dim}"
+            raise ValueError(f"files hold {self.tensor} without {where}, which is not supported")
         return replace(self, dims=self.dims - 1)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[_Part, ...]:

@@ -88,7 +88,7 @@ def load_model_config(
         )
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={model} has no config.json: use a directory written by transformers' save_pretrained")
-    config = _read(model, folder)
+    config = read_config(model)
     if quantized := getattr(config, "quantization_config", None):
         raise ValueError(
             f"model={model} is quantized (quantization_config: {quantized.get('quant_method')}), and its weights would "
@@ -100,7 +100,7 @@ def load_model_config(
     try:
         problems = training_problems(config, images)
     except Exception as error:  # of any kind: it is transformers' code that runs
-        raise ValueError(f"model={model}: the model of its config.json cannot be built: {_last_line(error)}") from error
+        raise ValueError(f"model={model}: the model of its config.json cannot be built: {_reason(error)}") from error
     if problems:
         refused = "which only train.py takes" if sees_images(config) and not images else "which is not trained"
         raise ValueError(f"model={model} has model_type={config.model_type!r}, {refused}: {problems}")
@@ -109,25 +109,29 @@ def load_model_config(
     return _with_head(model, config, head, new_head)
 
 
-def _read(model: str, folder: Path) -> PretrainedConfig:
-    """Return the configuration in a folder. Raises ValueError for one that describes no model, before any is built."""
-    file = folder / "config.json"
+def read_config(model: str) -> PretrainedConfig:
+    """Return the configuration in the folder `model`. Raises ValueError for one that describes no model, before any is
+    built."""
+    folder = Path(model).expanduser()
     try:
-        violations = list(_size_violations(json.loads(file.read_text()), {}))
+        violations = list(_size_violations(json.loads((folder / "config.json").read_text()), {}))
         if not violations:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             text = config.get_text_config()
             violations = list(_size_violations(vars(text), text.attribute_map))
     except Exception as error:  # of any kind: of a field of the wrong type, or what transformers computes from it
-        raise ValueError(f"model={model}: transformers cannot read its config.json: {_last_line(error)}") from error
+        raise ValueError(
+            f"model={model}: transformers cannot read its config.json: {_reason(error)}: correct it, or use a "
+            f"directory written by transformers' save_pretrained"
+        ) from error
     if violations:
         raise ValueError(f"model={model}: its config.json describes no model: {'; '.join(violations)}")
     return config
 
 
-def _last_line(error: Exception) -> str:
-    *_, last = str(error).strip().splitlines() or [type(error).__name__]
-    return last.strip()
+def _reason(error: Exception) -> str:
+    paragraph, *_ = str(error).strip().split("\n\n")  # of several, the others say how to get transformers
+    return " ".join(paragraph.split()).rstrip(".") or type(error).__name__
 
 
 def _size_violations(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> Iterator[str]:

@@ -19,13 +19,14 @@ from typing import Any
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.image_utils import load_image
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from usp.data.chats import Image, StoredImage
 
 from .images import GRIDS, PIXELS, TILES, sees_images
+from .models import read_config
 
 FILES = ("processor_config.json", "preprocessor_config.json")  # a folder with one of these has a processor
 COPIED = (*FILES, "video_preprocessor_config.json")
@@ -144,15 +145,12 @@ class Images:
 
 
 def load_images(model: str) -> Images | None:
-    """Return the images of the model in a folder; None for what is no vision-language model, or cannot be read, which
-    is refused elsewhere. Raises ValueError if the folder has no processor that can be read."""
+    """Return the images of the model in a folder; None for what is no vision-language model. Raises ValueError if the
+    folder has a configuration that cannot be read, as `read_config`, or no processor that can."""
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
         return None
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:  # of any kind: it is transformers' code that runs
-        return None
+    config = read_config(model)
     if not sees_images(config):
         return None
     if not any((folder / name).is_file() for name in FILES):

@@ -72,6 +72,7 @@ class CausalLMStage(nn.Module):
         real: Tensor | None = None,
         first_tokens: Tensor | None = None,
         images: Mapping[str, Any] | None = None,
+        routed_experts: Tensor | None = None,
         **inputs: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return hidden states, or on the last stage the output of `head`: in training this rank's share of the loss.
@@ -88,6 +89,7 @@ class CausalLMStage(nn.Module):
             first_tokens: (B,) int64, the number in the run of each row's first token; for dropout, which depends on
                 nothing else.
             images: from `image_inputs`.
+            routed_experts: (B, S, W), see `replay_choices`.
             inputs: tensors for `head`, such as `shift_labels`.
         """
         if self.balance is not None:
@@ -97,6 +99,8 @@ class CausalLMStage(nn.Module):
         of_tokens: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
         if prefix_tree is not None:
             of_tokens["prefix_tree"] = prefix_tree
+        if routed_experts is not None:
+            of_tokens["routed_experts"] = routed_experts
         if self.training and first_tokens is not None and hasattr(self.model, "token_dropout"):
             attention = cast(UnifiedSPAttention, self.model.unified_sp)
             of_tokens["token_numbers"] = numbers_of(first_tokens, position_ids.shape[1], attention, cu_seqlens)

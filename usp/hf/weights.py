@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import Box, local_box, local_part
 
@@ -27,7 +27,7 @@ from .disk import (
     stored_names,
     stored_tensors,
 )
-from .models import empty_model, load_generation_config
+from .models import empty_model, load_generation_config, read_config
 from .prune import model_parts
 
 _UNSET = -12345  # of integers, which have no nan
@@ -130,8 +130,7 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     whole, head = empty_model(model.config, causal=head_seed is not None), model_parts(model).head
     stored, in_folder, added = stored_names(whole), whole, dict[str, list[Box]]()
     slices_of = in_whole(whole, read_headers(folder))
-    there = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if (rows := there.get_text_config().vocab_size) < model.config.get_text_config().vocab_size:
+    if (rows := read_config(str(folder)).get_text_config().vocab_size) < model.config.get_text_config().vocab_size:
         config = copy.deepcopy(model.config)
         config.vocab_size = rows
         in_folder = empty_model(config, causal=head_seed is not None)

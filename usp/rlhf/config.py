@@ -44,6 +44,7 @@ RLHF_UNPREDICTED = (UNPREDICTED - {"data", "bad_rows", "tokenizer", "chat_templa
     *("search_budget", "replan", "wrong_answers", "reward_retries", "reward_failure", "temperature", "top_k", "top_p"),
     *("stop_ids", "stop", "eval_prompts", "eval_samples", "eval_temperature", "eval_pass_score", "keep_best"),
     *("critic_learning_rate", "sft_learning_rate", "reward_processes", "reward_timeout"),
+    *("ref_update_every", "ref_update_weight", "router_replay"),
 }
 
 EvalTemperature = Annotated[
@@ -95,6 +96,10 @@ class _Rlhf:
     """Initial critic: a reward model, or a causal LM whose head is replaced by a new scalar head."""
     ref: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: the actor)")] = ""
     """Reference model of the KL penalty, and of DPO."""
+    ref_update_every: AtLeast0 = 0
+    """Steps between updates of the reference by the trained policy. 0: it stays as it began."""
+    ref_update_weight: Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")] = 1.0
+    """Weight of the policy in such an update, beside the reference's own. 1: the policy replaces it."""
     models: Annotated[str, arg(metavar="NAME=PATH,...", help_behavior_hint="(optional)")] = ""
     """Models of an algorithm's further roles: causal LMs, or reward models."""
 
@@ -122,6 +127,9 @@ class _Rlhf:
     call, which then has tp and data-parallel degrees only; it sleeps while other calls run."""
     rollout_cache: Positive = 1.0
     """GiB of the KV cache of --rollout-engine vllm on each of its ranks."""
+    router_replay: bool = False
+    """Let the tokens of responses, in log-probabilities and training of the policy, choose the experts that they chose
+    when they were generated."""
     share_prefixes: bool = False
     """Compute a prompt once for its responses, in training and for log-probabilities and values."""
 
@@ -149,7 +157,8 @@ class RewardConfig:
 
     reward_function: Annotated[str, arg(metavar="NAME[=VALUE]|PATH.py:NAME")] = "match"
     """Function reward(prompt, response, answer) -> float, or a ready one. match: 1 if the response equals the answer,
-    else 0. math: mathematical equality. regex=PATTERN. code: tests in a sandbox. judge=URL: a model's verdict."""
+    else 0. math: mathematical equality. regex=PATTERN. code: tests in a sandbox. judge=URL: a model's verdict.
+    server=URL: an HTTP server's score."""
     reward_retries: AtLeast0 = 2
     """Retries of the reward function for a sample that it fails for, after 1, 2, 4, ... seconds."""
     reward_failure: Annotated[str, one_of(("stop", "zero", "drop"))] = "stop"
@@ -322,6 +331,17 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
     if config.reward_timeout != RlhfConfig.reward_timeout and not config.reward_processes:
         yield "--reward-timeout is an option of --reward-processes: give both or neither"
+    if config.ref_update_weight != RlhfConfig.ref_update_weight and not config.ref_update_every:
+        yield "--ref-update-weight is an option of --ref-update-every: give both or neither"
+    if config.ref_update_every and config.lora_rank:
+        yield (
+            f"--ref-update-every = {config.ref_update_every} is not supported with --lora-rank, where the reference is "
+            f"the policy without its adapters: remove one"
+        )
+    if config.router_replay and not samples:
+        yield f"--router-replay is for generated responses, and {config.algorithm} has none: remove it"
+    if config.router_replay and config.begins_ahead:
+        yield "--router-replay is not supported with --partial-rollouts and --oversample: remove one"
     if config.share_prefixes and not samples:
         yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
     if config.cache_tokens and not samples:

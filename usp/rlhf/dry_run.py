@@ -17,7 +17,7 @@ from parallel import ParallelMesh, ProcessGroups, local_tensor
 from usp.data.sources import STDLIB
 from usp.hf.models import materialise, model_facts
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
-from usp.predict.meter import CATEGORIES, StepMeter
+from usp.predict.meter import CATEGORIES, PARAMETERS, StepMeter
 from usp.rlhf.generation.decoding import fitting_slots
 from usp.rlhf.plan.operations import (
     StepWeights,
@@ -140,6 +140,8 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         by_category = dict(meter.memory.at_peak)
         if layout.engine != OWN:
             by_category[KV_CACHE] = int(run.config.rollout_cache * GIB)
+            if apart.lora is not None:  # the engine has what base and adapters add up to besides
+                by_category[PARAMETERS] += sum(local_tensor(weight).nbytes for weight in model.frozen().values())
         elif generates:
             places = cache_places(run, call)
             slots = fitting_slots(run.config.slots, run.config.cache_tokens, places, layout.dims.sp)

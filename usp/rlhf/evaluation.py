@@ -21,7 +21,7 @@ from usp.train.step import Evaluations
 from .algorithms.rewards import ScoreWith
 from .config import RlhfConfig
 from .datasets import Example, prompt_samples
-from .graph import Compute, DataflowGraph, Generate, ModelCall
+from .graph import ROUTED, Compute, DataflowGraph, Generate, ModelCall
 from .samples import Samples, derived_seed, fingerprint
 
 SCORE = "score"
@@ -103,8 +103,9 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) 
         if temperature < 0:
             temperature = config.temperature if config.eval_samples > 1 else 0.0
         episodes = work.episodes and replace(work.episodes, examples=prompts)
-        work = replace(work, group_size=config.eval_samples, temperature=temperature, episodes=episodes, partial=False)
-        return replace(call, work=work, outputs=tuple(key for key in call.outputs if key != "versions"))
+        work = replace(work, group_size=config.eval_samples, temperature=temperature, episodes=episodes)
+        work = replace(work, partial=False, routed=0)
+        return replace(call, work=work, outputs=tuple(k for k in call.outputs if k not in ("versions", ROUTED)))
     if isinstance(work, Compute) and isinstance(work.function, ScoreWith):
         scored = replace(work.function, answer=lambda index: prompts[index].answer)
         return replace(call, work=replace(work, function=scored))

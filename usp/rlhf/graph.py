@@ -110,6 +110,8 @@ class Generate:
             the reward of a turn at its last token (turn_rewards).
         partial: generation may stop, and go on with other weights. Also writes the version of the weights that wrote
             each token, as `mask` does (versions): the number of steps that had trained them.
+        routed: how many numbers say which experts a token chose, see `usp.hf.router_replay`; also writes these, of one
+            token after another (routed_experts). 0: does not.
     """
 
     group_size: int = 1
@@ -121,11 +123,13 @@ class Generate:
     stop_strings: tuple[str, ...] = ()
     episodes: Episodes | None = None
     partial: bool = False
+    routed: int = 0
 
 
 @dataclass(frozen=True)
 class Inference:
-    """One forward over whole sequences. Reads tokens; writes the output of `head` under its one output key.
+    """One forward over whole sequences. Reads tokens; writes the output of `head` under its one output key. Like a
+    train step, it lets tokens choose the experts in ROUTED, if it reads it.
 
     logprobs: (tokens,) of the next token, at `temperature`; 0 where `mask` is, if the call reads it. values: (tokens,)
     of the scalar head. score: 0-dim, the scalar head at the last token.
@@ -373,13 +377,15 @@ def _call_violations(call: ModelCall) -> Iterator[str]:
 class KeyKind:
     """The dtype and shape of a key's values.
 
-    tokens: the key of the sequences that the values have one entry per token of; "" for one number per sample.
+    tokens: the key of the sequences that the values have `width` entries per token of; "" for one number per sample.
     """
 
     dtype: torch.dtype
     tokens: str
+    width: int = 1
 
 
+ROUTED = "routed_experts"
 GENERATED = {
     "tokens": torch.int64,
     "mask": torch.float32,
@@ -390,6 +396,7 @@ GENERATED = {
     "turns": torch.int64,
     "turn_rewards": torch.float32,
     "versions": torch.int64,
+    ROUTED: torch.int16,
 }
 OF_EPISODES = ("score", "turns", "turn_rewards")
 _GENERATED_SCALARS = ("finished", "prompt_length", "score")
@@ -397,8 +404,8 @@ _GENERATED_SCALARS = ("finished", "prompt_length", "score")
 
 def generated_keys(work: Generate) -> tuple[str, ...]:
     """Return the keys of `GENERATED` that a generate call writes."""
-    absent = (*(() if work.episodes else OF_EPISODES), *(() if work.partial else ("versions",)))
-    return tuple(key for key in GENERATED if key not in absent)
+    absent = (*(() if work.partial else ("versions",)), *(() if work.routed else (ROUTED,)))
+    return tuple(key for key in GENERATED if key not in absent and (work.episodes or key not in OF_EPISODES))
 
 
 def canonical(key: str) -> str:
@@ -420,7 +427,8 @@ def key_kinds(graph: DataflowGraph) -> dict[str, KeyKind]:
         for key in call.outputs:
             if isinstance(call.work, Generate):
                 name = canonical(key)
-                kinds[key] = KeyKind(GENERATED[name], "" if name in _GENERATED_SCALARS else tokens)
+                width = call.work.routed if name == ROUTED else 1
+                kinds[key] = KeyKind(GENERATED[name], "" if name in _GENERATED_SCALARS else tokens, width)
             elif isinstance(call.work, Inference):
                 kinds[key] = KeyKind(torch.float32, "" if call.work.head == "score" else tokens)
             elif isinstance(call.work, Compute):

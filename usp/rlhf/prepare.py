@@ -20,6 +20,7 @@ from usp.data.tokenizer import Tokenizer, same_ids
 from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import end_of_sequence_ids, is_scalar, model_facts
+from usp.hf.router_replay import replay_problem, routed_width
 from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.generation.decoding import Rollout, cache_violation, capacity, row_multiple, stop_problems
@@ -133,7 +134,7 @@ def prepare(
     for role, spec in specs.items():
         prologue.check_vocabulary(f"the {role} {spec.source}", spec.config.vocab_size)
     if algorithm.data == "prompts" and config.rollout_engine == OWN:
-        problems += attempt(lambda: list(_unable_to_generate(specs["actor"]))) or []
+        problems += attempt(lambda: list(_unable_to_generate(config, specs["actor"]))) or []
     tools = attempt(lambda: _toolbox(config)) if config.tools else None
     opened = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer, tools))
     examples, held_out, notes = opened or (None, (), ())
@@ -180,10 +181,12 @@ def prepare(
     return replace(run, graph=graph, plan=plan, roles={role: specs[role] for role in graph.roles})
 
 
-def _unable_to_generate(actor: RoleSpec) -> Iterator[str]:
+def _unable_to_generate(config: RlhfConfig, actor: RoleSpec) -> Iterator[str]:
     if reasons := generation_problems(actor.config):
         kind = actor.config.model_type
         yield f"--model = {actor.source} has model_type={kind!r}, which cannot generate: {reasons}"
+    if config.router_replay and (problem := replay_problem(actor.config)):
+        yield f"--router-replay: {problem}: remove it"
 
 
 def sft_config(run: PreparedRlhf, folder: Path) -> RlhfConfig:
@@ -384,6 +387,7 @@ def _algorithm_options(
         sampling["episodes"] = episodes
         sampling["group_size"] = config.group_size or vars(kind())["generate"].group_size
         sampling["partial"] = config.begins_ahead
+        sampling["routed"] = routed_width(actor.config) if config.router_replay else 0
         values |= {"generate": Generate(**sampling), "reward": reward, "staleness": config.staleness}
     return kind(**values)
 
@@ -402,6 +406,24 @@ def _stops(config: RlhfConfig, tokenizer: Tokenizer, vocabulary: int) -> dict[st
     return {"stop_ids": tuple(sorted(ends)), "stop_strings": strings}
 
 
+def _reference_violations(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec]) -> Iterator[str]:
+    """Yield why the policy cannot update the reference."""
+    asked = f"--ref-update-every = {config.ref_update_every}"
+    if not config.ref_update_every:
+        return
+    if (calls := [call.role for call in graph.calls].count("ref")) != 1:
+        yield (
+            f"{asked} needs one call of the role ref, and --algorithm {config.algorithm} with these --options has "
+            f"{calls}: remove it"
+        )
+    ours, its = ({**specs[role].config.to_dict(), "_name_or_path": ""} for role in ("actor", "ref"))
+    if different := sorted(name for name in ours.keys() | its.keys() if ours.get(name) != its.get(name)):
+        yield (
+            f"{asked} needs a reference like the policy, and --ref = {config.ref} has another {', '.join(different)}: "
+            f"remove one"
+        )
+
+
 def _graph_violations(
     config: RlhfConfig, algorithm: Algorithm, options: Options, graph: DataflowGraph, specs: dict[str, RoleSpec]
 ) -> Iterator[str]:
@@ -409,6 +431,7 @@ def _graph_violations(
     yield from unused_models(config, algorithm, graph)
     yield from missing_models(specs, graph)
     yield from router_violations(config, graph, specs)
+    yield from _reference_violations(config, graph, specs)
     generated = [call.name for call in graph.calls if isinstance(call.work, Generate)]
     if config.begins_ahead and len(generated) > 1:
         yield (
@@ -466,7 +489,7 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     if config.rollout_engine != OWN:
         plan = with_engine(plan, graph, config.rollout_engine)
     plan.check(graph, launch.world_size)
-    if problems := list(_engine_problems(config, graph, plan)):
+    if problems := list(_engine_problems(run, plan)):
         raise ValueError(f"--rollout-engine = vllm, or engine: vllm in a plan: {'; '.join(problems)}")
     if config.staleness and (shared := list(staleness_violations(graph, plan))):
         raise ValueError(
@@ -486,9 +509,10 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     return replace(plan, offload=plan.offload.union(untrained, optimizers))
 
 
-def _engine_problems(config: RlhfConfig, graph: DataflowGraph, plan: ExecutionPlan) -> Iterator[str]:
+def _engine_problems(run: PreparedRlhf, plan: ExecutionPlan) -> Iterator[str]:
     """Yield why the calls of a plan whose engine is not our own cannot run with it."""
-    if all(layout.engine == OWN for layout in plan.calls.values()):
+    config, graph, layouts = run.config, run.graph, [each for each in plan.calls.values() if each.engine != OWN]
+    if not layouts:
         if config.rollout_cache != RlhfConfig.rollout_cache:
             yield f"--rollout-cache = {config.rollout_cache} is that of vLLM, which no call decodes with: remove it"
         return
@@ -498,12 +522,12 @@ def _engine_problems(config: RlhfConfig, graph: DataflowGraph, plan: ExecutionPl
     if config.eval_every and config.eval_temperature >= 0:
         works += [replace(work, temperature=config.eval_temperature) for work in works]
     yield from sampling_problems(works)
-    if config.lora_rank:
-        yield f"--lora-rank = {config.lora_rank}: an engine takes whole models, not adapters: remove it"
+    if run.device.type == "cpu" and (divided := [each.dims.ep for each in layouts if each.dims.ep > 1]):
+        yield f"vLLM's experts on CPUs do not know which of them a rank has, and ep={divided[0]} divides them: use ep=1"
+    if config.router_replay:
+        yield "--router-replay needs the experts that tokens chose, which an engine does not tell: remove it"
     if config.delta_updates:
         yield "--delta-updates changes weights where they are, and an engine has them in tensors of its own: remove it"
-    if config.begins_ahead:
-        yield "--partial-rollouts and --oversample stop responses and go on with them: remove them, or the engine"
 
 
 def longest_prompt(run: PreparedRlhf) -> int:

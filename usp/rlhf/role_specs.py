@@ -51,6 +51,7 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
             "learning_rate": learning_rate,
             "kernel": config.attention_kernel,
             "balance": aux_loss_coefficient(model, config.router_aux_loss_coef),
+            "router_replay": config.router_replay and role == "actor",
         }
         return RoleSpec(role, source, model, new_head, **shared_values(config, RoleSpec) | different)
 

@@ -38,7 +38,7 @@ from usp.hf.models import hide_progress_bars
 from usp.rlhf.generation.vllm import EngineOptions, VllmEngine
 from usp.rlhf.plan.plan import PLAN_FILE, VLLM, CallLayout, optimizer_of, to_mapping
 from usp.rlhf.roles.engine_model import EngineModel
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import Role, RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
 from usp.rlhf.runtime.rollouts import RolloutOptions
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
@@ -215,6 +215,11 @@ class RlhfTrainer(TrainingLoop):
         """The models that this rank trains, by role."""
         return {role: model for role, model in self.executor.trained.items() if isinstance(model, RoleModel)}
 
+    @property
+    def _updated(self) -> list[Role]:
+        """This rank's models whose weights change without being trained."""
+        return self.executor.of_role("ref") if self.config.ref_update_every else []
+
     def step(self, number: int) -> RlhfRecord:
         """Run step `number` (from 1): from prompts to new weights."""
         begin = time.perf_counter()
@@ -226,6 +231,9 @@ class RlhfTrainer(TrainingLoop):
                 pass
         except UserCodeFailed as failed:
             raise UserCodeFailed(f"step {number}: {failed}; {self.keep_done()}") from failed
+        if self.config.ref_update_every and number % self.config.ref_update_every == 0:
+            self.watchdog.progress(number, "updating the reference", long=True)
+            self.executor.follow("ref", "actor", self.config.ref_update_weight)
         self.done = number
         if result.samples is not None and (number == 1 or number % self.config.log_every == 0):
             self.samples.keep(number, result.samples)
@@ -337,6 +345,7 @@ class RlhfTrainer(TrainingLoop):
         layout, spec = run.plan[calls[0].name], run.roles[calls[0].role]
         works = [call.work for call in calls if isinstance(call.work, Generate)]
         options = EngineOptions(
+            calls=", ".join(call.name for call in calls),
             tp=layout.dims.tp,
             experts=layout.dims.ep > 1,
             dtype=spec.dtype,
@@ -346,7 +355,7 @@ class RlhfTrainer(TrainingLoop):
             processed=not any(work.top_k or work.top_p < 1 for work in works),
         )
         mesh = ParallelMesh.create(layout.dims, self.device.type, layout.ranks, self.groups)
-        engine = VllmEngine.start(spec.config, options, mesh, run.tokenizer.decode)
+        engine = VllmEngine.start(spec.config, options, mesh, run.tokenizer.decode, self.watchdog.naming)
         if engine is not None:
             engine.sleep()
         return engine
@@ -354,6 +363,9 @@ class RlhfTrainer(TrainingLoop):
     def state(self) -> dict[str, Tensor]:
         trained, in_flight = self.trained.items(), self.executor.in_flight
         state = {f"{role}.{name}": tensor for role, model in trained for name, tensor in model.state().items()}
+        for model in self._updated:
+            model.load()
+            state |= {f"ref.{name}": weight for name, weight in model.weights().items()}
         if in_flight is not None:
             state |= {f"{_IN_FLIGHT}.{key}": joined for key, joined in in_flight.whole(self.device).items()}
         if self.executor.rollouts is not None:
@@ -363,8 +375,14 @@ class RlhfTrainer(TrainingLoop):
 
     def _save(self) -> None:
         super()._save()  # which returns when it has copied the state
+        self._offload_again()
+
+    def _offload_again(self) -> None:
+        """Move back to the host what `state` has loaded."""
         for model in self.trained.values():
             model.offload_optimizer()
+        for reference in self._updated if "ref" in self.prepared.plan.offload else ():
+            reference.offload()
 
     def extra(self) -> dict[str, Any]:
         evaluations = self.evaluator.past.to_extra() if self.evaluator else {}
@@ -401,6 +419,7 @@ class RlhfTrainer(TrainingLoop):
         for role, model in self.trained.items():
             prefix = f"{role}."
             model.restore({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
+        self._offload_again()
 
     def evaluations(self) -> Evaluations | None:
         return self.evaluator.past if self.evaluator and self.config.keep_best else None

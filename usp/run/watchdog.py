@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -98,7 +99,7 @@ class Watchdog:
         self, launch: Launch, seconds: float, error_file: str | None = None, leave: Callable[[int], object] = os._exit
     ) -> None:
         self._launch, self._seconds, self._error_file, self._leave = launch, seconds, error_file, leave
-        self._main = threading.get_ident()
+        self._main, self._named, self._lock = threading.get_ident(), "", threading.Lock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.progress(0, "start", long=True)
@@ -117,11 +118,34 @@ class Watchdog:
         """Report that this rank has reached `phase` of `step`; the next call must follow within the timeout."""
         self._now = (step, phase, long)
 
+    @contextmanager
+    def naming(self, words: str) -> Iterator[None]:
+        """Have torchrun's summary say `words` if this process is killed in the block: nobody else could tell.
+
+        Of several ranks that are killed, torchrun names the one whose file is oldest, so the others' are renewed.
+        """
+        self._name(words)
+        try:
+            yield
+        finally:
+            self._name("")
+
+    def _name(self, words: str | None = None) -> None:
+        with self._lock:
+            before, self._named = self._named, self._named if words is None else words
+            if self._error_file is None or not self._seconds:
+                return
+            if self._named:
+                tell_launcher(self._named, self._error_file)
+            elif before:
+                Path(self._error_file).unlink(missing_ok=True)
+
     def _watch(self) -> None:
         store = reachable_store(self._launch)
         alarm = f"hang/{self._launch.attempt}/alarm"
         before, idle, last = time.monotonic(), 0.0, self._now
         while not self._done.wait(min(TICK_SECONDS, self._seconds / 4)):
+            self._name()
             now, reached = time.monotonic(), self._now
             # A longer gap: the process was stopped.
             idle = idle + min(now - before, 2 * TICK_SECONDS) if reached is last else 0.0

@@ -33,6 +33,7 @@ from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_c
 from usp.hf.probe import structure
 from usp.hf.prune import prune_to_stage
 from usp.hf.router_bias import RouterBias
+from usp.hf.router_replay import replay_choices
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import fill_buffers, initialise, load_weights
@@ -61,6 +62,8 @@ class EngineRecipe:
     compile: torch.compile's backend for the layers; empty for eager layers.
     fp8_emulate: multiply in float32 what was cast to float8.
 
+    router_replay: layers take the experts that tokens choose.
+
     The others are TrainConfig's fields of these names (kernel: attention_kernel).
     """
 
@@ -88,6 +91,7 @@ class EngineRecipe:
     fp8_emulate: bool = False
     indexer_loss_coef: float = 0.0
     router_bias_update_rate: float = 0.0
+    router_replay: bool = False
     freeze_encoder: bool = False
 
     @staticmethod
@@ -255,6 +259,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
         compile_layers(decoder_layers(model), recipe.compile, _eager_modules(model, recipe))
     if recipe.lora is not None and recipe.lora.dropout:
         tell_tokens(decoder_layers(model), cast(CurrentTokens, model.token_dropout))
+    if recipe.router_replay:
+        replay_choices(model, mesh, recipe.tp_sequence_parallel)
     attention = cast(UnifiedSPAttention, model.unified_sp)
     order = cast("SequenceOrder | None", getattr(model, "unified_sp_order", None))
     apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload, order)

@@ -38,6 +38,7 @@ from usp.sp.sp_attention import GATHER
 from .checkpoints import Start, TrainingState, ended_stages, find_start, read_state, resume_violations
 from .resolve import ResolvedStage, resolve
 from .step import HeldOut
+from .validate import with_flags
 
 FLOAT8_CAPABILITY = (8, 9)
 _Source = tuple[TokenStore, str]  # and lines about files that were left out, and keys that are read
@@ -117,8 +118,8 @@ class Prologue:
         name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
         self.tokenizer: Tokenizer | None = None
         if name is not None:
-            options = (bos, parse_special, config.chat_template, train_on, add_tokens, attempt(images))
-            self.tokenizer = attempt(lambda: load_tokenizer(name, *options))
+            options = (bos, parse_special, config.chat_template, train_on, add_tokens)
+            self.tokenizer = attempt(lambda: load_tokenizer(name, *options, images()))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:
@@ -174,7 +175,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         config, launch.world_size, ended=ended_stages(config, launch, start, saved), ids=ids, images=True
     )
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
-    problems += resolved.problems
+    problems[:] = dict.fromkeys(map(with_flags, [*problems, *resolved.problems]))  # both read the model's folder
     if saved is not None and model_config is not None:
         problems += resume_violations(saved, config, model_config.to_dict(), start.finished_too)
     if facts is not None:

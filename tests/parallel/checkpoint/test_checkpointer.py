@@ -131,14 +131,17 @@ def differing(path: Path, layout: str) -> list[str]:
     ]
 
 
-def test_checkpoints_of_every_layout_load_bitwise_into_every_layout(ranks: RankPool, tmp_path: Path) -> None:
-    """Write with every layout and read with every layout, on different numbers of ranks."""
+def test_checkpoints_of_every_layout_load_bitwise_into_every_layout(
+    ranks: RankPool, tmp_path: Path, exhaustive: bool
+) -> None:
+    """Write with every layout and read with every layout, on different numbers of ranks. Without --exhaustive, half of
+    the pairs."""
     written = [("fsdp", 8), ("tp_fsdp", 4), ("hsdp", 4), ("stages", 4), ("plain", 1)]
     read = [("tp_fsdp", 4), ("hsdp", 4), ("stages", 2), ("fsdp", 3), ("plain", 1)]
-    for saved_as, world_size in written:
+    for number, (saved_as, world_size) in enumerate(written):
         ranks.run(save, world_size, tmp_path / saved_as, saved_as, 20, {})
         path = tmp_path / saved_as / "step-00000020"
-        for layout, size in read:
+        for layout, size in read if exhaustive else read[number % 2 :: 2]:
             assert ranks.run(differing, size, path, layout) == [[]] * size, (saved_as, layout)
 
 

@@ -306,6 +306,17 @@ def test_files_of_other_than_parts_are_refused(
         disk.disk_layout(empty_model(config_of("llama")), {"first": (2, 3), "second": (2, 3)})
 
 
+def test_versions_that_squeeze_every_dim_have_the_same_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers before 5.20 squeezes what it splits without naming the dim."""
+    model = empty_model(config_of("mixtral"))
+    shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
+    named, squeeze = disk_layout(model, shapes), disk._Part.squeeze
+    monkeypatch.setattr(disk._Part, "squeeze", lambda part, *_: squeeze(part))
+    assert disk_layout(model, shapes) == named
+    with pytest.raises(ValueError, match="without its dims of size 1"):
+        disk_layout(model, {name: (*shape[:-1], 1) for name, shape in shapes.items()})
+
+
 # Import
 
 

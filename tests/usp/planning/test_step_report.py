@@ -108,7 +108,9 @@ def test_a_dry_run_takes_the_compute_of_the_formulas() -> None:
     ("family", "flags"),
     [
         ("falcon_h1", ["--sp-ulysses", "2"]),
-        ("deepseek_v3", ["--pp", "2", "--batch-size", "2", "--micro-batches", "2"]),
+        pytest.param(
+            *("deepseek_v3", ["--pp", "2", "--batch-size", "2", "--micro-batches", "2"]), marks=pytest.mark.exhaustive
+        ),
         ("llama", ["--lora-rank", "4"]),
     ],
 )

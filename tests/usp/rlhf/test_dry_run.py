@@ -22,6 +22,7 @@ from usp.config import TrainConfig
 from usp.predict.meter import OPTIMIZER, PARAMETERS
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.dry_run import CallRun, dry_run_calls, samples_of
+from usp.rlhf.generation import vllm
 from usp.rlhf.graph import Inference, TrainStep
 from usp.rlhf.plan.operations import copy_of, trained_copy
 from usp.rlhf.prepare import PreparedRlhf, prepare
@@ -94,6 +95,19 @@ def test_a_train_step_takes_the_memory_of_train_py_and_of_its_dry_run(ranks: Ran
     assert measured == pytest.approx(of_train_py, rel=TOLERANCE)
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
     assert beyond_state(runs_of(GRPO, 1)[0]["actor_train"]) > 1.5 * predicted  # without checkpointing
+
+
+def test_an_engine_has_the_base_of_adapters_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+
+    def parameters(**changes: Any) -> int:
+        config = replace(GRPO, sft_steps=1, **changes)
+        return runs_of(config, 1)[0]["actor_generate"].by_category[PARAMETERS]
+
+    base = parameters()
+    assert parameters(rollout_engine="vllm") == base
+    both = parameters(lora_rank=2) + base  # with the tables of rotary embeddings twice
+    assert parameters(rollout_engine="vllm", lora_rank=2) == pytest.approx(both, rel=1e-4)
 
 
 CASES: list[tuple[int, str, dict[str, Any]]] = [

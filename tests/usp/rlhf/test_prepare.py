@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from tests.usp.tiny import SIZES, drawn_model
 from usp.rlhf.config import RlhfConfig
+from usp.rlhf.generation import vllm
 from usp.rlhf.graph import Generate
 from usp.rlhf.plan.plan import to_mapping
 from usp.rlhf.prepare import prepare
@@ -60,6 +61,25 @@ def test_plans_are_checked_against_the_models_before_anything_runs(tmp_path: Pat
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(replace(config, **changes), four)
+
+
+def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    config = RlhfConfig(model="mixtral-tiny", device="cpu", output=str(tmp_path / "run"), plan="separation")
+    four = Launch(world_size=4, local_world_size=4)
+    engine = replace(config, rollout_engine="vllm", rollout="tp=2")
+    plan, file = prepare(engine, four).plan, tmp_path / "plan.yaml"
+    assert plan["actor_generate"].engine == "vllm"
+    file.write_text(yaml.safe_dump(to_mapping(plan)))
+    for changed, text in (
+        (replace(config, rollout_cache=2), "that of vLLM, which no call decodes with"),
+        (replace(engine, rollout="tp=2,ep=2"), "vLLM's experts on CPUs do not know .* ep=2 divides them: use ep=1"),
+        (replace(engine, cache_tokens=64), "use --rollout-cache instead"),
+        (replace(engine, delta_updates=True), "--delta-updates changes weights where they are"),
+        (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which an engine"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            prepare(changed, four)
 
 
 def test_a_plan_file_may_name_calls_that_a_run_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -56,6 +57,20 @@ def processes(run: Run, state: str) -> list[int]:
     """Return the ranks of a run that are in `state` (T is stopped)."""
     stats = {pid: Path(f"/proc/{pid}/stat") for pid in run.workers()}
     return [pid for pid, path in stats.items() if path.exists() and path.read_text().rpartition(") ")[2][0] == state]
+
+
+def test_what_a_process_does_is_told_while_it_could_be_killed_there(tmp_path: Path) -> None:
+    """Anew again and again, because torchrun takes the oldest message for the cause."""
+    file = tmp_path / "error.json"
+    with Watchdog(Launch(), 100.0, str(file)) as watchdog:
+        with watchdog.naming("decoding"):
+            first = file.read_text()
+            while file.read_text() == first:
+                time.sleep(0.05)
+            assert json.loads(file.read_text())["message"]["message"] == "decoding"
+        assert not file.exists()
+    with Watchdog(Launch(), 0, str(file)) as watchdog, watchdog.naming("decoding"):
+        assert not file.exists(), "nobody renews it"
 
 
 def test_every_hang_is_reported_and_the_ranks_restart(launch: Callable[..., Run], tmp_path: Path) -> None:

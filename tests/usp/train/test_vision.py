@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,16 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.harness.ranks import RankPool
 from tests.usp.hf.vision import tiny_vlm
 from tests.usp.train.test_trainer import launch_of_pool, metrics_of
+from usp.__main__ import main
 from usp.config import TrainConfig
+from usp.data.batches import Part, read_batch
 from usp.data.chats import chat_of
 from usp.data.rows import WholeRows
+from usp.data.store import TokenStore
+from usp.hf.models import read_config
 from usp.hf.processors import Images
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.prepare import prepare as prepare_rlhf
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.prepare import prepare
@@ -305,6 +312,51 @@ def test_a_bad_image_is_an_error_that_names_file_and_row(tmp_path: Path, what: s
         source.store for source in prepare(replace(config, bad_rows="drop"), Launch()).begins_in.batches.packed.sources
     )
     assert store.manifest.dropped == 2 and store.manifest.images == 7
+
+
+def test_a_configuration_that_cannot_be_read_is_one_error_of_every_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = example(tmp_path, "gemma3")
+    tokenize = ["tokenize", "--data", config.data, "--tokenizer", config.model, "--output", str(tmp_path / "store")]
+    file = Path(config.model) / "config.json"
+    fields = json.loads(file.read_text())
+    for content, said in (
+        ("{", "transformers cannot read its config.json: Expecting property name"),
+        (json.dumps(fields | {"model_type": "gemma99"}), "config.json: The checkpoint .* has model type `gemma99`"),
+        (json.dumps(fields | {"vocab_size": 0}), "its config.json describes no model: vocab_size=0 must be from 1 to"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=said) as read:
+            read_config(config.model)
+        if "cannot read" in str(read.value):
+            assert str(read.value).endswith("correct it, or use a directory written by transformers' save_pretrained")
+        capsys.readouterr()
+        assert main(tokenize) == 1
+        assert capsys.readouterr().err == f"error: {read.value}\n"
+        for refused in (partial(prepare, config), partial(prepare_rlhf, RlhfConfig(model=config.model, device="cpu"))):
+            with pytest.raises(ConfigurationError) as error:
+                refused(Launch())
+            assert str(error.value).count(str(read.value).partition(": ")[2]) == 1, str(error.value)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_rank_looks_up_the_images_of_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And knows of images in those of others."""
+    prepared = prepare(example(tmp_path, "gemma3", seq_len=112), Launch())
+    packed, looked_up, images_of = prepared.begins_in.batches.packed, list[tuple[int, ...]](), TokenStore.images
+    monkeypatch.setattr(TokenStore, "images", lambda self, *span: looked_up.append(span) or images_of(self, *span))
+    numbers, with_none = range(packed.per_epoch), 0
+    for number in numbers:
+        part = replace(Part.whole(1, packed.seq_len), first=number, images=prepared.images)
+        (read,) = read_batch(packed, numbers, part).images
+        row = packed.row(number)
+        ends = row.begins + np.diff(row.boundaries)
+        assert looked_up == [*zip(row.begins.tolist(), ends.tolist(), strict=True)]
+        assert read.sizes == (row.images or [prepared.images.blank[0]])
+        with_none += not row.images
+        looked_up.clear()
+    assert 0 < with_none < len(numbers)
 
 
 def changed_image(config: TrainConfig, folder: str) -> str:

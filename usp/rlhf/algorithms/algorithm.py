@@ -88,15 +88,22 @@ def stateful(graph: DataflowGraph) -> dict[str, Stateful]:
     return {name: function for name, function in functions.items() if isinstance(function, Stateful)}
 
 
-def logprobs(role: str, output: str, temperature: float = 1.0) -> ModelCall:
-    """Return the call for a role's log-probabilities of the `tokens` in `mask`."""
-    return ModelCall(f"{role}_inference", role, Inference("logprobs", temperature), ("tokens", "mask"), (output,))
+def logprobs(role: str, output: str, temperature: float = 1.0, more: tuple[str, ...] = ()) -> ModelCall:
+    """Return the call for a role's log-probabilities of the `tokens` in `mask`, which reads `more`, too."""
+    inputs = ("tokens", "mask", *more)
+    return ModelCall(f"{role}_inference", role, Inference("logprobs", temperature), inputs, (output,))
 
 
-def train(role: str, objective: Objective, options: Options, stop_above: tuple[str, float] | None = None) -> ModelCall:
-    """Return the train step of a role."""
+def train(
+    role: str,
+    objective: Objective,
+    options: Options,
+    stop_above: tuple[str, float] | None = None,
+    more: tuple[str, ...] = (),
+) -> ModelCall:
+    """Return the train step of a role, which reads `more` than its objective does."""
     work = TrainStep(objective, options.mini_batches, options.epochs, stop_above)
-    return ModelCall(f"{role}_train", role, work, ("tokens", *objective.keys))
+    return ModelCall(f"{role}_train", role, work, ("tokens", *objective.keys, *more))
 
 
 def finite(options: Any) -> Iterator[str]:

@@ -281,7 +281,7 @@ def remax_advantages(options: ReMax, samples: Samples, reduce: Reduce) -> Sample
 
 
 def _remax_calls(options: ReMax) -> tuple[ModelCall, ...]:
-    greedy = generate("greedy_generate", replace(options.generate, temperature=0.0), _GREEDY)
+    greedy = generate("greedy_generate", replace(options.generate, temperature=0.0, routed=0), _GREEDY)
     inputs = (f"{_GREEDY}score", f"{_GREEDY}finished")
     between = (greedy, *score(options, _GREEDY))
     return policy_calls(options, partial(remax_advantages, options), between=between, inputs=inputs)

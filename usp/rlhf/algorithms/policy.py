@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from usp.fields import shared_values
-from usp.rlhf.graph import Compute, Generate, Inference, ModelCall, Reduce, generated_keys
+from usp.rlhf.graph import ROUTED, Compute, Generate, Inference, ModelCall, Reduce, generated_keys
 from usp.rlhf.samples import Samples
 
 from .algorithm import Options, at_least, finite, fraction, logprobs, one_of, train
@@ -181,15 +181,16 @@ def policy_calls(
     reads = tuple(dict.fromkeys(("tokens", "mask", "score", "finished", *by_turn, *penalty, *inputs)))
     recompute = "old_logprobs" in (*reads, options.old_key)
     gives = ("advantages", "weights", "token_weights", *per_token, *numbers)
+    routed = (ROUTED,) if options.generate.routed else ()
     stop_above = ("importance_ratio", options.max_importance_ratio) if options.max_importance_ratio else None
     return (
         generate("actor_generate", options.generate),
         *score(options),
-        *((logprobs("actor", "old_logprobs", temperature),) if recompute else ()),
+        *((logprobs("actor", "old_logprobs", temperature, routed),) if recompute else ()),
         *((logprobs("ref", "ref_logprobs", temperature),) if options.kl else ()),
         *between,
         ModelCall("advantages", "", compute, reads, gives),
-        train("actor", options.objective(), options, stop_above),
+        train("actor", options.objective(), options, stop_above, routed),
     )
 
 

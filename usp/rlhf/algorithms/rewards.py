@@ -67,8 +67,8 @@ class ScoreWith:
         decode: converts ids to the arguments of `reward`: a tokenizer's decode for text, `list` for ids.
         answer: maps prompt_index to the third argument.
         prefix: of the keys tokens, prompt_length and score: "greedy_" for a second response to the same prompt.
-        retries: further calls for a sample for which the function fails, `pause` seconds after the first failure, and
-            twice as many after each further one.
+        retries: further calls for samples for which the function fails, `pause` seconds after the first calls, and
+            twice as many after each further ones.
         failure: what then becomes of the sample. raise: `RewardFailed` is raised at once, only on this rank. The
             others record it in `failures`; its score is 0 (zero), or nan: the sample is no part of the step (drop), or
             the step must not train (stop).
@@ -108,36 +108,28 @@ class ScoreWith:
         for tokens, prompt_length, prompt_index in zip(*(samples[key] for key in self.inputs), strict=True):
             ids, cut = tokens.tolist(), int(prompt_length)
             texts.append((self.decode(ids[:cut]), self.decode(ids[cut:]), self.answer(int(prompt_index))))
-        tried = self._in_pool(texts) if self.pool else None
         scores = []
-        for number in range(len(samples)):
-            score, error, trace = tried[number] if tried else self._patiently(texts[number])
+        for number, (score, error, trace) in enumerate(self._tried(texts)):
             scores.append(self._failed(samples, number, texts[number], error, trace) if error else score)
         return Samples(samples.ids, {self.output: scores})
 
-    def _patiently(self, texts: tuple[Any, Any, Any]) -> _Tried:
-        for failed in range(1 + self.retries):
-            if failed:
-                time.sleep(self.pause * 2 ** (failed - 1))
-            tried = self._try(lambda: self.reward(*texts))
-            if not tried[1]:
-                break
-        return tried
-
-    def _in_pool(self, texts: Sequence[tuple[Any, Any, Any]]) -> list[_Tried]:
-        """Return what calls in the pool return, with retries of those that fail."""
-        assert self.pool is not None
-        turns = [(response, {"prompt": prompt, "answer": answer}) for prompt, response, answer in texts]
+    def _tried(self, texts: Sequence[tuple[Any, Any, Any]]) -> list[_Tried]:
+        """Return what calls return, with retries of those that fail."""
         tried: dict[int, _Tried] = {}
-        missing = list(range(len(turns)))
+        missing = list(range(len(texts)))
         for failed in range(1 + self.retries):
             if failed and missing:
                 time.sleep(self.pause * 2 ** (failed - 1))
-            answers = self.pool.answer_all([turns[number] for number in missing], self.workers)
-            for number, answer in zip(missing, answers, strict=True):
-                tried[number] = (torch.tensor(answer.reward), answer.error, answer.traceback)
+            asked = [texts[number] for number in missing]
+            tried |= zip(missing, map(self._try, asked) if self.pool is None else self._in_pool(asked), strict=True)
             missing = [number for number in missing if tried[number][1]]
-        return [tried[number] for number in range(len(turns))]
+        return [tried[number] for number in range(len(texts))]
+
+    def _in_pool(self, texts: Sequence[tuple[Any, Any, Any]]) -> list[_Tried]:
+        assert self.pool is not None
+        turns = [(response, {"prompt": prompt, "answer": answer}) for prompt, response, answer in texts]
+        answers = self.pool.answer_all(turns, self.workers)
+        return [(torch.tensor(answer.reward), answer.error, answer.traceback) for answer in answers]
 
     def _failed(self, samples: Samples, number: int, texts: tuple[Any, Any, Any], error: str, trace: str) -> Tensor:
         """Record a failure, and return its score. Raises RewardFailed if `failure` is "raise"."""
@@ -158,10 +150,10 @@ class ScoreWith:
         self.failures.append(failure.record)
         return torch.tensor(0.0 if self.failure == "zero" else math.nan)
 
-    def _try(self, call: Callable[[], Any]) -> _Tried:
+    def _try(self, texts: tuple[Any, Any, Any]) -> _Tried:
         nothing = torch.tensor(math.nan)
         try:
-            returned = call()
+            returned = self.reward(*texts)
             score = torch.tensor(float(returned) if isinstance(returned, Real) else math.nan, dtype=torch.float32)
         except (Exception, SystemExit) as raised:  # SystemExit would end this rank without a word
             return nothing, f"it raised {type(raised).__name__}: {raised}", traceback.format_exc()

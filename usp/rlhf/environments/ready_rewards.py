@@ -126,17 +126,15 @@ class CodeTests:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """The number in the last line of a model's reply, served by an OpenAI-compatible HTTP API.
+class Server:
+    """The number `score` in the JSON reply of an HTTP server to prompt, response and answer.
 
     Attributes:
-        url: of the API. question: with {prompt}, {response} and {answer}. timeout: seconds of a request. retries:
-            further requests where one fails, or replies no number, after 1, 2, 4, ... seconds.
+        url: that the JSON object is posted to. timeout: seconds of a request. retries: further requests where one
+            fails, or replies no number, after 1, 2, 4, ... seconds.
     """
 
-    url: str = "http://127.0.0.1:8000/v1"
-    model: str = ""
-    question: str = QUESTION
+    url: str = ""
     timeout: float = 60.0
     retries: int = 2
     pause: float = 1.0
@@ -146,18 +144,39 @@ class Judge:
             raise ValueError(f"the url {self.url} must begin with http:// or https://")
 
     def __call__(self, prompt: str, response: str, answer: str) -> float:
-        texts = {"{prompt}": prompt, "{answer}": answer, "{response}": response}
-        said = re.sub("|".join(map(re.escape, texts)), lambda name: texts[name[0]], self.question)
-        body, error = {"model": self.model, "messages": [{"role": "user", "content": said}], "temperature": 0}, ""
+        error = ""
         for attempt in range(1 + self.retries):
             if attempt:
                 time.sleep(self.pause * 2 ** (attempt - 1))
             try:
-                reply = post(f"{self.url}/chat/completions", body, self.timeout)["choices"][0]["message"]["content"]
-                return float(reply.strip().splitlines()[-1])
+                return self._score(prompt, response, answer)
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as failed:
                 error = f"{type(failed).__name__}: {failed}"
-        raise RuntimeError(f"the judge at {self.url} failed {1 + self.retries} times: {error}")
+        raise RuntimeError(f"the {type(self).__name__.lower()} at {self.url} failed {1 + self.retries} times: {error}")
+
+    def _score(self, prompt: str, response: str, answer: str) -> float:
+        sample = {"prompt": prompt, "response": response, "answer": answer}
+        return float(post(self.url, sample, self.timeout)["score"])
+
+
+@dataclass(frozen=True)
+class Judge(Server):
+    """The number in the last line of a model's reply, served by an OpenAI-compatible HTTP API.
+
+    Attributes:
+        url: of the API. question: with {prompt}, {response} and {answer}.
+    """
+
+    url: str = "http://127.0.0.1:8000/v1"
+    model: str = ""
+    question: str = QUESTION
+
+    def _score(self, prompt: str, response: str, answer: str) -> float:
+        texts = {"{prompt}": prompt, "{answer}": answer, "{response}": response}
+        said = re.sub("|".join(map(re.escape, texts)), lambda name: texts[name[0]], self.question)
+        body = {"model": self.model, "messages": [{"role": "user", "content": said}], "temperature": 0}
+        reply = post(f"{self.url}/chat/completions", body, self.timeout)["choices"][0]["message"]["content"]
+        return float(reply.strip().splitlines()[-1])
 
 
 def post(url: str, body: Mapping[str, Any], timeout: float) -> Any:
@@ -173,6 +192,7 @@ READY_REWARDS: Mapping[str, Callable[..., Callable[[str, str, str], float]]] = {
     "regex": Pattern,
     "code": CodeTests,
     "judge": Judge,
+    "server": Server,
 }
 
 

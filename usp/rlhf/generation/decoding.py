@@ -162,6 +162,7 @@ class GeneratedResponse:
         turns: int64, of each token, the turn of the policy that wrote it, from 1; 0 for an environment's. None if it
             wrote all. score: of an episode. rewards: of its turns.
         complete: False if generation stopped before its end.
+        routed: int16, the experts that the tokens of prompt and response chose, (tokens, `Generate.routed`).
     """
 
     tokens: Tensor
@@ -171,6 +172,7 @@ class GeneratedResponse:
     score: float = 0.0
     rewards: Sequence[float] = ()
     complete: bool = True
+    routed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int16))
 
 
 @dataclass(eq=False)
@@ -183,6 +185,7 @@ class Rollout:
             the last `resumed` of these are of the same turn, whose generation had stopped.
         cached: prompt tokens in this rank's cache.
         unread: tokens after these that decode steps have been issued for.
+        routed: positions, and the experts that their tokens chose in this rank's layers; with `Generate.routed`.
     """
 
     prompt: list[int]
@@ -196,6 +199,7 @@ class Rollout:
     number: int = 0
     before: int = 0
     resumed: int = 0
+    routed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def decoded(self) -> int:

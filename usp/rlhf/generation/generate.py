@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,11 @@ from usp.hf.experts import expert_modules
 from usp.hf.integrate import rotary_switch, run_layers
 from usp.hf.models import SEVERAL_PARTS, ModelConfig, empty_model, model_facts
 from usp.hf.probe import MaskKind, structure
+from usp.hf.router_replay import ChoiceRecorder
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
 from usp.rlhf.environments.episodes import Episodes
-from usp.rlhf.graph import Generate, generated_keys
+from usp.rlhf.graph import ROUTED, Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 from usp.sp.sp_attention import UnifiedSPAttention
 
@@ -49,7 +50,7 @@ from .decoding import (
     token_keys,
 )
 from .turns import Told, Turns
-from .vllm import RolloutEngine
+from .vllm import Enough, RolloutEngine
 
 
 def generation_problems(config: ModelConfig) -> str:
@@ -84,9 +85,8 @@ def cache_problems(masks: Collection[MaskKind]) -> list[str]:
 
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
 _READ_MULTIPLE = 64  # the cache is read up to a multiple of this, to limit the number of shapes
-Enough: TypeAlias = Callable[[int], bool]
-# The sequences in a decode step; its tokens and log-probabilities on the host, after an event.
-_Step = tuple[Sequence[Rollout | None], tuple[Tensor, torch.cuda.Event | None]]
+# The sequences in a decode step; its tokens and log-probabilities on the host, after an event; and chosen experts.
+_Step = tuple[Sequence[Rollout | None], tuple[Tensor, torch.cuda.Event | None], Tensor | None]
 
 
 class Generator:
@@ -143,6 +143,7 @@ class Generator:
         spread = mesh.dims.ep > 1 and (self._sp * mesh.size("tp")) % mesh.dims.ep > 0
         self._together = mesh.group("dp_shard") if spread else None
         self.cache_bytes = 0
+        self._recorder: ChoiceRecorder | None = None
 
     @staticmethod
     def of(
@@ -230,6 +231,7 @@ class Generator:
                 torch.tensor(r.logprobs, dtype=torch.float32),
                 r.stopped,
                 complete=r.done,
+                routed=self._routed(r),
             )
             for r in rollouts
         ]
@@ -267,6 +269,7 @@ class Generator:
                 torch.tensor(each.owners),
                 each.score,
                 each.rewards,
+                routed=self._routed(each.last),
             )
             for each in turns.records
         ]
@@ -280,6 +283,8 @@ class Generator:
         enough: Enough | None = None,
     ) -> None:
         """Decode the rollouts, and those that follow their turns. places: in the cache, of a sequence on a rank."""
+        if work.routed and self._recorder is None:
+            self._recorder = ChoiceRecorder(self._model)
         most = fitting_slots(self._slots, self._cache_tokens, places, self._sp)
         slots, ended = Slots(rollouts, most), Stops(work, self._decode_text)
         cache = KVCache.allocate(len(slots.active), places, self._device)
@@ -305,7 +310,8 @@ class Generator:
             for group in groups:
                 self._prefill(cache, group, slots.active)
             chosen = self._decode(cache, slots, work, chosen)
-            steps.append((slots.issue(), _to_host(chosen)))
+            routed = None if self._recorder is None else self._recorder.take().to("cpu", non_blocking=True)
+            steps.append((slots.issue(), _to_host(chosen), routed))
             if len(steps) > 1:  # the device has the next one to do
                 self._read(slots, steps.popleft(), ended, turns, enough)
         self.cache_bytes = cache.nbytes
@@ -345,6 +351,11 @@ class Generator:
         )
         prefill = Prefill(cache, own_there, slots, rows, lengths)
         self._forward(_to_device(ids[:, local], self._device), own_there.expand(len(ids), -1), prefill)
+        if self._recorder is not None:
+            routed = self._recorder.take().cpu().unflatten(0, (len(ids), -1))
+            for slot, row in zip(group.slots, group.rows, strict=True):
+                inside = local < len(group.prompts[row])
+                cast(Rollout, active[slot]).routed.append((local[inside], routed[row, inside]))
 
     def _decode(self, cache: KVCache, slots: Slots, work: Generate, before: Tensor) -> Tensor:
         """Decode one step of every slot; return the next tokens and log-probabilities (2, slots), as `before` of it."""
@@ -371,7 +382,7 @@ class Generator:
     def _read(self, slots: Slots, step: _Step, ended: Stops, turns: Turns | None, enough: Enough | None) -> None:
         """Give a step's tokens, once they are on the host, to the sequences that it was issued for, and the turns that
         are over to their environments; stop if what is over is `enough`."""
-        issued, (chosen, copied) = step
+        issued, (chosen, copied), routed = step
         if copied is not None:
             copied.synchronize()
         ids, logprobs = chosen.tolist()
@@ -381,6 +392,10 @@ class Generator:
                     f"the model's logits are not finite after {len(rollout.prompt) + len(rollout.tokens)} tokens: "
                     f"its weights, or its activations in {self._dtype}, are nan or infinite"
                 )
+        for slot, rollout in enumerate(issued):
+            if routed is not None and rollout is not None and not rollout.stopped:
+                read = len(rollout.prompt) + len(rollout.tokens) - 1  # the position of the token that the step read
+                rollout.routed.append((torch.tensor([read]), routed[slot : slot + 1]))
         over = slots.read(issued, list(map(int, ids)), logprobs, ended)
         if turns is not None:
             for rollout in over:
@@ -389,6 +404,21 @@ class Generator:
             for rollout in over:
                 if enough(rollout.number):
                     slots.stop()
+
+    def _routed(self, rollout: Rollout | None) -> Tensor:
+        """Return the experts that all tokens of a sequence chose, but the last one, which no forward has read: 0.
+        Collective over sp and pp, whose ranks have some of the tokens and layers."""
+        if self._recorder is None or rollout is None:
+            return torch.zeros(0, dtype=torch.int16)
+        length, width = len(rollout.prompt) + len(rollout.tokens), self._recorder.width
+        whole = torch.zeros(length, width, dtype=torch.int32)
+        for positions, chosen in rollout.routed:
+            whole[positions] = chosen.int()
+        whole = whole.to(self._device)
+        for axis in ("sp", "pp"):
+            if axis in self._groups:
+                dist.all_reduce(whole, dist.ReduceOp.MAX, group=self._groups[axis])
+        return whole.cpu().to(torch.int16)
 
     def _forward(self, ids: Tensor, position_ids: Tensor, kv_cache: Prefill | DecodeStep) -> Tensor:
         """Return this stage's hidden states (rows, tokens, hidden); receive the previous stage's over the pp axis."""
@@ -474,6 +504,7 @@ def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tens
         "finished": torch.tensor(response.finished),
         "prompt_length": torch.tensor(len(prompt)),
         "score": torch.tensor(response.score),
+        ROUTED: response.routed.flatten(),
     }
 
 

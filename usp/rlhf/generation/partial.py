@@ -1,8 +1,8 @@
 """Partial rollouts: responses whose generation stops at a change of weights, and goes on with the new ones.
 
 A response that goes on is a prompt of all tokens so far, whose keys and values are computed again, with the new
-weights. A token keeps the log-probability and the version of the weights that wrote it. Its noise depends on its
-position alone, so under equal weights the tokens are those without a stop.
+weights. A token keeps the log-probability and the version of the weights that wrote it. By our own decoding its noise
+depends on its position alone, so under equal weights the tokens are those without a stop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from usp.rlhf.graph import Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 
 from .decoding import GeneratedResponse
-from .generate import Generator, sample_values
+from .generate import sample_values
+from .vllm import RolloutEngine
 
 EMPTY = GeneratedResponse(torch.zeros(0, dtype=torch.int64), torch.zeros(0), finished=False, complete=False)
 
@@ -57,7 +58,7 @@ def go_on(
     work: Generate,
     version: int,
     enough: Callable[[Sequence[int]], bool],
-    generator: Generator,
+    generator: RolloutEngine,
 ) -> tuple[dict[int, Group], list[int]]:
     """Go on with responses until `enough` groups, or all, are complete. Collective as `Generator.generate`.
 

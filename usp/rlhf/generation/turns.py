@@ -31,7 +31,7 @@ class Told(NamedTuple):
 @dataclass(eq=False)
 class Record:
     """A response so far. owners: the turn that each token belongs to, from 1; 0 for the environment's. rewards: of the
-    turns that were answered."""
+    turns that were answered. last: the rollout of the last turn."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -40,6 +40,7 @@ class Record:
     turns: int = 0
     score: float = 0.0
     done: bool = False
+    last: Rollout | None = None
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
         self.tokens += tokens
@@ -82,6 +83,7 @@ class Turns:
         """Ask the environment of a rollout that has all of its tokens."""
         record = self.records[rollout.number]
         record.turns += 1
+        record.last = rollout
         record.add(rollout.tokens, rollout.logprobs, record.turns)
         self.waiting[rollout.number] = rollout
         if self._processes is not None:

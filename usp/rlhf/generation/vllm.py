@@ -14,32 +14,44 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh
+from parallel import ParallelMesh, format_ranks
 from parallel.reallocation.boxes import Box
 from usp.hf.disk import DiskTensor
 from usp.hf.models import ModelConfig
 from usp.rlhf.graph import Generate
+from usp.rlhf.samples import derived_seed
 
 from .decoding import Decode, GeneratedResponse, Stops
 
 LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
+Enough: TypeAlias = Callable[[int], bool]  # see `Generator.generate`
+Naming: TypeAlias = Callable[[str], AbstractContextManager[Any]]  # see `Watchdog.naming`
 
 
 class RolloutEngine(Protocol):
     """What a generate call decodes with."""
 
     def generate(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]]
+        self,
+        prompts: Sequence[Tensor],
+        work: Generate,
+        seeds: Sequence[int],
+        samples: Sequence[tuple[int, int]] = (),
+        *,
+        begun: Sequence[Sequence[int]] = (),
+        enough: Enough | None = None,
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of a data-parallel group. See `Generator.generate`."""
 
@@ -49,6 +61,7 @@ class EngineOptions:
     """Options of an engine, the same on all of its ranks.
 
     Attributes:
+        calls: that it decodes for, to be named in errors.
         tp: consecutive ranks that share a model. experts: these ranks divide the experts, instead of each expert.
         tokens: the longest sequence. slots: most sequences that are decoded at a time.
         cache_bytes: of the KV cache on a rank.
@@ -56,6 +69,7 @@ class EngineOptions:
             temperature 1.
     """
 
+    calls: str
     tp: int
     experts: bool
     dtype: torch.dtype
@@ -95,13 +109,13 @@ class VllmEngine:
     It has memory and weights only between `wake` and `sleep`.
     """
 
-    def __init__(self, engine: Any, options: EngineOptions, mesh: ParallelMesh, decode: Decode | None) -> None:
-        self._engine, self._options, self._mesh, self._decode = engine, options, mesh, decode
+    def __init__(self, engine: Any, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming) -> None:
+        self._engine, self._options, self._mesh, self._decode, self._naming = engine, options, mesh, decode, naming
         self._asleep, self._freed = False, list[tuple[torch.UntypedStorage, int]]()
 
     @staticmethod
     def start(
-        config: ModelConfig, options: EngineOptions, mesh: ParallelMesh, decode: Decode | None = None
+        config: ModelConfig, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming
     ) -> VllmEngine | None:
         """Start the engine of this rank; None on ranks outside of `mesh`. Collective over the world, as vLLM's process
         groups are.
@@ -149,11 +163,18 @@ class VllmEngine:
                 _join(vllm_config, job[0])
         torch.set_num_threads = sets_threads  # vLLM replaces it on CPUs
         torch.set_num_threads(threads)
-        return VllmEngine(engine, options, mesh, decode) if mesh.member else None
+        dist.barrier()  # all have opened the shared memory of their group, which lasts as long as they do
+        for file in Path("/dev/shm").glob(f"{job[0]}-*"):
+            file.unlink(missing_ok=True)
+        return VllmEngine(engine, options, mesh, decode, naming) if mesh.member else None
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace all weights by those that `weights` yields, by their names in files: whole tensors, of which only
         this rank's part counts. All of them are consumed."""
+        for layer in self._model().modules() if self._mesh.device_type == "cpu" else ():
+            experts: Any = getattr(layer, "quant_method", None)
+            if hasattr(experts, "moe_kernel"):
+                experts.moe_kernel = None  # else vLLM leaves experts as in files, which kernels of CPUs do not read
         with self._named("while its weights were updated"):
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         for _ in weights:
@@ -162,10 +183,17 @@ class VllmEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]] = ()
+        self,
+        prompts: Sequence[Tensor],
+        work: Generate,
+        seeds: Sequence[int],
+        samples: Sequence[tuple[int, int]] = (),
+        *,
+        begun: Sequence[Sequence[int]] = (),
+        enough: Enough | None = None,
     ) -> list[GeneratedResponse]:
-        """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed and the
-        weights alone, as those of `Generator`, but are other ones for the same seed, unless the temperature is 0.
+        """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed, the weights
+        and where a response stopped and went on, but are other ones than `Generator`'s, unless the temperature is 0.
 
         Raises:
             ValueError: naming every prompt that is too long.
@@ -176,7 +204,7 @@ class VllmEngine:
         if long := [f"prompt {i} has {len(each)} tokens" for i, each in enumerate(prompts) if len(each) >= longest]:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
         with self._named("while it decoded"):
-            responses = self._decode_all(prompts, work, seeds)
+            responses = self._decode_all(prompts, work, seeds, [*begun] or [()] * len(prompts), enough)
         for number, response in enumerate(responses):
             if not bool(response.logprobs.isfinite().all()):
                 raise RuntimeError(
@@ -187,36 +215,51 @@ class VllmEngine:
             self._mesh.agree([each.tokens.tolist() for each in responses], "the tokens that vLLM decoded", ("tp",))
         return responses
 
-    def _decode_all(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[GeneratedResponse]:
+    def _decode_all(
+        self,
+        prompts: Sequence[Tensor],
+        work: Generate,
+        seeds: Sequence[int],
+        begun: Sequence[Sequence[int]],
+        enough: Enough | None,
+    ) -> list[GeneratedResponse]:
         from vllm import SamplingParams
 
-        longest, ended = self._options.tokens, Stops(work, self._decode)
-        by_text = bool(work.stop_strings)
-        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        engine, longest, ended = self._engine, self._options.tokens, Stops(work, self._decode)
+        for number, (prompt, seed, before) in enumerate(zip(prompts, seeds, begun, strict=True)):
             sampling = SamplingParams(
                 temperature=work.temperature,
                 top_k=work.top_k,
                 top_p=work.top_p,
-                seed=seed,
-                max_tokens=min(work.max_new_tokens, longest - len(prompt)),
+                seed=derived_seed(seed, len(before)) if before else seed,  # whose noise begins with these tokens
+                max_tokens=min(work.max_new_tokens, longest - len(prompt)) - len(before),
                 stop_token_ids=list(work.stop_ids),
                 ignore_eos=True,  # stop ids say where responses end
                 logprobs=0,  # those of the tokens alone
                 detokenize=False,
             )
-            self._engine.add_request(str(number), {"prompt_token_ids": prompt.tolist()}, sampling)
-        responses: dict[int, GeneratedResponse] = {}
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                (written,), number = output.outputs, int(output.request_id)
-                tokens = list(written.token_ids)
-                stopped = bool(tokens) and ended(tokens) and number not in responses
-                if stopped and by_text and not output.finished:
-                    self._engine.abort_request([output.request_id])
-                if stopped or (output.finished and number not in responses):
-                    logprobs = [each[token].logprob for token, each in zip(tokens, written.logprobs, strict=True)]
-                    responses[number] = GeneratedResponse(torch.tensor(tokens), torch.tensor(logprobs), stopped)
-        return [responses[number] for number in range(len(prompts))]
+            engine.add_request(str(number), {"prompt_token_ids": [*prompt.tolist(), *before]}, sampling)
+        written, stopped, leaves = dict[int, Any](), dict[int, bool](), False  # stopped: by itself, of complete ones
+        while engine.has_unfinished_requests() and not leaves:
+            for output in engine.step():
+                (newest,), number = output.outputs, int(output.request_id)
+                if number in stopped:
+                    continue
+                written[number], tokens = newest, newest.token_ids
+                ends = bool(tokens) and ended([*begun[number], *tokens])
+                if ends and not output.finished:
+                    engine.abort_request([output.request_id])
+                if ends or output.finished:
+                    stopped[number] = ends
+                    leaves |= enough is not None and enough(number)
+        engine.abort_request([str(number) for number in range(len(prompts)) if number not in stopped])
+        responses = []
+        for number in range(len(prompts)):
+            tokens, rows = (newest.token_ids, newest.logprobs) if (newest := written.get(number)) else ((), ())
+            logprobs = torch.tensor([row[token].logprob for token, row in zip(tokens, rows, strict=True)])
+            response = torch.tensor(tokens, dtype=torch.int64), logprobs.float(), stopped.get(number, False)
+            responses.append(GeneratedResponse(*response, complete=number in stopped))
+        return responses
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache, and lose both. Local. Does nothing if asleep."""
@@ -260,25 +303,18 @@ class VllmEngine:
     def _runner(self) -> Any:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
-    def _named(self, doing: str) -> _Named:
-        ranks = dist.get_process_group_ranks(self._mesh.group("tp"))
-        return _Named(f"the rollout engine vLLM of ranks {ranks} failed on rank {dist.get_rank()} {doing}")
-
-
-class _Named:
-    """Names the engine in what it raises."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            raise RuntimeError(
-                f"{self._message}: {type(error).__name__}: {error}; torchrun --max-restarts N goes on from the last "
-                f"checkpoint"
-            ) from error
+    @contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        """Name the engine and its calls in what the block raises, and to torchrun if this process is killed in it."""
+        ranks, rank = format_ranks(dist.get_process_group_ranks(self._mesh.group("tp"))), dist.get_rank()
+        engine = f"the rollout engine vLLM of ranks {ranks} for {self._options.calls}"
+        advice = "--resume auto, and torchrun --max-restarts N by itself, go on from the last checkpoint"
+        try:
+            with self._naming(f"{engine} died on rank {rank} {doing}; {advice}"):
+                yield
+        except Exception as error:
+            failed = f"{engine} failed on rank {rank} {doing}: {type(error).__name__}"
+            raise RuntimeError(f"{failed}: {error}; {advice}") from error
 
 
 def whole_tensors(

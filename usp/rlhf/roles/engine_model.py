@@ -6,16 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from parallel import ParallelMesh
-from parallel.reallocation.boxes import local_box
+from parallel.reallocation.boxes import local_box, local_part
 from usp.hf.disk import disk_layout, stored_tensors
+from usp.hf.lora import Lora, MergedWeights
 from usp.hf.models import empty_model
-from usp.rlhf.generation.generate import generate_samples
 from usp.rlhf.generation.vllm import VllmEngine, whole_tensors, whole_vocabulary
-from usp.rlhf.graph import Generate
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.samples import Samples
 
 from .role_model import RoleModel, RoleSpec
 
@@ -24,7 +23,7 @@ class EngineModel(RoleModel):
     """A `RoleModel` that decodes with an engine, which has the memory: between `allocate` and `release`.
 
     Its own tensors never have any: they say which box of each parameter this rank needs. `take` gives the engine the
-    values.
+    values. With adapters, this copy has its base and them as any other has, and the engine takes what they add up to.
     """
 
     def __init__(self, spec: RoleSpec, layout: CallLayout, mesh: ParallelMesh, engine: VllmEngine) -> None:
@@ -35,11 +34,10 @@ class EngineModel(RoleModel):
         self._boxes = {name: local_box(weight) for name, weight in self.weights().items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters and persistent buffers that this rank's engine needs, without memory."""
-        vocabulary = self.spec.config.vocab_size
+        """Return the parameters and persistent buffers that this rank's engine needs, without memory; or adapters."""
         return {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            if weight.ndim and weight.shape[0] == vocabulary and whole_vocabulary(vocabulary, self.layout.dims.tp)
+            if self.spec.lora is None and self._is_whole(weight)
             else weight
             for name, weight in super().weights().items()
         }
@@ -48,20 +46,40 @@ class EngineModel(RoleModel):
         raise RuntimeError(f"{self.spec.role} is not trained, and an engine takes its weights from a trained copy")
 
     def allocate(self) -> None:
+        if self.spec.lora is not None:
+            super().allocate()
         self._vllm.wake()
 
     def release(self) -> None:
+        super().release()
         self._vllm.sleep()
 
     def take(self, rounds: Iterator[Mapping[str, Tensor]]) -> None:
         """Give the engine this rank's boxes of all weights, in rounds. Collective over the mesh."""
+        if self.spec.lora is not None:
+            rounds = self._merged(rounds, self.spec.lora)
         self._vllm.load(pair for parts in rounds for pair in whole_tensors(parts, self._boxes, self._on_disk))
 
-    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        samples = generate_samples(prompts, work, seed, self._vllm)
-        return samples if self._leads else Samples((), {})
+    def _merged(self, rounds: Iterator[Mapping[str, Tensor]], lora: Lora) -> Iterator[Mapping[str, Tensor]]:
+        for _ in rounds:  # which fill the adapters
+            pass
+        for name, weight in MergedWeights([self.stage.model], lora).items():
+            if self._is_whole(weight) and isinstance(weight, DTensor):
+                weight = weight.full_tensor()
+            self._boxes[name] = local_box(weight)
+            yield {name: local_part(weight)}
+
+    def _is_whole(self, weight: Tensor) -> bool:
+        """Return whether each of the engine's ranks needs all of a weight."""
+        rows = self.spec.config.vocab_size
+        return weight.ndim > 0 and weight.shape[0] == rows and whole_vocabulary(rows, self.layout.dims.tp)
+
+    def _generates(self) -> VllmEngine:
+        return self._vllm
 
     def parts(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Allocate this rank's boxes of some weights, for a round."""
+        """Allocate this rank's boxes of some weights, for a round; adapters stay where they are."""
+        if self.spec.lora is not None:
+            return {name: self.weights()[name] for name in names}
         weights, device = self.weights(), torch.device(self.mesh.device_type)
         return {name: torch.empty(self._boxes[name].sizes, dtype=weights[name].dtype, device=device) for name in names}

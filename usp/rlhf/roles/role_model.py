@@ -28,6 +28,7 @@ from usp.losses.output_heads import Head, LastHidden
 from usp.rlhf.generation.decoding import Decode
 from usp.rlhf.generation.generate import Generator, generate_samples
 from usp.rlhf.generation.partial import Group, go_on
+from usp.rlhf.generation.vllm import RolloutEngine
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
@@ -55,6 +56,7 @@ class RoleSpec:
         balance, router_balance: weight and scope of the routers' load-balancing loss where the role is trained; see
             `EngineRecipe`. A step is a mini-batch.
         share_prefixes: rows have the common prefixes of samples once.
+        router_replay: tokens choose the experts in the samples, if these have some.
         lora: adapters, which are trained instead of the weights of `source`.
     """
 
@@ -72,6 +74,7 @@ class RoleSpec:
     balance: float = 0.0
     router_balance: str = "step"
     share_prefixes: bool = False
+    router_replay: bool = False
     lora: Lora | None = None
 
     def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
@@ -328,7 +331,7 @@ class RoleModel:
     ) -> tuple[dict[int, Group], list[int]]:
         return go_on(groups, work, version, enough, self._generates())
 
-    def _generates(self) -> Generator:
+    def _generates(self) -> RolloutEngine:
         if self._generator is None:
             self._generator = Generator.of(
                 self.stage, self.mesh, slots=self._slots, decode=self._decode, cache_tokens=self._cache_tokens

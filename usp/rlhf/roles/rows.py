@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from attention import SequenceLayout
 from parallel import ParallelMesh
-from usp.rlhf.graph import Sequences
+from usp.rlhf.graph import ROUTED, Sequences
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
 from usp.sp.sequence import IGNORED_LABEL, shard_batch, shard_sequence, unshard_sequence
@@ -166,7 +166,8 @@ def micro_batches(
     `shard_batch`; `SEQUENCE`: the index of each token's sequence in the row (of the first, if it is shared), or the
     number of sequences for padding; `real`: bool, False for padding; and each of
     `keys` as float32, 0 in padding.
-    All but `cu_seqlens` and `prefix_tree` are (1, this rank's tokens).
+    All but `cu_seqlens` and `prefix_tree` are (1, this rank's tokens); `ROUTED`, if the samples have it, has several
+    numbers for each.
 
     counts: key of the samples that is 0 at tokens without a label; "": all have one, but the last of a sequence.
 
@@ -184,6 +185,7 @@ def micro_batches(
         raise ValueError(f"per-token values must have one number per token: {'; '.join(violations[:5])}")
 
     tokens = samples["tokens"] if samples.ids else []
+    routed = [x.view(len(ids), -1) for x, ids in zip(samples.values.get(ROUTED, ()), tokens, strict=False)]
     labels = [pad(ids[1:], (0, 1), value=IGNORED_LABEL) for ids in tokens]
     if counts and samples.ids:
         labels = [x.where(each != 0, IGNORED_LABEL) for x, each in zip(labels, samples[counts], strict=True)]
@@ -191,8 +193,10 @@ def micro_batches(
     for row, segments in zip(plan.rows, _segments(samples, plan), strict=True):
         boundaries = _boundaries(segments)
 
-        def joined(values: Tokens, padding: int, dtype: torch.dtype, segments: Sequence[Segment] = segments) -> Tensor:
-            whole = torch.full((1, plan.row_len), padding, dtype=dtype)
+        def joined(
+            values: Tokens, padding: int, dtype: torch.dtype, *width: int, segments: Sequence[Segment] = segments
+        ) -> Tensor:
+            whole = torch.full((1, plan.row_len, *width), padding, dtype=dtype)
             if segments:
                 content = torch.cat([segment.of(values).to(dtype) for segment in segments])
                 whole[0, : len(content)] = content
@@ -208,6 +212,8 @@ def micro_batches(
             SEQUENCE: joined(places, len(row), torch.int64),
             **{key: joined(samples[key] if samples.ids else (), 0, torch.float32) for key in keys},
         }
+        if routed:
+            others[ROUTED] = joined(routed, 0, torch.int16, routed[0].shape[1])
         for key, value in others.items():
             batch[key] = shard_sequence(value, mesh, layout.sp_layout, cu_seqlens=boundaries)
         batch["real"] = batch[SEQUENCE] < len(row)

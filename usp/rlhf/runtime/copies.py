@@ -107,6 +107,34 @@ class RoleCopies:
             self._reallocations[copy, step.sources[copy]] = reallocations
         return step
 
+    def of_role(self, role: str) -> list[Role]:
+        """Return this rank's models of a role."""
+        return [model for copy, model in self._models.items() if copy.role == role]
+
+    def follow(self, role: str, trained: str, weight: float, event: Event) -> None:
+        """Move the weights of an untrained role towards those of a trained one, by this part of the way.
+
+        Collective over the world. A rank needs memory for one layer more. Raises ValueError, before anything moves, if
+        the roles have different parameters.
+        """
+        source = self._trained[trained]
+        for copy in (copy for copy in self._uses if copy.role == role):
+            if copy in self._models:
+                self._models[copy].load()
+            weights = self._weights(copy)
+            layouts, hosts = (self._layouts[source], self._layouts[copy]), self._ranks_per_host
+            for part in layer_plans(plan_realloc(*layouts, bucket_bytes=_BUCKET_BYTES, ranks_per_host=hosts)):
+                values = {name: torch.empty_like(weights[name]) for name in part.dst.parameters if name in weights}
+                reallocation = Reallocation(part, self._groups, self._device)
+                reallocation.run(self._weights(source), values)
+                for name, of_trained in values.items():
+                    share = weight if of_trained.is_floating_point() else 1
+                    weights[name].copy_(of_trained if share == 1 else weights[name].lerp(of_trained, share))
+                for name, nbytes in _moved(reallocation).items():
+                    setattr(event, name, getattr(event, name) + nbytes)
+            if copy in self._models and role in self._plan.offload:
+                self._models[copy].offload()
+
     def model(self, copy: WeightCopy) -> Role:
         """Return the model of a copy that this rank has a part of."""
         return self._models[copy]

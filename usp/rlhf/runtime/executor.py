@@ -319,6 +319,15 @@ class Executor:
             gc.collect()  # models refer to themselves
         self.timeline.take()
 
+    def of_role(self, role: str) -> list[Role]:
+        """Return this rank's models of a role."""
+        return self._context.copies.of_role(role)
+
+    def follow(self, role: str, trained: str, weight: float) -> None:
+        """Move an untrained role towards a trained one between two steps, as `RoleCopies.follow`."""
+        with self.timeline.record("reallocate", f"{role} from {trained}") as event:
+            self._context.copies.follow(role, trained, weight, event)
+
     def function_states(self) -> dict[str, dict[str, float]]:
         """Collect the state of stateful functions, which only the ranks that call them have. Collective."""
         states = {}

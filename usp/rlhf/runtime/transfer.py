@@ -40,7 +40,7 @@ class TransferEnd:
 def message_bytes(message: Sequence[tuple[str, int]], kinds: Mapping[str, KeyKind], lengths: Lengths) -> int:
     """Return the size of a message."""
     items = ((kinds[key], i) for key, i in message)
-    return sum((lengths[kind.tokens][i] if kind.tokens else 1) * kind.dtype.itemsize for kind, i in items)
+    return sum((lengths[k.tokens][i] * k.width if k.tokens else 1) * k.dtype.itemsize for k, i in items)
 
 
 def plan_transfer(
@@ -156,7 +156,8 @@ class StepData:
                 shape: tuple[int, ...] = ()
                 if kind.tokens:  # those of sequences that were just generated are not in `lengths` yet
                     known = kind.tokens in self.lengths
-                    shape = (self.lengths[kind.tokens][i] if known else len(self.store[kind.tokens][i]),)
+                    length = self.lengths[kind.tokens][i] if known else len(self.store[kind.tokens][i])
+                    shape = (length * kind.width,)
                 if tuple(value.shape) != shape or value.dtype != kind.dtype:
                     meaning = f"one per token of {kind.tokens!r}" if kind.tokens else "one number (see `scalars`)"
                     raise ValueError(
@@ -172,8 +173,8 @@ class StepData:
 
     def sizes(self, key: str) -> list[int]:
         """Return how many numbers each sample has under a key."""
-        tokens = self.kinds[key].tokens
-        return list(self.lengths[tokens]) if tokens else [1] * self.samples
+        kind = self.kinds[key]
+        return [n * kind.width for n in self.lengths[kind.tokens]] if kind.tokens else [1] * self.samples
 
 
 class PendingTransfer:

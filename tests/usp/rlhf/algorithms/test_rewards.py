@@ -124,7 +124,7 @@ def test_a_sample_that_fails_again_is_recorded_and_has_no_score(failure: Any) ->
 
     function = score_with(reward, retries=2, pause=0.0, failure=failure)
     scores = [float(x) for x in function(make(), alone)["score"]]
-    assert calls == ["ccc", "a", "a", "bb", "bb", "bb"]
+    assert calls == ["ccc", "a", "bb", "a", "bb", "bb"]
     assert scores[:2] == [1, 1] and (scores[2] == 0 if failure == "zero" else math.isnan(scores[2]))
     (record,) = function.take_failures()
     assert (record["sample"], record["error"]) == (9, "it raised SystemExit: the judge has left")

@@ -61,7 +61,8 @@ class Model(BaseHTTPRequestHandler):
         reply = server.replies[min(len(server.asked), len(server.replies)) - 1]
         self.send_response(200 if reply else 500)
         self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"message": {"content": reply}}]}).encode())
+        said = {"choices": [{"message": {"content": reply}}]} if self.path.startswith("/v1/") else {"score": reply}
+        self.wfile.write(json.dumps(said).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -95,11 +96,23 @@ def test_a_judge_replies_a_number(model: Any) -> None:
         Judge("http://127.0.0.1:9/v1", retries=0)("p", "r", "a")
 
 
+def test_a_server_replies_a_score(model: Any) -> None:
+    url = f"http://127.0.0.1:{model.server_port}/scores"
+    server = load_reward_function(f"server={json.dumps({'url': url, 'pause': 0.0})}")
+    model.replies = ["", "-1.5"]
+    assert server("p", "r", "a") == -1.5
+    assert model.asked == [{"prompt": "p", "response": "r", "answer": "a"}] * 2
+    model.replies = ["good"]
+    with pytest.raises(RuntimeError, match=f"the server at {url} failed 3 times: ValueError"):
+        server("p", "r", "a")
+
+
 def test_names_are_checked() -> None:
     for name, said in {
         "regex=(": "missing ",
         "regex": "missing 1 required positional argument",
         "judge=model": "must begin with http",
+        "server": "must begin with http",
         "exact": "must be PATH.py:NAME",
         "code=yes": "code=yes must be code, or code=unprotected",
     }.items():

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
+from tests.e2e.processes import ROOT, Ended, Run
 from usp.data.tokenizer import BYTE_EOS, BYTE_VOCAB
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
@@ -34,16 +35,27 @@ SIZES: dict[str, Any] = {  # vLLM's attention on CPUs has head dims from 32 on
     "bos_token_id": None,
     "initializer_range": 0.1,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
 }
-TRAIN_U2_R2 = {"ranks": "0-3", "ulysses": 2, "ring": 2, "zero": 3}
-TRAIN_TP2_PP2 = {"ranks": "0-3", "tp": 2, "pp": 2, "zero": 1, "tp_sequence_parallel": True}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "llama, u2 r2, engine of tp 2": ("llama", TRAIN_U2_R2, {"ranks": "0-3", "tp": 2}),
-    "qwen2, tp2 pp2, engines of tp 1": ("qwen2", TRAIN_TP2_PP2, {"ranks": "0-3"}),
-    "llama, ranks of its own": ("llama", {"ranks": "0-1", "ulysses": 2, "zero": 3}, {"ranks": "2-3", "tp": 2}),
+U2_R2 = {"ulysses": 2, "ring": 2, "zero": 3}
+TP2_PP2 = {"tp": 2, "pp": 2, "zero": 1, "tp_sequence_parallel": True}
+# the family and the algorithm; the degrees of training, on ranks 0-3 unless they say so; the engine's layout
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama, u2 r2, engine of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
+    "qwen2, ppo, tp2 pp2, engines of tp 1": ("qwen2", "ppo", TP2_PP2, {"ranks": "0-3"}),
+    "llama, ppo, u2 r2, an engine of tp 2 on ranks of its own": ("llama", "ppo", U2_R2, {"ranks": "4-5", "tp": 2}),
+    "qwen3_moe, tp2 pp2, engine of tp 2": ("qwen3_moe", "grpo", TP2_PP2, {"ranks": "0-3", "tp": 2}),
+    "qwen3_moe, ppo, u2 r2, engines of tp 1": ("qwen3_moe", "ppo", U2_R2, {"ranks": "0-3"}),
+    "mixtral, tp2 pp2, engines of tp 1 on ranks of their own": ("mixtral", "grpo", TP2_PP2, {"ranks": "4-5"}),
+}
+ADAPTERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama, adapters, u2 r2, engine of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
+    "qwen3_moe, adapters, tp2 pp2, engine of tp 2": ("qwen3_moe", "ppo", TP2_PP2, {"ranks": "0-3", "tp": 2}),
 }
 REWARD = """
 def odd(prompt, response, answer):
@@ -52,14 +64,15 @@ def odd(prompt, response, answer):
 """
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Path) -> None:
-    family, train, generate = CASES[name]
+def options_of(case: tuple[str, str, dict[str, Any], dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Write the model, the reward and the plan of a case; return its options."""
+    family, algorithm, degrees, generate = case
     model: Any = empty_model(FAMILIES[family])
     materialise(model, torch.device("cpu"))
     initialise(model, 0)
-    model.save_pretrained(tmp_path / "model")
-    (tmp_path / "reward.py").write_text(REWARD)
+    model.save_pretrained(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    train = {"ranks": "0-3"} | degrees
     inference = {key: value for key, value in train.items() if key not in ("zero", "tp_sequence_parallel")}
     calls = {
         "actor_generate": {**generate, "engine": "vllm"},
@@ -68,30 +81,114 @@ def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Pat
         "reward": {"ranks": generate["ranks"]},
         "advantages": {"ranks": generate["ranks"]},
     }
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"name": "mine", "calls": calls}))
-    options = {
-        "model": str(tmp_path / "model"),
-        "plan": str(tmp_path / "plan.yaml"),
-        "reward_function": f"{tmp_path / 'reward.py'}:odd",
+    if algorithm == "ppo":
+        calls |= {"actor_inference": inference, "critic_inference": inference, "critic_train": train}
+    (folder / "plan.yaml").write_text(yaml.safe_dump({"name": "mine", "calls": calls}))
+    return {
+        "algorithm": algorithm,
+        "model": str(folder / "model"),
+        "plan": str(folder / "plan.yaml"),
+        "reward_function": f"{folder / 'reward.py'}:odd",
         "tokenizer": "bytes",
         "prompts": 4,
-        "group_size": 2,
+        "group_size": 2 if algorithm == "grpo" else 0,
         "prompt_tokens": 64,
         "steps": STEPS,
         "learning_rate": 3e-3,
         "warmup_steps": 0,
-        "eval_every": STEPS,
-        "eval_prompts": 8,
-        "eval_temperature": 0.0,
         "rollout_cache": CACHE,
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(SCRIPT)]
+
+
+@pytest.mark.parametrize("name", CASES | ADAPTERS)
+def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Path) -> None:
+    case = (CASES | ADAPTERS)[name]
+    ranks = 4 if case[3]["ranks"] == "0-3" else 6
+    options = options_of(case, tmp_path) | {"eval_every": STEPS, "eval_prompts": 8, "eval_temperature": 0.0}
+    options |= {"lora_rank": 4} if name in ADAPTERS else {}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(SCRIPT)]
     run = subprocess.run([*command, str(tmp_path), json.dumps(options), str(STEPS)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for moment in ("before", "after"):
         assert all(told[0][moment]["same"]) and told[0][moment]["same"], moment
         assert told[0][moment]["difference"] < 1e-4
     assert max(told[0]["drift"]) < 1e-4
-    for freed in filter(None, (each["freed"] for each in told)):
-        assert freed[0] > CACHE * 2**30 * 0.9 and freed[1] == 0
+    assert all(received == minimum for each in told for received, minimum in each["moved"])
+    assert sum(received for each in told for received, _ in each["moved"]) > 0
+    for awake, asleep, resident in filter(None, (each["freed"] for each in told)):
+        assert awake > CACHE * 2**30 * 0.9 and asleep == 0
+        assert resident > awake * 0.9
+
+
+def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT.with_name("vllm_partial.py")), str(tmp_path / "store")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+# How an engine ends in its third call: the degrees of training, the engine's layout, the rank that it dies on, options.
+STOPS = ",".join(map(str, range(0, BYTE_VOCAB, 6)))
+U2 = {"ranks": "0-1", "ulysses": 2, "zero": 3}
+DEATHS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
+    "killed beside training": (U2, {"ranks": "0-1", "tp": 2}, 1, {}),
+    "killed on ranks of its own": (U2, {"ranks": "2"}, 2, {}),
+    "raising on ranks of its own": (U2, {"ranks": "2-3", "tp": 2}, 3, {}),
+    "killed in partial rollouts": (
+        U2,
+        {"ranks": "0"},
+        0,
+        {"plan": "separation", "rollout_engine": "vllm", "staleness": 2, "partial_rollouts": True, "stop_ids": STOPS},
+    ),
+}
+DIES = """
+import os, signal
+from itertools import count
+from usp.rlhf.generation.vllm import VllmEngine
+
+def dying(self, *args, call=VllmEngine._decode_all, calls=count(1)):
+    if next(calls) == 3 and os.environ["RANK"] == os.environ.get("DEADLY"):
+        if "killed" in os.environ["DEATH"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise IndexError("no such block")
+    return call(self, *args)
+
+VllmEngine._decode_all = dying
+"""
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_an_engine_that_dies_is_named_and_the_run_resumes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, generate, rank, more = DEATHS[name]
+    options = options_of(("llama", "grpo", train, generate), tmp_path) | {"steps": 4, "checkpoint_every": 1} | more
+    ranks = 1 + max(int(of["ranks"][-1]) for of in (train, generate))
+    (tmp_path / "reward.py").write_text(DIES + REWARD)
+    given = {f"--{key.replace('_', '-')}": value for key, value in options.items()}
+    flags = [text for flag, value in given.items() for text in ([flag] if value is True else [flag, str(value)])]
+
+    def ended(output: str, *more: str) -> Ended:
+        args = [*flags, "--dtype", "float32", "--output", output, *more]
+        with Run(args, tmp_path, ranks=ranks, script=ROOT / "rlhf.py") as run:
+            return run.end()
+
+    def steps(output: str) -> list[Any]:
+        records = map(json.loads, (tmp_path / output / "metrics.jsonl").read_text().splitlines())
+        return [(record["step"], record["score"], record["actor/loss"]) for record in records]
+
+    calm = ended("calm")
+    assert calm.exit_code == 0, calm.err
+    with monkeypatch.context() as dies:
+        dies.setenv("DEADLY", str(rank))
+        dies.setenv("DEATH", name)
+        dead = ended("deadly")
+    said = f"the rollout engine vLLM of ranks {generate['ranks']} for actor_generate "
+    said += f"died on rank {rank} while it decoded" if "killed" in name else f"failed on rank {rank} while it decoded: "
+    said += "" if "killed" in name else "IndexError: no such block"
+    cause = dead.err.partition("Root Cause")[2]  # of torchrun's summary
+    assert dead.exit_code != 0 and f"rank      : {rank} " in cause and said in cause, dead.err
+    resumed = ended("deadly", "--resume", "auto")
+    assert resumed.exit_code == 0 and "resumed from: deadly/checkpoints/step-0000000" in resumed.out, resumed.err
+    assert steps("deadly") == steps("calm") and len(steps("calm")) == 4
+    assert not list(Path("/dev/shm").glob("*-cpushm_*")), "shared memory of engines that are gone"

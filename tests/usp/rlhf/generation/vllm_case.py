@@ -1,12 +1,14 @@
-"""A GRPO run whose responses vLLM decodes, on each rank of torchrun: vllm_case.py FOLDER OPTIONS STEPS.
+"""A run whose responses vLLM decodes, on each rank of torchrun: vllm_case.py FOLDER OPTIONS STEPS.
 
 Every rank writes how the engine's greedy responses compare with our own decoding of the trained weights in one process,
-before the first and after the last step; the drift of each step; and the memory of its engine, awake and asleep."""
+before the first and after the last step; the drift of each step; the bytes that it received for each update, and that
+it lacked; the memory of its engine, awake and asleep, and what of the process's memory sleeping freed."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,17 @@ from usp.rlhf.graph import Generate
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.prepare import prepare
 from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.trainer import RlhfTrainer
 from usp.run.launch import Launch, StopRequest, process_group
 from usp.run.watchdog import Watchdog
 
-GENERATE = VllmEngine.generate
+GENERATE, RUN = VllmEngine.generate, Executor.run
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def trained_weights(trainer: RlhfTrainer) -> dict[str, Tensor]:
@@ -50,6 +58,15 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
     def recorded(self: VllmEngine, prompts: Any, work: Generate, *others: Any) -> Any:
         seen.append((prompts, work, GENERATE(self, prompts, work, *others)))
         return seen[-1][-1]
+
+    moved: list[tuple[int, int]] = []
+
+    def moving(self: Executor, *others: Any) -> Any:
+        result = RUN(self, *others)
+        events = [] if result is None else result.events
+        updates = [event for event in events if event.kind == "reallocate" and "generate" in event.name]
+        moved.extend((event.received, event.minimum) for event in updates)
+        return result
 
     def compare(trainer: RlhfTrainer) -> dict[str, Any]:
         seen.clear()
@@ -74,6 +91,7 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
         process_group(launch, run.device, 300),
         Watchdog(launch, 300, None) as watchdog,
         patch.object(VllmEngine, "generate", recorded),
+        patch.object(Executor, "run", moving),
     ):
         (folder / "run").mkdir(exist_ok=True)
         trainer = RlhfTrainer(run, launch, StopRequest(), watchdog)
@@ -84,9 +102,10 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
         engine = trainer._engine
         if engine is not None:
             engine.wake()
-            awake = engine.nbytes
+            awake, before = engine.nbytes, resident()
             engine.sleep()
-            told["freed"] = [awake, engine.nbytes]
+            told["freed"] = [awake, engine.nbytes, before - resident()]
+        told["moved"] = moved
         (folder / f"{rank}.json").write_text(json.dumps(told))
         dist.barrier()
         os._exit(0)

@@ -6,7 +6,8 @@ The stand-in takes what vLLM's loaders are given, keeps what vLLM's ranks would 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from parallel.reallocation.param_layout import Kind
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_numerics import ALGORITHMS, builder, given
 from usp.hf.disk import DiskTensor, disk_layout, stored_tensors
+from usp.hf.lora import Lora
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.generation import vllm
 from usp.rlhf.generation.decoding import GeneratedResponse
@@ -54,7 +56,13 @@ CASES: dict[str, tuple[str, CallLayout, CallLayout]] = {
         CallLayout(FIRST, ParallelDims(ulysses=2, dp_shard=1), zero=3),
         CallLayout(LAST, ParallelDims(tp=2, ep=2, dp_shard=1)),
     ),
+    "adapters, tp2 pp2, engine of tp 2": (
+        "llama-4kv",
+        CallLayout(ALL, ParallelDims(tp=2, pp=2, dp_shard=1), zero=1, tp_sequence_parallel=True),
+        CallLayout(ALL, ParallelDims(tp=2, dp_shard=2)),
+    ),
 }
+LORA = Lora(rank=4, alpha=64, targets=("down_proj", "q_proj", "v_proj"))
 
 
 class StandIn:
@@ -62,7 +70,8 @@ class StandIn:
 
     def __init__(self, spec: RoleSpec, mesh: ParallelMesh, alone: ParallelMesh) -> None:
         self.spec, self.mesh, self.awake = spec, mesh, False
-        self.whole = RoleModel(spec, CallLayout((dist.get_rank(),), ParallelDims(dp_shard=1)), alone)
+        layout = CallLayout((dist.get_rank(),), ParallelDims(dp_shard=1))
+        self.whole = RoleModel(replace(spec, lora=None), layout, alone)
         self.whole.allocate()
 
     def wake(self) -> None:
@@ -89,11 +98,9 @@ class StandIn:
             own[place.parameter][place.box.slices()] = value.view(place.box.sizes)
         assert not places, f"not given: {list(places)}"
 
-    def generate(
-        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], samples: Sequence[tuple[int, int]] = ()
-    ) -> list[GeneratedResponse]:
+    def generate(self, *prompts: Any, **begun: Any) -> list[GeneratedResponse]:
         assert self.awake
-        return Generator.of(self.whole.stage, self.whole.mesh, slots=5).generate(prompts, work, seeds, samples)
+        return Generator.of(self.whole.stage, self.whole.mesh, slots=5).generate(*prompts, **begun)
 
 
 def steps_of(name: str, engine: str, groups: ProcessGroups) -> tuple[list[tuple[dict, list[Tensor]]], list[int]]:
@@ -103,7 +110,7 @@ def steps_of(name: str, engine: str, groups: ProcessGroups) -> tuple[list[tuple[
     plan = with_engine(plan_of(graph, train, generate), graph, engine)
     one = ParallelDims(dp_shard=1)
     alone = [ParallelMesh.create(one, "cpu", (rank,), groups) for rank in range(RANKS)][dist.get_rank()]
-    build = builder({}, family=family)
+    build = builder({}, family=family, lora=LORA if name.startswith("adapters") else None)
 
     def build_role(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         model = build(call, layout, mesh)

@@ -1,0 +1,152 @@
+"""Experts that tokens chose in a rollout, recorded there and forced on the routers in training (rollout routing replay:
+Ma et al., arXiv 2510.11370).
+
+    recorder = ChoiceRecorder(model); model(...); recorder.take()      # (T, W) int16 of a forward
+    replay_choices(model); ...; model(..., routed_experts=x_BSW)       # again where layers are recomputed
+
+W = layers x K numbers a token, by layer, with 1 added to the number of each of its K experts; 0: the router chooses.
+Weights of the experts are those that the router of this pass gives to them, with its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+from parallel import ParallelMesh
+
+from .experts import expert_modules
+from .models import empty_model, experts_per_token
+from .prune import OtherStagesLayer, backbone, decoder, model_parts
+from .shrink import VOCAB, shrink
+
+
+def routed_width(config: PretrainedConfig) -> int:
+    """Return how many numbers say the experts of a token."""
+    return config.num_hidden_layers * experts_per_token(config)
+
+
+class ChoiceRecorder:
+    """Recorder of the experts that each token chooses in the layers of a model, or of a pipeline stage of it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.width = routed_width(model.config)
+        self._chosen: dict[int, Tensor] = {}
+        for number, layer in _numbered_layers(model):
+            for experts in expert_modules(layer):
+                experts.register_forward_pre_hook(self._recording(number), with_kwargs=True)
+
+    def take(self) -> Tensor:
+        """Return the choices of the last forward, (T, W); 0 for the layers of other stages, and without experts."""
+        chosen, self._chosen = self._chosen, {}
+        first = next(iter(chosen.values()))
+        whole = torch.zeros(len(first), self.width, dtype=torch.int16, device=first.device)
+        for number, of_layer in chosen.items():
+            whole[:, number * of_layer.shape[1] : (number + 1) * of_layer.shape[1]] = of_layer + 1
+        return whole
+
+    def _recording(self, number: int) -> Callable[..., None]:
+        def record(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._chosen[number] = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach()
+
+        return record
+
+
+def replay_choices(
+    model: PreTrainedModel, mesh: ParallelMesh | None = None, tp_sequence_parallel: bool = False
+) -> None:
+    """Make the layers of a model take `routed_experts`, (B, S, W) of this rank's tokens, and choose these, in place.
+
+    Call it before activation checkpointing. tp_sequence_parallel: the layers' tokens are sharded over the tp axis of
+    `mesh` as well.
+    """
+    top_k, group = experts_per_token(model.config), mesh.group("tp") if mesh and tp_sequence_parallel else None
+    for number, layer in _numbered_layers(model):
+        told = _Told()
+        for block in layer.modules():
+            if any(child in block.children() for child in expert_modules(layer)):
+                block.forward = _choosing(block.forward, told, int(cast(Any, expert_modules(layer)[0]).num_experts))
+        layer.forward = _telling(layer.forward, told, slice(number * top_k, (number + 1) * top_k), group)
+
+
+def replay_problem(config: PretrainedConfig) -> str:
+    """Return why the choices of experts cannot be forced on a causal LM of `config`; "" if they can. It is tried with a
+    tiny copy."""
+    if not experts_per_token(config):
+        return f"model_type={config.model_type!r} has no experts"
+    tiny = cast(Any, type(empty_model(config, causal=True)))._from_config(shrink(config, layers=4)).eval()
+    if not expert_modules(tiny):
+        return f"the experts of model_type={config.model_type!r} do not go through transformers' ExpertsInterface"
+    ids, recorder = torch.arange(8).unsqueeze(0) % VOCAB, ChoiceRecorder(tiny)
+    replay_choices(tiny)
+    with torch.no_grad():
+        backbone(tiny)(input_ids=ids, use_cache=False)
+        asked = recorder.take()
+        experts = max(int(cast(Any, each).num_experts) for each in expert_modules(tiny))
+        asked = ((asked.long() - 1 + experts // 2) % experts + 1).where(asked > 0, 0).to(torch.int16)
+        asked[0] = 0
+        backbone(tiny)(input_ids=ids, use_cache=False, routed_experts=asked.unsqueeze(0))
+    found = recorder.take()
+    if torch.equal(found[1:].sort(1).values, asked[1:].sort(1).values) and (found[0] > 0).any():
+        return ""
+    return f"the routers of model_type={config.model_type!r} do not choose among all experts by torch.topk"
+
+
+def _numbered_layers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
+    for number, layer in enumerate(getattr(decoder(model), model_parts(model).layers)):
+        if not isinstance(layer, OtherStagesLayer):
+            yield number, layer
+
+
+class _Told:
+    """The choices of the tokens that a layer computes, (T, K), with 1 added; None: the router chooses."""
+
+    choices: Tensor | None = None
+
+
+def _telling(forward: Callable[..., Any], told: _Told, own: slice, group: Any) -> Callable[..., Any]:
+    def run(*args: Any, routed_experts: Tensor | None = None, **kwargs: Any) -> Any:
+        if routed_experts is not None:
+            if group is not None:
+                routed_experts = routed_experts.chunk(group.size(), dim=1)[group.rank()]
+            routed_experts = routed_experts[..., own].flatten(0, 1)
+        told.choices = routed_experts
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _choosing(forward: Callable[..., Any], told: _Told, num_experts: int) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if told.choices is None:
+            return forward(*args, **kwargs)
+        with _ForcedChoice(told.choices.long(), num_experts):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+class _ForcedChoice(TorchFunctionMode):
+    """Let torch.topk of numbers of all experts choose these (T, K), with 1 added; 0: what it chooses itself."""
+
+    def __init__(self, choices_TK: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._choices_TK, self._num_experts = choices_TK, num_experts
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk) or result.indices.numel() != self._choices_TK.numel():
+            return result
+        scores = args[0] if args else (kwargs or {})["input"]
+        if scores.shape[-1] != self._num_experts:
+            return result
+        asked = self._choices_TK.view_as(result.indices)
+        chosen = (asked - 1).where(asked > 0, result.indices)
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
