@@ -4,7 +4,6 @@ The search is best first by a lower bound that grows from step to step:
 
     degrees       as a layout with these degrees and schedule in the largest micro-batches, without the bubble
     a layout      compute, and the traffic of activations as in the largest micro-batches
-    its options   the least of shards that fit with most savings, without the time that these cost
     an option     as a layout, with the recomputation and the copies of a way to save activations
     shards        likewise, with the optimizer and the traffic of parameters of a ZeRO stage and a number of replicas
                   (HSDP) that fit
@@ -42,7 +41,6 @@ NOISE = 0.03  # predicted steps that differ by less are taken as equal
 MOST_TIGHT = 20  # layouts that are searched for the least memory
 D = TypeVar("D")
 ACTIVATION_AXES = ("ring", "ulysses", "tp", "ep")
-SAVES_NOTHING = {"ac": "none", "ac_offload": False, "mlp_tile": 0}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -279,17 +277,14 @@ class Search:
             elif state == "layout":
                 report(tried, len(self.every))
                 tried += 1
-                *_, most = recomputations(config, self.question.facts)
-                shards = self._fitting(most, self.usable._replace(host=math.inf))
-                if bounds := [self._least_sharded(changed(each, **SAVES_NOTHING)) for each in shards]:
-                    push(max(least, min(bounds)), "options", config)
-            elif state == "options":
-                for option in recomputations(config, self.question.facts):
+                *_, most = options = list(recomputations(config, self.question.facts))
+                smallest = self.predictor.device_bytes(changed(most, optim_offload=self.can_offload))
+                for option in options if smallest <= self.usable.device else ():
                     if self.only in (None, (option.ac, option.ac_offload)):
-                        push(max(least, self._least(option)), "option", option)
+                        push(self._least(option), "option", option)
             elif state == "option":
-                for each in self._fitting(config, self.usable):
-                    push(max(least, self._least_sharded(each)), "shards", each)
+                for each in self._fitting(config):
+                    push(max(least, self._waiting(config) + self.predictor.least_sharded(each)), "shards", each)
             else:
                 timed = self.candidate(config)
                 push(timed.time.total, "candidate", config, timed)
@@ -314,9 +309,6 @@ class Search:
         largest micro-batches, which send the fewest messages, for each sequence and layer."""
         return self.predictor.least_seconds(config) + self._waiting(config)
 
-    def _least_sharded(self, config: TrainConfig) -> float:
-        return self.predictor.least_sharded(config) + self._waiting(config)
-
     def _waiting(self, config: TrainConfig) -> float:
         key = _inner(config)
         if key not in self.waits:
@@ -326,18 +318,18 @@ class Search:
             self.waits[key] = exposed * largest.pp / largest.batch_size
         return self.waits[key] * config.batch_size / config.pp / (1 - _bubble(config))
 
-    def _fitting(self, config: TrainConfig, usable: Memory) -> Iterator[TrainConfig]:
+    def _fitting(self, config: TrainConfig) -> Iterator[TrainConfig]:
         """Yield, by the number of replicas, the lowest ZeRO stage that fits, and a lower one if it fits with optimizer
         offload. More replicas need more memory."""
 
         def lowest(stages: list[TrainConfig]) -> list[TrainConfig]:
             return list(islice(filter(fits, stages), 1)) if any(map(fits, stages[:1] + stages[-1:])) else []
 
-        fits = partial(self.predictor.fits, usable=usable)
+        fits = partial(self.predictor.fits, usable=self.usable)
         for replicas in replications(config):
             stages = shardings(config, replicas)
             least = changed(stages[-1], optim_offload=self.can_offload)
-            if not fits(stages[0]) and self.predictor.device_bytes(least) > usable.device:
+            if not fits(stages[0]) and self.predictor.device_bytes(least) > self.usable.device:
                 return
             found = lowest(stages)
             lower = [each for each in stages if not found or each.zero < found[0].zero] if self.can_offload else []
