@@ -52,7 +52,7 @@ BAD = [
     ),
     (["--data", "damaged.tokens"], ["tokens.bin is damaged", "bytes 0 to 10 do not have their checksum"]),
     (["--data", "unfinished.tokens"], ["unfinished.tokens is not finished", "run the same `python -m usp tokenize`"]),
-    (["--data", "damaged.tokens", "--bos", "always"], ["tokenizer=bytes has no BOS"]),
+    (["--data", "damaged.tokens", "--bos", "always"], ["--tokenizer bytes has no BOS"]),
     (["--data", "stdlib=0.5,empty"], ["'empty' must be PATH=WEIGHT"]),
     (["--data", "text.txt=0.5,empty=0.5"], ["data=empty is empty"]),
     (["--data", ""], ["data='' names no data"]),

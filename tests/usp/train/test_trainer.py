@@ -155,7 +155,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     config = replace(SMALL, model="tinny", data=str(tmp_path / "nothing"), sp_ring=3, tokenizer="nowhere", seq_len=100)
     with pytest.raises(ConfigurationError) as refused:
         prepare(config, Launch())
-    for part in ("4 problems:", "did you mean 'tiny'", "world size 1", "does not exist", "tokenizer="):
+    for part in ("4 problems:", "did you mean 'tiny'", "world size 1", "does not exist", "--tokenizer nowhere"):
         assert part in str(refused.value)
 
 
