@@ -1,7 +1,7 @@
 """Experts that tokens chose in a rollout, recorded there and forced on the routers in training (rollout routing replay:
 Ma et al., arXiv 2510.11370).
 
-    recorder = ChoiceRecorder(model); model(...); recorder.take()      # (T, W) int16 of a forward
+    recorder = ChoiceRecorder(model); model(...); recorder.take(T)     # (T, W) int16 of a forward
     replay_choices(model); ...; model(..., routed_experts=x_BSW)       # again where layers are recomputed
 
 W = layers x K numbers a token, by layer, with 1 added to the number of each of its K experts; 0: the router chooses.
@@ -35,17 +35,16 @@ class ChoiceRecorder:
     """Recorder of the experts that each token chooses in the layers of a model, or of a pipeline stage of it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.width = routed_width(model.config)
+        self.width, self._device = routed_width(model.config), next(model.parameters()).device
         self._chosen: dict[int, Tensor] = {}
         for number, layer in _numbered_layers(model):
             for experts in expert_modules(layer):
                 experts.register_forward_pre_hook(self._recording(number), with_kwargs=True)
 
-    def take(self) -> Tensor:
-        """Return the choices of the last forward, (T, W); 0 for the layers of other stages, and without experts."""
+    def take(self, tokens: int) -> Tensor:
+        """Return the choices of the last forward, (T, W); 0 for layers of other stages, and without experts."""
         chosen, self._chosen = self._chosen, {}
-        first = next(iter(chosen.values()))
-        whole = torch.zeros(len(first), self.width, dtype=torch.int16, device=first.device)
+        whole = torch.zeros(tokens, self.width, dtype=torch.int16, device=self._device)
         for number, of_layer in chosen.items():
             whole[:, number * of_layer.shape[1] : (number + 1) * of_layer.shape[1]] = of_layer + 1
         return whole
@@ -67,10 +66,10 @@ def replay_choices(
     """
     top_k, group = experts_per_token(model.config), mesh.group("tp") if mesh and tp_sequence_parallel else None
     for number, layer in _numbered_layers(model):
-        told = _Told()
+        told, experts = _Told(), expert_modules(layer)
         for block in layer.modules():
-            if any(child in block.children() for child in expert_modules(layer)):
-                block.forward = _choosing(block.forward, told, int(cast(Any, expert_modules(layer)[0]).num_experts))
+            if any(child in block.children() for child in experts):
+                block.forward = _choosing(block.forward, told, int(cast(Any, experts[0]).num_experts))
         layer.forward = _telling(layer.forward, told, slice(number * top_k, (number + 1) * top_k), group)
 
 
@@ -86,12 +85,12 @@ def replay_problem(config: PretrainedConfig) -> str:
     replay_choices(tiny)
     with torch.no_grad():
         backbone(tiny)(input_ids=ids, use_cache=False)
-        asked = recorder.take()
+        asked = recorder.take(ids.numel())
         experts = max(int(cast(Any, each).num_experts) for each in expert_modules(tiny))
         asked = ((asked.long() - 1 + experts // 2) % experts + 1).where(asked > 0, 0).to(torch.int16)
         asked[0] = 0
         backbone(tiny)(input_ids=ids, use_cache=False, routed_experts=asked.unsqueeze(0))
-    found = recorder.take()
+    found = recorder.take(ids.numel())
     if torch.equal(found[1:].sort(1).values, asked[1:].sort(1).values) and (found[0] > 0).any():
         return ""
     return f"the routers of model_type={config.model_type!r} do not choose among all experts by torch.topk"

@@ -71,8 +71,9 @@ def test_tokens_choose_what_they_are_told(family: str) -> None:
     assert not replay_problem(tiny_config(family))
     model = tiny_model(family).train()
     ids, recorder = torch.arange(12).view(1, 12) % VOCAB, ChoiceRecorder(model)
+    assert recorder.take(5).shape == (5, routed_width(model.config))  # a stage without experts has none
     plain = gradients(model, ids)
-    own = recorder.take()
+    own = recorder.take(12)
     replay_choices(model)
     for layer in model.model.layers:
         layer.forward = checkpointed(layer.forward)
@@ -81,7 +82,7 @@ def test_tokens_choose_what_they_are_told(family: str) -> None:
     other = own.roll(1, dims=0)
     other[3] = 0
     moved = gradients(model, ids, routed_experts=other.unsqueeze(0))
-    found = recorder.take()
+    found = recorder.take(12)
     assert torch.equal(sets(found, model)[4:], sets(other, model)[4:]) and (found[3] > 0).any()
     assert any((moved[name] - plain[name]).norm() > 1e-3 * plain[name].norm() for name in plain)
 
@@ -176,7 +177,7 @@ def test_recorded_experts_are_those_of_a_whole_forward(ranks: RankPool, folder: 
         for tokens, routed in found:
             with torch.no_grad():
                 model(input_ids=tokens[None], use_cache=False)
-            wanted = sets(recorder.take(), model)
+            wanted = sets(recorder.take(len(tokens)), model)
             assert routed.shape == (len(tokens), routed_width(model.config)) and not routed[-1].any()
             assert torch.equal(sets(routed, model)[:-1], wanted[:-1])
 

@@ -312,7 +312,9 @@ class Generator:
             for group in groups:
                 self._prefill(cache, group, slots.active)
             chosen = self._decode(cache, slots, work, chosen)
-            routed = None if self._recorder is None else self._recorder.take().to("cpu", non_blocking=True)
+            routed = (
+                None if self._recorder is None else self._recorder.take(chosen.shape[1]).to("cpu", non_blocking=True)
+            )
             steps.append((slots.issue(), _to_host(chosen), routed))
             if len(steps) > 1:  # the device has the next one to do
                 self._read(slots, steps.popleft(), ended, turns, enough)
@@ -354,7 +356,7 @@ class Generator:
         prefill = Prefill(cache, own_there, slots, rows, lengths)
         self._forward(_to_device(ids[:, local], self._device), own_there.expand(len(ids), -1), prefill)
         if self._recorder is not None:
-            routed = self._recorder.take().cpu().unflatten(0, (len(ids), -1))
+            routed = self._recorder.take(len(ids) * len(local)).cpu().unflatten(0, (len(ids), -1))
             for slot, row in zip(group.slots, group.rows, strict=True):
                 inside = local < len(group.prompts[row])
                 cast(Rollout, active[slot]).routed.append((local[inside], routed[row, inside]))
