@@ -61,7 +61,7 @@ class Idle(Kernel):
 
     name, packed = "idle", True
 
-    def refuses(self, *_: Any) -> None:
+    def refuses_call(self, *_: Any) -> None:
         return None
 
     def lower(self, tasks, device, dtype):

@@ -53,15 +53,6 @@ class Device:
         known = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
         return Device(device.type, torch.cuda.get_device_capability(device) if known else None)
 
-    def lacks(self, majors: tuple[int, ...]) -> str | None:
-        """Return why a kernel for these major compute capabilities cannot run here; none is needed if empty."""
-        if self.type != "cuda":
-            return f"runs on cuda, but the tensors are on {self.type}"
-        if majors and (self.capability is None or self.capability[0] not in majors):
-            here = "an unknown one" if self.capability is None else "{}.{}".format(*self.capability)
-            return f"needs a GPU of compute capability {' or '.join(f'{major}.x' for major in majors)}, this has {here}"
-        return None
-
 
 class Kernel(ABC):
     """A block-attention back end.
@@ -71,12 +62,16 @@ class Kernel(ABC):
         install: how to install its package; empty for one that comes with torch.
         packed: documents and windows take one or a few launches. Others cut them into many, some with masks, so that
             their rate for one causal or full rectangle says nothing about such calls.
+        device_type: of the devices that it runs on; empty for any.
+        majors: major compute capabilities of the GPUs that it runs on; empty for any.
     """
 
     name: str
     rated_as = ""
     install = ""
     packed = False
+    device_type = ""
+    majors: tuple[int, ...] = ()
 
     def missing(self) -> str | None:
         """Return why the software of this back end cannot be used in this process, or None if it can."""
@@ -90,11 +85,23 @@ class Kernel(ABC):
         """
         return False
 
-    @abstractmethod
     def refuses(
         self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
         """Return why this back end cannot compute such a call exactly on such a device, or None if it can."""
+        if self.device_type not in ("", device.type):
+            return f"runs on {self.device_type}, but the tensors are on {device.type}"
+        if self.majors and (device.capability or (0,))[0] not in self.majors:
+            wanted = " or ".join(f"{major}.x" for major in self.majors)
+            here = "{}.{}".format(*device.capability) if device.capability else "an unknown one"
+            return f"needs a GPU of compute capability {wanted}, this has {here}"
+        return self.refuses_call(spec, device, dtype, head_dim, v_head_dim)
+
+    @abstractmethod
+    def refuses_call(
+        self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    ) -> str | None:
+        """`refuses` on a device that it runs on."""
 
     @abstractmethod
     def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:

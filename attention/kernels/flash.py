@@ -146,10 +146,10 @@ class FlashAttn4Kernel(VarlenKernel):
     def pads(self, head_dim: int, v_head_dim: int, backward: bool) -> bool:
         return (head_dim, v_head_dim) != (192, 128)  # a v narrower than 128 has no backward on 10.x
 
-    def refuses(
+    def refuses_call(
         self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
-        reason = super().refuses(spec, device, dtype, head_dim, v_head_dim)
+        reason = super().refuses_call(spec, device, dtype, head_dim, v_head_dim)
         if reason or (device.capability or (9, 0)) < (10, 0):
             return reason
         dims = head_dim, v_head_dim

@@ -23,7 +23,7 @@ TILE = 1024  # rows and columns of scores held at once
 class ReferenceKernel(Kernel):
     name = "reference"
 
-    def refuses(
+    def refuses_call(
         self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
         return None if dtype.is_floating_point else f"dtype={dtype} is not a floating-point type"

@@ -32,11 +32,9 @@ class _DenseKernel(Kernel):
     dtypes: tuple[torch.dtype, ...]
     grouped_heads = True  # the op supports K < N
 
-    def refuses(
+    def refuses_call(
         self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
-        if device.type != self.device_type:
-            return f"runs on {self.device_type}, but the tensors are on {device.type}"
         if dtype not in self.dtypes:
             return f"dtype={dtype} must be one of {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
         if spec.softcap is not None:
@@ -137,7 +135,7 @@ class CudnnKernel(_DenseKernel):
         absent = torch.version.hip is not None or (torch.version.cuda and not torch.backends.cudnn.is_available())
         return "this torch has no cuDNN" if absent else None
 
-    def refuses(
+    def refuses_call(
         self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
         # The limits of torch's `can_use_cudnn_attention`, which direct calls of the op do not pass.
@@ -148,7 +146,7 @@ class CudnnKernel(_DenseKernel):
         for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
             if size > (widest := 256 if wide else 128) or size % 8:
                 return f"{name}={size} must be a multiple of 8, at most {widest}"
-        return super().refuses(spec, device, dtype, head_dim, v_head_dim)
+        return super().refuses_call(spec, device, dtype, head_dim, v_head_dim)
 
     def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):
         if k_nBKH.shape[1] == 1:  # which cuDNN does not support

@@ -77,24 +77,21 @@ class VarlenKernel(Kernel):
     """Base of the variable-length kernels, on packed tensors (total, heads, head_dim) with lse (heads, total).
 
     Attributes:
-        majors: major compute capabilities of the GPUs that it runs on.
         widest: its largest head dim.
         softcaps: whether it supports a softcap.
     """
 
     packed = True
-    majors: tuple[int, ...] = ()
+    device_type = "cuda"
     widest = 256
     softcaps = False
 
     def pads(self, head_dim: int, v_head_dim: int, backward: bool) -> bool:
         return True
 
-    def refuses(
+    def refuses_call(
         self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
-        if elsewhere := device.lacks(self.majors):
-            return elsewhere
         if dtype not in (torch.bfloat16, torch.float16):
             return f"dtype={dtype} must be bfloat16 or float16"
         if spec.softcap is not None and not self.softcaps:

@@ -149,7 +149,7 @@ class BatchStream:
     """A place in the sequence of global batches of `rows` rows of `packed`. next_row: the first of the next batch."""
 
     def __init__(self, packed: Rows, rows: int) -> None:
-        self.packed, self.rows = packed, rows
+        self.packed, self.rows, self.identity = packed, rows, packed.identity
         self.next_row = 0
 
     @property
@@ -164,7 +164,7 @@ class BatchStream:
             "epoch": self.next_row // self.packed.per_epoch,
             "seq_len": self.packed.seq_len,
             "seed": self.packed.seed,
-            "data": self.packed.identity,
+            "data": self.identity,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], other_data: bool = False) -> None:

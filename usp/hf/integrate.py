@@ -357,7 +357,8 @@ def _attention_forward(
         violations.append(f"kv_cache supports only causal masks, not {mask.kind} attention")
     if violations:
         raise ValueError("; ".join(violations))
-    query = scaled_query(module, query, query_positions)
+    if query_positions is not None:
+        query = scaled_query(module, query, query_positions)
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))

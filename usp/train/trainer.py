@@ -124,7 +124,7 @@ class Trainer(TrainingLoop):
     ) -> None:
         assert prepared.start.folder is not None
         self.prepared, self.device = prepared, prepared.device
-        self.stage = prepared.begins_in
+        self.stage, self.images = prepared.begins_in, prepared.images
         self.config, model = self.stage.config, prepared.model_config
         config, groups = self.config, ProcessGroups()
         left = prepared.stages[prepared.stages.index(self.stage) :]
@@ -174,7 +174,7 @@ class Trainer(TrainingLoop):
             self._enter(self.prepared.stage_of(number))
         self.watchdog.progress(number, "data")
         batch = self._read_batch()
-        read = {"rows": batch.numbers, "data": self.stage.batches.packed.identity}
+        read = {"rows": batch.numbers, "data": self.stage.batches.identity}
         self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         rate = self.config.learning_rate * self.schedule.at(number)
@@ -224,12 +224,12 @@ class Trainer(TrainingLoop):
 
     def _reader(self) -> BatchReader:
         config = self.config
-        return BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows, self.prepared.images))
+        return BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows, self.images))
 
     def _read_batch(self) -> Batch:
         """Return this rank's part of the next batch. Raises ConfigurationError on every rank if an image cannot be read
         on one."""
-        if self.prepared.images is None:
+        if self.images is None:
             return next(self.batches)
         batch, failures = None, [""] * dist.get_world_size()
         try:
@@ -367,7 +367,7 @@ class Trainer(TrainingLoop):
         if not self.stage.held_out or (number != self.config.steps and (not every or number % every)):
             return {}
         progress = partial(self.watchdog.progress, number, "evaluation", long=True)
-        evaluate = partial(held_out_loss, progress=progress, images=self.prepared.images)
+        evaluate = partial(held_out_loss, progress=progress, images=self.images)
         found = {
             held_out.name: evaluate(self.engine, self.mesh, held_out, self.config, self.device)
             for held_out in self.stage.held_out
@@ -400,7 +400,8 @@ class Trainer(TrainingLoop):
         """Sum over ranks the losses, what attention sent and waited, FLOPs and requests to stop; return the loss."""
         sent, own = self._attention_sent(), [share.item()]
         own += [sent - self.sent, self._attention_waited(), self._flops(batch), float(self.stop.requested)]
-        own += indexer_losses([stage.model for stage in self.engine.stages])
+        models = [stage.model for stage in self.engine.stages]
+        own += indexer_losses(models) if self.config.indexer_loss_coef else (0.0, 0.0)
         loss, *sums, stops, of_indexers, indexers = sum_over_ranks(own, self.mesh, self.device)
         self.sent_in_step, self.waited_in_step, self.flops_in_step = sums
         self.indexer_loss = of_indexers / indexers if indexers else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -432,7 +433,8 @@ class Generator:
             _pass(dist.irecv, x, pp, -1)
         # In prefill tokens are divided over sp.
         axes = ("sp", "tp") if isinstance(kv_cache, DecodeStep) else ("tp",)
-        with same_tokens(self._experts, tuple(self._groups[axis] for axis in axes if axis in self._groups)):
+        groups = tuple(self._groups[axis] for axis in axes if axis in self._groups)
+        with same_tokens(self._experts, groups) if self._experts else nullcontext():
             hidden = run_layers(self._model, x, first=self._first, position_ids=position_ids, kv_cache=kv_cache)
         if not self._last:
             _pass(dist.isend, hidden.contiguous(), pp, 1)

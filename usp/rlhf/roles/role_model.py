@@ -162,6 +162,7 @@ class RoleModel:
         offload_optimizer: bool = False,
     ) -> None:
         self.spec, self.layout, self.mesh, self.trained = spec, layout, mesh, trained
+        self._scalar = is_scalar(spec.config)
         self.learning_rate = spec.learning_rate
         self.engine: Fsdp2Engine | None = None
         self._recipe = spec.recipe(layout, trained)
@@ -447,8 +448,8 @@ class RoleModel:
         return self.engine
 
     def _check_head(self, head: str) -> None:
-        if (head == "values") != is_scalar(self.spec.config):
-            actual = "a scalar head" if is_scalar(self.spec.config) else "a causal LM head"
+        if (head == "values") != self._scalar:
+            actual = "a scalar head" if self._scalar else "a causal LM head"
             raise ValueError(f"{self.spec.role} cannot compute {head}, it has {actual}")
 
 

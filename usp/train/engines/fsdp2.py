@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -247,8 +248,9 @@ class Fsdp2Engine:
         ends = {name: stored for stage in stages for name, stored in tied_ends(stage.model).items()}
         self._tied = {name: stored for name, stored in ends.items() if name in self.parameters}
         self._copies = {name: stored for name, stored in self._tied.items() if name != stored}
-        self._scaled = self.stages if float8_gather else ()
-        update_scales(self._scaled, mesh, zero > 0)
+        scales = partial(update_scales, self.stages, mesh, zero > 0)
+        self._update_scales: Callable[[], None] = scales if float8_gather else lambda: None
+        self._update_scales()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         if self.pipeline is not None:
@@ -281,7 +283,7 @@ class Fsdp2Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
-            update_scales(self._scaled, self.mesh, self.zero > 0)
+            self._update_scales()
         for bias in biases:
             bias.update() if math.isfinite(norm) else bias.discard()
         self.optimizer.zero_grad()
@@ -314,7 +316,7 @@ class Fsdp2Engine:
                 local_tensor(copy.detach()).copy_(local_tensor(original.detach()))
                 for key, value in self.optimizer.state[original].items():
                     local_tensor(self.optimizer.state[copy][key]).copy_(local_tensor(value))
-        update_scales(self._scaled, self.mesh, self.zero > 0)
+        self._update_scales()
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
