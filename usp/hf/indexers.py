@@ -7,6 +7,9 @@ scores that the mask allows. Here its own forward runs in two passes over a rank
     keys      with a cache that keeps them; then they are gathered over the ranks, in the order of the sequence
     indices   for a tile of queries at a time, with a cache that returns all keys, and these queries' part of the mask
 
+In generation a rank keeps the keys of its own tokens beside those of attention. A new token is scored against these,
+and the scores, which are much smaller than keys, are gathered instead.
+
 So scores and ties are those of one process, and no tensor has tokens x tokens elements. Indexers have no gradient, as
 in transformers, but that of `IndexerLoss`, if it is asked for.
 
@@ -19,7 +22,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from attention import DecodeStep, Prefill
 from parallel import ParallelMesh
 from usp.sp.sequence import SpAxes, document_starts, documents_of, unshard_sequence
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -50,10 +54,11 @@ def indexers(model: nn.Module) -> dict[str, nn.Module]:
 class CausalMask:
     """Stands for the mask of an attention module with an indexer, which takes the part that all heads share.
 
-    cu_seqlens: as in `shard_batch`, None for one document per row.
+    cu_seqlens: as in `shard_batch`, None for one document per row. kv_cache: as in `run_layers`.
     """
 
     cu_seqlens: Tensor | None
+    kv_cache: Prefill | DecodeStep | None = None
 
     def __getitem__(self, part: Any) -> CausalMask:
         return self
@@ -68,7 +73,8 @@ def apply_indexers(base: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: 
 
 
 def _with_mask(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **{**kwargs, "attention_mask": CausalMask(kwargs.get("cu_seqlens"))})
+    mask = CausalMask(*map(kwargs.get, ("cu_seqlens", "kv_cache")))
+    return forward(*args, **{**kwargs, "attention_mask": mask})
 
 
 class ShardedIndexer:
@@ -83,16 +89,30 @@ class ShardedIndexer:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the indices (B, S, k) of this rank's queries. Collective."""
         call = inspect.signature(self.choose).bind(*args, **kwargs).arguments
+        cache = call["attention_mask"].kv_cache
+        if isinstance(cache, DecodeStep):
+            return self._decoded(call, cache)
 
         def choose() -> tuple[Tensor]:
             keys = own_keys(self.choose, call)
             self.attention.indexer_bytes += keys.nbytes * (self.attention.ranks - 1)
+            if cache is not None:
+                cache.store(self.module, keys.unsqueeze(2))
             return (tiled_indices(self.choose, call, *self.scored(call, keys)),)
 
         if self.trains:
             self._call = call
         with torch.no_grad():
             return self.attention.keep(("indexer", call["hidden_states"].shape), choose)[0]
+
+    def _decoded(self, call: dict[str, Any], step: DecodeStep) -> Tensor:
+        """Return the indices (B, 1, k) of the new tokens, among the cached keys of all ranks."""
+        with _Scores() as found:
+            keys = _CachedKeys(self.module, step)
+            self.choose(**{**call, "attention_mask": step.seen().unsqueeze(1), "past_key_values": keys})
+        scores = step.of_all_ranks(found.scores.squeeze(1))
+        chosen = scores.topk(min(cast(int, self.module.index_topk), scores.shape[1])).indices
+        return chosen.unsqueeze(1).int()
 
     @property
     def trains(self) -> bool:
@@ -187,6 +207,17 @@ class _AllKeys:
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
         return self.keys
+
+
+@dataclass(frozen=True)
+class _CachedKeys:
+    """A cache that keeps the key of a new token, and returns those of this rank."""
+
+    indexer: nn.Module
+    step: DecodeStep
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        return self.step.store(self.indexer, keys.unsqueeze(2))[0].squeeze(1)
 
 
 def train_indexers(model: nn.Module, coefficient: float) -> None:

@@ -247,11 +247,8 @@ class _ForwardGuard:
             violations.append("kv_cache does not support gradients: call the model under torch.no_grad()")
         if cache is not None and kwargs.get("cu_seqlens") is not None:
             violations.append("kv_cache does not support packed documents: leave cu_seqlens out")
-        violations += [
-            f"{name} is not supported by models with an indexer, which chooses the keys of the sequence itself"
-            for name in ("prefix_tree", "kv_cache")
-            if self.sparse and kwargs.get(name) is not None
-        ]
+        if self.sparse and kwargs.get("prefix_tree") is not None:
+            violations.append("prefix_tree is not supported by models with an indexer, which chooses keys by position")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True is not supported, there are no attention weights")
         if kwargs.get("output_router_logits"):
@@ -365,7 +362,7 @@ def _attention_forward(
     window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
     options: Any = {"scale": scaling, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
     if isinstance(kv_cache, DecodeStep):
-        return kv_cache.attend(module, q, k, v, window=window, **options), None
+        return kv_cache.attend(module, q, k, v, window=window, indices=indices, **options), None
     if kv_cache is not None:
         kv_cache.store(module, k, v)
     sides = None if window is None else (window - 1, -1)

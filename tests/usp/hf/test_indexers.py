@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients, tiny_config
+from tests.usp.rlhf.test_reference import CONFIG, REWARD, begun, reward_of
+from tests.usp.train.families.test_families import write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
 from usp.hf import indexers as module_of_indexers
@@ -26,7 +30,10 @@ from usp.hf.indexers import indexers
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
-from usp.rlhf.generation.generate import generation_problems
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.graph import Generate
+from usp.rlhf.prepare import prepare as prepare_rlhf
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.sp.sequence import SpAxes, document_starts
@@ -39,6 +46,7 @@ MORE = ["axk2", "dots3_note_text"]
 LENGTH, ROWS, TOP_K = 64, 2, 5
 DOCUMENTS = [0, 23, 24, 64]
 CALLS = [("zigzag", DOCUMENTS), ("striped", [0, LENGTH]), ("contiguous", DOCUMENTS)]
+GRPO = replace(CONFIG, steps=2, options="", ref_update_every=0, ref_update_weight=1.0, checkpoint_every=0)
 GRIDS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ulysses, ring
 
 
@@ -234,9 +242,54 @@ def test_dry_runs_assume_that_keys_are_chosen_in_turn(tmp_path: Path) -> None:
     assert sent[("ulysses",), "_allgather_base_"] == 2 * own + 4 * LENGTH // 4 * TOP_K * 4
 
 
-def test_a_named_kernel_and_generation_are_refused(tmp_path: Path) -> None:
+def test_a_named_kernel_is_refused(tmp_path: Path) -> None:
     tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
     config = TrainConfig(model=str(tmp_path), tokenizer="bytes", seq_len=64, device="cpu", attention_kernel="sdpa")
     with pytest.raises(ConfigurationError, match=r"--attention-kernel = sdpa cannot attend to indices of .*: use auto"):
         prepare(config, Launch())
-    assert "its GlmMoeDsaIndexer chooses keys" in generation_problems(tiny_config("glm_moe_dsa"))
+
+
+def generated(dims: ParallelDims, layout: str) -> list[tuple[list[int], list[float]]]:
+    mesh = ParallelMesh.create(dims)
+    generator = Generator(apply_unified_sp(tiny_model("hy_v4").eval(), mesh, layout), mesh, slots=3)
+    prompts = [torch.arange(length) * 7 % (VOCAB - 4) + 3 for length in (37, 50, 3, 20)]
+    responses = generator.generate(prompts, Generate(max_new_tokens=12, temperature=0), [0] * len(prompts))
+    assert generator.cache_bytes % (3 * place_bytes(generator)) == 0
+    return [(response.tokens.tolist(), response.logprobs.tolist()) for response in responses]
+
+
+def place_bytes(generator: Generator) -> int:
+    """Return the bytes of a token in a cache: keys and values of all layers, and of two of them an indexer's keys."""
+    config = tiny_config("hy_v4")
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    return 4 * (heads * (config.qk_head_dim + config.v_head_dim) + 2 * config.index_head_dim)
+
+
+def test_generation_chooses_among_equal_scores_as_one_rank_does(ranks: RankPool) -> None:
+    (alone,) = ranks.run(generated, 1, ParallelDims(), "contiguous")
+    for dims, layout in ((ParallelDims(ulysses=2, ring=2), "zigzag"), (ParallelDims(ring=4), "striped")):
+        for found in ranks.run(generated, 4, dims, layout):
+            for (tokens, logprobs), (wanted, expected) in zip(found, alone, strict=True):
+                assert tokens == wanted and logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def rlhf_steps(config: RlhfConfig) -> list[tuple[float, ...]]:
+    trainer = begun(config)
+    every = [trainer.step(number).metrics for number in range(1, config.steps + 1)]
+    return [tuple(of[key] for key in ("actor/loss", "actor/grad_norm", "score")) for of in every]
+
+
+def test_steps_of_grpo_are_those_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    write("deepseek_v32", tmp_path / "model", vocab_size=384, index_topk=TOP_K)
+    files = {"data": str(tmp_path / "questions.jsonl"), "model": str(tmp_path / "model"), "tokenizer": "bytes"}
+    reward = reward_of(files["data"])
+    config = replace(GRPO, **files, reward_function=reward, output=str(tmp_path / "run"))
+    (alone,) = ranks.run(rlhf_steps, 1, config)
+    assert any(score > 0 for *_, score in alone)
+    for found in ranks.run(rlhf_steps, 4, replace(config, sp_ulysses=2, sp_ring=2, zero=3)):
+        assert torch.tensor(found).allclose(torch.tensor(alone), rtol=1e-5, atol=3e-6), (found, alone)
+    with pytest.raises(ConfigurationError, match=r"share_prefixes is not supported by .*, whose indexers choose keys"):
+        prepare_rlhf(replace(config, share_prefixes=True), Launch())
