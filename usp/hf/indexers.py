@@ -31,12 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from attention import DecodeStep, Prefill
+from attention import DecodeStep, Prefill, tiles
 from parallel import ParallelMesh
 from usp.sp.sequence import SpAxes, document_starts, documents_of, unshard_sequence
 from usp.sp.sp_attention import UnifiedSPAttention
 
-TILE = 1 << 24  # scores at a time, of all heads
 _ARGUMENTS = {"hidden_states", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
 
 
@@ -130,7 +129,7 @@ class ShardedIndexer:
 
     def scored(self, call: dict[str, Any], keys: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return what `score_tiles` takes, from this rank's keys (B, S, D): those of all tokens, the positions of its
-        queries, the starts of their documents, and how many queries are scored at a time. Collective."""
+        queries, the starts of their documents, and how many scores a query has. Collective."""
         mask, (rows, tokens) = call["attention_mask"], call["hidden_states"].shape[:2]
         assert isinstance(mask, CausalMask)
         cu_seqlens, layout, axes = mask.cu_seqlens, self.attention.layout, SpAxes.of(self.mesh)
@@ -139,36 +138,41 @@ class ShardedIndexer:
         sequence = axes.layout(layout, tokens * axes.ranks, documents_of(cu_seqlens))
         positions = axes.positions(sequence)
         starts = document_starts(cu_seqlens, rows, sequence.seq_len, positions)
-        return keys, positions, starts, max(1, TILE // (rows * length * getattr(self.module, "n_heads", 64)))
+        return keys, positions, starts, rows * length * getattr(self.module, "n_heads", 64)
 
 
 def own_keys(forward: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
     """Return the keys (B, S, D) that an indexer makes of the tokens of a call."""
     x, keys = call["hidden_states"], list[Tensor]()
     anything = torch.ones(1, 1, 1, dtype=torch.bool, device=x.device)
-    for part in _tiles(x.shape[1], 1024):
+    for start in range(0, x.shape[1], 1024):
         cache = _FirstKeys()
-        forward(**_part(call, part), attention_mask=anything, past_key_values=cache)
+        forward(**_part(call, slice(start, start + 1024)), attention_mask=anything, past_key_values=cache)
         keys.append(cache.keys)
     return torch.cat(keys, 1)
 
 
 def tiled_indices(
-    forward: Callable[..., Tensor], call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, tile: int
+    forward: Callable[..., Tensor], call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, scores: int
 ) -> Tensor:
     """Return the indices (B, S, k) of a call's queries, at `positions` (B or 1, S) in documents that begin at `starts`
-    (B, S), among all keys (B, L, D)."""
-    tiles = score_tiles(call, keys, positions, starts, tile)
-    return torch.cat([forward(**inputs) for _, inputs in tiles], 1)
+    (B, S), among all keys (B, L, D). scores: elements of the scores of a query."""
+    indices = None
+    for part, inputs in score_tiles(call, keys, positions, starts, scores):
+        chosen = forward(**inputs)
+        if indices is None:
+            indices = chosen.new_empty(*call["hidden_states"].shape[:2], chosen.shape[-1])
+        indices[:, part] = chosen
+    return cast(Tensor, indices)
 
 
 def score_tiles(
-    call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, tile: int
+    call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, scores: int
 ) -> Iterator[tuple[slice, dict[str, Any]]]:
     """Yield a part of the queries, and the call that scores it; the arguments are those of `tiled_indices`."""
     x, every = call["hidden_states"], torch.arange(keys.shape[1], device=keys.device)
     positions, starts = (each.to(x.device).unsqueeze(-1) for each in (positions, starts))
-    for part in _tiles(x.shape[1], tile):
+    for part in tiles(x.shape[1], scores):
         visible = (every <= positions[:, part]) & (every >= starts[:, part])
         yield part, {**_part(call, part), "attention_mask": visible, "past_key_values": _AllKeys(keys)}
 
@@ -183,10 +187,6 @@ def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:
         return value[:, tokens] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length else value
 
     return {name: take(value) for name, value in call.items() if name not in ("attention_mask", "past_key_values")}
-
-
-def _tiles(tokens: int, size: int) -> Iterator[slice]:
-    yield from (slice(start, start + size) for start in range(0, tokens, size))
 
 
 class _FirstKeys:
@@ -269,12 +269,12 @@ class IndexerLoss:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         with torch.enable_grad():
             run = partial(self.forward, module)
-            keys, positions, starts, tile = self.indexer.scored(call, own_keys(run, call))
+            keys, positions, starts, scores = self.indexer.scored(call, own_keys(run, call))
             every = keys.detach().requires_grad_()
             own = every.nbytes * (ranks - 1) // ranks  # of this rank's keys to the others, and of their gradients
             self.indexer.attention.indexer_bytes += 2 * own
             sums: list[Tensor | None] = [None] * (len(parameters) + 1)
-            for part, inputs in score_tiles(call, every, positions, starts, tile):
+            for part, inputs in score_tiles(call, every, positions, starts, scores):
                 with _Scores() as found:
                     run(**inputs)
                 loss = _divergence(found.scores, indices[:, part].long(), weights[:, part])

@@ -128,7 +128,12 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         trained = copy_of(run.graph, run.plan, call) == trained_copy(run.graph, run.plan, call.role)
         apart = replace(run.roles[call.role], share_prefixes=False)  # blank samples would share all they have
         model = _Blank(apart, layout, mesh, trained=trained)
-        with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            meter,
+            meter.memory.following_resizes(),
+            meter.abridging_tiles(),
+        ):
             model.allocate()
             engine = model.engine if isinstance(call.work, TrainStep) else None
             label_state([model.stage], engine, meter.memory)

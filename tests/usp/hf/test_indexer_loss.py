@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention import sparse as module_of_sparse
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients
@@ -18,7 +19,6 @@ from tests.usp.hf.test_indexers import DOCUMENTS, LENGTH, ROWS, batch_of, tiny_m
 from tests.usp.train.families.test_families import MESHES, steps, write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
-from usp.hf import indexers as module_of_indexers
 from usp.hf.indexers import indexer_losses, indexers, train_indexers
 from usp.losses import causal_lm_loss, global_token_count
 from usp.run.failures import ConfigurationError
@@ -88,9 +88,9 @@ def errors(model_type: str, layout: str, dims: ParallelDims, tile: int) -> tuple
     mesh, expected = ParallelMesh.create(dims), formula(model_type)
     model = apply_unified_sp(tiny_model(model_type), mesh, layout)
     train_indexers(model, COEFFICIENT)
-    whole, module_of_indexers.TILE = module_of_indexers.TILE, tile
+    whole, module_of_sparse.TILE = module_of_sparse.TILE, tile
     sharded(model, mesh, layout)
-    module_of_indexers.TILE = whole
+    module_of_sparse.TILE = whole
     sums = torch.tensor(indexer_losses([model]))
     torch.distributed.all_reduce(sums, group=mesh.group("sp"))
     assert indexer_losses([model]) == (0.0, 0.0) and sums[1] == len(indexers(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -25,11 +26,11 @@ from tests.usp.rlhf.test_reference import CONFIG, REWARD, begun, reward_of
 from tests.usp.train.families.test_families import write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
-from usp.hf import indexers as module_of_indexers
 from usp.hf.indexers import indexers
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
+from usp.predict.meter import StepMeter, Tiles
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
@@ -170,14 +171,14 @@ def test_tiles_change_nothing(ranks: RankPool) -> None:
 def in_tiles() -> bool:
     mesh = ParallelMesh.create(ParallelDims(ring=2))
     found: list[list[Tensor]] = []
-    for tile in (module_of_indexers.TILE, 7 * 2 * LENGTH * ROWS):
-        module_of_indexers.TILE = tile
+    for tile in (1 << 24, 7 * 2 * LENGTH * ROWS):
+        module_of_sparse.TILE = tile
         model = apply_unified_sp(tiny_model("glm_moe_dsa"), mesh)
         found.append(watched(model))
         local = shard_batch(batch_of(DOCUMENTS), mesh)
         local.pop("shift_labels")
         model(**local, use_cache=False)
-    module_of_indexers.TILE = 1 << 24
+    module_of_sparse.TILE = 1 << 24
     return all(map(torch.equal, *found))
 
 
@@ -211,7 +212,7 @@ class _Largest(TorchDispatchMode):
 def largest_tensors() -> list[int]:
     """Return the elements of the largest tensor in a forward and backward of one layer of two lengths."""
     mesh, found = ParallelMesh.create(ParallelDims(ring=2)), []
-    module_of_indexers.TILE = module_of_sparse.TILE = 1 << 12
+    module_of_sparse.TILE = 1 << 12
     for length in (512, 1024):
         torch.manual_seed(0)
         config = tiny_config("deepseek_v32")
@@ -221,7 +222,7 @@ def largest_tensors() -> list[int]:
         with _Largest() as largest:
             model.model(**local, use_cache=False).last_hidden_state.sum().backward()
         found.append(largest.elements)
-    module_of_indexers.TILE = module_of_sparse.TILE = 1 << 24
+    module_of_sparse.TILE = 1 << 24
     return found
 
 
@@ -232,7 +233,7 @@ def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
         assert shorter <= 512 * 144 and longer <= min(1024 * 144, 2.05 * shorter)
 
 
-def test_dry_runs_assume_that_keys_are_chosen_in_turn(tmp_path: Path) -> None:
+def test_dry_runs_assume_that_every_visible_key_is_chosen(tmp_path: Path) -> None:
     tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
     config = TrainConfig(model=str(tmp_path), seq_len=LENGTH, dtype="float32", sp_ring=2, sp_ulysses=2, device="cpu")
     sent = {(group.axes, group.collective): group.nbytes for group in dry_run(config, 4).sent}
@@ -240,6 +241,30 @@ def test_dry_runs_assume_that_keys_are_chosen_in_turn(tmp_path: Path) -> None:
     own = LENGTH // 4 * 16 * 4
     assert sent[("ring",), "_allgather_base_"] == 2 * 2 * own
     assert sent[("ulysses",), "_allgather_base_"] == 2 * own + 4 * LENGTH // 4 * TOP_K * 4
+    # Keys and values of 2 heads x (24 + 12), which the backward receives again, and their gradients; a bit for each.
+    rows = LENGTH // 2 * 2 * (24 + 12) * 4
+    assert sent[("ring",), "alltoall_base_"] == 4 * (3 * rows + LENGTH // 2 // 8)
+
+
+def test_dry_runs_count_the_tiles_that_they_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
+    config = TrainConfig(model=str(tmp_path), seq_len=LENGTH, dtype="float32", sp_ring=2, device="cpu")
+    config = replace(config, indexer_loss_coef=1.0, ac="attention-saved")
+    monkeypatch.setattr(module_of_sparse, "TILE", 1 << 11)
+    few = dry_run(config, 2)
+    ran = list[int]()
+
+    def all_tiles(self: StepMeter, every: Tiles, tokens: int, elements: int) -> Iterator[slice]:
+        ran.append(len([*every(tokens, elements)]))
+        for tile in every(tokens, elements):
+            self.known.routes = False
+            yield tile
+            self.known.routes = True
+
+    monkeypatch.setattr(StepMeter, "_few", all_tiles)
+    whole = dry_run(config, 2)
+    assert max(ran) > 3 and few.work == whole.work and few.sent == whole.sent
+    assert few.by_category == whole.by_category and few.peak_bytes == whole.peak_bytes
 
 
 def test_a_named_kernel_is_refused(tmp_path: Path) -> None:
