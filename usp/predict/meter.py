@@ -223,7 +223,7 @@ class StepMeter(TorchDispatchMode):
     def abridging_tiles(self) -> Iterator[None]:
         """Run few of the tiles of sparse attention and of its indexers. What they choose is unknown: each key that the
         mask shows to some of a rank's queries is assumed to be chosen by one of these."""
-        choose = SparseProgram.chosen
+        choose, few = SparseProgram.chosen, partial(self._few, sparse.tiles)
 
         def chosen(program: SparseProgram, indices_Tk: Tensor) -> tuple[Tensor, Tensor]:
             slots, any_chose = choose(program, indices_Tk)
@@ -231,8 +231,8 @@ class StepMeter(TorchDispatchMode):
             return slots, any_chose
 
         with (
-            patch.object(sparse, "tiles", partial(self._few, sparse.tiles)),
-            patch.object(indexers, "tiles", partial(self._few, sparse.tiles)),
+            patch.object(sparse, "tiles", few),
+            patch.object(indexers, "tiles", few),
             patch.object(SparseProgram, "chosen", chosen),
         ):
             yield
@@ -254,7 +254,8 @@ class StepMeter(TorchDispatchMode):
             return NotImplemented  # DTensor calls operators on local tensors, which come here again
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
             return func(*args, **kwargs)  # a device mesh is computed with real tensors
-        self.wire.count(func, args)
+        for _ in range(self._times):
+            self.wire.count(func, args)
         result = self.known.call(func, args, kwargs)
         made = [x for x in tensors_of(result) if isinstance(x, FakeTensor)]
         self.memory.see(made)
