@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -361,6 +361,8 @@ def _attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
     options: Any = {"scale": scaling, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+    if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
+        indices = None
     if isinstance(kv_cache, DecodeStep):
         return kv_cache.attend(module, q, k, v, window=window, indices=indices, **options), None
     if kv_cache is not None:
@@ -371,5 +373,9 @@ def _attention_forward(
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
     if indexer is None or not indexer.trains:
         return call(), None
+    if indices is None:
+        out, lse = call(return_lse=True)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        return indexer.with_loss(out, q, k, lse.detach(), scale, s_aux), None
     out, weights = call(return_weights=True)
-    return indexer.with_loss(out, cast(Tensor, indices), weights), None
+    return indexer.with_loss(out, indices, weights), None

@@ -246,11 +246,14 @@ def test_dry_runs_assume_that_every_visible_key_is_chosen(tmp_path: Path) -> Non
     assert sent[("ring",), "alltoall_base_"] == 4 * (3 * rows + LENGTH // 2 // 8)
 
 
-def test_dry_runs_count_the_tiles_that_they_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("warmup", [False, True])
+def test_dry_runs_count_the_tiles_that_they_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: bool
+) -> None:
     tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
     config = TrainConfig(model=str(tmp_path), seq_len=LENGTH, dtype="float32", sp_ring=2, device="cpu")
-    config = replace(config, indexer_loss_coef=1.0, ac="attention-saved")
-    monkeypatch.setattr(module_of_sparse, "TILE", 1 << 11)
+    config = replace(config, indexer_loss_coef=1.0, indexer_warmup=warmup, ac="attention-saved")
+    monkeypatch.setattr(module_of_sparse, "TILE", 7 << 7)
     few = dry_run(config, 2)
     ran = list[int]()
 
