@@ -26,7 +26,7 @@ from tests.usp.rlhf.test_reference import CONFIG, REWARD, begun, reward_of
 from tests.usp.train.families.test_families import write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
-from usp.hf.indexers import indexers
+from usp.hf.indexers import indexers, train_indexers
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
@@ -209,7 +209,7 @@ class _Largest(TorchDispatchMode):
         return output
 
 
-def largest_tensors() -> list[int]:
+def largest_tensors(warmup: bool) -> list[int]:
     """Return the elements of the largest tensor in a forward and backward of one layer of two lengths."""
     mesh, found = ParallelMesh.create(ParallelDims(ring=2)), []
     module_of_sparse.TILE = 1 << 12
@@ -218,6 +218,8 @@ def largest_tensors() -> list[int]:
         config = tiny_config("deepseek_v32")
         config.index_topk, config.index_n_heads, config.num_hidden_layers = TOP_K, 2, 1
         model = apply_unified_sp(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), mesh)
+        if warmup:
+            train_indexers(model, 1.0, warmup)
         local = shard_batch({"input_ids": torch.arange(length).unsqueeze(0) % 90 + 3}, mesh)
         with _Largest() as largest:
             model.model(**local, use_cache=False).last_hidden_state.sum().backward()
@@ -227,10 +229,12 @@ def largest_tensors() -> list[int]:
 
 
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
-    for shorter, longer in ranks.run(largest_tensors, 2):
+    for shorter, longer in ranks.run(largest_tensors, 2, False):
         # The largest is the chosen keys and values, 4 heads x (24 + 12) a token, of a share of the tokens that depends
         # on the weights: from 512 to 1,024 tokens it differs by 1%.
         assert shorter <= 512 * 144 and longer <= min(1024 * 144, 2.05 * shorter)
+    for shorter, longer in ranks.run(largest_tensors, 2, True):  # hidden layers of experts
+        assert longer <= 2 * shorter < 512 * 512
 
 
 def test_dry_runs_assume_that_every_visible_key_is_chosen(tmp_path: Path) -> None:
