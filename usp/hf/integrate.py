@@ -29,6 +29,7 @@ from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .images import PLAN, TYPES, ImageExchange
 from .indexers import CausalMask, ShardedIndexer, apply_indexers, indexers
+from .latents import LATENTS, absorbed, remember_latents
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
@@ -73,6 +74,8 @@ def apply_unified_sp(
             module = base.get_submodule(name)
             module.unified_sp, module.unified_sp_mask = attention, mask
             calls += known.calls[name]
+            if known.indexers:
+                remember_latents(module)
             if name in known.handed:
                 hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
@@ -343,6 +346,7 @@ def _attention_forward(
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
     present = [name for name, value in kwargs.items() if value is not None]
     violations = [f"{name} is not supported by unified_sp" for name in present if name not in NEUTRAL]
+    latents = module.__dict__.pop(LATENTS, None)
     if attention_mask is not None and not isinstance(attention_mask, CausalMask):
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")
     if dropout:
@@ -359,23 +363,24 @@ def _attention_forward(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
-    options: Any = {"scale": scaling, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+    options: Any = {"scale": scale, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
     if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
         indices = None
     if isinstance(kv_cache, DecodeStep):
         return kv_cache.attend(module, q, k, v, window=window, indices=indices, **options), None
     if kv_cache is not None:
         kv_cache.store(module, k, v)
+    given, expand = absorbed(module, (q, k, v), None if indices is None else latents, attention.axes)
     sides = None if window is None else (window - 1, -1)
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}
-    call = partial(attention, q, k, v, causal=causal, window=sides, indices=indices, **documents, **options)
+    call = partial(attention, *given, causal=causal, window=sides, indices=indices, **documents, **options)
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
     if indexer is None or not indexer.trains:
-        return call(), None
+        return expand(call()), None
     if indices is None:
         out, lse = call(return_lse=True)
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         return indexer.with_loss(out, q, k, lse.detach(), scale, s_aux), None
     out, weights = call(return_weights=True)
-    return indexer.with_loss(out, indices, weights), None
+    return indexer.with_loss(expand(out), indices, weights), None

@@ -26,6 +26,7 @@ from tests.usp.rlhf.test_reference import CONFIG, REWARD, begun, reward_of
 from tests.usp.train.families.test_families import write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
+from usp.hf import latents
 from usp.hf.indexers import indexers, train_indexers
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
@@ -159,6 +160,30 @@ def gathered_bytes() -> tuple[int, int]:
     return sent[0], ROWS * LENGTH // 4 * module.head_dim * 4
 
 
+def sent_bytes(dims: ParallelDims) -> tuple[int, ...]:
+    """Return the bytes that a forward sends, also where keys and values always, or never, travel as latents."""
+    mesh, rule, sent = ParallelMesh.create(dims), latents._fewer_bytes, list[int]()
+    for latents._fewer_bytes in (rule, lambda *_: True, lambda *_: False):
+        model = apply_unified_sp(tiny_model("deepseek_v32"), mesh)
+        for module in indexers(model).values():
+            module.index_topk = LENGTH
+        local = shard_batch(batch_of([0, LENGTH]), mesh)
+        local.pop("shift_labels")
+        with torch.no_grad():
+            model(**local, use_cache=False)
+        sent.append(model.unified_sp.sent_bytes)
+    latents._fewer_bytes = rule
+    return tuple(sent)
+
+
+def test_keys_travel_as_latents_where_these_are_fewer_bytes(ranks: RankPool) -> None:
+    for ulysses, ring in ((4, 1), (2, 2), (1, 4)):
+        total, latent, expanded = (
+            sum(of) for of in zip(*ranks.run(sent_bytes, 4, ParallelDims(ring=ring, ulysses=ulysses)), strict=True)
+        )
+        assert total == min(latent, expanded) and (latent < expanded) == (ring > 1)
+
+
 def test_an_indexer_sends_its_keys_to_every_other_rank(ranks: RankPool) -> None:
     for sent, own in ranks.run(gathered_bytes, 4):
         assert sent == 3 * own  # in two steps: over ulysses, then over the ring
@@ -245,8 +270,8 @@ def test_dry_runs_assume_that_every_visible_key_is_chosen(tmp_path: Path) -> Non
     own = LENGTH // 4 * 16 * 4
     assert sent[("ring",), "_allgather_base_"] == 2 * 2 * own
     assert sent[("ulysses",), "_allgather_base_"] == 2 * own + 4 * LENGTH // 4 * TOP_K * 4
-    # Keys and values of 2 heads x (24 + 12), which the backward receives again, and their gradients; a bit for each.
-    rows = LENGTH // 2 * 2 * (24 + 12) * 4
+    # Latent keys and values (16 + 8 + 16), which the backward receives again, and their gradients; a bit for each.
+    rows = LENGTH // 2 * (16 + 8 + 16) * 4
     assert sent[("ring",), "alltoall_base_"] == 4 * (3 * rows + LENGTH // 2 // 8)
 
 
