@@ -18,6 +18,6 @@ from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, OF_DOCUMENTS, SequenceLayout, Span
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
-from .sparse import Choice, SparseProgram, chosen_rows
+from .sparse import Choice, SparseProgram, chosen_rows, tiles
 from .spec import AttentionSpec, Joint
 from .unified import UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward

@@ -6,11 +6,15 @@
                    | all-gather
                    merged by lse in rank order: bitwise identical on every rank
 
+Where an indexer chooses the keys, ranks also cache what it scores them by; the largest scores are found among those of
+all ranks (`DecodeStep.of_all_ranks`), and each rank attends to the chosen keys that it has.
+
 Ranks split the keys as flash decoding splits them into blocks (Dao et al. 2023, "Flash-Decoding for long-context
 inference"). Shapes depend only on the number of slots and on how much of the cache is read.
 
 B slots with one sequence each; R rows of a prefill, S tokens per row of a rank; N query heads, K KV heads, G = N / K;
-H head dim, V head dim of the values; C capacity of a rank in tokens per sequence.
+H head dim, V head dim of the values; C capacity of a rank in tokens per sequence, L entries of them that are read; T
+tokens of the longest sequence; k keys that are chosen.
 """
 
 from __future__ import annotations
@@ -39,13 +43,13 @@ class KVCache:
 
     Attributes:
         positions: (B, C) global positions of the tokens, in any order; empty entries have the largest int64.
-        layers: keys (B, K, C, H) and values (B, K, C, V) of each layer that has stored any, by whatever names it alone:
-            heads before tokens, so that any range of tokens is a batch of matrices.
+        layers: keys (B, K, C, H) and values (B, K, C, V) of each layer that has stored any, by whatever names it alone,
+            or only the keys of an indexer: heads before tokens, so that any range of tokens is a batch of matrices.
         states: (B, ...) by whatever names them; zero for a sequence without tokens.
     """
 
     positions: Tensor
-    layers: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    layers: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
     states: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -53,13 +57,12 @@ class KVCache:
         """Make an empty cache for `slots` sequences of at most `capacity` tokens on this rank."""
         return KVCache(torch.full((slots, capacity), _FREE, device=device))
 
-    def layer(self, layer: Hashable, k_RSKH: Tensor, v_RSKV: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, layer: Hashable, *tokens_RSKH: Tensor) -> tuple[Tensor, ...]:
         """Return a layer's cached keys and values; the first call allocates them for tokens like these."""
         if layer not in self.layers:
             slots, capacity = self.positions.shape
             # Zeros, because a zero weight times uninitialised memory could be nan.
-            keys, values = (x.new_zeros(slots, x.shape[2], capacity, x.shape[3]) for x in (k_RSKH, v_RSKV))
-            self.layers[layer] = keys, values
+            self.layers[layer] = tuple(x.new_zeros(slots, x.shape[2], capacity, x.shape[3]) for x in tokens_RSKH)
         return self.layers[layer]
 
     def state(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -72,7 +75,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states."""
-        kept = [x for pair in self.layers.values() for x in pair]
+        kept = [x for stored in self.layers.values() for x in stored]
         return sum(x.nbytes for x in (*kept, *self.states.values()))
 
     def clear(self, slots: Tensor) -> None:
@@ -102,9 +105,9 @@ class Prefill:
         rows = int(self.rows.max()) + 1
         return self.lengths.new_zeros(rows).index_copy_(0, self.rows, self.lengths)
 
-    def store(self, layer: Hashable, k_RSKH: Tensor, v_RSKV: Tensor) -> None:
+    def store(self, layer: Hashable, *tokens_RSKH: Tensor) -> None:
         """Cache a layer's keys and values, with rotary embedding already applied."""
-        for cached, x in zip(self.cache.layer(layer, k_RSKH, v_RSKV), (k_RSKH, v_RSKV), strict=True):
+        for cached, x in zip(self.cache.layer(layer, *tokens_RSKH), tokens_RSKH, strict=True):
             cached[self.slots, :, : x.shape[1]] = x.transpose(1, 2)[self.rows]
 
 
@@ -116,6 +119,7 @@ class DecodeStep:
         places: (B,) index in C at which this rank would cache each token.
         own: (B,) bool, the tokens that this rank does cache; None for all.
         length: number of entries of C to read; entries beyond must be empty in every slot.
+        tokens: of the longest sequence, over all ranks; needed where an indexer chooses keys.
         group: the ranks that share the sequences; None for a single rank.
 
     Attributes:
@@ -131,8 +135,9 @@ class DecodeStep:
         *,
         length: int,
         group: dist.ProcessGroup | None,
+        tokens: int = 0,
     ) -> None:
-        self.cache, self.group, self.attended = cache, group, 0
+        self.cache, self.group, self.attended, self.tokens = cache, group, 0, tokens
         self._positions, self._length, self._places, self._own = positions, length, places, own
         self._entries: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._masks: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
@@ -152,6 +157,7 @@ class DecodeStep:
         chunk: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        indices: Tensor | None = None,
     ) -> Tensor:
         """Cache the new keys and values, then attend over the keys of all ranks. Collective over the group.
 
@@ -161,24 +167,70 @@ class DecodeStep:
             chunk: a token attends to the tokens of its chunk of so many, counted from position 0; None for no chunks.
             softcap: scores become softcap * tanh(scores / softcap); None disables it.
             sinks: (N,) logits that join each softmax without a value, the same on every rank.
+            indices: (B, 1, k) positions that each token attends to, if it sees them; the same on every rank.
 
         Returns:
             (B, 1, N, V) in q's dtype, bitwise identical on every rank; without meaning, but finite, for an empty slot.
         """
         self.attended += 1
         slots, _, heads, head_dim = q_B1NH.shape
-        keys, values = self.cache.layer(layer, k_B1KH, v_B1KV)
-        for cached, new in ((keys, k_B1KH), (values, v_B1KV)):
-            self._store(cached, new)
-        k_BKLH, v_BKLV = keys[:, :, : self._length], values[:, :, : self._length]
+        k_BKLH, v_BKLV = self.store(layer, k_B1KH, v_B1KV)
         # The queries of one KV head form one matrix, so no key is repeated.
         q_BKGH = q_B1NH.reshape(slots, k_B1KH.shape[2], -1, head_dim)
-        mask, blind = self._mask(window, chunk, q_B1NH.dtype)
+        if indices is None:
+            mask, blind = self._mask(window, chunk, q_B1NH.dtype)
+        else:
+            k_BKLH, v_BKLV, at = self._chosen(k_BKLH, v_BKLV, indices.squeeze(1).long())
+            mask, blind = score_mask(self.seen(window, chunk, at), q_B1NH.dtype)
         out, lse = partial_attention(q_BKGH, k_BKLH, v_BKLV, mask, scale, softcap)
         if self.group is not None or sinks is not None:
             parts = _gather(out, lse.masked_fill(blind, float("-inf")), self.group)
             out = merge_parts(*parts, None if sinks is None else sinks.reshape(q_BKGH.shape[1:3]))
         return out.reshape(slots, 1, heads, -1).to(q_B1NH.dtype)
+
+    def store(self, layer: Hashable, *new_B1KH: Tensor) -> tuple[Tensor, ...]:
+        """Cache a layer's new keys and values; return those of all entries that are read."""
+        stored = self.cache.layer(layer, *new_B1KH)
+        for cached, new in zip(stored, new_B1KH, strict=True):
+            self._store(cached, new)
+        return tuple(cached[:, :, : self._length] for cached in stored)
+
+    def seen(self, window: int | None = None, chunk: int | None = None, at: Tensor | None = None) -> Tensor:
+        """Return which keys the tokens see: those that are read (B, L), or that are `at` these positions."""
+        at = self.cache.positions[:, : self._length] if at is None else at
+        query = self._positions.unsqueeze(1)
+        seen = at <= query
+        if window is not None:
+            seen &= at > query - window
+        if chunk is not None:
+            seen &= at >= query - query % chunk
+        return seen
+
+    def of_all_ranks(self, scores_BL: Tensor) -> Tensor:
+        """Return the scores (B, T) of all positions from those of the keys that this rank reads, -inf for positions
+        without a key. Collective over the group: it reduces 4 bytes for each position."""
+        at = self.cache.positions[:, : self._length].clamp(max=self.tokens)  # empty entries are cut off
+        scores = scores_BL.new_full((len(at), self.tokens + 1), float("-inf")).scatter_(1, at, scores_BL)
+        scores = scores[:, : self.tokens].contiguous()
+        if self.group is not None:
+            dist.all_reduce(scores, dist.ReduceOp.MAX, group=self.group)
+        return scores
+
+    @cached_property
+    def _entry_of(self) -> Tensor:
+        """The entry of each position on this rank, (B, T + 1), -1 for none."""
+        at = self.cache.positions[:, : self._length].clamp(max=self.tokens)
+        entries = torch.arange(self._length, device=at.device).expand_as(at)
+        table = at.new_full((len(at), self.tokens + 1), -1).scatter_(1, at, entries)
+        table[:, self.tokens] = -1
+        return table
+
+    def _chosen(self, k_BKLH: Tensor, v_BKLV: Tensor, indices_Bk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys and values at these positions, and the positions, after all tokens where no key is here."""
+        entries = self._entry_of.gather(1, indices_Bk)
+        rows = entries.clamp(min=0)[:, None, :, None]
+        keys, values = (x.take_along_dim(rows, 2) for x in (k_BKLH, v_BKLV))
+        return keys, values, indices_Bk.masked_fill(entries < 0, _FREE)
 
     def _store(self, cached_BKCH: Tensor, new_B1KH: Tensor) -> None:
         flat, new = cached_BKCH.view(-1, cached_BKCH.shape[-1]), new_B1KH.reshape(-1, new_B1KH.shape[-1])
@@ -200,13 +252,7 @@ class DecodeStep:
     def _mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return `score_mask` of the entries that the tokens see, cached for all layers with this mask."""
         if (window, chunk) not in self._masks:
-            at, query = self.cache.positions[:, : self._length], self._positions.unsqueeze(1)
-            seen = at <= query
-            if window is not None:
-                seen &= at > query - window
-            if chunk is not None:
-                seen &= at >= query - query % chunk
-            self._masks[window, chunk] = score_mask(seen, dtype)
+            self._masks[window, chunk] = score_mask(self.seen(window, chunk), dtype)
         return self._masks[window, chunk]
 
 

@@ -93,7 +93,7 @@ class SparseProgram:
         slots = torch.empty_like(indices_Tk, dtype=torch.int32)
         none = self.ring * tokens
         any_chose = torch.zeros(none + 1, dtype=torch.bool, device=slots.device)
-        for rows in _tiles(tokens, indices_Tk.shape[1]):
+        for rows in tiles(tokens, indices_Tk.shape[1]):
             chosen, order = indices_Tk[rows].sort(-1)
             seen = (chosen >= self.first[rows, None]) & (chosen <= self.last[rows, None])
             seen[:, 1:] &= chosen[:, 1:] != chosen[:, :-1]
@@ -138,7 +138,7 @@ def choose(indices_BSk: Tensor, program: SparseProgram, ulysses: Channel, ring: 
     asked[own] = chosen[own] = False
     table = chosen.flatten().cumsum(0, dtype=torch.int32) + (tokens - 1)
     table[own * tokens : (own + 1) * tokens] = torch.arange(tokens, dtype=torch.int32, device=table.device)
-    for rows in _tiles(tokens, slots.shape[1]):
+    for rows in tiles(tokens, slots.shape[1]):
         at = slots[rows]
         slots[rows] = torch.where(at >= 0, table[at.clamp(min=0).long()], -1)
     sent, received = (tuple(x.sum(1).tolist()) for x in (asked, chosen))
@@ -251,7 +251,7 @@ def _attend(
     lse = q_TNH.new_empty(tokens, heads, dtype=dtype)
     sums = q_TNH.new_empty(index_Tk.shape, dtype=dtype) if weighed else None
     own_sinks = None if sinks is None else sinks.to(dtype).view(groups, 1, -1)
-    for rows in _tiles(tokens, _elements(k_KMH, v_KMV, index_Tk)):
+    for rows in tiles(tokens, _elements(k_KMH, v_KMV, index_Tk)):
         scores, _, _ = _scores(_grouped(q_TNH[rows], groups), k_KMH, index_Tk[rows], spec)
         total = scores.logsumexp(-1)
         if own_sinks is not None:
@@ -273,7 +273,7 @@ def _attend_backward(
     dq, scale = torch.empty_like(q_TNH), spec.score_scale(q_TNH.shape[-1])
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k_KMH, v_KMV))
     lse_TN = lse_TN.masked_fill(lse_TN.isneginf(), 0.0)
-    for rows in _tiles(tokens, _elements(k_KMH, v_KMV, index_Tk)):
+    for rows in tiles(tokens, _elements(k_KMH, v_KMV, index_Tk)):
         q, dout, lse, delta = (
             _grouped(x, groups) for x in (q_TNH[rows], dout_TNV[rows], lse_TN[rows, :, None], delta_TN[rows, :, None])
         )
@@ -317,7 +317,7 @@ def _elements(k_KMH: Tensor, v_KMV: Tensor, index_Tk: Tensor) -> int:
     return index_Tk.shape[1] * len(k_KMH) * (k_KMH.shape[2] + v_KMV.shape[2])
 
 
-def _tiles(tokens: int, elements: int) -> Iterator[slice]:
+def tiles(tokens: int, elements: int) -> Iterator[slice]:
     """Yield slices of so many tokens that a tensor with `elements` for each has at most `TILE`."""
     size = max(1, TILE // max(1, elements))
     yield from (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))

@@ -315,6 +315,8 @@ class _Training:
     that fewer tokens chose than the mean, down for others. DeepSeek-V3: 1e-3. 0: it stays as it is."""
     indexer_loss_coef: NotNegative = 0.0
     """Coefficient of the loss of sparse attention's indexers, which have no other gradient. 0: their weights stay."""
+    indexer_warmup: bool = False
+    """Dense warm-up: attend to all keys, and train only the indexers, to score keys by the attention weights."""
     learning_rate: Annotated[
         float, RATE, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA)")
     ] = 0.0

@@ -16,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention import LAYOUTS, AttentionSpec, Channel, SequenceLayout, SparseProgram, chosen_rows, compute_now
+from attention import (
+    LAYOUTS,
+    AttentionSpec,
+    Channel,
+    SequenceLayout,
+    SparseProgram,
+    chosen_rows,
+    compute_now,
+    ring_schedule,
+)
 from attention import sparse as module_of_sparse
 from attention.sparse import SparseAttention, _bits, _flags, choose
 from parallel import ParallelDims, ParallelMesh
@@ -167,6 +176,10 @@ def test_what_travels_is_the_union_of_what_is_chosen_and_visible(data: st.DataOb
     owned = [torch.cat([layout.positions(rank, u) for u in range(ulysses)]) for rank in range(ring)]
     expected = torch.tensor([[int(pairs[:, a][:, :, b].any(1).sum()) for b in owned] for a in owned])
     assert torch.equal(chosen_rows(layout, spec, indices), expected.fill_diagonal_(0))
+    for rank, received in enumerate(expected.sum(1).tolist()):  # keys, of which as many gradients are sent
+        dense = ring_schedule(layout, spec, 2, rank)
+        assert received <= sum(message.tokens for step in dense.steps for message in step.receive)
+        assert received <= dense.grad_tokens_sent
 
 
 @pytest.mark.parametrize("n", [1, 8, 13])

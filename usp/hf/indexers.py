@@ -7,6 +7,9 @@ scores that the mask allows. Here its own forward runs in two passes over a rank
     keys      with a cache that keeps them; then they are gathered over the ranks, in the order of the sequence
     indices   for a tile of queries at a time, with a cache that returns all keys, and these queries' part of the mask
 
+In generation a rank keeps the keys of its own tokens beside those of attention. A new token is scored against these,
+and the scores, which are much smaller than keys, are gathered instead.
+
 So scores and ties are those of one process, and no tensor has tokens x tokens elements. Indexers have no gradient, as
 in transformers, but that of `IndexerLoss`, if it is asked for.
 
@@ -19,7 +22,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from attention import DecodeStep, Prefill, tiles
 from parallel import ParallelMesh
 from usp.sp.sequence import SpAxes, document_starts, documents_of, unshard_sequence
 from usp.sp.sp_attention import UnifiedSPAttention
 
-TILE = 1 << 24  # scores at a time, of all heads
 _ARGUMENTS = {"hidden_states", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
 
 
@@ -50,10 +53,11 @@ def indexers(model: nn.Module) -> dict[str, nn.Module]:
 class CausalMask:
     """Stands for the mask of an attention module with an indexer, which takes the part that all heads share.
 
-    cu_seqlens: as in `shard_batch`, None for one document per row.
+    cu_seqlens: as in `shard_batch`, None for one document per row. kv_cache: as in `run_layers`.
     """
 
     cu_seqlens: Tensor | None
+    kv_cache: Prefill | DecodeStep | None = None
 
     def __getitem__(self, part: Any) -> CausalMask:
         return self
@@ -68,7 +72,8 @@ def apply_indexers(base: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: 
 
 
 def _with_mask(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **{**kwargs, "attention_mask": CausalMask(kwargs.get("cu_seqlens"))})
+    mask = CausalMask(*map(kwargs.get, ("cu_seqlens", "kv_cache")))
+    return forward(*args, **{**kwargs, "attention_mask": mask})
 
 
 class ShardedIndexer:
@@ -81,36 +86,51 @@ class ShardedIndexer:
         self.choose, self._call = module.forward, dict[str, Any]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the indices (B, S, k) of this rank's queries. Collective."""
+        """Return the indices (B, S, k) of this rank's queries, none of them in a warm-up. Collective."""
         call = inspect.signature(self.choose).bind(*args, **kwargs).arguments
+        if self.trains:
+            self._call = call
+        if isinstance(self.loss, DenseIndexerLoss):
+            return call["hidden_states"].new_empty(*call["hidden_states"].shape[:2], 0, dtype=torch.int32)
+        cache = call["attention_mask"].kv_cache
+        if isinstance(cache, DecodeStep):
+            return self._decoded(call, cache)
 
         def choose() -> tuple[Tensor]:
             keys = own_keys(self.choose, call)
             self.attention.indexer_bytes += keys.nbytes * (self.attention.ranks - 1)
+            if cache is not None:
+                cache.store(self.module, keys.unsqueeze(2))
             return (tiled_indices(self.choose, call, *self.scored(call, keys)),)
 
-        if self.trains:
-            self._call = call
         with torch.no_grad():
             return self.attention.keep(("indexer", call["hidden_states"].shape), choose)[0]
+
+    def _decoded(self, call: dict[str, Any], step: DecodeStep) -> Tensor:
+        """Return the indices (B, 1, k) of the new tokens, among the cached keys of all ranks."""
+        keys = _CachedKeys(self.module, step)
+        own = _scores(self.choose, {**call, "attention_mask": step.seen().unsqueeze(1), "past_key_values": keys})
+        scores = step.of_all_ranks(own.squeeze(1))
+        chosen = scores.topk(min(cast(int, self.module.index_topk), scores.shape[1])).indices
+        return chosen.unsqueeze(1).int()
 
     @property
     def trains(self) -> bool:
         """Whether the forward of the attention must pass its output through `with_loss`."""
         return self.loss is not None and torch.is_grad_enabled()
 
-    def with_loss(self, out: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """Return the output of the attention to the last indices, whose backward also computes the loss's gradient.
+    def with_loss(self, out: Tensor, *attended: Any) -> Tensor:
+        """Return the output of the attention after the last call, whose backward also computes the loss's gradient.
 
-        indices, weights: (B, S, k), as the attention got and returned them.
+        attended: as in `parts` of the loss.
         """
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        (leaves, structure), self._call = tree_flatten(self._call), {}
-        return _WithLoss.apply(out, self.loss, structure, indices, weights, len(leaves), *leaves, *parameters)
+        (leaves, structure), self._call = tree_flatten((self._call, *attended)), {}
+        return _WithLoss.apply(out, self.loss, structure, len(leaves), *leaves, *parameters)
 
     def scored(self, call: dict[str, Any], keys: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return what `score_tiles` takes, from this rank's keys (B, S, D): those of all tokens, the positions of its
-        queries, the starts of their documents, and how many queries are scored at a time. Collective."""
+        queries, the starts of their documents, and how many scores a query has. Collective."""
         mask, (rows, tokens) = call["attention_mask"], call["hidden_states"].shape[:2]
         assert isinstance(mask, CausalMask)
         cu_seqlens, layout, axes = mask.cu_seqlens, self.attention.layout, SpAxes.of(self.mesh)
@@ -119,36 +139,41 @@ class ShardedIndexer:
         sequence = axes.layout(layout, tokens * axes.ranks, documents_of(cu_seqlens))
         positions = axes.positions(sequence)
         starts = document_starts(cu_seqlens, rows, sequence.seq_len, positions)
-        return keys, positions, starts, max(1, TILE // (rows * length * getattr(self.module, "n_heads", 64)))
+        return keys, positions, starts, rows * length * getattr(self.module, "n_heads", 64)
 
 
 def own_keys(forward: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
     """Return the keys (B, S, D) that an indexer makes of the tokens of a call."""
     x, keys = call["hidden_states"], list[Tensor]()
     anything = torch.ones(1, 1, 1, dtype=torch.bool, device=x.device)
-    for part in _tiles(x.shape[1], 1024):
+    for start in range(0, x.shape[1], 1024):
         cache = _FirstKeys()
-        forward(**_part(call, part), attention_mask=anything, past_key_values=cache)
+        forward(**_part(call, slice(start, start + 1024)), attention_mask=anything, past_key_values=cache)
         keys.append(cache.keys)
     return torch.cat(keys, 1)
 
 
 def tiled_indices(
-    forward: Callable[..., Tensor], call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, tile: int
+    forward: Callable[..., Tensor], call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, scores: int
 ) -> Tensor:
     """Return the indices (B, S, k) of a call's queries, at `positions` (B or 1, S) in documents that begin at `starts`
-    (B, S), among all keys (B, L, D)."""
-    tiles = score_tiles(call, keys, positions, starts, tile)
-    return torch.cat([forward(**inputs) for _, inputs in tiles], 1)
+    (B, S), among all keys (B, L, D). scores: elements of the scores of a query."""
+    indices = None
+    for part, inputs in score_tiles(call, keys, positions, starts, scores):
+        chosen = forward(**inputs)
+        if indices is None:
+            indices = chosen.new_empty(*call["hidden_states"].shape[:2], chosen.shape[-1])
+        indices[:, part] = chosen
+    return cast(Tensor, indices)
 
 
 def score_tiles(
-    call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, tile: int
+    call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, scores: int
 ) -> Iterator[tuple[slice, dict[str, Any]]]:
     """Yield a part of the queries, and the call that scores it; the arguments are those of `tiled_indices`."""
     x, every = call["hidden_states"], torch.arange(keys.shape[1], device=keys.device)
     positions, starts = (each.to(x.device).unsqueeze(-1) for each in (positions, starts))
-    for part in _tiles(x.shape[1], tile):
+    for part in tiles(x.shape[1], scores):
         visible = (every <= positions[:, part]) & (every >= starts[:, part])
         yield part, {**_part(call, part), "attention_mask": visible, "past_key_values": _AllKeys(keys)}
 
@@ -163,10 +188,6 @@ def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:
         return value[:, tokens] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length else value
 
     return {name: take(value) for name, value in call.items() if name not in ("attention_mask", "past_key_values")}
-
-
-def _tiles(tokens: int, size: int) -> Iterator[slice]:
-    yield from (slice(start, start + size) for start in range(0, tokens, size))
 
 
 class _FirstKeys:
@@ -189,14 +210,28 @@ class _AllKeys:
         return self.keys
 
 
-def train_indexers(model: nn.Module, coefficient: float) -> None:
+@dataclass(frozen=True)
+class _CachedKeys:
+    """A cache that keeps the key of a new token, and returns those of this rank."""
+
+    indexer: nn.Module
+    step: DecodeStep
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        return self.step.store(self.indexer, keys.unsqueeze(2))[0].squeeze(1)
+
+
+def train_indexers(model: nn.Module, coefficient: float, warmup: bool = False) -> None:
     """Give the indexers of a model from `apply_unified_sp` a loss, `IndexerLoss`, whose gradient comes with every
-    backward.
+    backward; or for their `warmup` a `DenseIndexerLoss`, with attention to all keys, and freeze everything else.
 
     coefficient: weight of the mean over the tokens that a data-parallel rank has in a forward.
     """
+    if warmup:
+        model.requires_grad_(False)
     for forward in _sharded(model):
-        forward.loss = IndexerLoss(forward, coefficient)
+        forward.loss = (DenseIndexerLoss if warmup else IndexerLoss)(forward, coefficient)
+        forward.module.requires_grad_(True)
 
 
 def indexer_losses(models: Sequence[nn.Module]) -> tuple[float, float]:
@@ -231,28 +266,96 @@ class IndexerLoss:
         self.total: Tensor | float = 0.0
         self.number = 0.0
 
-    def gradients(self, call: dict[str, Any], indices: Tensor, weights: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(self, call: dict[str, Any], *attended: Any) -> tuple[Tensor | None, ...]:
         """Return the gradients of the indexer's parameters, and add to `total`. Collective."""
         module, ranks = self.indexer.module, self.indexer.attention.ranks
         self.number += 1 / ranks
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         with torch.enable_grad():
             run = partial(self.forward, module)
-            keys, positions, starts, tile = self.indexer.scored(call, own_keys(run, call))
+            keys, *scored = self.indexer.scored(call, own_keys(run, call))
             every = keys.detach().requires_grad_()
             own = every.nbytes * (ranks - 1) // ranks  # of this rank's keys to the others, and of their gradients
             self.indexer.attention.indexer_bytes += 2 * own
             sums: list[Tensor | None] = [None] * (len(parameters) + 1)
-            for part, inputs in score_tiles(call, every, positions, starts, tile):
-                with _Scores() as found:
-                    run(**inputs)
-                loss = _divergence(found.scores, indices[:, part].long(), weights[:, part])
-                loss = loss / (indices[..., 0].numel() * ranks)
-                self.total = self.total + loss.detach()
-                grads = torch.autograd.grad(self.coefficient * loss, [*parameters, every], allow_unused=True)
+            for output, gradient in self.parts(run, call, every, scored, *attended):
+                grads = torch.autograd.grad(output, [*parameters, every], gradient, allow_unused=True)
                 sums = [_sum(a, b) for a, b in zip(sums, grads, strict=True)]
             of_keys = torch.autograd.grad(keys, parameters, sums[-1], allow_unused=True)
         return tuple(_sum(a, b) for a, b in zip(sums, of_keys, strict=False))
+
+    def parts(
+        self, run: Callable[..., Tensor], call: dict[str, Any], every: Tensor, scored: Sequence[Any], *attended: Any
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield scores of the indexer, or what is computed of them, and the loss's gradient.
+
+        run: its forward. every: its keys. scored: the others that `ShardedIndexer.scored` returns. attended: what
+            `ShardedIndexer.with_loss` was given: here indices and weights (B, S, k), which the attention got and
+            returned.
+        """
+        indices, weights = attended
+        for part, inputs in score_tiles(call, every, *scored):
+            loss = _divergence(_scores(run, inputs), indices[:, part].long(), weights[:, part])
+            loss = self._counted(loss, indices)
+            yield loss, torch.full_like(loss, self.coefficient)
+
+    def _counted(self, loss: Tensor, of_tokens: Tensor) -> Tensor:
+        """Return a sum over some tokens as this rank's share of the mean over all (B, S, ...); add it to `total`."""
+        loss = loss / (of_tokens[..., 0].numel() * self.indexer.attention.ranks)
+        self.total = self.total + loss.detach()
+        return loss
+
+
+class DenseIndexerLoss(IndexerLoss):
+    """The loss of an indexer that is trained before it chooses keys (DeepSeek-V3.2, section 2.1, equation 3).
+
+    The attention is dense: the divergence is of scores and weights of all keys that a query sees. The weights are
+    computed again, of a tile of queries and a block of keys at a time, which is gathered from all ranks.
+    """
+
+    def parts(
+        self, run: Callable[..., Tensor], call: dict[str, Any], every: Tensor, scored: Sequence[Any], *attended: Any
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """As in `IndexerLoss`. attended: q (B, S, N, H), k (B, S, K, H) and lse (B, S, N) of the attention, its scale,
+        and its sinks (N,) or None."""
+        (q, k, lse, scale, sinks), (positions, starts, _) = attended, scored
+        attention, (rows, tokens, heads) = self.indexer.attention, lse.shape
+        positions, starts = positions.to(q.device).expand(rows, -1), starts.to(q.device)
+        sees = ~lse.isneginf().all(-1)  # padding does not
+        lse, norms = lse.masked_fill(lse.isneginf(), 0.0), lse.new_empty(rows, tokens)
+        total = torch.full_like(norms, heads) if sinks is None else heads - (sinks - lse).exp().sum(-1)
+        with torch.no_grad():
+            for part, inputs in score_tiles(call, every, *scored):
+                norms[:, part] = _scores(run, inputs).logsumexp(-1).to(norms.dtype)
+        for own in tiles(tokens, rows * attention.ranks * k[0, 0].numel()):
+            block, at = attention.gathered(k[:, own]), attention.gathered(positions[:, own])
+            for part in tiles(tokens, rows * at.shape[1] * max(heads, getattr(self.indexer.module, "n_heads", 64))):
+                after, before, real = (x[:, part].unsqueeze(-1) for x in (starts, positions, sees))
+                seen = (at.unsqueeze(1) >= after) & (at.unsqueeze(1) <= before) & real
+                keys = every.take_along_dim(at.clamp(max=every.shape[1] - 1).unsqueeze(-1), 1)
+                scores = _scores(run, {**_part(call, part), "attention_mask": seen, "past_key_values": _AllKeys(keys)})
+                wanted = _weights(q[:, part], block, lse[:, part], scale) / total[:, part].unsqueeze(-1)
+                wanted = wanted.masked_fill(~seen, 0.0)
+                logs = (scores.detach() - norms[:, part].unsqueeze(-1)).masked_fill(~seen, 0.0)
+                self._counted((torch.xlogy(wanted, wanted) - wanted * logs).sum(), lse)
+                yield scores, self._gradient((logs.exp() - wanted).masked_fill(~seen, 0.0), lse)
+
+    def _gradient(self, of_sum: Tensor, of_tokens: Tensor) -> Tensor:
+        return of_sum * (self.coefficient / (of_tokens[..., 0].numel() * self.indexer.attention.ranks))
+
+
+def _scores(run: Callable[..., Tensor], inputs: dict[str, Any]) -> Tensor:
+    """Return the scores of a call of an indexer's forward, -inf where the mask hides a key."""
+    with _Scores() as found:
+        run(**inputs)
+    return found.scores
+
+
+def _weights(q_BtNH: Tensor, k_BsKH: Tensor, lse_BtN: Tensor, scale: float) -> Tensor:
+    """Return the attention weights summed over the heads, (B, t, s), without a mask."""
+    q, lse = (x.unflatten(2, (k_BsKH.shape[2], -1)) for x in (q_BtNH.to(lse_BtN.dtype), lse_BtN))
+    scores = torch.einsum("btkgh,bskh->bkgts", q, k_BsKH.to(lse.dtype)) * scale
+    return (scores - lse.movedim(1, 3).unsqueeze(-1)).exp().sum((1, 2))
 
 
 def _divergence(scores_BtL: Tensor, indices_Btk: Tensor, weights_Btk: Tensor) -> Tensor:
@@ -270,24 +373,24 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class _WithLoss(torch.autograd.Function):
-    """`apply(out, loss, structure, indices, weights, n, *n leaves of the call, *parameters)` -> out."""
+    """`apply(out, loss, structure, n, *n leaves of the arguments of gradients, *parameters)` -> out."""
 
     @staticmethod
-    def forward(ctx, out, loss: IndexerLoss, structure, indices, weights, n: int, *rest):
+    def forward(ctx, out, loss: IndexerLoss, structure, n: int, *rest):
         # Saved tensors are freed where a layer is checkpointed; what else a call has is small.
         leaves = rest[:n]
         ctx.loss, ctx.structure = loss, structure
         ctx.others = [None if isinstance(x, Tensor) else x for x in leaves]
-        ctx.save_for_backward(indices, weights, *(x if isinstance(x, Tensor) else None for x in leaves))
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in leaves))
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        indices, weights, *tensors = ctx.saved_tensors
+        tensors = ctx.saved_tensors
         leaves = [other if x is None else x.detach() for x, other in zip(tensors, ctx.others, strict=True)]
-        grads = ctx.loss.gradients(tree_unflatten(leaves, ctx.structure), indices, weights)
-        return dout, None, None, None, None, None, *(None for _ in leaves), *grads
+        grads = ctx.loss.gradients(*tree_unflatten(leaves, ctx.structure))
+        return dout, None, None, None, *(None for _ in leaves), *grads
 
 
 class _Scores(TorchFunctionMode):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .images import PLAN, TYPES, ImageExchange
 from .indexers import CausalMask, ShardedIndexer, apply_indexers, indexers
+from .latents import LATENTS, absorbed, remember_latents
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
@@ -73,6 +74,8 @@ def apply_unified_sp(
             module = base.get_submodule(name)
             module.unified_sp, module.unified_sp_mask = attention, mask
             calls += known.calls[name]
+            if known.indexers:
+                remember_latents(module)
             if name in known.handed:
                 hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
@@ -247,11 +250,8 @@ class _ForwardGuard:
             violations.append("kv_cache does not support gradients: call the model under torch.no_grad()")
         if cache is not None and kwargs.get("cu_seqlens") is not None:
             violations.append("kv_cache does not support packed documents: leave cu_seqlens out")
-        violations += [
-            f"{name} is not supported by models with an indexer, which chooses the keys of the sequence itself"
-            for name in ("prefix_tree", "kv_cache")
-            if self.sparse and kwargs.get(name) is not None
-        ]
+        if self.sparse and kwargs.get("prefix_tree") is not None:
+            violations.append("prefix_tree is not supported by models with an indexer, which chooses keys by position")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True is not supported, there are no attention weights")
         if kwargs.get("output_router_logits"):
@@ -346,6 +346,7 @@ def _attention_forward(
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
     present = [name for name, value in kwargs.items() if value is not None]
     violations = [f"{name} is not supported by unified_sp" for name in present if name not in NEUTRAL]
+    latents = module.__dict__.pop(LATENTS, None)
     if attention_mask is not None and not isinstance(attention_mask, CausalMask):
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")
     if dropout:
@@ -363,17 +364,24 @@ def _attention_forward(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
-    options: Any = {"scale": scaling, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+    options: Any = {"scale": scale, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+    if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
+        indices = None
     if isinstance(kv_cache, DecodeStep):
-        return kv_cache.attend(module, q, k, v, window=window, **options), None
+        return kv_cache.attend(module, q, k, v, window=window, indices=indices, **options), None
     if kv_cache is not None:
         kv_cache.store(module, k, v)
+    given, expand = absorbed(module, (q, k, v), None if indices is None else latents, attention.axes)
     sides = None if window is None else (window - 1, -1)
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}
-    call = partial(attention, q, k, v, causal=causal, window=sides, indices=indices, **documents, **options)
+    call = partial(attention, *given, causal=causal, window=sides, indices=indices, **documents, **options)
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
     if indexer is None or not indexer.trains:
-        return call(), None
+        return expand(call()), None
+    if indices is None:
+        out, lse = call(return_lse=True)
+        return indexer.with_loss(out, q, k, lse.detach(), scale, s_aux), None
     out, weights = call(return_weights=True)
-    return indexer.with_loss(out, cast(Tensor, indices), weights), None
+    return indexer.with_loss(expand(out), indices, weights), None

@@ -44,6 +44,8 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from attention.sparse import TILE
+
 from .experts import expert_modules
 from .indexers import indexers, own_keys, tiled_indices
 from .mixers import sharded_mixers
@@ -322,7 +324,7 @@ def _indexer_problem(base: nn.Module, chosen: Mapping[str, nn.Module]) -> str:
         hook.remove()
     positions = torch.arange(LENGTH).unsqueeze(0)
     for forward, call, output in calls:
-        own = tiled_indices(forward, call, own_keys(forward, call), positions, torch.zeros_like(positions), 5)
+        own = tiled_indices(forward, call, own_keys(forward, call), positions, torch.zeros_like(positions), TILE // 5)
         pairs = [_seen_indices(indices, positions) for indices in (own, output)]
         if output.is_floating_point() or pairs[0] != pairs[1]:
             return f"{type(forward.__self__).__name__} does not choose keys by token, from those of its cache"

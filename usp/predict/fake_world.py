@@ -43,9 +43,10 @@ _UNKNOWN = "a data-dependent value, which a dry run does not have"
 
 
 class KnownValues:
-    """The known values of fake tensors."""
+    """The known values of fake tensors. routes: whether those of which the largest are taken belong to a router."""
 
     def __init__(self) -> None:
+        self.routes = True
         self._values: Any = WeakIdKeyDictionary()
         self._lost: dict[int, torch.UntypedStorage] = {}  # kept alive so that no other storage reuses their addresses
 
@@ -55,6 +56,10 @@ class KnownValues:
             return x if _small(x) and not x.is_meta else None
         value = self._values.get(x)
         return None if value is None or value.untyped_storage()._cdata in self._lost else value
+
+    def know(self, x: Tensor, value: Tensor) -> None:
+        """Take `value`, a real tensor, for the values of `x`."""
+        self._values[x] = value
 
     def numbers(self, x: Tensor) -> list[Any]:
         """Return `x.tolist()` of known values."""
@@ -79,7 +84,7 @@ class KnownValues:
         if func.namespace == "c10d":
             if packet is c10d.alltoall_base_:  # reductions and gathers keep known values
                 self._exchange(args)
-        elif packet is aten.topk:
+        elif packet is aten.topk and self.routes:
             with _disable_current_modes():
                 experts = args[0].shape[args[2] if len(args) > 2 else -1]
                 self._values[result[1]] = torch.arange(result[1].numel()).remainder(experts).view(result[1].shape)

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from attention import SparseProgram, sparse
 from parallel import Hardware
 from parallel.wire import SentBytes
+from usp.hf import indexers
 
 from .compute import TILE, Product, Seconds, attention_flops, matmul_flops
 from .fake_world import HostMemory, KnownValues, tensors_of, written
@@ -29,6 +32,7 @@ aten = torch.ops.aten
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer states"
 WHOLE, ACTIVATIONS, TRANSIENT = "whole parameters and gradients", "activations", "transient"
 _HOST = "host"
+Tiles = Callable[[int, int], Iterator[slice]]
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, WHOLE, ACTIVATIONS, TRANSIENT)
 
 
@@ -158,23 +162,25 @@ class Work:
     def flops(self) -> int:
         return self.attention_flops + sum(number * flops for (flops, *_), number in self.products.items())
 
-    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, known: KnownValues) -> None:
-        """Count one operator call."""
+    def count(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, known: KnownValues, times: int
+    ) -> None:
+        """Count equal calls of an operator."""
         packet = func.overloadpacket
         if func.namespace != "aten" or func.is_view or packet in _NO_KERNEL:
             return
-        self.launches += 1
+        self.launches += times
         results = tensors_of(result) or tensors_of(list(written(func, args, kwargs)))
         operands = [*tensors_of((args, kwargs)), *results]
         if flops := attention_flops(func, args, kwargs, known.numbers):
             unmasked = attention_flops(func, tuple(False if x is True else x for x in args), {}, known.numbers)
             backward, lengths = "backward" in str(packet), [x for x in args if type(x) is int]
             side = min(lengths or (x.shape[2] for x in args[backward : backward + 2]))
-            self.attention[flops, side, backward, flops == unmasked] += 1
+            self.attention[flops, side, backward, flops == unmasked] += times
         elif flops := matmul_flops(func, args, kwargs, result):
             grouped = packet is aten._grouped_mm  # by the matrix of each group, or its gradient
             matrix = max((x.numel() for x in (args[1], results[0]) if x.dim() == 3), default=0) if grouped else 0
-            self.products[flops, sum(x.numel() for x in operands), results[0].itemsize, "", TILE * matrix] += 1
+            self.products[flops, sum(x.numel() for x in operands), results[0].itemsize, "", TILE * matrix] += times
         else:
             if packet in _ONLY_WRITES:
                 operands = results
@@ -183,7 +189,7 @@ class Work:
             elif packet in _WRITES_ROWS:
                 operands = 2 * tensors_of(args[1:])
             # The elements of an expanded tensor count once.
-            self.nbytes += sum(min(x.numel() * x.itemsize, x.untyped_storage().nbytes()) for x in operands)
+            self.nbytes += times * sum(min(x.numel() * x.itemsize, x.untyped_storage().nbytes()) for x in operands)
 
     def seconds(self, hardware: Hardware, dtype: str, kernel: str) -> Seconds:
         """Return the time of the operators, with the rates of an attention kernel."""
@@ -211,6 +217,34 @@ class StepMeter(TorchDispatchMode):
         self.known, self.memory, self.wire = KnownValues(), LiveMemory(host), SentBytes()
         self.counting = self.work = Work()
         self.update = Work()
+        self._times = 1  # that an operator is counted
+
+    @contextmanager
+    def abridging_tiles(self) -> Iterator[None]:
+        """Run few of the tiles of sparse attention and of its indexers. What they choose is unknown: each key that the
+        mask shows to some of a rank's queries is assumed to be chosen by one of these."""
+        choose, few = SparseProgram.chosen, partial(self._few, sparse.tiles)
+
+        def chosen(program: SparseProgram, indices_Tk: Tensor) -> tuple[Tensor, Tensor]:
+            slots, any_chose = choose(program, indices_Tk)
+            self.known.know(any_chose, _shown(program, self.known))
+            return slots, any_chose
+
+        with (
+            patch.object(sparse, "tiles", few),
+            patch.object(indexers, "tiles", few),
+            patch.object(SparseProgram, "chosen", chosen),
+        ):
+            yield
+
+    def _few(self, every: Tiles, tokens: int, elements: int) -> Iterator[slice]:
+        """Yield the first tile, the second, which is counted as often as there are others of its size, and the last."""
+        first, *rest = every(tokens, elements)
+        last, before = rest[1:][-1:], (self._times, self.known.routes)
+        for tile, times in zip((first, *rest[:1], *last), (1, len(rest) - len(last), 1), strict=False):
+            self._times, self.known.routes = before[0] * times, False
+            yield tile
+            self._times, self.known.routes = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -220,12 +254,27 @@ class StepMeter(TorchDispatchMode):
             return NotImplemented  # DTensor calls operators on local tensors, which come here again
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
             return func(*args, **kwargs)  # a device mesh is computed with real tensors
-        self.wire.count(func, args)
+        for _ in range(self._times):
+            self.wire.count(func, args)
         result = self.known.call(func, args, kwargs)
         made = [x for x in tensors_of(result) if isinstance(x, FakeTensor)]
         self.memory.see(made)
         if func.namespace == "fsdp" or func.overloadpacket.__name__ in FSDP_COLLECTIVES:
             used = [x for x in tensors_of((args, kwargs)) if isinstance(x, FakeTensor)]
             self.memory.label(used + made, WHOLE, again=False)
-        self.counting.count(func, args, kwargs, result, self.known)
+        self.counting.count(func, args, kwargs, result, self.known, self._times)
         return result
+
+
+@_disable_current_modes()
+def _shown(program: SparseProgram, known: KnownValues) -> Tensor:
+    """Return for each slot (ring, T) whether the mask shows it to any query."""
+    first, last, slots = (cast(Tensor, known.of(x)).long() for x in (program.first, program.last, program.slots))
+    rows, length = slots.shape
+    shown, row = torch.zeros(rows, length + 1), torch.arange(len(first)) // (len(first) // rows)
+    seeing = last >= first
+    for bound, step in ((first, 1.0), (last + 1, -1.0)):
+        shown.index_put_((row[seeing], bound[seeing]), torch.tensor(step), accumulate=True)
+    flags = torch.zeros(program.ring * len(first), dtype=torch.bool)
+    flags[slots] = shown.cumsum(1)[:, :length] > 0
+    return flags.view(program.ring, -1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from rich.console import Group
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor
 from usp.data.sources import STDLIB
+from usp.hf.indexers import indexers
 from usp.hf.models import materialise, model_facts
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.predict.meter import CATEGORIES, PARAMETERS, StepMeter
@@ -126,7 +128,12 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         trained = copy_of(run.graph, run.plan, call) == trained_copy(run.graph, run.plan, call.role)
         apart = replace(run.roles[call.role], share_prefixes=False)  # blank samples would share all they have
         model = _Blank(apart, layout, mesh, trained=trained)
-        with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            meter,
+            meter.memory.following_resizes(),
+            meter.abridging_tiles(),
+        ):
             model.allocate()
             engine = model.engine if isinstance(call.work, TrainStep) else None
             label_state([model.stage], engine, meter.memory)
@@ -178,7 +185,8 @@ def _place_bytes(model: RoleModel) -> int:
     facts = model_facts(model.spec.source, model.spec.config)
     layers = sum(1 for module in model.stage.model.modules() if getattr(module, "unified_sp_mask", None) is not None)
     heads = max(1, facts.num_kv_heads // model.mesh.size("tp"))
-    return layers * heads * (facts.head_dim + facts.value_dim) * model.spec.dtype.itemsize
+    of_indexers = sum(cast(int, module.head_dim) for module in indexers(model.stage.model).values())
+    return (layers * heads * (facts.head_dim + facts.value_dim) + of_indexers) * model.spec.dtype.itemsize
 
 
 def _resident(run: PreparedRlhf) -> dict[str, int]:

@@ -125,6 +125,8 @@ def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Ite
             f"share_prefixes counts a shared token once in the load-balancing loss of {spec.source}, whose coefficient "
             f"is {spec.balance}: use router_aux_loss_coef=0, or leave share_prefixes out"
         )
+    if spec.share_prefixes and facts.index_size:
+        yield f"share_prefixes is not supported by {spec.source}, whose indexers choose keys by position: leave it out"
     if layout.mlp_tile and facts.num_experts:
         yield f"mlp_tile={layout.mlp_tile} tiles dense MLPs, and those of {spec.source} are experts: remove it"
 

@@ -255,6 +255,13 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         """Number of ranks that share a sequence."""
         return self.axes.ranks
 
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the tokens x (B, n, ...) of all ranks, (B, ranks * n, ...), rank by rank. Collective."""
+        for channel in (self._ulysses, self._ring):
+            if channel.size > 1:
+                x = channel.all_gather(x).transpose(0, 1).flatten(1, 2)
+        return x
+
     @property
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent through this module so far, and for the indices that it was given."""

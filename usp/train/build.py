@@ -90,6 +90,7 @@ class EngineRecipe:
     fp8: str = "none"
     fp8_emulate: bool = False
     indexer_loss_coef: float = 0.0
+    indexer_warmup: bool = False
     router_bias_update_rate: float = 0.0
     router_replay: bool = False
     freeze_encoder: bool = False
@@ -243,7 +244,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
             parameter.data = parameter.data.to(recipe.weights_dtype)
     apply_unified_sp(model, mesh, layout=recipe.sp_layout, kernel=recipe.kernel)
     if recipe.indexer_loss_coef:
-        train_indexers(model, recipe.indexer_loss_coef / (recipe.micro_batches * mesh.size("batch")))
+        coefficient = recipe.indexer_loss_coef / (recipe.micro_batches * mesh.size("batch"))
+        train_indexers(model, coefficient, recipe.indexer_warmup)
     apply_ep(model, mesh, recipe.tp_sequence_parallel)
     if recipe.fp8 != "none":
         apply_float8(model, recipe.fp8, recipe.fp8_emulate, mesh.size("tp"))

@@ -106,7 +106,12 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
             stages = build_stages(recipe, mesh)  # outside of FakeTensorMode, which would only slow it down
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            meter,
+            meter.memory.following_resizes(),
+            meter.abridging_tiles(),
+        ):
             for stage in stages:
                 materialise(stage, torch.device("cpu"))
             engine = fsdp2_engine(stages, recipe, mesh)

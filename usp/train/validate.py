@@ -303,6 +303,12 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
 
 
 def _indexers(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if config.indexer_warmup and not config.indexer_loss_coef:
+        yield "--indexer-warmup trains by the loss of --indexer-loss-coef: set that above 0"
+    if config.indexer_warmup and config.pp > 1:
+        yield f"--indexer-warmup may leave a stage without trained weights: use --pp 1 in place of {config.pp}"
+    if config.indexer_warmup and config.router_bias_update_rate:
+        yield "--indexer-warmup keeps all weights but the indexers': leave --router-bias-update-rate out"
     if not config.indexer_loss_coef:
         return
     given = f"--indexer-loss-coef = {config.indexer_loss_coef:g}"

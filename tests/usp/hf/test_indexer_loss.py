@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention import sparse as module_of_sparse
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients
@@ -18,7 +20,6 @@ from tests.usp.hf.test_indexers import DOCUMENTS, LENGTH, ROWS, batch_of, tiny_m
 from tests.usp.train.families.test_families import MESHES, steps, write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
-from usp.hf import indexers as module_of_indexers
 from usp.hf.indexers import indexer_losses, indexers, train_indexers
 from usp.losses import causal_lm_loss, global_token_count
 from usp.run.failures import ConfigurationError
@@ -38,15 +39,20 @@ def scores(indexer: Any, call: dict[str, Any]) -> Tensor:
     q = indexer.wq_b(latent).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.k_norm(indexer.wk(x)).unsqueeze(2)
     turned = indexer.qk_rope_head_dim
+    if type(indexer).__name__ == "HYV4Indexer":  # whose rotary positions are at the end of the heads
+        q, k = q.roll(turned, -1), k.roll(turned, -1)
     q_turned, k_turned = rotate(q[..., :turned], k[..., :turned], cos, sin, unsqueeze_dim=2)
     q, k = torch.cat([q_turned, q[..., turned:]], -1), torch.cat([k_turned, k[..., turned:]], -1)
     products = torch.einsum("bthd,bsd->bths", q, k.squeeze(2)).relu() * indexer.head_dim**-0.5
     return torch.einsum("bth,bths->bts", indexer.weights_proj(x) * indexer.n_heads**-0.5, products)
 
 
-def formula(model_type: str) -> tuple[Tensor, Tensor]:
-    """Return the mean loss of the unchanged model's indexers, and the gradients of that and its own loss."""
+def formula(model_type: str, warmup: bool) -> tuple[Tensor, Tensor]:
+    """Return the mean loss of the unchanged model's indexers, and the gradients of that and its own loss; in a warm-up,
+    where queries attend to all keys, of that alone."""
     model, batch, found = tiny_model(model_type), batch_of(DOCUMENTS), list[tuple[Any, ...]]()
+    for indexer in indexers(model).values() if warmup else ():
+        indexer.index_topk = LENGTH
     for name, indexer in indexers(model).items():
         owner, calls = model.get_submodule(name.rpartition(".")[0]), list[Any]()
 
@@ -71,7 +77,7 @@ def formula(model_type: str) -> tuple[Tensor, Tensor]:
         wanted = wanted / wanted.sum(-1, keepdim=True)
         got = scores(indexer, call).gather(-1, indices.long()).masked_fill(~seen, -torch.inf).softmax(-1)
         losses.append((wanted * (wanted.clamp(min=1e-30) / got.where(seen, 1.0)).log()).sum(-1).mean())
-    (own + COEFFICIENT * sum(losses)).backward()
+    (own * (not warmup) + COEFFICIENT * sum(losses)).backward()
     gradients = torch.cat([gradient_of(parameter) for parameter in model.parameters()])
     return torch.stack(losses).mean().detach(), gradients
 
@@ -83,14 +89,16 @@ def sharded(model: PreTrainedModel, mesh: ParallelMesh, layout: str) -> None:
     share.backward()
 
 
-def errors(model_type: str, layout: str, dims: ParallelDims, tile: int) -> tuple[float, float, float]:
+def errors(
+    model_type: str, layout: str, dims: ParallelDims, tile: int, warmup: bool = False
+) -> tuple[float, float, float]:
     """Return the errors of loss and gradients, and the part of the gradients that is the indexers'."""
-    mesh, expected = ParallelMesh.create(dims), formula(model_type)
+    mesh, expected = ParallelMesh.create(dims), formula(model_type, warmup)
     model = apply_unified_sp(tiny_model(model_type), mesh, layout)
-    train_indexers(model, COEFFICIENT)
-    whole, module_of_indexers.TILE = module_of_indexers.TILE, tile
+    train_indexers(model, COEFFICIENT, warmup)
+    whole, module_of_sparse.TILE = module_of_sparse.TILE, tile
     sharded(model, mesh, layout)
-    module_of_indexers.TILE = whole
+    module_of_sparse.TILE = whole
     sums = torch.tensor(indexer_losses([model]))
     torch.distributed.all_reduce(sums, group=mesh.group("sp"))
     assert indexer_losses([model]) == (0.0, 0.0) and sums[1] == len(indexers(model))
@@ -109,6 +117,18 @@ def test_loss_and_gradients_are_those_of_the_formula(
             assert max(loss, gradients) <= 1e-5 and part > 1e-2
 
 
+# Of 64 tokens, every tile has 5 queries, whose scores have 2 heads, and a block all tokens, or as many of each rank.
+@pytest.mark.parametrize(
+    ("model_type", "grid", "tile"), [("deepseek_v32", 0, 5 * 4 * LENGTH * ROWS), ("hy_v4", 1, 1 << 11)]
+)
+def test_loss_and_gradients_of_a_warm_up_are_those_of_the_formula(
+    ranks: RankPool, exhaustive: bool, model_type: str, grid: int, tile: int
+) -> None:
+    for layout, dims in GRIDS if exhaustive else GRIDS[grid : grid + 1]:
+        for loss, gradients, part in ranks.run(errors, 4, model_type, layout, dims, tile, True):
+            assert max(loss, gradients) <= 1e-5 and part > 1e-2
+
+
 def test_training_steps_are_those_of_one_process(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     write("glm_moe_dsa", tmp_path / "tiny", index_topk=5, index_n_heads=2)
     asked = {"indexer_loss_coef": COEFFICIENT, "max_grad_norm": 1e9}
@@ -121,7 +141,26 @@ def test_training_steps_are_those_of_one_process(ranks: RankPool, tmp_path: Path
         assert relative(torch.tensor(found), torch.tensor(expected)) <= 1e-5
 
 
+def test_steps_of_a_warm_up_are_those_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    write("glm_moe_dsa", tmp_path / "tiny", index_topk=5, index_n_heads=2)
+    asked = {"indexer_loss_coef": COEFFICIENT, "indexer_warmup": True, "max_grad_norm": 1e9}
+    expected = ranks.run(steps, 1, str(tmp_path / "tiny"), asked)[0]
+    for mesh in (
+        {**MESHES["u2 r2, recomputed"], "ac": "attention-saved"},
+        {"sp_ring": 2, "ep": 2, "batch_size": 1, "ac": "full"},
+    ):
+        found = ranks.run(steps, 4, str(tmp_path / "tiny"), {**asked, **mesh})[0]
+        assert relative(torch.tensor(found), torch.tensor(expected)) <= 1e-5
+
+
 def test_what_has_no_indexer_loss_is_refused(tmp_path: Path) -> None:
     asked = TrainConfig(model="tiny", tokenizer="bytes", seq_len=64, device="cpu", indexer_loss_coef=0.5)
     with pytest.raises(ConfigurationError, match=r"trains the indexers of sparse attention, and .* has none"):
         prepare(asked, Launch())
+    write("glm_moe_dsa", tmp_path / "tiny", index_topk=5)
+    asked = replace(asked, model=str(tmp_path / "tiny"), indexer_loss_coef=0.0, indexer_warmup=True)
+    with pytest.raises(ConfigurationError, match="--indexer-warmup trains by the loss of --indexer-loss-coef"):
+        prepare(asked, Launch())
+    asked = replace(asked, indexer_loss_coef=1.0, router_bias_update_rate=1e-3, pp=2)
+    with pytest.raises(ConfigurationError, match=r"(?s)--indexer-warmup may leave a stage.*--indexer-warmup keeps all"):
+        prepare(asked, Launch(world_size=2))

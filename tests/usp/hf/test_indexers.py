@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,20 @@ from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients, tiny_config
+from tests.usp.rlhf.test_reference import CONFIG, REWARD, begun, reward_of
+from tests.usp.train.families.test_families import write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
-from usp.hf import indexers as module_of_indexers
-from usp.hf.indexers import indexers
+from usp.hf import latents
+from usp.hf.indexers import indexers, train_indexers
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
-from usp.rlhf.generation.generate import generation_problems
+from usp.predict.meter import StepMeter, Tiles
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.graph import Generate
+from usp.rlhf.prepare import prepare as prepare_rlhf
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.sp.sequence import SpAxes, document_starts
@@ -39,6 +48,7 @@ MORE = ["axk2", "dots3_note_text"]
 LENGTH, ROWS, TOP_K = 64, 2, 5
 DOCUMENTS = [0, 23, 24, 64]
 CALLS = [("zigzag", DOCUMENTS), ("striped", [0, LENGTH]), ("contiguous", DOCUMENTS)]
+GRPO = replace(CONFIG, steps=2, options="", ref_update_every=0, ref_update_weight=1.0, checkpoint_every=0)
 GRIDS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ulysses, ring
 
 
@@ -150,6 +160,30 @@ def gathered_bytes() -> tuple[int, int]:
     return sent[0], ROWS * LENGTH // 4 * module.head_dim * 4
 
 
+def sent_bytes(dims: ParallelDims) -> tuple[int, ...]:
+    """Return the bytes that a forward sends, also where keys and values always, or never, travel as latents."""
+    mesh, rule, sent = ParallelMesh.create(dims), latents._fewer_bytes, list[int]()
+    for latents._fewer_bytes in (rule, lambda *_: True, lambda *_: False):
+        model = apply_unified_sp(tiny_model("deepseek_v32"), mesh)
+        for module in indexers(model).values():
+            module.index_topk = LENGTH
+        local = shard_batch(batch_of([0, LENGTH]), mesh)
+        local.pop("shift_labels")
+        with torch.no_grad():
+            model(**local, use_cache=False)
+        sent.append(model.unified_sp.sent_bytes)
+    latents._fewer_bytes = rule
+    return tuple(sent)
+
+
+def test_keys_travel_as_latents_where_these_are_fewer_bytes(ranks: RankPool) -> None:
+    for ulysses, ring in ((4, 1), (2, 2), (1, 4)):
+        total, latent, expanded = (
+            sum(of) for of in zip(*ranks.run(sent_bytes, 4, ParallelDims(ring=ring, ulysses=ulysses)), strict=True)
+        )
+        assert total == min(latent, expanded) and (latent < expanded) == (ring > 1)
+
+
 def test_an_indexer_sends_its_keys_to_every_other_rank(ranks: RankPool) -> None:
     for sent, own in ranks.run(gathered_bytes, 4):
         assert sent == 3 * own  # in two steps: over ulysses, then over the ring
@@ -162,14 +196,14 @@ def test_tiles_change_nothing(ranks: RankPool) -> None:
 def in_tiles() -> bool:
     mesh = ParallelMesh.create(ParallelDims(ring=2))
     found: list[list[Tensor]] = []
-    for tile in (module_of_indexers.TILE, 7 * 2 * LENGTH * ROWS):
-        module_of_indexers.TILE = tile
+    for tile in (1 << 24, 7 * 2 * LENGTH * ROWS):
+        module_of_sparse.TILE = tile
         model = apply_unified_sp(tiny_model("glm_moe_dsa"), mesh)
         found.append(watched(model))
         local = shard_batch(batch_of(DOCUMENTS), mesh)
         local.pop("shift_labels")
         model(**local, use_cache=False)
-    module_of_indexers.TILE = 1 << 24
+    module_of_sparse.TILE = 1 << 24
     return all(map(torch.equal, *found))
 
 
@@ -200,31 +234,35 @@ class _Largest(TorchDispatchMode):
         return output
 
 
-def largest_tensors() -> list[int]:
+def largest_tensors(warmup: bool) -> list[int]:
     """Return the elements of the largest tensor in a forward and backward of one layer of two lengths."""
     mesh, found = ParallelMesh.create(ParallelDims(ring=2)), []
-    module_of_indexers.TILE = module_of_sparse.TILE = 1 << 12
+    module_of_sparse.TILE = 1 << 12
     for length in (512, 1024):
         torch.manual_seed(0)
         config = tiny_config("deepseek_v32")
         config.index_topk, config.index_n_heads, config.num_hidden_layers = TOP_K, 2, 1
         model = apply_unified_sp(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), mesh)
+        if warmup:
+            train_indexers(model, 1.0, warmup)
         local = shard_batch({"input_ids": torch.arange(length).unsqueeze(0) % 90 + 3}, mesh)
         with _Largest() as largest:
             model.model(**local, use_cache=False).last_hidden_state.sum().backward()
         found.append(largest.elements)
-    module_of_indexers.TILE = module_of_sparse.TILE = 1 << 24
+    module_of_sparse.TILE = 1 << 24
     return found
 
 
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
-    for shorter, longer in ranks.run(largest_tensors, 2):
+    for shorter, longer in ranks.run(largest_tensors, 2, False):
         # The largest is the chosen keys and values, 4 heads x (24 + 12) a token, of a share of the tokens that depends
         # on the weights: from 512 to 1,024 tokens it differs by 1%.
         assert shorter <= 512 * 144 and longer <= min(1024 * 144, 2.05 * shorter)
+    for shorter, longer in ranks.run(largest_tensors, 2, True):  # hidden layers of experts
+        assert longer <= 2 * shorter < 512 * 512
 
 
-def test_dry_runs_assume_that_keys_are_chosen_in_turn(tmp_path: Path) -> None:
+def test_dry_runs_assume_that_every_visible_key_is_chosen(tmp_path: Path) -> None:
     tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
     config = TrainConfig(model=str(tmp_path), seq_len=LENGTH, dtype="float32", sp_ring=2, sp_ulysses=2, device="cpu")
     sent = {(group.axes, group.collective): group.nbytes for group in dry_run(config, 4).sent}
@@ -232,11 +270,83 @@ def test_dry_runs_assume_that_keys_are_chosen_in_turn(tmp_path: Path) -> None:
     own = LENGTH // 4 * 16 * 4
     assert sent[("ring",), "_allgather_base_"] == 2 * 2 * own
     assert sent[("ulysses",), "_allgather_base_"] == 2 * own + 4 * LENGTH // 4 * TOP_K * 4
+    # Latent keys and values (16 + 8 + 16), which the backward receives again, and their gradients; a bit for each.
+    rows = LENGTH // 2 * (16 + 8 + 16) * 4
+    assert sent[("ring",), "alltoall_base_"] == 4 * (3 * rows + LENGTH // 2 // 8)
 
 
-def test_a_named_kernel_and_generation_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("warmup", [False, True])
+def test_dry_runs_count_the_tiles_that_they_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: bool
+) -> None:
+    tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
+    config = TrainConfig(model=str(tmp_path), seq_len=LENGTH, dtype="float32", sp_ring=2, device="cpu")
+    config = replace(config, indexer_loss_coef=1.0, indexer_warmup=warmup, ac="attention-saved")
+    monkeypatch.setattr(module_of_sparse, "TILE", 7 << 7)
+    few = dry_run(config, 2)
+    ran = list[int]()
+
+    def all_tiles(self: StepMeter, every: Tiles, tokens: int, elements: int) -> Iterator[slice]:
+        ran.append(len([*every(tokens, elements)]))
+        for tile in every(tokens, elements):
+            self.known.routes = False
+            yield tile
+            self.known.routes = True
+
+    monkeypatch.setattr(StepMeter, "_few", all_tiles)
+    whole = dry_run(config, 2)
+    assert max(ran) > 3 and few.work == whole.work and few.sent == whole.sent
+    assert few.by_category == whole.by_category and few.peak_bytes == whole.peak_bytes
+
+
+def test_a_named_kernel_is_refused(tmp_path: Path) -> None:
     tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
     config = TrainConfig(model=str(tmp_path), tokenizer="bytes", seq_len=64, device="cpu", attention_kernel="sdpa")
     with pytest.raises(ConfigurationError, match=r"--attention-kernel = sdpa cannot attend to indices of .*: use auto"):
         prepare(config, Launch())
-    assert "its GlmMoeDsaIndexer chooses keys" in generation_problems(tiny_config("glm_moe_dsa"))
+
+
+def generated(dims: ParallelDims, layout: str) -> list[tuple[list[int], list[float]]]:
+    mesh = ParallelMesh.create(dims)
+    generator = Generator(apply_unified_sp(tiny_model("hy_v4").eval(), mesh, layout), mesh, slots=3)
+    prompts = [torch.arange(length) * 7 % (VOCAB - 4) + 3 for length in (37, 50, 3, 20)]
+    responses = generator.generate(prompts, Generate(max_new_tokens=12, temperature=0), [0] * len(prompts))
+    assert generator.cache_bytes % (3 * place_bytes(generator)) == 0
+    return [(response.tokens.tolist(), response.logprobs.tolist()) for response in responses]
+
+
+def place_bytes(generator: Generator) -> int:
+    """Return the bytes of a token in a cache: keys and values of all layers, and of two of them an indexer's keys."""
+    config = tiny_config("hy_v4")
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    return 4 * (heads * (config.qk_head_dim + config.v_head_dim) + 2 * config.index_head_dim)
+
+
+def test_generation_chooses_among_equal_scores_as_one_rank_does(ranks: RankPool) -> None:
+    (alone,) = ranks.run(generated, 1, ParallelDims(), "contiguous")
+    for dims, layout in ((ParallelDims(ulysses=2, ring=2), "zigzag"), (ParallelDims(ring=4), "striped")):
+        for found in ranks.run(generated, 4, dims, layout):
+            for (tokens, logprobs), (wanted, expected) in zip(found, alone, strict=True):
+                assert tokens == wanted and logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def rlhf_steps(config: RlhfConfig) -> list[tuple[float, ...]]:
+    trainer = begun(config)
+    every = [trainer.step(number).metrics for number in range(1, config.steps + 1)]
+    return [tuple(of[key] for key in ("actor/loss", "actor/grad_norm", "score")) for of in every]
+
+
+def test_steps_of_grpo_are_those_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    write("deepseek_v32", tmp_path / "model", vocab_size=384, index_topk=TOP_K)
+    files = {"data": str(tmp_path / "questions.jsonl"), "model": str(tmp_path / "model"), "tokenizer": "bytes"}
+    reward = reward_of(files["data"])
+    config = replace(GRPO, **files, reward_function=reward, output=str(tmp_path / "run"))
+    (alone,) = ranks.run(rlhf_steps, 1, config)
+    assert any(score > 0 for *_, score in alone)
+    for found in ranks.run(rlhf_steps, 4, replace(config, sp_ulysses=2, sp_ring=2, zero=3)):
+        assert torch.tensor(found).allclose(torch.tensor(alone), rtol=1e-5, atol=3e-6), (found, alone)
+    with pytest.raises(ConfigurationError, match=r"share_prefixes is not supported by .*, whose indexers choose keys"):
+        prepare_rlhf(replace(config, share_prefixes=True), Launch())

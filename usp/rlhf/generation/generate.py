@@ -65,8 +65,6 @@ def generation_problems(config: ModelConfig) -> str:
     model: Any = empty_model(config, causal=True)
     known = structure(type(model), model.config)
     problems = [*known.problems, *cache_problems({mask.kind for mask in known.masks.values()})]
-    if known.indexers:
-        problems.append(f"its {known.indexers[0]} chooses keys, and a cache does not hold what it chooses by")
     if max(known.calls.values(), default=1) > 1:
         problems.append("its layers attend more than once, and a cache holds keys and values of one call")
     try:
@@ -177,7 +175,8 @@ class Generator:
 
         Collective over that group (pp, ring, ulysses, tp), whose ranks must pass the same arguments; groups are
         independent, unless experts are spread over several: these must call it together, also without prompts. Which
-        sequences share a batch does not change the responses, except for rounding.
+        sequences share a batch does not change the responses, except for rounding, and for which of equally good keys
+        an indexer chooses.
 
         Args:
             prompts: 1-D integers, each with at least one token. `work.group_size` is ignored: repeat prompts instead.
@@ -365,6 +364,7 @@ class Generator:
     def _decode(self, cache: KVCache, slots: Slots, work: Generate, before: Tensor) -> Tensor:
         """Decode one step of every slot; return the next tokens and log-probabilities (2, slots), as `before` of it."""
         columns, places = slots.decode_inputs(self._sp, self._sp_rank)
+        tokens = int(columns[1].max()) + 1
         keys = [
             1 if r is None or work.temperature == 0 else sequence_key(r.seed, r.before + r.decoded)
             for r in slots.active
@@ -373,7 +373,8 @@ class Generator:
         token = token.where(token >= 0, before[0].long())
         length = min(-(-places // _READ_MULTIPLE) * _READ_MULTIPLE, cache.positions.shape[1])
         group = self._groups.get("sp")
-        step = DecodeStep(cache, position, place, None if group is None else own.bool(), length=length, group=group)
+        cached_here = None if group is None else own.bool()
+        step = DecodeStep(cache, position, place, cached_here, length=length, group=group, tokens=tokens)
         hidden = self._forward(token.unsqueeze(1), position.unsqueeze(1), step)
         logits = self._logits(hidden[:, 0]) if self._last and self._sp_rank == 0 else None
         chosen = torch.zeros(2, len(slots.active), dtype=torch.float64, device=self._device)  # exact for every id

@@ -63,6 +63,9 @@ CHOSEN = {
     "mamba": ["u2 r2"],  # no attention
     "stablelm": ["pp2 u2"],  # layers that do not pass the cache on
     "zamba2": ["u2"],  # attention layers that all call themselves layer -1
+    "deepseek_v32": ["alone", "u2 r2"],  # keys that an indexer chooses
+    "glm_moe_dsa": ["pp2 u2"],  # for several layers
+    "hy_v4": ["r2"],
     "longrope": ["u2"],
     "dynamic": ["u2 r2"],
 }
@@ -208,6 +211,11 @@ BROKEN: dict[str, tuple[str, Callable[[], AbstractContextManager]]] = {
     "sinks": ("gpt_oss", lambda: without("sinks")),
     "states of former sequences stay": ("qwen3_next", lambda: patch.object(KVCache, "clear", clear_positions)),
     "padding is read": ("falcon_h1", lambda: patch("usp.hf.mixers.prompt_documents", whole_rows)),
+    "keys of other ranks are not scored": (
+        "hy_v4",
+        lambda: patch.object(torch.distributed, "all_reduce", lambda *args, **kwargs: None),
+    ),
+    "keys that were not chosen": ("hy_v4", lambda: without("indices")),
     "heads of other ranks": (
         "qwen3_next",
         lambda: patch("usp.sp.in_order.own_heads", lambda heads, group: slice(0, heads // 2)),

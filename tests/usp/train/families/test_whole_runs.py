@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
-from usp import apply_unified_sp, shard_batch, unshard_sequence
 from usp.hf.models import load_model_config, materialise
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
@@ -41,7 +40,6 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "glm_moe_dsa": EXPERTS,
     "axk2": EXPERTS,
 }
-SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2")  # with an indexer, for which there is no sharded cache
 TOKENS = 6
 PROMPTS = [torch.arange(3, 20), torch.arange(40, 45), torch.tensor([9])]
 
@@ -57,7 +55,7 @@ def test_mixtures_checkpoints_exports_and_tokens(ranks: RankPool, tmp_path: Path
             assert not isinstance(found[0], str), (model_type, mixture, found[0])
             assert difference(found[0], expected) <= 1e-5, (model_type, mixture, difference(found[0], expected))
         resumes_and_exports(ranks, model_type, folder, steps_of_a_run)
-        generates_as_transformers_does(ranks, folder / "resumed" / "model", model_type in SPARSE, exhaustive)
+        generates_as_transformers_does(ranks, folder / "resumed" / "model", exhaustive)
 
 
 def resumes_and_exports(ranks: RankPool, model_type: str, folder: Path, steps_of_a_run: int) -> None:
@@ -90,24 +88,7 @@ def generated(folder: str, dims: ParallelDims) -> list[tuple[list[int], torch.Te
     return [(response.tokens.tolist(), response.logprobs) for response in found]
 
 
-def continued(folder: str, dims: ParallelDims) -> list[tuple[list[int], torch.Tensor]]:
-    """The same without a cache: the whole sequence goes through the model for each token."""
-    mesh = ParallelMesh.create(dims)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    model, results = apply_unified_sp(model, mesh), []
-    for prompt in PROMPTS:
-        ids, logprobs = prompt[None], []
-        for _ in range(TOKENS):
-            with torch.no_grad():
-                logits = model(**shard_batch({"input_ids": ids}, mesh), use_cache=False).logits
-            whole = unshard_sequence(logits, mesh, length=ids.shape[1])[0, -1].log_softmax(-1)
-            logprobs.append(whole.max())
-            ids = torch.cat((ids, whole.argmax().view(1, 1)), 1)
-        results.append((ids[0, len(prompt) :].tolist(), torch.stack(logprobs)))
-    return results
-
-
-def generates_as_transformers_does(ranks: RankPool, folder: Path, sparse: bool, exhaustive: bool) -> None:
+def generates_as_transformers_does(ranks: RankPool, folder: Path, exhaustive: bool) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = []
@@ -116,9 +97,9 @@ def generates_as_transformers_does(ranks: RankPool, folder: Path, sparse: bool, 
         with torch.no_grad():
             logprobs = model(whole, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None])
         wanted.append((whole[0, len(ids) :].tolist(), logprobs[len(ids) - 1 :, 0]))
-    grids = (ParallelDims(ring=2, ulysses=2), ParallelDims(ring=4) if sparse else ParallelDims(pp=2, ulysses=2))
+    grids = (ParallelDims(ring=2, ulysses=2), ParallelDims(pp=2, ulysses=2))
     for dims in grids if exhaustive else grids[1:]:  # more: ../../rlhf/generation/test_families.py
-        for of_rank in ranks.run(continued if sparse else generated, 4, str(folder), dims):
+        for of_rank in ranks.run(generated, 4, str(folder), dims):
             assert [tokens for tokens, _ in of_rank] == [tokens for tokens, _ in wanted], dims
             for (_, found), (_, expected) in zip(of_rank, wanted, strict=True):
                 assert (found - expected).abs().max() <= 1e-5, dims
