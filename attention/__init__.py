@@ -3,7 +3,7 @@
 Depends only on torch and, for plans, numpy; process groups, sequence layouts and kernels are passed in. Each file
 imports only earlier ones:
 
-intervals, spec, balance, layout, bands, schedule, heads, fused, accumulate, kernels, comm, keep, ring, sparse,
+intervals, spec, balance, layout, bands, tiles, schedule, heads, fused, accumulate, kernels, comm, keep, ring, sparse,
 ulysses, unified, decode.
 """
 
@@ -19,5 +19,6 @@ from .layout import LAYOUTS, OF_DOCUMENTS, SequenceLayout, Span
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
 from .sparse import Choice, SparseProgram, chosen_rows
-from .spec import AttentionSpec, Joint
+from .spec import AttentionSpec, Joint, MaskMod
+from .tiles import with_mask_mod
 from .unified import UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward

@@ -30,6 +30,7 @@ from .keep import Keep
 from .kernels.base import without_autocast
 from .layout import SequenceLayout
 from .spec import AttentionSpec
+from .tiles import visible_range
 
 TILE = 1 << 24  # elements that are gathered at a time
 
@@ -66,20 +67,20 @@ class SparseProgram:
 
         Raises ValueError for a mask in which what a query sees is not an interval of positions.
         """
-        if spec.prefixes is not None or spec.parents is not None or spec.joint or spec.key_documents is not None:
+        if not spec.in_intervals:
             raise ValueError(
                 "attention to indices supports causal, window, chunk and cu_seqlens; not prefix, prefix_tree, joint "
-                "tokens and cross attention: leave these out, or the indices"
+                "tokens, cross attention and a mask_mod that is not of these: leave them out, or the indices"
             )
         first, last = [], []
         slots = torch.empty(batch, layout.seq_len, dtype=torch.int32)
         for row in range(batch):
             for owner in range(layout.ring):
-                own = _ring_positions(layout, owner, row)
+                own = layout.ring_positions(owner, row)
                 begin = owner * batch * layout.ring_len + row * layout.ring_len
                 slots[row, own] = torch.arange(begin, begin + len(own), dtype=torch.int32)
                 if owner == rank:
-                    bounds = _visible(spec, row, layout.seq_len, own)
+                    bounds = visible_range(spec, row, layout.seq_len, own)
                     first.append(bounds[0])
                     last.append(bounds[1])
         lowest, highest = torch.cat(first).int().to(device), torch.cat(last).int().to(device)
@@ -151,7 +152,7 @@ def chosen_rows(layout: SequenceLayout, spec: AttentionSpec, indices_BSk: Tensor
     batch, numbers = len(indices_BSk), torch.zeros(layout.ring, layout.ring, dtype=torch.int64)
     for rank in range(layout.ring):
         program = SparseProgram.of(layout, spec, batch, rank)
-        own = [indices_BSk[row, _ring_positions(layout, rank, row)] for row in range(batch)]
+        own = [indices_BSk[row, layout.ring_positions(rank, row)] for row in range(batch)]
         numbers[rank] = program.chosen(torch.cat(own))[1].sum(1)
         numbers[rank, rank] = 0
     return numbers
@@ -321,25 +322,6 @@ def _tiles(tokens: int, elements: int) -> Iterator[slice]:
     """Yield slices of so many tokens that a tensor with `elements` for each has at most `TILE`."""
     size = max(1, TILE // max(1, elements))
     yield from (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
-
-
-def _ring_positions(layout: SequenceLayout, rank: int, row: int) -> Tensor:
-    """Return the positions of a ring rank's tokens of a row, in its order."""
-    of_row = row if layout.rows > 1 else 0
-    return torch.cat([layout.positions(rank, ulysses_rank, of_row) for ulysses_rank in range(layout.ulysses)])
-
-
-def _visible(spec: AttentionSpec, row: int, seq_len: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest and highest positions that queries at these positions of a row may see."""
-    boundaries = torch.tensor(spec.row_documents(row, seq_len))
-    number = torch.searchsorted(boundaries, positions, right=True)
-    first, last = boundaries[number - 1], boundaries[number.clamp(max=len(boundaries) - 1)] - 1
-    lowest, highest = spec.difference_range()  # of query position - key position
-    if lowest is not None:
-        last = last.minimum(positions - lowest)
-    if highest is not None:
-        first = first.maximum(positions - highest)
-    return first, last.where(number < len(boundaries), -1)
 
 
 def _bits(flags: Tensor) -> Tensor:
