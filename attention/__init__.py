@@ -3,7 +3,7 @@
 Depends only on torch and, for plans, numpy; process groups, sequence layouts and kernels are passed in. Each file
 imports only earlier ones:
 
-intervals, spec, balance, layout, bands, schedule, heads, fused, accumulate, kernels, comm, keep, ring, sparse,
+intervals, spec, balance, layout, bands, tiles, schedule, heads, fused, accumulate, kernels, comm, keep, ring, sparse,
 ulysses, unified, decode.
 """
 
@@ -18,6 +18,7 @@ from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, OF_DOCUMENTS, SequenceLayout, Span
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
-from .sparse import Choice, SparseProgram, chosen_rows, tiles
-from .spec import AttentionSpec, Joint
+from .sparse import Choice, SparseProgram, chosen_rows, token_tiles
+from .spec import AttentionSpec, Joint, MaskMod
+from .tiles import with_mask_mod
 from .unified import UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward

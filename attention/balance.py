@@ -9,20 +9,28 @@ have most of the work. Here documents stay whole where they can. A document with
 end, where a token has the most pairs, and the rank gets its other tokens where they have the fewest: short documents,
 or the document's own start. Some mixture of the two has a rank's share of tokens and of pairs. A single document is
 divided as zigzag does.
+
+A rank receives, of each document that it has a part of, what precedes its last token there and is not its own. So ranks
+send least if few have a part of a document's end, and those as much of it as pairs allow: ranks that come first may get
+more than the mean, which leaves others with less. Several ways of dividing are compared, and then each two ranks that
+are near each other are divided again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, combinations, islice, pairwise, product
 from operator import attrgetter
 
-SLACK = 0.02  # share of a rank's pairs by which one assignment may miss the mean, so that fewer documents are cut
 IMBALANCE = 0.05  # by which a rank's pairs may exceed the mean, so that ranks send less
+AIMS = ((1.03, 0.02), (1.048, 0.002), (1.0, 0.02))  # least pairs of the first ranks, and by how much they may miss
+WAYS = ("own start", "filled", "ends", "shell")  # of `_mix`, tried in turn from one of them on
+NEAR = 64  # over the number of ranks: how far apart in the order of assignment two ranks are that are divided again
+EFFORT = 1 << 17  # slices that are assigned in all divisions that are tried, so that many documents take no second
 FREE = 1 / 64  # of the tokens: what ranks may send without a search for a division that sends less
 
 Range = tuple[int, int]  # positions [begin, end)
@@ -80,6 +88,11 @@ class Share:
         return self.pairs / self.tokens if self.tokens else -1.0
 
     @property
+    def given(self) -> int:
+        """Pairs that the rank has."""
+        return sum(piece.pairs for piece in self.slices)
+
+    @property
     def received(self) -> int:
         """Keys that the rank needs from others: in each document, those before its last token that it lacks."""
         needed: dict[int, int] = {}
@@ -102,17 +115,48 @@ def balanced_ranges(boundaries: tuple[int, ...], seq_len: int, ring: int) -> tup
         pool.append(Slice(0, seq_len - boundaries[-1], boundaries[-1], padding=True))
     pool.sort(key=attrgetter("density"))
     mean = sum(piece.pairs for piece in pool) / ring
-    best, least = None, (True, float("inf"))
-    for whole, own_start in product((True, False), (True, False)):
-        shares = _divide(pool, seq_len // ring, mean, ring, whole, own_start)
-        uneven = max(-share.pairs for share in shares) > IMBALANCE * mean
-        sent = sum(share.received for share in shares)
-        if best is None or (uneven, sent) < least:
-            best, least = shares, (uneven, sent)
-        if least <= (False, FREE * seq_len):
+    limit, tokens = (1 + IMBALANCE) * mean, seq_len // ring
+    if len(pool) == 1:  # as even as it can be
+        return tuple(tuple(_ranges(share)) for share in _best(pool, tokens, mean, ring, AIMS[-1:])[0])
+    tries = EFFORT // max(1, len(pool))
+    shares, _, sent = _best(pool, tokens, mean, ring, AIMS, tries)
+    near = [(a, b) for a, b in combinations(range(ring), 2) if (b - a) * ring <= NEAR]
+    for a, b in near if sent > FREE * seq_len and tries > 36 else ():
+        two = shares[a], shares[b]
+        before = max(share.given for share in two) > limit, sum(share.received for share in two)
+        found, *after = _best(_joined(two), tokens, mean, 2, AIMS[:2])
+        if tuple(after) < before:
+            shares[a], shares[b] = found
+    return tuple(tuple(_ranges(share)) for share in shares)
+
+
+def _best(
+    pool: list[Slice], tokens: int, mean: float, ring: int, aims: Iterable[tuple[float, float]], tries: int = 18
+) -> tuple[list[Share], bool, int]:
+    """Return of several divisions the one that is even and sends least; whether it is uneven, and how many keys ranks
+    receive."""
+    best: tuple[list[Share], bool, int] | None = None
+    for (aim, slack), whole, first in islice(product(aims, (True, False), range(3)), max(1, tries)):
+        shares = _divide(pool, tokens, mean, ring, whole, WAYS[first:], aim * mean, slack * mean)
+        uneven = max(share.given for share in shares) > (1 + IMBALANCE) * mean
+        received = sum(share.received for share in shares)
+        if best is None or (uneven, received) < best[1:]:
+            best = shares, uneven, received
+        if best[1:] <= (False, FREE * tokens * ring):
             break
     assert best
-    return tuple(tuple(_ranges(share)) for share in best)
+    return best
+
+
+def _joined(shares: Iterable[Share]) -> list[Slice]:
+    """Return the slices of some ranks in ascending density, adjacent ones as one."""
+    joined: list[Slice] = []
+    for piece in sorted((piece for share in shares for piece in share.slices), key=attrgetter("start", "begin")):
+        if joined and (joined[-1].start, joined[-1].end) == (piece.start, piece.begin):
+            joined[-1] = replace(joined[-1], end=piece.end)
+        else:
+            joined.append(piece)
+    return sorted(joined, key=attrgetter("density"))
 
 
 def load(boundaries: tuple[int, ...], division: Iterable[Iterable[Range]]) -> tuple[float, int]:
@@ -131,13 +175,23 @@ def load(boundaries: tuple[int, ...], division: Iterable[Iterable[Range]]) -> tu
     return max(1 + IMBALANCE, *(share.pairs / mean for share in shares)), sum(share.received for share in shares)
 
 
-def _divide(documents: list[Slice], tokens: int, mean: float, ring: int, whole: bool, own_start: bool) -> list[Share]:
-    """Divide documents, in ascending density. whole: keep those whole that fit; else every rank gets a mixture."""
-    shares, pool, slack = [Share(tokens, mean) for _ in range(ring)], list(documents), SLACK * mean
+def _divide(
+    documents: list[Slice],
+    tokens: int,
+    mean: float,
+    ring: int,
+    whole: bool,
+    ways: Sequence[str],
+    aim: float,
+    slack: float,
+) -> list[Share]:
+    """Divide documents, in ascending density. whole: keep those whole that fit; else every rank gets a mixture. aim:
+    pairs of a mixture at least; it may miss by `slack`."""
+    shares, pool = [Share(tokens, mean) for _ in range(ring)], list(documents)
     rest = list(shares)
     while rest and not (whole and all(rest[0].fits(piece, slack) for piece in pool)):
-        rest[0].pairs = sum(piece.pairs for piece in pool) / len(rest)
-        _mix(pool, rest.pop(0), slack, own_start)
+        rest[0].pairs = max(aim, sum(piece.pairs for piece in pool) / len(rest))
+        _mix(pool, rest.pop(0), slack, ways)
     left: list[Slice] = []
     neediest = [(-share.density, number) for number, share in enumerate(rest)]
     for piece in reversed(pool):
@@ -153,17 +207,17 @@ def _divide(documents: list[Slice], tokens: int, mean: float, ring: int, whole: 
         for entry in passed:
             heappush(neediest, entry)
     for share in sorted(rest, key=attrgetter("density"), reverse=True):
-        _mix(left, share, slack, own_start)
+        _mix(left, share, slack, ways)
     return shares
 
 
-def _mix(pool: list[Slice], share: Share, slack: float, own_start: bool) -> None:
+def _mix(pool: list[Slice], share: Share, slack: float, ways: Sequence[str]) -> None:
     """Complete a share from a pool in ascending density: `few` tokens with few pairs, and the others with many.
 
-    In the first way that gives its pairs, within `slack`: the sparsest documents, and of the densest one the end and,
-    for the tokens that fill up, the start (with `own_start`); the sparsest documents and the start of the next, and the
-    end of the densest; or of both as many first as last tokens. The last way can always go on, because a document that
-    loses as much on either side keeps its density.
+    In the first way that gives its pairs, within `slack`: the start and the end of the densest document; the sparsest
+    documents as well, before its start; these and the start of the next, and the end of the densest; or of both as many
+    first as last tokens. The last way can always go on, because a document that loses as much on either side keeps its
+    density.
     """
     wanted, last = share.tokens, len(pool) - 1
     if not wanted:
@@ -177,6 +231,8 @@ def _mix(pool: list[Slice], share: Share, slack: float, own_start: bool) -> None
         low = min(bisect_right(tokens, few) - 1, last)
         some, many = few - tokens[low], wanted - few
         if way == "own start":
+            return 0, last, {last: (few, many)}
+        if way == "filled":
             return low, last, {last: (some, many)}
         high = min(bisect_right(tokens, tokens[-1] - many) - 1, last)
         most = many - (tokens[-1] - tokens[high + 1])
@@ -190,8 +246,7 @@ def _mix(pool: list[Slice], share: Share, slack: float, own_start: bool) -> None
         cut = sum(piece.pairs for number, counts in ends.items() for piece in pool[number].split(*counts)[0])
         return pairs[low] + pairs[-1] - pairs[high + 1] + cut - share.pairs
 
-    ways = ["own start"] if own_start and pool[last].tokens >= wanted else []
-    for way in (*ways, "ends", "shell"):
+    for way in ways if pool[last].tokens >= wanted else WAYS[2:]:
         crossing = bisect_left(range(wanted), True, key=lambda few: excess(few, way) <= 0)
         nearest = min(crossing, max(crossing - 1, 0), key=lambda few: abs(excess(few, way)))
         few = next((few for few in (wanted, 0) if abs(excess(few, way)) <= slack), nearest)  # with one cut

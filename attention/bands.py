@@ -15,13 +15,14 @@ visible pair. The kernels' alignment rules, the trimming of messages, and lse > 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from .intervals import Array, expanded
+from .intervals import Array, Intervals, expanded, union
 from .layout import SequenceLayout
 from .spec import AttentionSpec, Joint
 
@@ -102,12 +103,21 @@ def tight_task(
     return Task(q_start, q_stop, k_start, k_stop, lowest, highest)
 
 
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Attention of queries from q_start on to keys from k_start on where `mask` (heads or 1, queries, keys) is True."""
+
+    q_start: int
+    k_start: int
+    mask: Tensor
+
+
 class Tasks(Sequence[Task]):
     """Tasks as rows of an array, for a block may have one for each of thousands of documents: the fields of `Task` in
-    their order, with -FAR or FAR for a limit that is None."""
+    their order, with -FAR or FAR for a limit that is None. tiles: what more is attended, of a mask by function."""
 
-    def __init__(self, rows: Array) -> None:
-        self.rows = rows
+    def __init__(self, rows: Array, tiles: Sequence[Tile] = ()) -> None:
+        self.rows, self.tiles = rows, tiles
 
     @staticmethod
     def of(tasks: Iterable[Task]) -> Tasks:
@@ -123,13 +133,26 @@ class Tasks(Sequence[Task]):
     def __getitem__(self, index: Any) -> Any:
         return _task(self.rows[index].tolist())
 
+    def needed_keys(self) -> Intervals:
+        """Return the keys that are attended to."""
+        starts, stops = self.rows[:, 2:4].T
+        if self.tiles:
+            more = np.array([(tile.k_start, tile.k_start + tile.mask.shape[2]) for tile in self.tiles])
+            starts, stops = np.concatenate((starts, more[:, 0])), np.concatenate((stops, more[:, 1]))
+        return union(starts, stops)
+
     def shift_keys(self, starts: Array, offsets: Array) -> Tasks:
         """Return the same tasks in a buffer where the keys from each of `starts` on are moved by its offset."""
+
+        def offset_of(keys: Any) -> Any:
+            return offsets[np.searchsorted(starts, keys, side="right") - 1]
+
         rows = self.rows.copy()
-        offset = offsets[np.searchsorted(starts, rows[:, 2], side="right") - 1]
+        offset = offset_of(rows[:, 2])
         rows[:, 2:4] += offset[:, None]
         rows[:, 4:] -= np.where(abs(rows[:, 4:]) < FAR, offset[:, None], 0)
-        return Tasks(rows)
+        tiles = [replace(tile, k_start=int(tile.k_start + offset_of(tile.k_start))) for tile in self.tiles]
+        return Tasks(rows, tiles)
 
 
 def _row(task: Task) -> tuple[int, ...]:

@@ -153,8 +153,15 @@ class SequenceLayout:
 
     def positions(self, ring_rank: int, ulysses_rank: int = 0, row: int = 0) -> torch.Tensor:
         """Return the global positions of one rank's tokens of a row in local order, int64 of shape (local_len,)."""
-        spans = self.local_spans(ring_rank, ulysses_rank, row)
-        return torch.cat([torch.arange(s.start, s.start + s.length * s.step, s.step) for s in spans])
+        return _positions(self.local_spans(ring_rank, ulysses_rank, row))
+
+    def ring_positions(self, ring_rank: int, row: int = 0) -> torch.Tensor:
+        """Return the global positions of a ring rank's tokens of a row, in its order."""
+        return _positions(self.ring_spans(ring_rank, row))
+
+
+def _positions(spans: tuple[Span, ...]) -> torch.Tensor:
+    return torch.cat([torch.arange(s.start, s.start + s.length * s.step, s.step) for s in spans])
 
 
 @lru_cache(maxsize=64)

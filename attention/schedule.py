@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from .bands import Tasks, below, block_tasks, joint_pieces, rank_pieces, row_parts, united
-from .intervals import EMPTY, Intervals, expanded, intersect, locate, shifts, size, subtract, union
+from .intervals import EMPTY, Intervals, expanded, intersect, locate, shifts, size, subtract
 from .layout import SequenceLayout
 from .spec import AttentionSpec, Joint
+from .tiles import tile_tasks
 
 MESSAGES = ("receive", "send_held", "send_own", "grad_receive", "grad_send", "grad_home")  # fields of a step
 SAMPLED_OWNERS = 16  # owners whose traffic decides the direction of rotation; both are correct, one sends less
@@ -131,6 +132,8 @@ def ring_schedule(
     lower = [below(each, tree, spec) for each in pieces]
 
     def tasks(q_rank: int, k_rank: int) -> Tasks:
+        if spec.function is not None:
+            return tile_tasks(layout, spec, spec.function, batch, q_rank, k_rank)
         return block_tasks(pieces[q_rank], lower[q_rank], key_pieces[k_rank], spec)
 
     own = [tasks(rank, r) for r in range(layout.ring)]
@@ -139,7 +142,7 @@ def ring_schedule(
     def needs(q_rank: int, k_rank: int) -> Intervals:
         if q_rank == k_rank:
             return EMPTY  # a rank's own block is not sent
-        return union(*(own[k_rank] if q_rank == rank else tasks(q_rank, k_rank)).rows[:, 2:4].T)
+        return (own[k_rank] if q_rank == rank else tasks(q_rank, k_rank)).needed_keys()
 
     # Both directions have the same pairs of neighbours, except for an owner's own.
     owners = range(0, layout.ring, -(-layout.ring // SAMPLED_OWNERS))

@@ -30,6 +30,7 @@ from .keep import Keep
 from .kernels.base import without_autocast
 from .layout import SequenceLayout
 from .spec import AttentionSpec
+from .tiles import visible_range
 
 TILE = 1 << 24  # elements that are gathered at a time
 
@@ -66,20 +67,20 @@ class SparseProgram:
 
         Raises ValueError for a mask in which what a query sees is not an interval of positions.
         """
-        if spec.prefixes is not None or spec.parents is not None or spec.joint or spec.key_documents is not None:
+        if not spec.in_intervals:
             raise ValueError(
                 "attention to indices supports causal, window, chunk and cu_seqlens; not prefix, prefix_tree, joint "
-                "tokens and cross attention: leave these out, or the indices"
+                "tokens, cross attention and a mask_mod that is not of these: leave them out, or the indices"
             )
         first, last = [], []
         slots = torch.empty(batch, layout.seq_len, dtype=torch.int32)
         for row in range(batch):
             for owner in range(layout.ring):
-                own = _ring_positions(layout, owner, row)
+                own = layout.ring_positions(owner, row)
                 begin = owner * batch * layout.ring_len + row * layout.ring_len
                 slots[row, own] = torch.arange(begin, begin + len(own), dtype=torch.int32)
                 if owner == rank:
-                    bounds = _visible(spec, row, layout.seq_len, own)
+                    bounds = visible_range(spec, row, layout.seq_len, own)
                     first.append(bounds[0])
                     last.append(bounds[1])
         lowest, highest = torch.cat(first).int().to(device), torch.cat(last).int().to(device)
@@ -93,7 +94,7 @@ class SparseProgram:
         slots = torch.empty_like(indices_Tk, dtype=torch.int32)
         none = self.ring * tokens
         any_chose = torch.zeros(none + 1, dtype=torch.bool, device=slots.device)
-        for rows in tiles(tokens, indices_Tk.shape[1]):
+        for rows in token_tiles(tokens, indices_Tk.shape[1]):
             chosen, order = indices_Tk[rows].sort(-1)
             seen = (chosen >= self.first[rows, None]) & (chosen <= self.last[rows, None])
             seen[:, 1:] &= chosen[:, 1:] != chosen[:, :-1]
@@ -138,7 +139,7 @@ def choose(indices_BSk: Tensor, program: SparseProgram, ulysses: Channel, ring: 
     asked[own] = chosen[own] = False
     table = chosen.flatten().cumsum(0, dtype=torch.int32) + (tokens - 1)
     table[own * tokens : (own + 1) * tokens] = torch.arange(tokens, dtype=torch.int32, device=table.device)
-    for rows in tiles(tokens, slots.shape[1]):
+    for rows in token_tiles(tokens, slots.shape[1]):
         at = slots[rows]
         slots[rows] = torch.where(at >= 0, table[at.clamp(min=0).long()], -1)
     sent, received = (tuple(x.sum(1).tolist()) for x in (asked, chosen))
@@ -151,7 +152,7 @@ def chosen_rows(layout: SequenceLayout, spec: AttentionSpec, indices_BSk: Tensor
     batch, numbers = len(indices_BSk), torch.zeros(layout.ring, layout.ring, dtype=torch.int64)
     for rank in range(layout.ring):
         program = SparseProgram.of(layout, spec, batch, rank)
-        own = [indices_BSk[row, _ring_positions(layout, rank, row)] for row in range(batch)]
+        own = [indices_BSk[row, layout.ring_positions(rank, row)] for row in range(batch)]
         numbers[rank] = program.chosen(torch.cat(own))[1].sum(1)
         numbers[rank, rank] = 0
     return numbers
@@ -251,7 +252,7 @@ def _attend(
     lse = q_TNH.new_empty(tokens, heads, dtype=dtype)
     sums = q_TNH.new_empty(index_Tk.shape, dtype=dtype) if weighed else None
     own_sinks = None if sinks is None else sinks.to(dtype).view(groups, 1, -1)
-    for rows in tiles(tokens, _elements(k_KMH, v_KMV, index_Tk)):
+    for rows in token_tiles(tokens, _elements(k_KMH, v_KMV, index_Tk)):
         scores, _, _ = _scores(_grouped(q_TNH[rows], groups), k_KMH, index_Tk[rows], spec)
         total = scores.logsumexp(-1)
         if own_sinks is not None:
@@ -273,7 +274,7 @@ def _attend_backward(
     dq, scale = torch.empty_like(q_TNH), spec.score_scale(q_TNH.shape[-1])
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k_KMH, v_KMV))
     lse_TN = lse_TN.masked_fill(lse_TN.isneginf(), 0.0)
-    for rows in tiles(tokens, _elements(k_KMH, v_KMV, index_Tk)):
+    for rows in token_tiles(tokens, _elements(k_KMH, v_KMV, index_Tk)):
         q, dout, lse, delta = (
             _grouped(x, groups) for x in (q_TNH[rows], dout_TNV[rows], lse_TN[rows, :, None], delta_TN[rows, :, None])
         )
@@ -317,29 +318,10 @@ def _elements(k_KMH: Tensor, v_KMV: Tensor, index_Tk: Tensor) -> int:
     return index_Tk.shape[1] * len(k_KMH) * (k_KMH.shape[2] + v_KMV.shape[2])
 
 
-def tiles(tokens: int, elements: int) -> Iterator[slice]:
+def token_tiles(tokens: int, elements: int) -> Iterator[slice]:
     """Yield slices of so many tokens that a tensor with `elements` for each has at most `TILE`."""
     size = max(1, TILE // max(1, elements))
     yield from (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
-
-
-def _ring_positions(layout: SequenceLayout, rank: int, row: int) -> Tensor:
-    """Return the positions of a ring rank's tokens of a row, in its order."""
-    of_row = row if layout.rows > 1 else 0
-    return torch.cat([layout.positions(rank, ulysses_rank, of_row) for ulysses_rank in range(layout.ulysses)])
-
-
-def _visible(spec: AttentionSpec, row: int, seq_len: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest and highest positions that queries at these positions of a row may see."""
-    boundaries = torch.tensor(spec.row_documents(row, seq_len))
-    number = torch.searchsorted(boundaries, positions, right=True)
-    first, last = boundaries[number - 1], boundaries[number.clamp(max=len(boundaries) - 1)] - 1
-    lowest, highest = spec.difference_range()  # of query position - key position
-    if lowest is not None:
-        last = last.minimum(positions - lowest)
-    if highest is not None:
-        first = first.maximum(positions - highest)
-    return first, last.where(number < len(boundaries), -1)
 
 
 def _bits(flags: Tensor) -> Tensor:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
+from torch import Tensor
+
 Documents = tuple[int, ...]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,26 @@ class Joint:
 
 
 @dataclass(frozen=True)
+class MaskFunction:
+    """Which of the pairs that a mask of bands shows are visible.
+
+    Attributes:
+        function: of the row, the query head, and the positions of the query and the key, as FlexAttention's mask_mod.
+        device: of the tensors that it gets.
+        by_row, by_head: whether the row and the head make a difference.
+        digest: of all pairs, by which ranks compare it.
+        heads: the range of query heads that are of interest, if they differ.
+    """
+
+    function: MaskMod = field(repr=False)
+    device: torch.device = field(repr=False)
+    by_row: bool
+    by_head: bool
+    digest: str
+    heads: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Mask and score function of one attention call, in global positions.
 
@@ -60,6 +85,7 @@ class AttentionSpec:
         key_documents: of cross attention, whose keys are another sequence, the cu_seqlens of the keys: queries of
             document n attend to keys of document n. None if queries and keys are of the same tokens.
         joint: tokens that every rank holds beside its own; None for none.
+        function: what else decides which pairs are visible, if bands cannot say it (tiles.py).
 
     Raises:
         ValueError: listing every violation.
@@ -74,6 +100,7 @@ class AttentionSpec:
     parents: tuple[tuple[int, ...], ...] | None = None
     key_documents: tuple[Documents, ...] | None = None
     joint: Joint | None = None
+    function: MaskFunction | None = None
 
     def __post_init__(self) -> None:
         violations = []
@@ -187,7 +214,13 @@ class AttentionSpec:
     @property
     def one_sided(self) -> bool:
         """Whether each token sees all others of its document, or all before it."""
-        return self.window[0] == -1 and (self.causal or self.window[1] == -1) and not any(map(any, self.prefixes or ()))
+        one_side = self.window[0] == -1 and (self.causal or self.window[1] == -1)
+        return one_side and not any(map(any, self.prefixes or ())) and self.function is None
+
+    @property
+    def in_intervals(self) -> bool:
+        """Whether the keys that a query sees are an interval of its own sequence."""
+        return all(x is None for x in (self.prefixes, self.parents, self.key_documents, self.joint, self.function))
 
     @property
     def one_rectangle(self) -> bool:

@@ -18,7 +18,7 @@ rank, J joint tokens per row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,10 @@ class UnifiedPlan:
             heads = HeadPlan(heads.num_heads, heads.num_kv_heads)
             alone = local_schedule(layout, spec, batch, ring_rank, ulysses_rank)
             return UnifiedPlan(layout, spec, heads, batch, 0, alone)
-        ring = ring_schedule(layout, spec, batch, ring_rank, key_layout)
+        of_rank = spec
+        if spec.function is not None and spec.function.by_head:
+            of_rank = replace(spec, function=replace(spec.function, heads=heads.q_ranges[ulysses_rank]))
+        ring = ring_schedule(layout, of_rank, batch, ring_rank, key_layout)
         return UnifiedPlan(layout, spec, heads, batch, ulysses_rank, ring, key_layout)
 
     @property

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.accumulate import Rows
-from attention.bands import Task, Tasks, layers
+from attention.bands import Task, Tasks, Tile, layers
 from attention.intervals import Array
 
 from .base import Launch
@@ -26,10 +26,16 @@ SMALLEST_PAD = 16  # sides of batched tasks are padded to this or to TINY
 
 @dataclass(frozen=True, eq=False)
 class DenseLaunch(Launch):
-    """`causal`: square and top-left aligned. `mask`: float, 0 or -inf, (A, B) or (n, 1, A, B)."""
+    """`causal`: square and top-left aligned. `mask`: float, 0 or -inf, (A, B) or (n, 1, A, B); of a mask by function
+    bool, (1, N or 1, A, B). `empty`: (1, N or 1, A), rows of such a mask without a visible key, if there are any."""
 
     causal: bool = False
     mask: Tensor | None = None
+    empty: Tensor | None = None
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask as float."""
+        return self.mask if self.mask is None or self.mask.dtype != torch.bool else _float_mask(self.mask, dtype)
 
 
 @dataclass
@@ -48,10 +54,18 @@ class DenseLowering:
     masks: dict[tuple[int, int, int | None, int | None], Tensor] = field(default_factory=dict)
 
     def lower(self, tasks: Sequence[Task]) -> tuple[Launch, ...]:
-        rows = Tasks.of(tasks).rows
+        tasks = Tasks.of(tasks)
+        rows = tasks.rows
         tiny = np.maximum(rows[:, 1] - rows[:, 0], rows[:, 3] - rows[:, 2]) <= TINY
         large = [launch for task in Tasks(rows[~tiny]) for launch in self._large(task)]
-        return (*large, *self._gathered(rows[tiny]))
+        return (*large, *self._gathered(rows[tiny]), *map(self._tile, tasks.tiles))
+
+    def _tile(self, tile: Tile) -> Launch:
+        _, queries, keys = tile.mask.shape
+        mask = tile.mask.unsqueeze(0).to(self.device)
+        empty = ~mask.any(-1)
+        rows = Rows.of(tile.q_start, tile.q_start + queries), Rows.of(tile.k_start, tile.k_start + keys)
+        return DenseLaunch(*rows, mask=mask, empty=empty if empty.any() else None)
 
     def _large(self, task: Task) -> Iterator[Launch]:
         if task.full:
@@ -122,12 +136,8 @@ class DenseLowering:
     def _mask(self, task: Task) -> Tensor:
         key = (task.rows, task.columns, *task.relative_band)
         if key not in self.masks:
-            self.masks[key] = self._float_mask(band_mask(*key))
+            self.masks[key] = _float_mask(band_mask(*key), self.dtype).to(self.device)
         return self.masks[key]
-
-    def _float_mask(self, visible: Tensor) -> Tensor:
-        mask = torch.zeros(visible.shape, dtype=self.dtype)
-        return mask.masked_fill_(~visible, float("-inf")).to(self.device)
 
     def _gathered(self, rows: Array) -> Iterator[Launch]:
         """Batch tiny tasks of similar size with padding; no query row occurs twice in a launch. rows: of `Tasks`."""
@@ -141,9 +151,8 @@ class DenseLowering:
             difference = i.unsqueeze(2) - j.unsqueeze(1)
             visible = (difference >= lowest.unsqueeze(2)) & (difference <= highest.unsqueeze(2))
             visible &= (i < q_stop).unsqueeze(2) & (j < k_stop).unsqueeze(1)
-            yield DenseLaunch(
-                self._padded_rows(i, q_stop), self._padded_rows(j, k_stop), mask=self._float_mask(visible.unsqueeze(1))
-            )
+            mask = _float_mask(visible.unsqueeze(1), self.dtype).to(self.device)
+            yield DenseLaunch(self._padded_rows(i, q_stop), self._padded_rows(j, k_stop), mask=mask)
 
     def _padded_rows(self, index: Tensor, stop: Tensor) -> Rows:
         valid = (index < stop).flatten().nonzero().squeeze(1)
@@ -154,6 +163,10 @@ class DenseLowering:
 def _padded(lengths: Array) -> Array:
     """Return the sides of masks of tiny tasks."""
     return np.where(lengths <= SMALLEST_PAD, SMALLEST_PAD, TINY)
+
+
+def _float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def band_mask(rows: int, columns: int, lowest: int | None, highest: int | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.accumulate import accumulate_dtype
-from attention.bands import Task
+from attention.bands import Task, Tasks
 from attention.spec import AttentionSpec
 
 from .base import Device, Kernel, Launch
@@ -36,7 +36,7 @@ class ReferenceKernel(Kernel):
             for column in range(task.k_start, task.k_stop, TILE)
             if (tile := task.cut((row, row + TILE), (column, column + TILE))) is not None
         ]
-        return DenseLowering(device, accumulate_dtype(dtype)).lower(tuple(tiles))
+        return DenseLowering(device, accumulate_dtype(dtype)).lower(Tasks(Tasks.of(tiles).rows, Tasks.of(tasks).tiles))
 
     def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):
         scores, _ = _scores(q_nANH, k_nBKH, launch, spec)
@@ -77,7 +77,7 @@ def _scores(q_nANH: Tensor, k_nBKH: Tensor, launch: Launch, spec: AttentionSpec)
     if launch.causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(above, float("-inf"))
-    if launch.mask is not None:
-        # (A, B) is shared by all runs; (n, 1, A, B) needs another dimension for the groups
-        scores = scores + (launch.mask if launch.mask.dim() == 2 else launch.mask.unsqueeze(1))
+    if (mask := launch.bias(dtype)) is not None:
+        # (A, B) is shared by all runs; (n, N or 1, A, B) needs another dimension for the groups
+        scores = scores + (mask if mask.dim() == 2 else mask.unflatten(1, (min(mask.shape[1], scores.shape[1]), -1)))
     return scores, slope

@@ -50,12 +50,16 @@ class _DenseKernel(Kernel):
         if not self.grouped_heads:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         out, lse = self._forward(q, k, v, launch, spec.score_scale(q.shape[-1]))
+        if launch.empty is not None:
+            out, lse = out.masked_fill(launch.empty.unsqueeze(-1), 0.0), lse.masked_fill(launch.empty, float("-inf"))
         return out.transpose(1, 2), lse
 
     def backward(self, dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec):
         assert isinstance(launch, DenseLaunch)
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV))
         kv_heads = k.shape[1]
+        if launch.empty is not None:  # with no key in any other launch either
+            lse_nNA = lse_nNA.masked_fill(lse_nNA.isneginf(), 0.0)
         # Summing over a group of heads in half precision inside the op loses accuracy with every token.
         if not self.grouped_heads or q.dtype.itemsize < 4:
             k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
@@ -89,12 +93,12 @@ class CpuFlashKernel(_DenseKernel):
 
     def _forward(self, q, k, v, launch, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, launch.causal, attn_mask=launch.mask, scale=scale
+            q, k, v, 0.0, launch.causal, attn_mask=launch.bias(q.dtype), scale=scale
         )
 
     def _backward(self, dout, q, k, v, out, lse, launch, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, launch.causal, attn_mask=launch.mask, scale=scale
+            dout, q, k, v, out, lse, 0.0, launch.causal, attn_mask=launch.bias(q.dtype), scale=scale
         )
 
 
@@ -142,6 +146,8 @@ class CudnnKernel(_DenseKernel):
         known = device.capability or (8, 0)
         if known < (8, 0):
             return f"needs a GPU of compute capability 8.0, this has {known[0]}.{known[1]}"
+        if spec.function is not None:
+            return "mask_mod is not of bands, and rows without a key are not supported by the op"
         wide = known == (9, 0) and (torch.backends.cudnn.version() or CUDNN_WIDE) >= CUDNN_WIDE
         for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
             if size > (widest := 256 if wide else 128) or size % 8:
@@ -174,8 +180,8 @@ class CudnnKernel(_DenseKernel):
 
 def _bias(launch: DenseLaunch, q: Tensor, k: Tensor) -> Tensor | None:
     """Expand the launch's mask to (n, N, A, B), aligned to 16 elements, as the CUDA ops require."""
-    if launch.mask is None:
+    if (mask := launch.bias(q.dtype)) is None:
         return None
     columns = k.shape[2]
-    aligned = torch.nn.functional.pad(launch.mask, (0, -columns % 16))[..., :columns]
+    aligned = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]
     return aligned.expand(q.shape[0], q.shape[1], q.shape[2], columns)

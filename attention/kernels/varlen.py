@@ -96,6 +96,8 @@ class VarlenKernel(Kernel):
             return f"dtype={dtype} must be bfloat16 or float16"
         if spec.softcap is not None and not self.softcaps:
             return f"softcap={spec.softcap} is not supported by the op"
+        if spec.function is not None:
+            return "mask_mod is not of bands, and the op takes no other mask"
         for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
             if size > self.widest or size % 8:
                 return f"{name}={size} must be a multiple of 8, at most {self.widest}"

@@ -82,13 +82,13 @@ def dense_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute differentiable attention; rows without a visible key are zero."""
+    """Compute differentiable attention; rows without a visible key are zero. seen: also of each head (B, N, S, S)."""
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k_BSKH, v_BSKH))
     scores = torch.einsum("bqnh,bknh->bnqk", q_BSNH, k) * (scale or q_BSNH.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen_BSS.unsqueeze(1), float("-inf"))
+    scores = scores.masked_fill(~(seen_BSS if seen_BSS.dim() == 4 else seen_BSS.unsqueeze(1)), float("-inf"))
     if sinks is not None:
         column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)

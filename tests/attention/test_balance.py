@@ -50,6 +50,17 @@ def test_work_differs_by_at_most_5_percent(ring: int, seed: int) -> None:
     assert max(pairs) <= 1.05 * sum(pairs) / ring
 
 
+def test_eight_ranks_send_no_more_than_by_zigzag() -> None:
+    sent = {"balanced": 0, "zigzag": 0}
+    for seed in range(8):
+        boundaries = long_tail(65_536, seed)
+        zigzag = SequenceLayout("zigzag", 65_536, 8)
+        spans = [[(span.start, span.start + span.length) for span in zigzag.ring_spans(rank)] for rank in range(8)]
+        for kind, ranges in (("balanced", balanced_ranges(boundaries, 65_536, 8)), ("zigzag", spans)):
+            sent[kind] += load(boundaries, ranges)[1]
+    assert sent["balanced"] <= sent["zigzag"]
+
+
 def test_one_document_is_divided_as_by_zigzag() -> None:
     for ring in (1, 2, 4, 8):
         balanced, zigzag = (SequenceLayout(kind, 512, ring) for kind in ("balanced", "zigzag"))

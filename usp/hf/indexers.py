@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from attention import DecodeStep, Prefill, tiles
+from attention import DecodeStep, Prefill, token_tiles
 from parallel import ParallelMesh
 from usp.sp.sequence import SpAxes, document_starts, documents_of, unshard_sequence
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -173,7 +173,7 @@ def score_tiles(
     """Yield a part of the queries, and the call that scores it; the arguments are those of `tiled_indices`."""
     x, every = call["hidden_states"], torch.arange(keys.shape[1], device=keys.device)
     positions, starts = (each.to(x.device).unsqueeze(-1) for each in (positions, starts))
-    for part in tiles(x.shape[1], scores):
+    for part in token_tiles(x.shape[1], scores):
         visible = (every <= positions[:, part]) & (every >= starts[:, part])
         yield part, {**_part(call, part), "attention_mask": visible, "past_key_values": _AllKeys(keys)}
 
@@ -327,9 +327,11 @@ class DenseIndexerLoss(IndexerLoss):
         with torch.no_grad():
             for part, inputs in score_tiles(call, every, *scored):
                 norms[:, part] = _scores(run, inputs).logsumexp(-1).to(norms.dtype)
-        for own in tiles(tokens, rows * attention.ranks * k[0, 0].numel()):
+        for own in token_tiles(tokens, rows * attention.ranks * k[0, 0].numel()):
             block, at = attention.gathered(k[:, own]), attention.gathered(positions[:, own])
-            for part in tiles(tokens, rows * at.shape[1] * max(heads, getattr(self.indexer.module, "n_heads", 64))):
+            for part in token_tiles(
+                tokens, rows * at.shape[1] * max(heads, getattr(self.indexer.module, "n_heads", 64))
+            ):
                 after, before, real = (x[:, part].unsqueeze(-1) for x in (starts, positions, sees))
                 seen = (at.unsqueeze(1) >= after) & (at.unsqueeze(1) <= before) & real
                 keys = every.take_along_dim(at.clamp(max=every.shape[1] - 1).unsqueeze(-1), 1)

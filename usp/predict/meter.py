@@ -223,7 +223,7 @@ class StepMeter(TorchDispatchMode):
     def abridging_tiles(self) -> Iterator[None]:
         """Run few of the tiles of sparse attention and of its indexers. What they choose is unknown: each key that the
         mask shows to some of a rank's queries is assumed to be chosen by one of these."""
-        choose, few = SparseProgram.chosen, partial(self._few, sparse.tiles)
+        choose, few = SparseProgram.chosen, partial(self._few, sparse.token_tiles)
 
         def chosen(program: SparseProgram, indices_Tk: Tensor) -> tuple[Tensor, Tensor]:
             slots, any_chose = choose(program, indices_Tk)
@@ -231,8 +231,8 @@ class StepMeter(TorchDispatchMode):
             return slots, any_chose
 
         with (
-            patch.object(sparse, "tiles", few),
-            patch.object(indexers, "tiles", few),
+            patch.object(sparse, "token_tiles", few),
+            patch.object(indexers, "token_tiles", few),
             patch.object(SparseProgram, "chosen", chosen),
         ):
             yield

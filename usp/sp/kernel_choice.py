@@ -84,7 +84,8 @@ def choose_head_groups(
     """
     heads, name = plan.heads, str(dtype).removeprefix("torch.")
     most = min(width for width in map(heads.kv_width, range(heads.ulysses)) if width)
-    if hardware is None or heads.ulysses == 1 or most == 1 or name not in hardware.peak_flops or not plan.of_itself:
+    together = not plan.of_itself or (plan.spec.function is not None and plan.spec.function.by_head)
+    if hardware is None or heads.ulysses == 1 or most == 1 or name not in hardware.peak_flops or together:
         return 1
     known, layout, ranks = hardware, plan.layout, range(world_size)
     wire = replace(plan, ulysses_rank=0).wire_bytes(head_dim, dtype, v_head_dim)

@@ -34,6 +34,7 @@ from attention import (
     HeadPlan,
     Joint,
     KeepResults,
+    MaskMod,
     RingProgram,
     SequenceLayout,
     SparseProgram,
@@ -44,6 +45,7 @@ from attention import (
     unified_attention,
     unified_backward,
     unified_forward,
+    with_mask_mod,
 )
 from parallel import ParallelMesh
 
@@ -54,10 +56,6 @@ logger = logging.getLogger(__name__)
 Rows = tuple[tuple[int, ...], ...] | None
 Described = tuple[torch.Size, torch.dtype, torch.device]
 GATHER = "attention to indices: gather, in plain torch on every device"
-_NOT_COMPILED = (
-    "torch.compile supports attention of a sequence to itself: call what has joint or cross attention, return_lse or "
-    "indices under torch.compiler.disable"
-)
 
 
 class UnifiedSPAttention(StepKeeper, nn.Module):
@@ -84,7 +82,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         head_groups: in how many groups of a rank's KV heads, with their query heads, q, k and v are exchanged over the
             ulysses axis: while a group computes, the next one arrives and the previous one's results leave, in both
             passes. A rank sends the same bytes in as many times more messages. None for what `choose_head_groups`
-            finds fastest; attention with joint tokens, to another sequence, to indices or with lse has one.
+            finds fastest; attention with joint tokens, to another sequence, to indices, with lse or with a mask_mod
+            that tells heads apart has one.
 
     Raises ValueError for an unknown layout or kernel, or head_groups that are not positive or without ulysses ranks.
     """
@@ -141,6 +140,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         return_lse: bool = False,
         indices: Tensor | None = None,
         return_weights: bool = False,
+        mask_mod: MaskMod | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -153,13 +153,12 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             scale: factor on the scores; 1 / sqrt(H) by default.
             window: (left, right) in global tokens, -1 for no limit.
             softcap: scores become softcap * tanh(scores / softcap).
-            cu_seqlens: global boundaries of packed documents, integers, (documents + 1,) for all rows or
-                (B, documents + 1) padded by repeating the last. Tokens after the last boundary attend to nothing and
-                output zero. Keep it on the CPU: the plan depends on it, so a GPU tensor costs a synchronization.
+            cu_seqlens: global boundaries of packed documents, integers, (documents + 1,) for all rows or (B, documents
+                + 1) padded by repeating the last. Tokens after the last attend to nothing and output zero. Keep it on
+                the CPU: the plan depends on it, so a GPU tensor costs a synchronization.
             sinks: (N,) logits that join each softmax without a value. Their gradient is this rank's share.
-            prefix: for a prefix-LM mask, the number of leading tokens of each document that attend to each other in
-                both directions (within `window`): integers (documents,) for all rows or (B, documents), one document
-                without cu_seqlens. Needs causal=True.
+            prefix: for a prefix-LM mask, how many leading tokens of each document attend to each other in both
+                directions (within `window`): integers (documents,) or (B, documents). Needs causal=True.
             chunk: tokens attend within their chunk of this many tokens, counted from the document's first token.
             prefix_tree: (documents,) or (B, documents) integers: the index of the earlier document that each one
                 continues, or -1. Its tokens also attend to the documents it continues, so that samples with a common
@@ -174,6 +173,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             indices: (B, S, k), the global positions in its row that each query attends to if the mask shows them;
                 negative ones for none. Ranks receive only these keys. Without prefix, prefix_tree, joint tokens.
             return_weights: also return the weights of the keys at `indices`, summed over the heads, without gradients.
+            mask_mod: FlexAttention's function of row, head, query and key position; both the mask (pass causal=False)
+                and it must show a pair. It is evaluated once: another mask needs another function.
 
         Returns:
             (B, S, N, V) in q's dtype, or a tuple of out, joint_out, lse (B, S, N) in float32 (float64 for float64),
@@ -187,14 +188,12 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         """
         options = (cu_seqlens, prefix, prefix_tree, causal, scale, list(_window(window)), softcap, _chunk(chunk))
         tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
-        front = _is_front(joint_strategy)
         if torch.compiler.is_compiling():
-            other = return_lse or any(x is not None for x in (*tensors[3:], *rows, indices))
-            if other or k is None or v is None or k.shape[1] != q.shape[1]:
-                raise ValueError(_NOT_COMPILED)
-            return attend(self._handle, q, k, v, sinks, *options)[0]
-        sparse = _number(indices, q, return_lse, return_weights)
-        call = self._call(tensors, sinks, *options, rows=rows, front=front, return_lse=return_lse, sparse=sparse)
+            own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod))
+            return attend(self._handle, *own, sinks, *options)[0]
+        others: dict[str, Any] = {"front": _is_front(joint_strategy), "return_lse": return_lse, "mask_mod": mask_mod}
+        others["sparse"] = _number(indices, q, return_lse, return_weights)
+        call = self._call(tensors, sinks, *options, rows=rows, **others)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call, return_weights=return_weights)
         return results[0] if len(results) == 1 else tuple(results)
@@ -227,6 +226,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         return_lse: bool = False,
         indices: Tensor | None = None,
         return_weights: bool = False,
+        mask_mod: MaskMod | None = None,
     ) -> WireBytes:
         """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
 
@@ -246,6 +246,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         options = _hashable(cu_seqlens, prefix, prefix_tree, causal, None, _window(window), None, 0)
         of_keys = documents_of(cu_seqlens_k, "cu_seqlens_k")
         spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *options)
+        if mask_mod is not None:
+            spec = with_mask_mod(spec, mask_mod, batch, num_heads, seq_len, torch.device(self.axes.device_type))
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         plan = self._plan(spec, heads, batch, layout, key_layout)
         return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, indices, return_weights)
@@ -284,6 +286,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         front: bool = True,
         return_lse: bool = False,
         sparse: int = 0,
+        mask_mod: MaskMod | None = None,
     ) -> dict[str, Any]:
         """Check a call and count it; return its plan, its program, and the channels.
 
@@ -293,7 +296,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
         lse_gradient = trained and torch.is_grad_enabled()
-        others = None if sinks is None else sinks.shape, front, return_lse, lse_gradient, sparse
+        others = None if sinks is None else sinks.shape, front, return_lse, lse_gradient, sparse, mask_mod
         call = self._last_call((*rows, *options[:3]), shapes, *others, *options[3:])
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
@@ -310,12 +313,13 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         return_lse: bool,
         lse_gradient: bool,
         sparse: int,
+        mask_mod: MaskMod | None,
         *options: Any,
     ) -> tuple[Any, ...]:
         of_keys, of_joint, cu_seqlens, prefix, prefix_tree = tensors
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
-        call = (*rows, front, return_lse, lse_gradient, sparse, *_hashable(cu_seqlens, prefix, prefix_tree, *options))
-        return self._described(shapes, sinks, *call)
+        masked = mask_mod, *_hashable(cu_seqlens, prefix, prefix_tree, *options)
+        return self._described(shapes, sinks, *rows, front, return_lse, lse_gradient, sparse, *masked)
 
     def _describe(
         self,
@@ -327,6 +331,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         return_lse: bool,
         lse_gradient: bool,
         sparse: int,
+        mask_mod: MaskMod | None,
         documents: Rows,
         *options: Any,
     ) -> tuple[Any, ...]:
@@ -340,10 +345,13 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             key_len = k[1] * self.ranks
         if joint_k:
             joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents)
-        sequences = self._sequences(seq_len, key_len, key_documents, joint, documents, *options)
-        of_itself = key_len is None and joint is None and not (sparse or return_lse)
+        spec, *layouts = self._sequences(seq_len, key_len, key_documents, joint, documents, *options)
+        if mask_mod is not None:
+            spec = with_mask_mod(spec, mask_mod, q[0], q[2], seq_len, device)
+        by_head = spec.function is not None and spec.function.by_head
+        of_itself = key_len is None and joint is None and not (sparse or return_lse or by_head)
         heads = self._heads(q, (k or joint_k)[2], (v or joint_v)[3], dtype, device, of_itself)
-        return *sequences, heads, q[0], q[3], (v or joint_v)[3], dtype, device, lse_gradient, sparse
+        return spec, *layouts, heads, q[0], q[3], (v or joint_v)[3], dtype, device, lse_gradient, sparse
 
     def _heads(
         self, q: torch.Size, kv_heads: int, v_head_dim: int, dtype: torch.dtype, device: torch.device, of_itself: bool
@@ -359,7 +367,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
                 f"ulysses={heads.ulysses}): use head_groups={most} or less"
                 if of_itself
                 else f"head_groups={self.head_groups} is not supported with joint tokens, keys of another sequence, "
-                f"indices or return_lse: use head_groups=1"
+                f"indices, return_lse or a mask_mod that tells heads apart: use head_groups=1"
             )
         return replace(heads, groups=self.head_groups)
 
@@ -656,6 +664,18 @@ def _check_tensors(shapes: tuple[Described | None, ...], sinks: torch.Size | Non
     if violations:
         listed = ", ".join(f"{name} {tuple(x[0])} {x[1]} {x[2]}" for name, x in given.items())
         raise ValueError(f"{'; '.join(violations)}; got {listed}")
+
+
+def _compiled(
+    q: Tensor, k: Tensor | None, v: Tensor | None, return_lse: bool, others: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, if a graph supports the call. others: arguments that it does not."""
+    if return_lse or any(x is not None for x in others) or k is None or v is None or k.shape[1] != q.shape[1]:
+        raise ValueError(
+            "torch.compile supports attention of a sequence to itself: call what has joint or cross attention, "
+            "return_lse, indices or mask_mod under torch.compiler.disable"
+        )
+    return q, k, v
 
 
 def _chunk(chunk: int | None) -> int:
