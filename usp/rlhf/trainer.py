@@ -344,12 +344,14 @@ class RlhfTrainer(TrainingLoop):
             return None
         layout, spec = run.plan[calls[0].name], run.roles[calls[0].role]
         works = [call.work for call in calls if isinstance(call.work, Generate)]
+        tokens = longest_prompt(run) + self.config.max_new_tokens
+        tokens += max(work.episodes.max_observation_tokens if work.episodes else 0 for work in works)
         options = EngineOptions(
             calls=", ".join(call.name for call in calls),
             tp=layout.dims.tp,
             experts=layout.dims.ep > 1,
             dtype=spec.dtype,
-            tokens=min(longest_prompt(run) + self.config.max_new_tokens, spec.config.max_position_embeddings),
+            tokens=min(tokens, spec.config.max_position_embeddings),
             slots=self.config.slots,
             cache_bytes=int(self.config.rollout_cache * GIB),
             processed=not any(work.top_k or work.top_p < 1 for work in works),

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -32,7 +33,8 @@ from usp.hf.models import ModelConfig
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed
 
-from .decoding import Decode, GeneratedResponse, Stops
+from .decoding import Decode, GeneratedResponse, Rollout, Stops
+from .turns import Turns
 
 LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
@@ -83,8 +85,6 @@ def sampling_problems(works: Iterable[Generate]) -> list[str]:
     """Return why vLLM cannot sample as generate calls ask, of which it returns log-probabilities of one kind."""
     problems = [] if find_spec("vllm") else ["the package vllm is not installed: pip install it, or use another engine"]
     works = list(works)
-    if any(work.episodes for work in works):
-        problems.append("turns of an environment are decoded by our own engine only: remove the environment")
     temperatures = sorted({work.temperature for work in works})
     if cut := any(work.top_k or work.top_p < 1 for work in works):
         temperatures = [each for each in temperatures if each not in (0, 1)]
@@ -203,63 +203,74 @@ class VllmEngine:
         longest = self._options.tokens
         if long := [f"prompt {i} has {len(each)} tokens" for i, each in enumerate(prompts) if len(each) >= longest]:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
-        with self._named("while it decoded"):
-            responses = self._decode_all(prompts, work, seeds, [*begun] or [()] * len(prompts), enough)
+        rollouts, episodes, turns = Rollout.begin(prompts, work, seeds, begun, longest), work.episodes, None
+        tp = {"tp": self._mesh.group("tp")} if self._options.tp > 1 else {}
+        if episodes is not None:
+            turns = Turns(rollouts, episodes, samples, tp, leads=self._mesh.rank("tp") == 0, context=longest)
+        try:
+            with self._named("while it decoded"):
+                self._decode_all(rollouts, work, turns, enough)
+        finally:
+            if turns is not None:
+                turns.close()
+        responses = turns.responses() if turns is not None else [rollout.response() for rollout in rollouts]
         for number, response in enumerate(responses):
             if not bool(response.logprobs.isfinite().all()):
                 raise RuntimeError(
                     f"vLLM's logits of response {number} are not finite: its weights or its activations in "
                     f"{self._options.dtype} are, or it took weights of other ranks"
                 )
-        if self._options.tp > 1:
+        if tp:
             self._mesh.agree([each.tokens.tolist() for each in responses], "the tokens that vLLM decoded", ("tp",))
         return responses
 
     def _decode_all(
-        self,
-        prompts: Sequence[Tensor],
-        work: Generate,
-        seeds: Sequence[int],
-        begun: Sequence[Sequence[int]],
-        enough: Enough | None,
-    ) -> list[GeneratedResponse]:
+        self, rollouts: Sequence[Rollout], work: Generate, turns: Turns | None, enough: Enough | None
+    ) -> None:
+        """Decode the rollouts, and those that follow their turns, until they end or are `enough`."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        engine, longest, ended = self._engine, self._options.tokens, Stops(work, self._decode)
-        for number, (prompt, seed, before) in enumerate(zip(prompts, seeds, begun, strict=True)):
+        engine, ended, requests = self._engine, Stops(work, self._decode), count()
+        active, leaves = dict[str, Rollout](), False  # active: by request
+
+        def begin(rollout: Rollout) -> None:
+            before, request = rollout.before, str(next(requests))
             sampling = SamplingParams(
                 temperature=work.temperature,
                 top_k=work.top_k,
                 top_p=work.top_p,
-                seed=derived_seed(seed, len(before)) if before else seed,  # whose noise begins with these tokens
-                max_tokens=min(work.max_new_tokens, longest - len(prompt)) - len(before),
+                seed=derived_seed(rollout.seed, before) if before else rollout.seed,  # whose noise begins here
+                max_tokens=rollout.limit,
                 stop_token_ids=list(work.stop_ids),
                 ignore_eos=True,  # stop ids say where responses end
                 logprobs=0,  # those of the tokens alone
                 detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
             )
-            engine.add_request(str(number), {"prompt_token_ids": [*prompt.tolist(), *before]}, sampling)
-        written, stopped, leaves = dict[int, Any](), dict[int, bool](), False  # stopped: by itself, of complete ones
-        while engine.has_unfinished_requests() and not leaves:
-            for output in engine.step():
-                (newest,), number = output.outputs, int(output.request_id)
-                if number in stopped:
-                    continue
-                written[number], tokens = newest, newest.token_ids
-                ends = bool(tokens) and ended([*begun[number], *tokens])
-                if ends and not output.finished:
-                    engine.abort_request([output.request_id])
-                if ends or output.finished:
-                    stopped[number] = ends
-                    leaves |= enough is not None and enough(number)
-        engine.abort_request([str(number) for number in range(len(prompts)) if number not in stopped])
-        responses = []
-        for number in range(len(prompts)):
-            tokens, rows = (newest.token_ids, newest.logprobs) if (newest := written.get(number)) else ((), ())
-            logprobs = torch.tensor([row[token].logprob for token, row in zip(tokens, rows, strict=True)])
-            response = torch.tensor(tokens, dtype=torch.int64), logprobs.float(), stopped.get(number, False)
-            responses.append(GeneratedResponse(*response, complete=number in stopped))
-        return responses
+            active[request] = rollout
+            engine.add_request(request, {"prompt_token_ids": rollout.prompt}, sampling)
+
+        for rollout in rollouts:
+            begin(rollout)
+        while not leaves and (active or (turns is not None and turns.waiting)):
+            for rollout in turns.go_on(wait=not active) if turns is not None and turns.waiting else ():
+                begin(rollout)
+            for output in engine.step() if active else ():
+                if (written := active.get(output.request_id)) is None:
+                    continue  # its stop string is complete
+                (newest,) = output.outputs
+                rows = zip(newest.token_ids, newest.logprobs, strict=True)
+                if any(written.take(token, row[token].logprob, ended) for token, row in rows):
+                    del active[output.request_id]
+                    if not output.finished:
+                        engine.abort_request([output.request_id])
+                    if turns is not None:
+                        turns.end_turn(written)
+                    leaves |= enough is not None and enough(written.number)
+                elif output.finished:
+                    raise RuntimeError(f"it ended a response early, for the reason {newest.finish_reason}")
+        engine.abort_request(list(active))
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache, and lose both. Local. Does nothing if asleep."""
