@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
+from mmap import MADV_DONTNEED, PAGESIZE
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -30,6 +31,7 @@ from parallel import ParallelMesh, format_ranks
 from parallel.reallocation.boxes import Box
 from usp.hf.disk import DiskTensor
 from usp.hf.models import ModelConfig
+from usp.rlhf.environments.sandbox import call
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed
 
@@ -111,7 +113,7 @@ class VllmEngine:
 
     def __init__(self, engine: Any, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming) -> None:
         self._engine, self._options, self._mesh, self._decode, self._naming = engine, options, mesh, decode, naming
-        self._asleep, self._freed = False, list[tuple[torch.UntypedStorage, int]]()
+        self._asleep = False
 
     @staticmethod
     def start(
@@ -149,6 +151,7 @@ class VllmEngine:
                     distributed_executor_backend=_executor(job[0]),
                     kv_cache_memory_bytes=options.cache_bytes,
                     max_model_len=options.tokens,
+                    block_size=32 if mesh.device_type == "cpu" else None,  # not 128: equal prompts share whole blocks
                     max_num_seqs=options.slots,
                     logprobs_mode="processed_logprobs" if options.processed else "raw_logprobs",
                     generation_config="vllm",  # no defaults of sampling from files
@@ -280,9 +283,8 @@ class VllmEngine:
         if self._mesh.device_type != "cpu":
             self._engine.sleep(level=2)
             return
-        self._freed = [(storage, storage.nbytes()) for storage in self._storages()]
-        for storage, _ in self._freed:
-            storage.resize_(0)
+        for storage in self._storages():
+            _give_back(storage)
         for layer in self._model().modules():
             if hasattr(layer, "cpu_linear"):
                 del layer.cpu_linear  # which holds weights in the layout of a kernel; loading makes another
@@ -294,16 +296,11 @@ class VllmEngine:
         self._asleep = False
         if self._mesh.device_type != "cpu":
             self._engine.wake_up()
-        for storage, nbytes in self._freed:
-            storage.resize_(nbytes)
-            # Attention reads beyond the end of a sequence, where a nan is not hidden by its weight of 0.
-            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
-        self._freed = []
 
     @property
     def nbytes(self) -> int:
-        """The memory of weights and KV cache that `sleep` frees, on the CPU without what kernels hold apart."""
-        return sum(storage.nbytes() for storage in self._storages())
+        """The memory of weights and KV cache, which `sleep` frees; on the CPU without what kernels hold apart."""
+        return 0 if self._asleep else sum(storage.nbytes() for storage in self._storages())
 
     def _storages(self) -> list[torch.UntypedStorage]:
         return _distinct([*self._runner().kv_caches, *self._model().parameters()])
@@ -376,6 +373,14 @@ def _join(config: Any, job: str) -> None:
     os.environ["VLLM_DIST_IDENT"], backend = job, current_platform.dist_backend
     with set_current_vllm_config(config):
         init_worker_distributed_environment(config, dist.get_rank(), f"run:{job}", _local_rank(), backend)
+
+
+def _give_back(storage: torch.UntypedStorage) -> None:
+    """Give the pages of a storage in the host's memory back to the system. Its address stays, and it reads as zeros:
+    attention reads beyond the end of a sequence, where a nan is not hidden by its weight of 0."""
+    begin, end = -(-storage.data_ptr() // PAGESIZE), (storage.data_ptr() + storage.nbytes()) // PAGESIZE
+    if begin < end:
+        call("madvise", begin * PAGESIZE, (end - begin) * PAGESIZE, MADV_DONTNEED)
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -117,6 +117,8 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
         engine = trainer._engine
         if engine is not None:
             engine.wake()
+            for storage in engine._storages():  # which takes memory where it is written
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(1)
             awake, before = engine.nbytes, resident()
             engine.sleep()
             told["freed"] = [awake, engine.nbytes, before - resident()]
