@@ -94,14 +94,14 @@ class _Rlhf:
     """Directory of a trained reward model. If unset, --reward-function scores the responses."""
     critic: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: the reward model, else the actor)")] = ""
     """Initial critic: a reward model, or a causal LM whose head is replaced by a new scalar head."""
-    ref: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: the actor)")] = ""
-    """Reference model of the KL penalty, and of DPO."""
+    ref: Annotated[str, arg(metavar="PATH|URL", help_behavior_hint="(default: the actor)")] = ""
+    """Reference model of the KL penalty, and of DPO; or an OpenAI-compatible server that has it."""
     ref_update_every: AtLeast0 = 0
     """Steps between updates of the reference by the trained policy. 0: it stays as it began."""
     ref_update_weight: Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")] = 1.0
     """Weight of the policy in such an update, beside the reference's own. 1: the policy replaces it."""
-    models: Annotated[str, arg(metavar="NAME=PATH,...", help_behavior_hint="(optional)")] = ""
-    """Models of an algorithm's further roles: causal LMs, or reward models."""
+    models: Annotated[str, arg(metavar="NAME=PATH|URL,...", help_behavior_hint="(optional)")] = ""
+    """Models of an algorithm's further roles: causal LMs, reward models, or of causal LMs servers that have them."""
 
     group_size: AtLeast0 = 0
     """Responses sampled per prompt. 0: the algorithm's default."""

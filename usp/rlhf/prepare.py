@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -58,8 +58,16 @@ from .environments.ready_rewards import REWARD
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
 from .graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
-from .role_specs import layout_violations, missing_models, role_specs, router_violations, unused_models
+from .role_specs import (
+    layout_violations,
+    missing_models,
+    role_specs,
+    router_violations,
+    served_models,
+    unused_models,
+)
 from .samples import derived_seed
+from .served import with_served
 
 SFT = "sft"  # the directory of a run's supervised steps
 RESPONSES = 64  # per step, unless --prompts is set
@@ -156,7 +164,7 @@ def prepare(
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, data.examples))
     episodes = attempt(lambda: _episodes(config, tokenizer, data.examples))
     options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, episodes, specs["actor"]))
-    graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
+    graph = attempt(lambda: _graph(config, options, algorithms, tokenizer)) if options else None
     problems.check()
     assert options is not None and graph is not None
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
@@ -187,6 +195,16 @@ def prepare(
     graph, plan = policy_as_reference(run.graph, plan) if shared else (run.graph, plan)
     plan = running_plan(saved, config, launch.world_size) or plan
     return replace(run, graph=graph, plan=plan, roles={role: specs[role] for role in graph.roles})
+
+
+def _graph(
+    config: RlhfConfig, options: Options, algorithms: Mapping[str, Algorithm], tokenizer: Tokenizer
+) -> DataflowGraph:
+    graph = build_graph(config.algorithm, options, algorithms)
+    try:
+        return with_served(graph, served_models(config), tokenizer.encode)
+    except ValueError as error:
+        raise ValueError(f"{'--ref' if str(error).startswith('ref=') else '--models'}: {error}") from error
 
 
 def _unable_to_generate(config: RlhfConfig, actor: RoleSpec) -> Iterator[str]:
@@ -434,6 +452,7 @@ def _reference_violations(config: RlhfConfig, graph: DataflowGraph, specs: dict[
             f"{asked} needs one call of the role ref, and --algorithm {config.algorithm} with these --options has "
             f"{calls}: remove it"
         )
+        return
     ours, its = ({**specs[role].config.to_dict(), "_name_or_path": ""} for role in ("actor", "ref"))
     if different := sorted(name for name in ours.keys() | its.keys() if ours.get(name) != its.get(name)):
         yield (
