@@ -74,6 +74,7 @@ class Pipeline:
             return _Stage(module, zero, index, last + 1, self.device, group=mesh.group("pp"), **shapes)
 
         self._schedule = _schedule(schedule, [*map(build, stages, indices)], micro_batches)
+        self._parameters = [parameter for stage in stages for parameter in stage.parameters()]
 
     def step(self, ids: Tensor, **kwargs: Any) -> Tensor:
         """Run forward and backward of a batch, accumulate gradients, and return the detached loss.
@@ -86,8 +87,13 @@ class Pipeline:
             kwargs: arguments of every stage: tensors are split like `ids`, other values go to all micro-batches.
         """
         losses: list[Tensor] = []
+        before = {parameter: parameter.grad for parameter in self._parameters}
         # torch requires a target, which the loss function ignores.
         self._schedule.step(ids, target=ids, losses=losses, return_outputs=False, **kwargs)
+        for parameter, grad in before.items():
+            # The first step of a schedule drops the gradients of FSDP2 modules instead of adding to them.
+            if grad is not None and parameter.grad is not grad:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
 
 

@@ -158,7 +158,7 @@ def _tool_use(record: Record) -> str:
     first, last = (span(record, f"mean of the {part} ten") for part in ("first", "last"))
     steps, seeds = len(record.data[0]["scores"]), len(record.data)
     return (
-        f"From random weights and demonstrations of which a fifth searches, {steps} steps of GRPO take the share of "
+        f"From random weights and demonstrations of which a seventh searches, {steps} steps of GRPO take the share of "
         f"right answers from {first} to {last} (means of ten steps, {seeds} seeds)."
     )
 
@@ -308,6 +308,9 @@ SECTIONS: dict[str, dict[str, Headline]] = {
     },
     "RLHF": {
         "grpo_step": Headline("What does a GRPO step cost, beside TRL?", _grpo_step),
+        "grpo_step_vllm": Headline(
+            "And with vLLM in both?", lambda record: f"{' and '.join(cells(record, 'ratio', phase='step'))}."
+        ),
         "shared_prefixes": Headline("What does computing a prompt once gain?", _shared_prefixes),
         "decode": Headline("Does one rank generate as fast as transformers?", _decode),
         "learning": Headline("Do policies learn?", _learning),

@@ -2,6 +2,7 @@
 
 pip install trl
 python -m benchmarks.rlhf.grpo_step
+python -m benchmarks.rlhf.grpo_step --engine vllm      # decodes for both, in the processes of training; see .ci/vllm
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ ROOT = Path(__file__).parents[2]
 VOCAB, PROMPT = 4096, 64
 WARMUP = 1  # steps of a run that are not counted
 SYSTEMS = ("ours", "trl")
+GENERATE = "transformers' generate"
+VLLM = (
+    "vLLM colocated, which compiles the model, with importance sampling of the difference to the engine left out, as "
+    "ours by default: it costs TRL a forward more. Set for it: a cache of 1 GiB, as ours, and vLLM's linear layers not "
+    "packed for oneDNN, since TRL writes to parameters that packing removes, and fails at the first update without"
+)
 REWARD = '''"""A reward that varies: the share of letters in a response."""
 
 
@@ -85,7 +92,7 @@ def run(system: str, job: Job) -> list[dict[str, float]]:
 
 def rows_of(ranks: int, steps: Steps) -> Iterator[tuple[str, ...]]:
     """Yield the medians of each phase, and of their sum."""
-    for name in (*PHASES, "step"):
+    for name in (*(phase for phase in PHASES if any(step[phase] for step in steps["ours"])), "step"):
         ours, theirs = (
             median(sum(step[phase] for phase in PHASES) if name == "step" else step[name] for step in steps[system])
             for system in SYSTEMS
@@ -105,8 +112,8 @@ def notes_of(job: Job, parameters: int, runs: str, found: dict[int, Steps]) -> I
         yield f"Ranks: {ranks}. Tokens generated per step: {ours:.0f}, TRL {theirs:.0f}."
     yield f"CPU seconds of all ranks together: medians of {runs} steps after a warm-up step, in alternating runs."
     yield (
-        "TRL: GRPOTrainer with its defaults, but without activation checkpointing; it generates with transformers' "
-        "generate. Its inference includes the rewards, which ours has under train and rest."
+        f"TRL: GRPOTrainer with its defaults, but without activation checkpointing; it generates with "
+        f"{VLLM if job.vllm else GENERATE}. Its inference includes the rewards, which ours has under train and rest."
     )
     yield (
         "Inference is the reference's. By default neither computes the old policy's log-probabilities apart: they are "
@@ -119,30 +126,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each system")
     parser.add_argument("--steps", type=int, default=4, help="counted steps of a run")
     parser.add_argument("--ranks", type=int, nargs="*", default=(1, 2), help="numbers of ranks")
+    parser.add_argument("--engine", choices=("own", "vllm"), default="own", help="what decodes for both")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     arguments = parser.parse_args()
-    if find_spec("trl") is None:
-        sys.exit("this compares with TRL, which is not installed: pip install trl")
+    vllm = arguments.engine == "vllm"
+    if missing := [name for name in ("trl", *(["vllm"] if vllm else [])) if find_spec(name) is None]:
+        sys.exit(f"this compares with {missing[0].upper()}, which is not installed: pip install {missing[0]}")
     cores = len(os.sched_getaffinity(0))
     if max(arguments.ranks) > cores:
         parser.error(f"--ranks {max(arguments.ranks)}: a rank needs a core of its own, and there are {cores}")
+    peers = ["trl", *(metadata.packages_distributions()["vllm"][:1] if vllm else [])]
     found: dict[int, Steps] = {}
     with tempfile.TemporaryDirectory() as folder:
         parameters = prepare(Path(folder), prompts=256)
-        job = Job(folder, "", WARMUP + arguments.steps, 1)
+        job = Job(folder, "", WARMUP + arguments.steps, 1, vllm=vllm)
         for ranks in arguments.ranks:
             found[ranks] = {system: [] for system in SYSTEMS}
             for round_, system in in_turns(SYSTEMS, arguments.rounds):
                 found[ranks][system] += run(system, replace(job, ranks=ranks, name=f"{system}-{ranks}-{round_}"))
     record = Record.of(
-        "grpo_step",
-        "CPU seconds of a GRPO step, against TRL",
+        "grpo_step_vllm" if vllm else "grpo_step",
+        f"CPU seconds of a GRPO step{' with vLLM' if vllm else ''}, against TRL",
         ("ranks", "phase", "ours", "TRL", "ratio"),
         [row for ranks, steps in found.items() for row in rows_of(ranks, steps)],
         notes_of(job, parameters, f"{arguments.rounds} x {arguments.steps}", found),
         [{"ranks": ranks, "parameters": parameters, **steps} for ranks, steps in found.items()],
-        command="python -m benchmarks.rlhf.grpo_step",
-        extra=[("trl", metadata.version("trl"))],
+        command=f"python -m benchmarks.rlhf.grpo_step{' --engine vllm' if vllm else ''}",
+        extra=[(name, metadata.version(name)) for name in peers],
     )
     finish(record, arguments.output)
 

@@ -3,7 +3,7 @@
 Both train the same folder's model on the same prompts with the same group size, response length, temperature, AdamW and
 KL penalty, in float32, without activation checkpointing, in one optimizer step over the whole batch in one micro-batch,
 for which both take the policy as the old one by default. TRL generates with transformers' `generate`, its default
-without a server. A rank has one core, and so one thread.
+without a server; with `Job.vllm` both decode with vLLM in their own processes. A rank has one core, and so one thread.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-PHASES = ("generate", "inference", "train and rest")
+ENGINE = "weights to vLLM"
+PHASES = ("generate", ENGINE, "inference", "train and rest")
 TOKENS = "tokens"  # generated
+CACHE_GIB = 1  # of vLLM
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Job:
     new_tokens: int = 32
     learning_rate: float = 1e-5
     kl: float = 0.04
+    vllm: bool = False  # decodes
 
 
 class Phases:
@@ -76,6 +79,7 @@ class Phases:
 def ours(job: Job, phases: Phases) -> None:
     """Train with rlhf.py's trainer."""
     from usp.commands.rlhf import main
+    from usp.rlhf.roles.engine_model import EngineModel
     from usp.rlhf.roles.role_model import RoleModel
     from usp.rlhf.samples import Samples
     from usp.rlhf.trainer import RlhfTrainer
@@ -91,7 +95,7 @@ def ours(job: Job, phases: Phases) -> None:
         return record
 
     folder = Path(job.folder)
-    flags = {
+    flags: dict[str, Any] = {
         "model": folder / "model",
         "data": folder / "prompts.jsonl",
         "reward-function": f"{folder / 'reward.py'}:score",
@@ -107,11 +111,17 @@ def ours(job: Job, phases: Phases) -> None:
         "checkpoint-every": 10**9,
         "device": "cpu",
     }
+    if job.vllm:
+        flags |= {"rollout-engine": "vllm", "rollout-cache": CACHE_GIB}
     argv = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    patches = {
+    patches: dict[Any, Any] = {
         (RlhfTrainer, "step"): counted,
         (RoleModel, "generate"): phases.counted("generate", RoleModel.generate, responses),
         (RoleModel, "inference"): phases.counted("inference", RoleModel.inference),
+        **{
+            (EngineModel, name): phases.counted(ENGINE, getattr(EngineModel, name))
+            for name in ("allocate", "take", "release")
+        },
     }
     for (owner, name), function in patches.items():
         mock.patch.object(owner, name, function).start()
@@ -155,7 +165,17 @@ def trl(job: Job, phases: Phases) -> None:
         ddp_find_unused_parameters=False,
         logging_steps=job.steps,
         dataloader_pin_memory=False,
+        use_vllm=job.vllm,
+        vllm_importance_sampling_correction=False,
     )
+    if job.vllm:
+        from trl.generation.vllm_generation import VLLMGeneration
+        from vllm import _custom_ops
+
+        # TRL loads weights into parameters, of which vLLM's linear layers on CPUs keep none: they pack them for oneDNN.
+        _custom_ops._supports_onednn = False
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_GIB)  # else most of the memory
+        VLLMGeneration.sync_weights = phases.counted(ENGINE, VLLMGeneration.sync_weights)
     GRPOTrainer._generate_single_turn = phases.counted(
         "generate", GRPOTrainer._generate_single_turn, lambda result: sum(map(len, result[0]))
     )

@@ -13,11 +13,12 @@ from usp.presets import PRESETS
 from usp.rlhf.plan.plan import ExecutionPlan, from_mapping
 from usp.train.checkpoints import lora_violations, steps_violations
 
-from .config import RlhfConfig
+from .config import RlhfConfig, SupervisedConfig
 
 _DATA = ("data", "prompt_tokens", "tokenizer", "chat_template", "seed")
 # Another value is another run.
 _FIXED = ("algorithm", "reward_model", "critic", "ref", "ref_update_every", "models", "reward_function", *_DATA)
+_FIXED_SUPERVISED = tuple(field.name for field in fields(SupervisedConfig))
 # While rollouts are begun.
 _FIXED_WITH_ROLLOUTS = ("partial_rollouts", "oversample", "prompts", "group_size", "max_new_tokens")
 # The same for the supervised steps: key of their configuration -> field of the run's.
@@ -67,7 +68,7 @@ def resume_violations(
     """
     found = [
         f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}) must not change on resume"
-        for name in (*_FIXED, *(() if other_model else ("model",)))
+        for name in (*_FIXED, *_FIXED_SUPERVISED, *(() if other_model else ("model",)))
         if saved.config.get(name, getattr(RlhfConfig, name)) != getattr(config, name)
     ]
     found += _held_out_violations(saved.config, config, "checkpoint")

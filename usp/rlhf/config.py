@@ -94,14 +94,14 @@ class _Rlhf:
     """Directory of a trained reward model. If unset, --reward-function scores the responses."""
     critic: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: the reward model, else the actor)")] = ""
     """Initial critic: a reward model, or a causal LM whose head is replaced by a new scalar head."""
-    ref: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: the actor)")] = ""
-    """Reference model of the KL penalty, and of DPO."""
+    ref: Annotated[str, arg(metavar="PATH|URL", help_behavior_hint="(default: the actor)")] = ""
+    """Reference model of the KL penalty, and of DPO; or an OpenAI-compatible server that has it."""
     ref_update_every: AtLeast0 = 0
     """Steps between updates of the reference by the trained policy. 0: it stays as it began."""
     ref_update_weight: Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")] = 1.0
     """Weight of the policy in such an update, beside the reference's own. 1: the policy replaces it."""
-    models: Annotated[str, arg(metavar="NAME=PATH,...", help_behavior_hint="(optional)")] = ""
-    """Models of an algorithm's further roles: causal LMs, or reward models."""
+    models: Annotated[str, arg(metavar="NAME=PATH|URL,...", help_behavior_hint="(optional)")] = ""
+    """Models of an algorithm's further roles: causal LMs, reward models, or of causal LMs servers that have them."""
 
     group_size: AtLeast0 = 0
     """Responses sampled per prompt. 0: the algorithm's default."""
@@ -190,6 +190,21 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True)
+class SupervisedConfig:
+    """Supervised samples beside those of the algorithm."""
+
+    supervised_data: Annotated[str, arg(metavar="PATH.jsonl", help_behavior_hint="(optional)")] = ""
+    """JSONL file of prompts with answers, or of chats, as --algorithm sft reads them: the policy's loss has their mean
+    cross-entropy besides."""
+    supervised_weight: Positive = 0.1
+    """Weight of that cross-entropy in the loss of each optimizer step."""
+    supervised_samples: AtLeast1 = 16
+    """Supervised samples of a step, which its mini-batches divide."""
+    supervised_every: AtLeast1 = 1
+    """Steps from one with supervised samples to the next."""
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluations on held-out prompts."""
 
@@ -215,9 +230,9 @@ class _Training:
     """JSONL file of prompts with answers, or of preference pairs; also compressed, or JSON lines in a file without a
     suffix. stdlib: built-in task over Python's own sources."""
     bad_rows: Annotated[str, one_of(BAD_ROWS)] = "refuse"
-    """Lines of --data and --eval-data that are no prompts. refuse: an error. drop: left out, and counted."""
+    """Lines of data files that are no prompts. refuse: an error. drop: left out, and counted."""
     long_prompts: Annotated[str, one_of(("refuse", "drop"))] = "refuse"
-    """Lines of --data that do not fit the model's context. refuse: an error. drop: left out, and counted."""
+    """Lines of data files that do not fit the model's context. refuse: an error. drop: left out, and counted."""
     prompt_tokens: AtLeast1 = 1024
     """Maximum length of the built-in prompts in tokens; the minimum is 1/16 of it, at least 64."""
     wrong_answers: Fraction = 0.0
@@ -256,7 +271,7 @@ class SftConfig(CommonConfig, _Training):
 
 
 @dataclass(frozen=True)
-class RlhfConfig(SftConfig, EvaluationConfig, EnvironmentConfig, RewardConfig, _Rlhf):
+class RlhfConfig(SftConfig, EvaluationConfig, SupervisedConfig, EnvironmentConfig, RewardConfig, _Rlhf):
     """Train a language model with PPO, GRPO and related algorithms, or on demonstrations and preference pairs. Every
     model call has its own ranks and parallel layout.
 
@@ -325,6 +340,7 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     yield from _evaluation_violations(config, samples)
     yield from _replan_violations(config, samples)
     yield from _environment_violations(config, samples)
+    yield from _supervised_violations(config, algorithm)
     if config.rollout_engine != OWN:
         yield from _engine_violations(config, samples)
     if (config.stop or config.stop_ids) and not samples:
@@ -455,6 +471,17 @@ def _environment_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
             yield f"{flag(name)} is not used with --environment, which scores the responses: remove one"
     if config.replan:
         yield "--replan does not predict how often an environment answers: remove it, or --environment"
+
+
+def _supervised_violations(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str]:
+    if not config.supervised_data:
+        for name in given(config, SupervisedConfig):
+            yield f"{flag(name)} is an option of --supervised-data: give both or neither"
+        return
+    if algorithm is not None and algorithm.data == "answers":
+        yield f"--supervised-data: {config.algorithm} trains on nothing else, give its samples in --data"
+    if config.plan == SEARCH or config.replan:
+        yield f"--plan {SEARCH} and --replan do not predict --supervised-data: give a named plan or a YAML file"
 
 
 def _engine_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:

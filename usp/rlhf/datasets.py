@@ -50,7 +50,7 @@ from usp.data.sources import STDLIB, DataFile, find_files, open_text
 from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked
 from usp.run.failures import nearest
 
-from .samples import Samples
+from .samples import Samples, balance, mini_batch_ids
 
 MARKS = "①②③④⑤⑥⑦⑧"
 QUESTION = "\n# mark: "
@@ -371,6 +371,38 @@ def example_indices(begin: int, count: int, size: int, seed: int) -> list[int]:
     positions = [divmod(position, size) for position in range(begin, begin + count)]
     orders = {epoch: np.random.default_rng((seed, epoch)).permutation(size) for epoch, _ in positions}
     return [int(orders[epoch][offset]) for epoch, offset in positions]
+
+
+@dataclass(frozen=True, eq=False)
+class Supervised:
+    """Supervised samples that the policy trains on besides: `samples` of them in every step that `every` divides.
+
+    weight: of their mean cross-entropy in the loss of an optimizer step.
+    """
+
+    examples: Examples
+    tokenizer: Tokenizer
+    samples: int
+    every: int
+    weight: float
+    seed: int
+
+    def of_step(self, step: int, mini_batches: int, part: int, parts: int) -> list[Samples]:
+        """Return what one of `parts` data-parallel ranks has of each mini-batch, with `weights` that make a mean over
+        its targets of a sum; [] in other steps. It depends on the step alone, so a run can resume anywhere."""
+        if step % self.every:
+            return []
+        begin = (step // self.every - 1) * self.samples
+        indices = example_indices(begin, self.samples, len(self.examples), self.seed)
+        examples, batches = [self.examples[index] for index in indices], []
+        whole = given_samples(examples, indices, ("tokens", "mask"), self.tokenizer)
+        for number in range(mini_batches):
+            batch = mini_batch_ids(self.samples, mini_batches, number)
+            targets = sum(int(whole["mask"][sample].sum()) for sample in batch)
+            own = whole.of(balance(batch, list(map(len, whole["tokens"])), parts)[part])
+            weights = [mask / targets for mask in own["mask"]]
+            batches.append(Samples(own.ids, {"tokens": own["tokens"], "weights": weights}))
+        return batches
 
 
 def hold_out(examples: Examples, number: int, seed: int) -> tuple[Examples, list[Example]]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor
-from usp.data.sources import STDLIB
 from usp.hf.indexers import indexers
 from usp.hf.models import materialise, model_facts
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
@@ -37,8 +36,9 @@ from usp.run.tables import GIB, Grid
 from usp.train.build import fsdp2_engine
 from usp.train.dry_run import GroupSent, follow_step, label_state, sent_by_axis
 
-from .datasets import Example, sequences_of
-from .graph import Generate, Inference, ModelCall, TrainStep, unit
+from .algorithms.objectives import NextToken
+from .datasets import Example, Examples, HiddenMark, sequences_of
+from .graph import Generate, Inference, ModelCall, TrainStep, Work, unit
 from .prepare import PreparedRlhf, cache_places, longest_prompt
 from .samples import Samples, kept_together
 
@@ -82,15 +82,20 @@ def dry_run_calls(run: PreparedRlhf, device: torch.device) -> tuple[CallRun, ...
 
 def _prompt_tokens(run: PreparedRlhf) -> int:
     """Return the tokens of the longest prompt, or of the longest sequence for algorithms that do not sample."""
-    built_in, pairs = run.config.data == STDLIB, run.algorithm.data == "pairs"
     if run.algorithm.data == "prompts":
         return longest_prompt(run)
+    return _longest(run, run.examples, run.algorithm.data == "pairs")
+
+
+def _longest(run: PreparedRlhf, examples: Examples, pairs: bool = False) -> int:
+    """Return the tokens of the longest sequence that examples are trained on as."""
+    built_in = isinstance(examples, HiddenMark)
 
     def tokens(example: Example) -> int:
         prompt = run.config.prompt_tokens if built_in else len(example.prompt)
         return prompt - len(example.prompt) + max(len(ids) for ids, _ in sequences_of(example, run.tokenizer, pairs))
 
-    return max(tokens(run.examples[index]) for index in range(64 if built_in else len(run.examples)))
+    return max(tokens(examples[index]) for index in range(64 if built_in else len(examples)))
 
 
 def samples_of(run: PreparedRlhf, call: ModelCall) -> int:
@@ -139,7 +144,11 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
             label_state([model.stage], engine, meter.memory)
             meter.memory.restart()
             follow_step([model.stage], engine, meter)
-            batch = _samples(call, samples, tokens)
+            batch = _samples(call.work, samples, tokens)
+            if (more := run.supervised) is not None and isinstance(call.work, TrainStep) and call.role == "actor":
+                own = -(-more.samples // call.work.mini_batches // layout.dims.batch)
+                blank = _samples(TrainStep(NextToken()), own, _longest(run, more.examples))
+                model.supervised = [blank], more.weight
             _call(model, call, batch)
         options = {"unit": unit(call), "budget": layout.token_budget, "at_least": mesh.size("pp")}
         rows = () if generates else pack_lengths(batch.ids, [tokens] * samples, **options)
@@ -157,11 +166,11 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
     return CallRun(call.name, call.kind, str(layout), *sizes, by_category, others_bytes, host.peak_bytes, sent)
 
 
-def _samples(call: ModelCall, samples: int, tokens: int) -> Samples:
+def _samples(work: Work, samples: int, tokens: int) -> Samples:
     """Return samples of token 0, all of which count, with the values that a call reads of each token."""
-    keys = call.work.objective.keys if isinstance(call.work, TrainStep) else ()
+    keys = work.objective.keys if isinstance(work, TrainStep) else ()
     values: dict[str, list[Tensor]] = {key: [torch.zeros(tokens) for _ in range(samples)] for key in keys}
-    if isinstance(call.work, TrainStep) and (counts := call.work.objective.counts):
+    if isinstance(work, TrainStep) and (counts := work.objective.counts):
         values[counts] = [torch.ones(tokens, dtype=torch.int64) for _ in range(samples)]  # known, unlike floats
     values["tokens"] = [torch.zeros(tokens, dtype=torch.int64) for _ in range(samples)]
     return Samples(tuple(range(samples)), values)

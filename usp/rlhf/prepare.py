@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import yaml
@@ -52,13 +52,22 @@ from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import RewardFunction, ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
 from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, given, texts, violations
-from .datasets import Example, Examples, hold_out, open_examples
+from .datasets import Example, Examples, Supervised, hold_out, open_examples
 from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import REWARD
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
-from .graph import DataflowGraph, Generate, Inference, ModelCall
-from .role_specs import layout_violations, missing_models, role_specs, router_violations, unused_models
+from .graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
+from .role_specs import (
+    layout_violations,
+    missing_models,
+    role_specs,
+    router_violations,
+    served_models,
+    unused_models,
+)
+from .samples import derived_seed
+from .served import with_served
 
 SFT = "sft"  # the directory of a run's supervised steps
 RESPONSES = 64  # per step, unless --prompts is set
@@ -93,6 +102,16 @@ class PreparedRlhf:
     saved: RlhfState | None
     drawn: int
     plan: ExecutionPlan
+    supervised: Supervised | None = None  # samples beside those of the algorithm
+
+
+class _Data(NamedTuple):
+    """The fields of `PreparedRlhf` of these names."""
+
+    examples: Examples
+    held_out: Sequence[Example]
+    data_notes: tuple[str, ...]
+    supervised: Supervised | None
 
 
 NO_PLAN = ExecutionPlan("none", {})
@@ -136,17 +155,16 @@ def prepare(
     if algorithm.data == "prompts" and config.rollout_engine == OWN:
         problems += attempt(lambda: list(_unable_to_generate(config, specs["actor"]))) or []
     tools = attempt(lambda: _toolbox(config)) if config.tools else None
-    opened = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer, tools))
-    examples, held_out, notes = opened or (None, (), ())
+    data = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer, tools))
     if saved := attempt(lambda: read_state(start, strict, RlhfState.from_extra)):
         after_sft = bool(sft_steps) or (start.folder is not None and config.model == str(start.folder / SFT / MODEL))
         problems += resume_violations(saved, config, finished_too=start.finished_too, other_model=after_sft)
     problems.check()
-    assert examples is not None
-    reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
-    episodes = attempt(lambda: _episodes(config, tokenizer, examples))
+    assert data is not None
+    reward = attempt(lambda: _reward(config, algorithm, tokenizer, data.examples))
+    episodes = attempt(lambda: _episodes(config, tokenizer, data.examples))
     options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, episodes, specs["actor"]))
-    graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
+    graph = attempt(lambda: _graph(config, options, algorithms, tokenizer)) if options else None
     problems.check()
     assert options is not None and graph is not None
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
@@ -161,9 +179,7 @@ def prepare(
         sft_steps=sft_steps,
         device=device,
         tokenizer=tokenizer,
-        examples=examples,
-        held_out=held_out,
-        data_notes=notes,
+        **data._asdict(),
         graph=replace(graph, share_prefixes=config.share_prefixes),
         roles={role: specs[role] for role in graph.roles if role in specs},
         kernel_choice=kernel,
@@ -179,6 +195,16 @@ def prepare(
     graph, plan = policy_as_reference(run.graph, plan) if shared else (run.graph, plan)
     plan = running_plan(saved, config, launch.world_size) or plan
     return replace(run, graph=graph, plan=plan, roles={role: specs[role] for role in graph.roles})
+
+
+def _graph(
+    config: RlhfConfig, options: Options, algorithms: Mapping[str, Algorithm], tokenizer: Tokenizer
+) -> DataflowGraph:
+    graph = build_graph(config.algorithm, options, algorithms)
+    try:
+        return with_served(graph, served_models(config), tokenizer.encode)
+    except ValueError as error:
+        raise ValueError(f"{'--ref' if str(error).startswith('ref=') else '--models'}: {error}") from error
 
 
 def _unable_to_generate(config: RlhfConfig, actor: RoleSpec) -> Iterator[str]:
@@ -244,25 +270,35 @@ def _open_data(
     specs: dict[str, RoleSpec],
     tokenizer: Tokenizer,
     tools: list[dict[str, Any]] | None,
-) -> tuple[Examples, Sequence[Example], tuple[str, ...]]:
-    """Return the examples to train on, those to evaluate on, and lines on what of the files is read. tools: schemas of
-    what responses may call."""
-    examples = _open_examples(config, algorithm, sft_steps, specs, tokenizer, tools)
-    notes = tuple(f"data: {note}" for note in examples.notes)
-    if config.eval_data:
+) -> _Data:
+    """Open --data, --eval-data and --supervised-data. tools: schemas of what responses may call."""
+
+    def opened(
+        name: str, algorithm: Algorithm, specs: dict[str, RoleSpec], tools: list[dict[str, Any]] | None
+    ) -> tuple[Examples, tuple[str, ...]]:
         try:
-            opened = _open_examples(replace(config, data=config.eval_data), algorithm, 0, specs, tokenizer, tools)
+            found = _open_examples(replace(config, data=getattr(config, name)), algorithm, 0, specs, tokenizer, tools)
         except ValueError as error:
-            raise ValueError(str(error).replace("--data", "--eval-data", 1)) from error
-        held_out = [opened[index] for index in range(len(opened))][: config.eval_prompts or None]
-        return examples, held_out, (*notes, *(f"--eval-data: {note}" for note in opened.notes))
+            raise ValueError(str(error).replace("--data", flag(name), 1)) from error
+        return found, tuple(f"{flag(name)}: {note}" for note in found.notes)
+
+    examples, supervised = _open_examples(config, algorithm, sft_steps, specs, tokenizer, tools), None
+    notes = tuple(f"data: {note}" for note in examples.notes)
+    if config.supervised_data:
+        found, more = opened("supervised_data", ALGORITHMS["sft"], {"actor": specs["actor"]}, None)
+        seed, sizes = derived_seed(config.seed, "supervised"), (config.supervised_samples, config.supervised_every)
+        supervised, notes = Supervised(found, tokenizer, *sizes, config.supervised_weight, seed), notes + more
+    if config.eval_data:
+        found, more = opened("eval_data", algorithm, specs, tools)
+        held_out = [found[index] for index in range(len(found))][: config.eval_prompts or None]
+        return _Data(examples, held_out, notes + more, supervised)
     if config.eval_prompts >= len(examples):
         raise ValueError(
             f"--eval-prompts = {config.eval_prompts} leaves nothing to train on of the {len(examples)} examples of "
             f"--data: use fewer"
         )
     examples, held_out = hold_out(examples, config.eval_prompts, config.seed)
-    return examples, held_out if config.eval_every else (), notes
+    return _Data(examples, held_out if config.eval_every else (), notes, supervised)
 
 
 def _open_examples(
@@ -416,6 +452,7 @@ def _reference_violations(config: RlhfConfig, graph: DataflowGraph, specs: dict[
             f"{asked} needs one call of the role ref, and --algorithm {config.algorithm} with these --options has "
             f"{calls}: remove it"
         )
+        return
     ours, its = ({**specs[role].config.to_dict(), "_name_or_path": ""} for role in ("actor", "ref"))
     if different := sorted(name for name in ours.keys() | its.keys() if ours.get(name) != its.get(name)):
         yield (
@@ -432,6 +469,12 @@ def _graph_violations(
     yield from missing_models(specs, graph)
     yield from router_violations(config, graph, specs)
     yield from _reference_violations(config, graph, specs)
+    steps = [call.work for call in graph.calls if call.role == "actor" and isinstance(call.work, TrainStep)]
+    if config.supervised_data and not steps:
+        yield f"--supervised-data is for the policy, which --algorithm = {config.algorithm} does not train: remove it"
+    elif config.supervised_data and config.supervised_samples < steps[0].mini_batches:
+        asked = f"--supervised-samples = {config.supervised_samples}"
+        yield f"{asked} leaves some of mini_batches={steps[0].mini_batches} without: use at least so many"
     generated = [call.name for call in graph.calls if isinstance(call.work, Generate)]
     if config.begins_ahead and len(generated) > 1:
         yield (

@@ -22,6 +22,7 @@ from usp.train.validate import balance_violations, with_flags
 from .algorithms.algorithm import Algorithm
 from .config import RlhfConfig
 from .graph import ROLES, DataflowGraph
+from .served import HTTP
 
 
 def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> dict[str, RoleSpec]:
@@ -59,16 +60,23 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
     if problems := list(lora_problems(config, actor.config)):
         raise ValueError("; ".join(problems))
     roles = {"actor": replace(actor, lora=lora_of(config, actor.config))}
-    roles["ref"] = spec("ref", ("ref", "model"), "lm", config.learning_rate)
+    served = served_models(config)
+    if "ref" not in served:
+        roles["ref"] = spec("ref", ("ref", "model"), "lm", config.learning_rate)
     reward = "model" if algorithm.model_role == "reward" else "reward_model"
     if getattr(config, reward):
         roles["reward"] = spec("reward", (reward,), "scalar", config.learning_rate)
     if config.critic or config.reward_model or not scalar_violation(roles["actor"].config):
         roles["critic"] = spec("critic", ("critic", "reward_model", "model"), "scalar", config.critic_learning_rate)
-    for role, source in other_models(config.models).items():
+    for role, source in ((role, of) for role, of in other_models(config.models).items() if role not in served):
         head: ModelHead = "scalar" if source not in PRESETS and _is_reward_model(source) else "lm"
         roles[role] = load(role, source, f"--models {role}={source}", head, config.learning_rate)
     return roles
+
+
+def served_models(config: RlhfConfig) -> dict[str, str]:
+    """Return the roles whose models a server has, with its url. Raises as `other_models`."""
+    return {role: of for role, of in {"ref": config.ref, **other_models(config.models)}.items() if of.startswith(HTTP)}
 
 
 def other_models(text: str) -> dict[str, str]:
@@ -149,9 +157,10 @@ def router_violations(config: RlhfConfig, graph: DataflowGraph, specs: Mapping[s
 def unused_models(config: RlhfConfig, algorithm: Algorithm, graph: DataflowGraph) -> Iterator[str]:
     """Yield which flags name a model that no call of the graph uses."""
     for name, role in (("critic", "critic"), ("ref", "ref"), ("reward_model", "reward")):
-        if (value := getattr(config, name)) and (role not in graph.roles or role == algorithm.model_role):
+        unused = role not in graph.roles or role == algorithm.model_role
+        if (value := getattr(config, name)) and unused and role not in served_models(config):
             yield f"{flag(name)} = {value} is not used by {config.algorithm} with these options: remove it"
     for role in other_models(config.models):
-        if role not in graph.roles:
+        if role not in (*graph.roles, *served_models(config)):
             roles = ", ".join(graph.roles)
             yield f"--models = {config.models}: {config.algorithm} has the roles {roles}, not {role!r}: remove it"

@@ -65,7 +65,7 @@ from .checkpoints import RlhfState
 from .config import RlhfConfig
 from .datasets import example_indices, given_samples
 from .evaluation import Evaluator
-from .graph import Generate, ModelCall
+from .graph import Generate, ModelCall, TrainStep
 from .prepare import (
     SFT,
     Planner,
@@ -226,6 +226,11 @@ class RlhfTrainer(TrainingLoop):
         self.watchdog.progress(number, "step", long=True)
         for model in self.trained.values():
             model.learning_rate = model.spec.learning_rate * self.schedule.at(number)
+        if (supervised := self.prepared.supervised) is not None and (policy := self.trained.get("actor")):
+            call = self.prepared.graph.train_call("actor")
+            assert call is not None and isinstance(call.work, TrainStep)
+            part, parts = policy.mesh.rank("batch"), policy.mesh.size("batch")
+            policy.supervised = supervised.of_step(number, call.work.mini_batches, part, parts), supervised.weight
         try:
             while (result := self._advance()) is None:  # until samples are made that far ahead
                 pass
@@ -344,12 +349,14 @@ class RlhfTrainer(TrainingLoop):
             return None
         layout, spec = run.plan[calls[0].name], run.roles[calls[0].role]
         works = [call.work for call in calls if isinstance(call.work, Generate)]
+        tokens = longest_prompt(run) + self.config.max_new_tokens
+        tokens += max(work.episodes.max_observation_tokens if work.episodes else 0 for work in works)
         options = EngineOptions(
             calls=", ".join(call.name for call in calls),
             tp=layout.dims.tp,
             experts=layout.dims.ep > 1,
             dtype=spec.dtype,
-            tokens=min(longest_prompt(run) + self.config.max_new_tokens, spec.config.max_position_embeddings),
+            tokens=min(tokens, spec.config.max_position_embeddings),
             slots=self.config.slots,
             cache_bytes=int(self.config.rollout_cache * GIB),
             processed=not any(work.top_k or work.top_p < 1 for work in works),

@@ -7,12 +7,15 @@ import json
 import re
 import secrets
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .sandbox import Limits, Unprotected, run_python
+
+T = TypeVar("T")
 
 REWARD = "reward"  # the environment `Scored`
 UNPROTECTED = "unprotected"  # the value that allows programs on a machine that lacks a protection
@@ -144,12 +147,16 @@ class Server:
             raise ValueError(f"the url {self.url} must begin with http:// or https://")
 
     def __call__(self, prompt: str, response: str, answer: str) -> float:
+        return self.tried(lambda: self._score(prompt, response, answer))
+
+    def tried(self, ask: Callable[[], T]) -> T:
+        """Return the result of a request, with retries. Raises RuntimeError if all fail."""
         error = ""
         for attempt in range(1 + self.retries):
             if attempt:
                 time.sleep(self.pause * 2 ** (attempt - 1))
             try:
-                return self._score(prompt, response, answer)
+                return ask()
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as failed:
                 error = f"{type(failed).__name__}: {failed}"
         raise RuntimeError(f"the {type(self).__name__.lower()} at {self.url} failed {1 + self.retries} times: {error}")
@@ -179,11 +186,16 @@ class Judge(Server):
         return float(reply.strip().splitlines()[-1])
 
 
-def post(url: str, body: Mapping[str, Any], timeout: float) -> Any:
-    """Return the JSON reply to a JSON request, of 1 MiB at most. Raises OSError or ValueError without one."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as reply:
-        return json.loads(reply.read(1 << 20))
+def post(url: str, body: Mapping[str, Any] | None, timeout: float, most: int = 1 << 20) -> Any:
+    """Return the JSON reply, of `most` bytes, to a JSON request, or to one without a body. Raises OSError or ValueError
+    without one."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as reply:
+            return json.loads(reply.read(most))
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{error}: {error.read(1000).decode(errors='replace')}") from error
 
 
 READY_REWARDS: Mapping[str, Callable[..., Callable[[str, str, str], float]]] = {

@@ -201,6 +201,19 @@ class Rollout:
     resumed: int = 0
     routed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
+    @staticmethod
+    def begin(
+        prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], begun: Sequence[Sequence[int]], context: int
+    ) -> list[Rollout]:
+        """Return the rollouts of prompts in a context of that many tokens; see `Generator.generate`."""
+        rollouts = []
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            tokens, limit = begun[number] if begun else (), min(work.max_new_tokens, context - len(prompt))
+            rollout = Rollout([*prompt.tolist(), *tokens], seed, limit - len(tokens), number=number)
+            rollout.before = rollout.resumed = len(tokens)
+            rollouts.append(rollout)
+        return rollouts
+
     @property
     def decoded(self) -> int:
         return len(self.tokens) + self.unread
@@ -208,6 +221,19 @@ class Rollout:
     @property
     def done(self) -> bool:
         return self.stopped or self.decoded == self.limit
+
+    def take(self, token: int, logprob: float, ended: Ended) -> bool:
+        """Append a token that was decoded; return whether it is the last one."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        resumed = self.prompt[-self.resumed :] if self.resumed else []
+        self.stopped = ended([*resumed, *self.tokens] if resumed else self.tokens)
+        return self.stopped or len(self.tokens) == self.limit
+
+    def response(self) -> GeneratedResponse:
+        """Return what has been decoded."""
+        tokens, logprobs = torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs).float()
+        return GeneratedResponse(tokens, logprobs, self.stopped, complete=self.done)
 
 
 @dataclass(frozen=True)
@@ -314,14 +340,10 @@ class Slots:
             if rollout is None or rollout.stopped:
                 continue
             rollout.unread -= 1
-            rollout.tokens.append(tokens[slot])
-            rollout.logprobs.append(logprobs[slot])
-            resumed = rollout.prompt[-rollout.resumed :] if rollout.resumed else []
-            rollout.stopped = ended([*resumed, *rollout.tokens] if resumed else rollout.tokens)
+            if rollout.take(tokens[slot], logprobs[slot], ended):
+                over.append(rollout)
             if rollout.stopped and self.active[slot] is rollout:
                 self.active[slot] = None
-            if rollout.stopped or len(rollout.tokens) == rollout.limit:
-                over.append(rollout)
         return over
 
 

@@ -51,7 +51,7 @@ from .decoding import (
     sequence_key,
     token_keys,
 )
-from .turns import Told, Turns
+from .turns import Turns
 from .vllm import Enough, RolloutEngine
 
 
@@ -194,27 +194,19 @@ class Generator:
         """
         context, switch, episodes = self._context, self._switch, work.episodes
         observed = episodes.max_observation_tokens if episodes else 0
-        limits = [min(work.max_new_tokens, context - len(prompt)) for prompt in prompts]
+        rollouts = Rollout.begin(prompts, work, seeds, begun, context)
         violations = [
             f"prompt {index} has {len(prompt)} tokens, expected 1 to {context - 1} to leave room for a response in the "
             f"model's context of {context}"
             for index, prompt in enumerate(prompts)
             if not 0 < len(prompt) < context
         ] or [
-            f"prompt {index} has {len(prompt)} tokens and its response up to {limit}: beyond {switch} tokens "
-            f"rope_type='longrope' rotates all keys of a sequence differently, but cached ones stay: use fewer new "
-            f"tokens"
-            for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-            if switch is not None and len(prompt) <= switch < len(prompt) + limit + observed
+            f"prompt {index} has {len(prompt)} tokens and its response up to {each.limit + each.before}: beyond "
+            f"{switch} tokens rope_type='longrope' rotates all keys of a sequence differently, but cached ones stay: "
+            f"use fewer new tokens"
+            for index, (prompt, each) in enumerate(zip(prompts, rollouts, strict=True))
+            if switch is not None and len(prompt) <= switch < len(each.prompt) + each.limit + observed
         ]
-        rollouts = [
-            Rollout(prompt.tolist(), seed, limit, number=number)
-            for number, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True))
-        ]
-        for rollout, tokens in zip(rollouts, begun, strict=False):
-            rollout.prompt += tokens
-            rollout.limit -= len(tokens)
-            rollout.before = rollout.resumed = len(tokens)
         places = self._places(rollouts, work)
         if not violations and (violation := cache_violation(self._cache_tokens, places, self._sp)):
             violations.append(violation)
@@ -227,16 +219,7 @@ class Generator:
             return self._episodes(rollouts, work, episodes, samples, places)
         if rollouts or self._together is not None:
             self._run(rollouts, work, places, enough=enough)
-        return [
-            GeneratedResponse(
-                torch.tensor(r.tokens, dtype=torch.int64),
-                torch.tensor(r.logprobs, dtype=torch.float32),
-                r.stopped,
-                complete=r.done,
-                routed=self._routed(r),
-            )
-            for r in rollouts
-        ]
+        return [replace(rollout.response(), routed=self._routed(rollout)) for rollout in rollouts]
 
     def _episodes(
         self,
@@ -251,30 +234,13 @@ class Generator:
             raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
         if not rollouts:
             return []
-
-        def tell(told: list[Told]) -> list[Told]:
-            everyone = [told]
-            for axis, group in self._groups.items():  # as tokens are
-                dist.broadcast_object_list(everyone, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
-            return everyone[0]
-
-        turns = Turns(rollouts, episodes, samples, tell, leads=self._samples, context=self._context)
+        turns = Turns(rollouts, episodes, samples, self._groups, leads=self._samples, context=self._context)
         try:
             self._run(rollouts, work, places, turns)
         finally:
             turns.close()
-        return [
-            GeneratedResponse(
-                torch.tensor(each.tokens),
-                torch.tensor(each.logprobs, dtype=torch.float32),
-                each.done,
-                torch.tensor(each.owners),
-                each.score,
-                each.rewards,
-                routed=self._routed(each.last),
-            )
-            for each in turns.records
-        ]
+        pairs = zip(turns.responses(), turns.records, strict=True)
+        return [replace(response, routed=self._routed(record.last)) for response, record in pairs]
 
     def _run(
         self,

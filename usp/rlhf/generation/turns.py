@@ -9,13 +9,16 @@ came. No token is decoded and encoded again: the text of a turn is for the envir
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 from usp.rlhf.environments.episodes import Answer, Episodes
 
-from .decoding import Rollout
+from .decoding import GeneratedResponse, Rollout
 
 
 class Told(NamedTuple):
@@ -52,8 +55,9 @@ class Turns:
     """The episodes of `rollouts`, numbered from 0, in a generate call.
 
     Args:
-        samples: (id, prompt_index) of each. leads: whether this rank asks the environments. tell: passes a list from
-            that rank to all ranks of the group. context: the most tokens of a sequence.
+        samples: (id, prompt_index) of each. groups: by axis, of the ranks that keep the same records. leads: whether
+            this rank, the last one of pp and the first of the others, asks the environments. context: the most tokens
+            of a sequence.
 
     waiting: rollouts whose environment has not answered, by number.
     """
@@ -63,7 +67,7 @@ class Turns:
         rollouts: Sequence[Rollout],
         episodes: Episodes,
         samples: Sequence[tuple[int, int]],
-        tell: Callable[[list[Told]], list[Told]],
+        groups: Mapping[str, dist.ProcessGroup],
         *,
         leads: bool,
         context: int,
@@ -71,7 +75,7 @@ class Turns:
         self.records = [Record() for _ in rollouts]
         self.waiting: dict[int, Rollout] = {}
         self._limits = [rollout.limit for rollout in rollouts]
-        self._episodes, self._samples, self._tell, self._context = episodes, samples, tell, context
+        self._episodes, self._samples, self._groups, self._context = episodes, samples, groups, context
         self._processes = episodes.processes if leads else None
 
     def close(self) -> None:
@@ -92,9 +96,25 @@ class Turns:
 
     def go_on(self, wait: bool) -> list[Rollout]:
         """Return the rollouts that go on after the answers that have come; `wait` for one at least. Collective."""
-        told = [] if self._processes is None else [self._told(each) for each in self._processes.answers(wait)]
-        following = [self._follow(each) for each in self._tell(told)]
+        told = [[] if self._processes is None else [self._told(each) for each in self._processes.answers(wait)]]
+        for axis, group in self._groups.items():  # as tokens are
+            dist.broadcast_object_list(told, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
+        following = [self._follow(each) for each in told[0]]
         return [rollout for rollout in following if rollout is not None]
+
+    def responses(self) -> list[GeneratedResponse]:
+        """Return the responses so far."""
+        return [
+            GeneratedResponse(
+                torch.tensor(each.tokens),
+                torch.tensor(each.logprobs, dtype=torch.float32),
+                each.done,
+                torch.tensor(each.owners),
+                each.score,
+                each.rewards,
+            )
+            for each in self.records
+        ]
 
     def _sample(self, number: int) -> dict[str, Any]:
         sample, index = self._samples[number]

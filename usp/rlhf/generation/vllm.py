@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import count
+from mmap import MADV_DONTNEED, PAGESIZE
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -29,10 +31,12 @@ from parallel import ParallelMesh, format_ranks
 from parallel.reallocation.boxes import Box
 from usp.hf.disk import DiskTensor
 from usp.hf.models import ModelConfig
+from usp.rlhf.environments.sandbox import call
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed
 
-from .decoding import Decode, GeneratedResponse, Stops
+from .decoding import Decode, GeneratedResponse, Rollout, Stops
+from .turns import Turns
 
 LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
@@ -83,8 +87,6 @@ def sampling_problems(works: Iterable[Generate]) -> list[str]:
     """Return why vLLM cannot sample as generate calls ask, of which it returns log-probabilities of one kind."""
     problems = [] if find_spec("vllm") else ["the package vllm is not installed: pip install it, or use another engine"]
     works = list(works)
-    if any(work.episodes for work in works):
-        problems.append("turns of an environment are decoded by our own engine only: remove the environment")
     temperatures = sorted({work.temperature for work in works})
     if cut := any(work.top_k or work.top_p < 1 for work in works):
         temperatures = [each for each in temperatures if each not in (0, 1)]
@@ -111,7 +113,7 @@ class VllmEngine:
 
     def __init__(self, engine: Any, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming) -> None:
         self._engine, self._options, self._mesh, self._decode, self._naming = engine, options, mesh, decode, naming
-        self._asleep, self._freed = False, list[tuple[torch.UntypedStorage, int]]()
+        self._asleep = False
 
     @staticmethod
     def start(
@@ -149,6 +151,7 @@ class VllmEngine:
                     distributed_executor_backend=_executor(job[0]),
                     kv_cache_memory_bytes=options.cache_bytes,
                     max_model_len=options.tokens,
+                    block_size=32 if mesh.device_type == "cpu" else None,  # not 128: equal prompts share whole blocks
                     max_num_seqs=options.slots,
                     logprobs_mode="processed_logprobs" if options.processed else "raw_logprobs",
                     generation_config="vllm",  # no defaults of sampling from files
@@ -203,63 +206,74 @@ class VllmEngine:
         longest = self._options.tokens
         if long := [f"prompt {i} has {len(each)} tokens" for i, each in enumerate(prompts) if len(each) >= longest]:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
-        with self._named("while it decoded"):
-            responses = self._decode_all(prompts, work, seeds, [*begun] or [()] * len(prompts), enough)
+        rollouts, episodes, turns = Rollout.begin(prompts, work, seeds, begun, longest), work.episodes, None
+        tp = {"tp": self._mesh.group("tp")} if self._options.tp > 1 else {}
+        if episodes is not None:
+            turns = Turns(rollouts, episodes, samples, tp, leads=self._mesh.rank("tp") == 0, context=longest)
+        try:
+            with self._named("while it decoded"):
+                self._decode_all(rollouts, work, turns, enough)
+        finally:
+            if turns is not None:
+                turns.close()
+        responses = turns.responses() if turns is not None else [rollout.response() for rollout in rollouts]
         for number, response in enumerate(responses):
             if not bool(response.logprobs.isfinite().all()):
                 raise RuntimeError(
                     f"vLLM's logits of response {number} are not finite: its weights or its activations in "
                     f"{self._options.dtype} are, or it took weights of other ranks"
                 )
-        if self._options.tp > 1:
+        if tp:
             self._mesh.agree([each.tokens.tolist() for each in responses], "the tokens that vLLM decoded", ("tp",))
         return responses
 
     def _decode_all(
-        self,
-        prompts: Sequence[Tensor],
-        work: Generate,
-        seeds: Sequence[int],
-        begun: Sequence[Sequence[int]],
-        enough: Enough | None,
-    ) -> list[GeneratedResponse]:
+        self, rollouts: Sequence[Rollout], work: Generate, turns: Turns | None, enough: Enough | None
+    ) -> None:
+        """Decode the rollouts, and those that follow their turns, until they end or are `enough`."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        engine, longest, ended = self._engine, self._options.tokens, Stops(work, self._decode)
-        for number, (prompt, seed, before) in enumerate(zip(prompts, seeds, begun, strict=True)):
+        engine, ended, requests = self._engine, Stops(work, self._decode), count()
+        active, leaves = dict[str, Rollout](), False  # active: by request
+
+        def begin(rollout: Rollout) -> None:
+            before, request = rollout.before, str(next(requests))
             sampling = SamplingParams(
                 temperature=work.temperature,
                 top_k=work.top_k,
                 top_p=work.top_p,
-                seed=derived_seed(seed, len(before)) if before else seed,  # whose noise begins with these tokens
-                max_tokens=min(work.max_new_tokens, longest - len(prompt)) - len(before),
+                seed=derived_seed(rollout.seed, before) if before else rollout.seed,  # whose noise begins here
+                max_tokens=rollout.limit,
                 stop_token_ids=list(work.stop_ids),
                 ignore_eos=True,  # stop ids say where responses end
                 logprobs=0,  # those of the tokens alone
                 detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
             )
-            engine.add_request(str(number), {"prompt_token_ids": [*prompt.tolist(), *before]}, sampling)
-        written, stopped, leaves = dict[int, Any](), dict[int, bool](), False  # stopped: by itself, of complete ones
-        while engine.has_unfinished_requests() and not leaves:
-            for output in engine.step():
-                (newest,), number = output.outputs, int(output.request_id)
-                if number in stopped:
-                    continue
-                written[number], tokens = newest, newest.token_ids
-                ends = bool(tokens) and ended([*begun[number], *tokens])
-                if ends and not output.finished:
-                    engine.abort_request([output.request_id])
-                if ends or output.finished:
-                    stopped[number] = ends
-                    leaves |= enough is not None and enough(number)
-        engine.abort_request([str(number) for number in range(len(prompts)) if number not in stopped])
-        responses = []
-        for number in range(len(prompts)):
-            tokens, rows = (newest.token_ids, newest.logprobs) if (newest := written.get(number)) else ((), ())
-            logprobs = torch.tensor([row[token].logprob for token, row in zip(tokens, rows, strict=True)])
-            response = torch.tensor(tokens, dtype=torch.int64), logprobs.float(), stopped.get(number, False)
-            responses.append(GeneratedResponse(*response, complete=number in stopped))
-        return responses
+            active[request] = rollout
+            engine.add_request(request, {"prompt_token_ids": rollout.prompt}, sampling)
+
+        for rollout in rollouts:
+            begin(rollout)
+        while not leaves and (active or (turns is not None and turns.waiting)):
+            for rollout in turns.go_on(wait=not active) if turns is not None and turns.waiting else ():
+                begin(rollout)
+            for output in engine.step() if active else ():
+                if (written := active.get(output.request_id)) is None:
+                    continue  # its stop string is complete
+                (newest,) = output.outputs
+                rows = zip(newest.token_ids, newest.logprobs, strict=True)
+                if any(written.take(token, row[token].logprob, ended) for token, row in rows):
+                    del active[output.request_id]
+                    if not output.finished:
+                        engine.abort_request([output.request_id])
+                    if turns is not None:
+                        turns.end_turn(written)
+                    leaves |= enough is not None and enough(written.number)
+                elif output.finished:
+                    raise RuntimeError(f"it ended a response early, for the reason {newest.finish_reason}")
+        engine.abort_request(list(active))
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache, and lose both. Local. Does nothing if asleep."""
@@ -269,9 +283,8 @@ class VllmEngine:
         if self._mesh.device_type != "cpu":
             self._engine.sleep(level=2)
             return
-        self._freed = [(storage, storage.nbytes()) for storage in self._storages()]
-        for storage, _ in self._freed:
-            storage.resize_(0)
+        for storage in self._storages():
+            _give_back(storage)
         for layer in self._model().modules():
             if hasattr(layer, "cpu_linear"):
                 del layer.cpu_linear  # which holds weights in the layout of a kernel; loading makes another
@@ -283,16 +296,11 @@ class VllmEngine:
         self._asleep = False
         if self._mesh.device_type != "cpu":
             self._engine.wake_up()
-        for storage, nbytes in self._freed:
-            storage.resize_(nbytes)
-            # Attention reads beyond the end of a sequence, where a nan is not hidden by its weight of 0.
-            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
-        self._freed = []
 
     @property
     def nbytes(self) -> int:
-        """The memory of weights and KV cache that `sleep` frees, on the CPU without what kernels hold apart."""
-        return sum(storage.nbytes() for storage in self._storages())
+        """The memory of weights and KV cache, which `sleep` frees; on the CPU without what kernels hold apart."""
+        return 0 if self._asleep else sum(storage.nbytes() for storage in self._storages())
 
     def _storages(self) -> list[torch.UntypedStorage]:
         return _distinct([*self._runner().kv_caches, *self._model().parameters()])
@@ -365,6 +373,14 @@ def _join(config: Any, job: str) -> None:
     os.environ["VLLM_DIST_IDENT"], backend = job, current_platform.dist_backend
     with set_current_vllm_config(config):
         init_worker_distributed_environment(config, dist.get_rank(), f"run:{job}", _local_rank(), backend)
+
+
+def _give_back(storage: torch.UntypedStorage) -> None:
+    """Give the pages of a storage in the host's memory back to the system. Its address stays, and it reads as zeros:
+    attention reads beyond the end of a sequence, where a nan is not hidden by its weight of 0."""
+    begin, end = -(-storage.data_ptr() // PAGESIZE), (storage.data_ptr() + storage.nbytes()) // PAGESIZE
+    if begin < end:
+        call("madvise", begin * PAGESIZE, (end - begin) * PAGESIZE, MADV_DONTNEED)
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean as mean
@@ -25,11 +25,12 @@ from usp.hf.models import ModelConfig, is_scalar, materialise
 from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
 from usp.losses.output_heads import Head, LastHidden
+from usp.rlhf.algorithms.objectives import NextToken
 from usp.rlhf.generation.decoding import Decode
 from usp.rlhf.generation.generate import Generator, generate_samples
 from usp.rlhf.generation.partial import Group, go_on
 from usp.rlhf.generation.vllm import RolloutEngine
-from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
+from usp.rlhf.graph import Generate, Inference, ModelCall, Objective, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
 from usp.run.failures import TrainingDiverged
@@ -145,6 +146,7 @@ class RoleModel:
         offload_optimizer: the optimizer's states are in host memory except during train steps.
 
     learning_rate: for the next train steps; may be set between them.
+    supervised: `Supervised.of_step` of the next train step, or nothing, and the weight of its cross-entropy.
 
     Raises ValueError for a model that does not support the layout.
     """
@@ -171,6 +173,7 @@ class RoleModel:
         self._memory = WeightMemory()
         self._moments, self._offload_optimizer = WeightMemory(self._optimizer_states), offload_optimizer
         self._slots, self._cache_tokens, self._decode = slots, cache_tokens, decode
+        self.supervised: tuple[Sequence[Samples], float] = (), 0.0
         self._generator: Generator | None = None
 
     def weights(self) -> dict[str, Tensor]:
@@ -272,9 +275,15 @@ class RoleModel:
             tokens //= self.mesh.size("tp") if self.layout.tp_sequence_parallel else 1
             hidden = self.stage.model.config.hidden_size
             sent = [torch.empty(rows, tokens, hidden, dtype=self.spec.dtype, device="meta")]
-        balance, self.stage.balance = self.stage.balance, None  # it is only part of losses
-        try:
+        with self._unbalanced():
             return forward_only([self.stage], self.mesh, [{**batch, "head": head} for batch in batches], sent=sent)
+
+    @contextmanager
+    def _unbalanced(self) -> Iterator[None]:
+        """Leave out the load-balancing loss, which is part of the losses of mini-batches alone."""
+        balance, self.stage.balance = self.stage.balance, None
+        try:
+            yield
         finally:
             self.stage.balance = balance
 
@@ -301,9 +310,15 @@ class RoleModel:
     ) -> dict[str, float]:
         seen: list[dict[str, float]] = []
         norms: list[float] = []
+        supervised, weight = self.supervised
         for epoch, (number, samples) in product(range(1, work.epochs + 1), enumerate(mini_batches, start=1)):
             place = f"train_step of {self.spec.role}, epoch {epoch}, mini-batch {number} of {len(mini_batches)}"
-            seen.append(self._gradients(engine, samples, work, place))
+            seen.append(self._gradients(engine, samples, work.objective, place))
+            if supervised:
+                with self._unbalanced():
+                    place = f"{place}, supervised samples"
+                    found = self._gradients(engine, supervised[number - 1], NextToken(), place, weight)
+                seen[-1]["supervised_loss"] = found["loss"]
             name, bound = work.stop_above or ("loss", math.inf)
             if name not in seen[-1]:
                 known = f"the objective's metrics are {', '.join(seen[-1])}"
@@ -382,9 +397,10 @@ class RoleModel:
     def _load(self) -> None:
         first_weights(self.stage, self.spec.source, self.spec.seed, self.spec.new_head)
 
-    def _gradients(self, engine: Fsdp2Engine, samples: Samples, work: TrainStep, place: str) -> dict[str, float]:
-        """Accumulate the gradients of a mini-batch; return its metrics, the same on every rank."""
-        objective = work.objective
+    def _gradients(
+        self, engine: Fsdp2Engine, samples: Samples, objective: Objective, place: str, weight: float = 1.0
+    ) -> dict[str, float]:
+        """Accumulate the gradients of a mini-batch, times `weight`; return its metrics, the same on every rank."""
         counts = objective.counts
         share = self.spec.share_prefixes and counts != ""  # else even the prompt has a loss, for each sample
         plan = plan_rows(samples, self.layout, self.mesh, objective.unit, share=share, counts=counts)
@@ -402,7 +418,7 @@ class RoleModel:
             per_token = {key: inputs[key] for key in objective.keys}
             loss, metrics = objective(output, entropy, per_token, sequences_of(inputs, self.mesh.group("sp")))
             seen.append({**metrics, "loss": loss.detach()})
-            return loss
+            return weight * loss
 
         balance = self.stage.balance
         if balance is not None and balance.by_micro_batch:

@@ -57,6 +57,36 @@ ADAPTERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama, adapters, u2 r2, engine of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
     "qwen3_moe, adapters, tp2 pp2, engine of tp 2": ("qwen3_moe", "ppo", TP2_PP2, {"ranks": "0-3", "tp": 2}),
 }
+STOPS = ",".join(map(str, range(0, BYTE_VOCAB, 6)))
+TURNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama, turns, u2 r2, engine of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
+    "qwen2, turns, ppo, u2, engines of tp 1 on ranks of their own": (
+        *("qwen2", "ppo"),
+        {"ranks": "0-1", "ulysses": 2, "zero": 3},
+        {"ranks": "2-3"},
+    ),
+}
+EPISODES = {"max_new_tokens": 40, "stop_ids": STOPS, "max_observation_tokens": 192, "reward_failure": "zero"}
+ENVIRONMENT = """
+import json
+import os
+
+from usp.rlhf.environments.tools import Toolbox, ToolEnvironment
+
+
+class Lengths(ToolEnvironment):
+    def __init__(self):
+        super().__init__(Toolbox(["calculator"]), None, chat=False)
+        self.turns = 0
+
+    def step(self, turn):
+        self.turns += 1
+        if self.turns == 2 and self._sample["prompt_index"] % 4 == 3:
+            os._exit(7)  # a tool that takes its environment with it
+        call = {"name": "calculator", "arguments": {"expression": f"{len(turn)} ** 3 + {self.turns}"}}
+        answer, _, _ = super().step(f"<tool_call>{json.dumps(call)}</tool_call>")
+        return answer.replace("tool_response", "r"), len(turn) % 3 / 2, self.turns == 5
+"""
 REWARD = """
 def odd(prompt, response, answer):
     data = response.encode("utf-8", "replace")
@@ -100,12 +130,16 @@ def options_of(case: tuple[str, str, dict[str, Any], dict[str, Any]], folder: Pa
     }
 
 
-@pytest.mark.parametrize("name", CASES | ADAPTERS)
+@pytest.mark.parametrize("name", CASES | ADAPTERS | TURNS)
 def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Path) -> None:
-    case = (CASES | ADAPTERS)[name]
-    ranks = 4 if case[3]["ranks"] == "0-3" else 6
+    case = (CASES | ADAPTERS | TURNS)[name]
+    ranks = 6 if case[3]["ranks"].startswith("4") else 4
     options = options_of(case, tmp_path) | {"eval_every": STEPS, "eval_prompts": 8, "eval_temperature": 0.0}
     options |= {"lora_rank": 4} if name in ADAPTERS else {}
+    if name in TURNS:
+        (tmp_path / "lengths.py").write_text(ENVIRONMENT)
+        del options["reward_function"]
+        options |= EPISODES | {"environment": f"{tmp_path / 'lengths.py'}:Lengths"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(SCRIPT)]
     run = subprocess.run([*command, str(tmp_path), json.dumps(options), str(STEPS)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
@@ -113,6 +147,10 @@ def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Pat
     for moment in ("before", "after"):
         assert all(told[0][moment]["same"]) and told[0][moment]["same"], moment
         assert told[0][moment]["difference"] < 1e-4
+        if name in TURNS:  # two of eight prompts have an environment that dies, and no other episode is part of that
+            answered = told[0][moment]["answered"]
+            assert 4 * answered.count(0) == len(answered) and max(answered) == 5, answered
+            assert told[0][moment]["failures"] == answered.count(0)
     assert max(told[0]["drift"]) < 1e-4
     assert all(received == minimum for each in told for received, minimum in each["moved"])
     assert sum(received for each in told for received, _ in each["moved"]) > 0
@@ -128,7 +166,6 @@ def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(tmp_path: Pa
 
 
 # How an engine ends in its third call: the degrees of training, the engine's layout, the rank that it dies on, options.
-STOPS = ",".join(map(str, range(0, BYTE_VOCAB, 6)))
 U2 = {"ranks": "0-1", "ulysses": 2, "zero": 3}
 DEATHS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "killed beside training": (U2, {"ranks": "0-1", "tp": 2}, 1, {}),

