@@ -121,10 +121,11 @@ class SequenceTotal:
     def __init__(self, plan: HeadPlan, batch: int, channel: Channel, tokens: int, tensors: Sequence[Tensor]) -> None:
         self._batch, self._channel, self._tokens, self._dtype = batch, channel, tokens, tensors[0].dtype
         self._like, self._ranges = [x.new_empty(0, x.shape[-1]) for x in tensors], _head_ranges(plan, len(tensors))
-        # Ranks that share a KV head send a part of its gradient each, possibly with other groups.
+        # Ranks that share a KV head send a part of its gradient each, possibly with other groups; `post` sums those of
+        # one group itself if all heads are even.
+        apart = plan.groups > 1 or not all(map(_even, self._ranges))
         self._added = [
-            sum(stop - start for start, stop in ranges) > max(stop for _, stop in ranges)
-            and (plan.groups > 1 or not _even(ranges))
+            apart and sum(stop - start for start, stop in ranges) > max(stop for _, stop in ranges)
             for ranges in self._ranges
         ]
 

@@ -144,6 +144,8 @@ def cases(everything: bool = False) -> list[Case]:
         if everything or ((row + column) % 2 == 0 and (row + column + number) % 5 == 0)
     ]
     every += [Case(layout, (6, 3), mask, 2) for layout, mask in product(LAYOUTS, PREFIXES | TREES)]
+    # One KV head, whose gradients come from ranks with different numbers of query heads.
+    every += [Case(layout, (heads, 1), "window", batch) for layout, heads, batch in product(LAYOUTS, (5, 6), (1, 2))]
     every += [
         Case(LAYOUTS[number % len(LAYOUTS)], HEADS[number % len(HEADS)], mask, 2, torch.float64, 1e-13)
         for number, mask in enumerate(DRAWN)

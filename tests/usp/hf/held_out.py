@@ -1,0 +1,363 @@
+"""Configurations that the table of models was not made with: random values for every field of a model's configuration.
+
+    python -m tests.usp.hf.held_out [TYPE ...] [--seeds 0 1]
+
+`usp.hf.shrink` makes every size the same for all families. Here a seed draws sizes, heads, masks, rotary embeddings,
+experts, scales, biases and the kinds of layers, from the fields that a configuration has and the names that its
+modeling file reads. What transformers itself cannot build or run in one process is left out, found by halving. Each
+configuration then runs on ring x ulysses meshes in float64, forwards and backwards, against one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from parallel import ParallelDims, ParallelMesh
+from tests.harness.ranks import RankPool
+from usp import apply_unified_sp, shard_batch
+from usp.hf.probe import causal_lm_types, tiny_config
+from usp.losses import causal_lm_loss, global_token_count
+from usp.sp.sequence import SpAxes
+
+TABLE = Path(__file__).parents[3] / "docs" / "models.md"
+ROWS, LENGTH, VOCAB = 2, 32, 89
+PACKED, WHOLE = (0, 11, 12, 32), (0, LENGTH)
+CALLS = (((2, 2), "zigzag", PACKED), ((4, 1), "striped", WHOLE), ((1, 4), "contiguous", PACKED))  # ring, ulysses
+Change = dict[str, Any]  # fields that are set together
+
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads")
+_KV_HEADS = ("num_key_value_heads",)
+_STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+_STATE_DIMS = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "attention_head_dim")
+_STATE_WIDTHS = ("lora_rank", "state_size", "d_state", "conv", "rank", "head_dim", "moe_intermediate", "latent")
+_FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "intermediate_size_mlp", "dff")
+_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_SWITCHES_LEFT = {  # of what a forward returns or stores, or which kernels run
+    *("is_encoder_decoder", "is_decoder", "add_cross_attention", "use_cache", "return_dict", "torchscript"),
+    *("output_hidden_states", "output_attentions", "output_router_logits", "use_mamba_kernels", "use_mambapy"),
+    *("use_associative_scan", "use_mem_eff_path", "cross_attention_hidden_size", "apply_spec_augment"),
+}
+_SCALES = ("multiplier", "softcap", "scaling_factor", "scale", "swiglu_limit", "clip", "lambda", "residual_multiplier")
+_LENGTHS = ("window", "chunk", "local_attention", "topk", "floor_scale")
+_WIDTHS = ("lora_rank", "state_size", "d_state", "conv", "rank", "head_dim", "moe_intermediate", "latent")
+_COUNTS = ("period", "offset", "interval", "step", "every", "pattern", "first_k", "n_shared", "num_shared", "cycles")
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba", "attention")
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+
+
+@dataclass
+class Drawn:
+    """A configuration with the fields that were drawn, and those that transformers does not run with."""
+
+    config: PretrainedConfig
+    fields: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def draw(model_type: str, seed: int) -> Drawn:
+    """Return a configuration of random values that transformers runs in one process."""
+    rng = random.Random(f"{model_type} {seed}")
+    drawn = Drawn(_without_chance(tiny_config(model_type)))
+    for changes in (_shapes, _details):  # which read the fields that are drawn already
+        _keep(drawn, list(changes(drawn.config.get_text_config(), rng)))
+    return drawn
+
+
+def _keep(drawn: Drawn, changes: Sequence[Change]) -> None:
+    """Make those of the changes with which the model runs."""
+    if not changes:
+        return
+    try:
+        changed = _changed(drawn.config, {name: value for change in changes for name, value in change.items()})
+        plain(changed, WHOLE)
+    except Exception:  # of any kind: it is transformers' code that runs
+        if len(changes) == 1:
+            drawn.left_out += changes[0]
+            return
+        middle = len(changes) // 2
+        for half in (changes[:middle], changes[middle:]):
+            _keep(drawn, half)
+    else:
+        drawn.config = changed
+        drawn.fields += [name for change in changes for name in change]
+
+
+def _changed(config: PretrainedConfig, change: Change) -> PretrainedConfig:
+    """Return a copy whose text part is built from its fields anew, as a user's file is read."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    built = type(text).from_dict(text.to_dict() | change)
+    if text is config:
+        return built
+    for name, value in list(vars(config).items()):
+        if value is text:
+            setattr(config, name, built)
+    return config
+
+
+def _without_chance(config: PretrainedConfig) -> PretrainedConfig:
+    for part in (config, config.get_text_config()):
+        for name, value in list(vars(part).items()):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return config
+
+
+def _shapes(text: PretrainedConfig, rng: random.Random) -> Iterator[Change]:
+    """Yield sizes that depend on each other, together."""
+    fields = vars(text)
+    heads = rng.choice((4, 6, 8))
+    kv_heads = rng.choice([number for number in range(1, heads + 1) if heads % number == 0])
+    head_dim = rng.choice((8, 12, 20, 24))
+    own_head_dim = "head_dim" in fields or "qk_rope_head_dim" in fields
+    hidden = heads * (rng.choice((8, 10, 14)) if own_head_dim else head_dim)
+
+    def of(names: Sequence[str], value: Any) -> Change:
+        return {name: value for name in names if isinstance(fields.get(name), int)}
+
+    width = of(_HIDDEN, hidden) | of(_HEADS, heads) | of(_KV_HEADS, heads)
+    width |= of(_STATE_HEADS, heads) | of(_STATE_DIMS, 2 * hidden // heads) | of(_STATE_WIDTHS, 2 * hidden)
+    if "qk_rope_head_dim" in fields:
+        nope, rope = rng.choice((8, 12, 20)), rng.choice((4, 8, 12))
+        width |= of(("qk_rope_head_dim", "head_dim"), rope) | of(("qk_nope_head_dim",), nope)
+        width |= of(("qk_head_dim",), nope + rope) | of(("v_head_dim",), rng.choice((8, 16, 20)))
+    else:
+        width |= of(("head_dim", "query_pre_attn_scalar"), head_dim)
+    yield width
+    if "qk_rope_head_dim" not in fields:  # latent attention has a key for each head
+        yield of(_KV_HEADS, kv_heads)
+    yield of(_FFN, rng.choice((36, 60, 68)))
+    experts = rng.choice((4, 6, 12))
+    groups = rng.choice([number for number in (1, 2, 3) if experts % number == 0 and experts // number >= 2])
+    yield (
+        of(_EXPERTS, experts)
+        | of(_CHOSEN, rng.choice((1, 2, 3)))
+        | of(("n_group", "num_expert_group"), groups)
+        | of(("topk_group",), rng.randint((groups + 1) // 2, groups))
+    )
+    depth = next((fields[name] for name in _DEPTH if isinstance(fields.get(name), int)), None)
+    layers = rng.randint(2, 5)
+    lists = {
+        name: rng.choices(list(dict.fromkeys(value)), k=layers)
+        for name, value in fields.items()
+        if isinstance(value, list | tuple) and len(value) == depth and not isinstance(value[0], dict | list)
+    }
+    yield of(_DEPTH, layers) | lists
+
+
+def _details(text: PretrainedConfig, rng: random.Random) -> Iterator[Change]:
+    """Yield fields that are drawn by themselves."""
+    fields, source = vars(text), _modeling_source(text)
+    yield {"vocab_size": VOCAB}
+    for name, value in fields.items():
+        if name.startswith("_") or name in _SWITCHES_LEFT or name.endswith(("_id", "_config", "eps")):
+            continue
+        if isinstance(value, bool) and rng.random() < 0.5:
+            yield {name: not value}
+        elif name in ("hidden_act", "hidden_activation", "activation_function"):
+            yield {name: rng.choice(_ACTIVATIONS)}
+        elif isinstance(value, float) and any(part in name for part in _SCALES):
+            yield {name: value * rng.uniform(0.6, 1.6) or rng.uniform(0.5, 2.0)}
+        elif value is None and "softcap" in name:
+            yield {name: rng.uniform(5.0, 30.0)}
+        elif value is None and name == "sliding_window":
+            yield {name: rng.randint(2, 11)}
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if any(part in name for part in _LENGTHS) and name != "topk_group":
+                yield {name: rng.randint(2, 11)}
+            elif any(part in name for part in _COUNTS):
+                yield {name: rng.randint(1, 3)}
+            elif any(part in name for part in _WIDTHS) and name not in ("head_dim", "v_head_dim", "qk_head_dim"):
+                yield {name: max(2, value + rng.choice((-2, -1, 1, 2, 4)) * (2 if value >= 8 else 1))}
+    if isinstance(fields.get("layer_types"), list) and fields["layer_types"]:
+        kinds = [*dict.fromkeys(fields["layer_types"]), *(kind for kind in _KINDS if f'"{kind}"' in source)]
+        yield {"layer_types": rng.choices(kinds, k=len(fields["layer_types"]))}
+        if "max_window_layers" in fields:  # the kinds of layers follow from it
+            yield {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 7, "layer_types": None}
+    if rope := fields.get("rope_parameters"):
+        by_kind = {kind: part for kind, part in rope.items() if isinstance(part, dict)}
+        if by_kind:
+            yield {"rope_parameters": {**rope, **{kind: _rope(part, fields, rng) for kind, part in by_kind.items()}}}
+        else:
+            yield {"rope_parameters": _rope(rope, fields, rng)}
+
+
+def _rope(rope: dict[str, Any], fields: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Return rotary embeddings of another kind, whose parameters matter at the length of the runs."""
+    drawn = {**rope, "rope_theta": 10 ** rng.uniform(2, 6)}
+    if "partial_rotary_factor" in rope:
+        drawn["partial_rotary_factor"] = rng.choice((0.5, 1.0))
+    if "mrope_section" in rope:
+        return drawn
+    kind = rng.choice(("default", "linear", "dynamic", "yarn", "llama3", "longrope"))
+    drawn |= {"rope_type": kind} | ({} if kind == "default" else {"factor": rng.uniform(1.5, 8.0)})
+    if kind in ("yarn", "llama3", "longrope", "dynamic"):
+        drawn["original_max_position_embeddings"] = rng.choice((8, 16, 24))
+    if kind == "llama3":
+        drawn |= {"low_freq_factor": 1.0, "high_freq_factor": rng.uniform(2.0, 5.0)}
+    if kind == "yarn":
+        drawn |= {"beta_fast": rng.choice((8.0, 32.0)), "beta_slow": 1.0}
+    if kind == "longrope":
+        dim = fields.get("qk_rope_head_dim") or fields.get("head_dim")
+        dim = dim or fields["hidden_size"] // fields["num_attention_heads"]
+        pairs = int(dim * drawn.get("partial_rotary_factor", 1.0)) // 2
+        for name in ("short_factor", "long_factor"):
+            drawn[name] = [rng.uniform(1.0, 4.0) for _ in range(pairs)]
+    return drawn
+
+
+def _modeling_source(config: PretrainedConfig) -> str:
+    """Return the source of the model's classes and of its configuration."""
+    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kinds = [type(config), model[0] if isinstance(model, tuple) else model]
+    return "".join(inspect.getsource(sys.modules[kind.__module__]) for kind in kinds if kind is not None)
+
+
+# Against one process
+
+
+def model_of(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the model in float64, with weights of which none is zero or one."""
+    torch.manual_seed(0)
+    implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **implementations)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if (tensor.dim() < 2 or name.endswith("bias")) and tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    return model.double()
+
+
+def ids() -> Tensor:
+    return torch.randint(3, VOCAB - 1, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Result:
+    """The logits (B, S, V) or a rank's part of them, the mean loss, and the gradient of every parameter, in float64."""
+
+    logits: Tensor
+    loss: Tensor
+    gradients: list[Tensor]
+
+
+def plain(config: PretrainedConfig, cuts: Sequence[int]) -> Result:
+    """Return what transformers computes of each document by itself; raise ValueError if that is not finite."""
+    model, own = model_of(config), ids()
+    parts, targets, total = [], 0, torch.zeros((), dtype=torch.float64)
+    for begin, end in pairwise(cuts):
+        logits = model(input_ids=own[:, begin:end], use_cache=False).logits
+        labels = own[:, begin + 1 : end].flatten()
+        total = total + torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+        targets += len(labels)
+        parts.append(logits.detach())
+    (total / targets).backward()
+    result = Result(torch.cat(parts, dim=1), total.detach() / targets, _gradients(model))
+    if not all(value.isfinite().all() for value in (result.logits, *result.gradients)):
+        raise ValueError("not finite")
+    return result
+
+
+def _gradients(model: PreTrainedModel) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of a mesh computed: the largest relative error of logits, loss or a parameter's gradient, and of
+    which; or why the model is refused."""
+
+    error: float = 0.0
+    where: str = ""
+    refused: str = ""
+
+
+def sharded(config: PretrainedConfig, degrees: tuple[int, int], layout: str, cuts: Sequence[int], one: Result) -> Found:
+    """Compare a sharded run on this job's ranks with one process."""
+    mesh, model = ParallelMesh.create(ParallelDims(ring=degrees[0], ulysses=degrees[1])), model_of(config)
+    batch = {"input_ids": ids(), "labels": ids(), "cu_seqlens": torch.tensor(cuts, dtype=torch.int32)}
+    try:
+        apply_unified_sp(model, mesh, layout)
+        local = shard_batch(batch, mesh, layout)
+        labels = local.pop("shift_labels")
+        logits = model(**local, use_cache=False).logits
+    except ValueError as error:
+        return Found(refused=str(error))
+    share = causal_lm_loss(logits, labels, global_token_count(labels, mesh))
+    share.backward()
+    loss, axes = share.detach().clone(), SpAxes.of(mesh)
+    gradients = _gradients(model)
+    for total in (loss, *gradients):
+        dist.all_reduce(total)
+    (positions,) = axes.positions(axes.layout(layout, LENGTH))
+    largest = max(gradient.norm().item() for gradient in one.gradients)
+    errors = {"logits": _relative(logits, one.logits[:, positions]), "loss": _relative(loss, one.loss)}
+    for (name, _), own, expected in zip(model.named_parameters(), gradients, one.gradients, strict=True):
+        errors[name] = _relative(own, expected, 1e-3 * largest)
+    where = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    return Found(errors[where], where)
+
+
+def _relative(own: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    return ((own - expected).norm() / max(expected.norm().item(), least)).item()
+
+
+def check(ranks: RankPool, config: PretrainedConfig, calls: Sequence[Any] = CALLS) -> list[Found]:
+    """Return the worst of the ranks for each of `calls`."""
+    one = {cuts: plain(config, cuts) for _, _, cuts in calls}
+    found = []
+    for degrees, layout, cuts in calls:
+        of_ranks = ranks.run(sharded, degrees[0] * degrees[1], config, degrees, layout, cuts, one[cuts], timeout=120.0)
+        assert len({rank.refused for rank in of_ranks}) == 1, f"ranks refuse differently: {of_ranks}"
+        found.append(max(of_ranks, key=lambda rank: rank.error if rank.error == rank.error else float("inf")))
+    return found
+
+
+def exact_types() -> list[str]:
+    """Return the types of causal LMs that docs/models.md calls exact."""
+    rows = [line.split(" | ") for line in TABLE.read_text().splitlines()]
+    exact = {row[0].removeprefix("| ") for row in rows if row[2:3] == ["exact"]}
+    return sorted(exact & {*causal_lm_types()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types (default: all exact ones)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with RankPool(preload=("tests.harness.preloaded",)) as ranks:
+        for model_type in asked.types or exact_types():
+            for seed in asked.seeds:
+                try:
+                    drawn = draw(model_type, seed)
+                    said = f"{model_type} {seed}: {len(drawn.fields)} fields"
+                    said += f", without {', '.join(drawn.left_out)}" if drawn.left_out else ""
+                    results = check(ranks, drawn.config)
+                except Exception as error:  # of any kind: it is transformers' code that runs
+                    print(f"{model_type} {seed} FAILED", str(error), sep="\n", flush=True)
+                    continue
+                for (degrees, layout, _), found in zip(CALLS, results, strict=True):
+                    said += f"\n    {degrees} {layout}: " + (found.refused or f"{found.error:.1e} {found.where}")
+                print(said, flush=True)
+
+
+if __name__ == "__main__":
+    main()
