@@ -16,11 +16,14 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.baselines.paper_rows import OUT_OF_MEMORY, ROWS, TABLES, Row, calibrated, job
 from benchmarks.harness.record import Record, finish
 from parallel import Hardware, Tier, load_hardware, overlap_of
 from parallel.cluster.hardware import Curve
+from usp.predict import compute
+from usp.predict.compute import merge_bytes
 from usp.predict.job import Job
 from usp.predict.memory import footprint
 from usp.predict.seconds import attention_passes, sent_seconds, step_seconds
@@ -77,10 +80,14 @@ def attention_seconds(job: Job, hardware: Hardware, *, backward: bool) -> float:
 
 
 def predict(row: Row, made: Job, hardware: Hardware) -> float:
-    """Predict the row's quantity: iterations per second, or TFLOP/s per GPU counting the causal half."""
-    if row.attention_only:
-        return 1 / attention_seconds(made, hardware, backward=row.backward)
-    found = step_seconds(made, hardware, prefetches=False)
+    """Predict the row's quantity: iterations per second, or TFLOP/s per GPU counting the causal half. The system of the
+    paper, yunchang, casts outputs before it adds them up (`update_out_and_lse`)."""
+    with patch.object(
+        compute, "merge_bytes", lambda itemsize, backward, _: merge_bytes(itemsize, backward, fused=False)
+    ):
+        if row.attention_only:
+            return 1 / attention_seconds(made, hardware, backward=row.backward)
+        found = step_seconds(made, hardware, prefetches=False)
     return found.causal_flops / found.total / 1e12
 
 

@@ -324,6 +324,12 @@ def _casts(itemsize: int) -> int:
     return 2 * (itemsize + FLOAT32) if itemsize < FLOAT32 else 0
 
 
+def merge_bytes(itemsize: int, backward: bool, fused: bool) -> float:
+    """Return the bytes per element of an addition to a ring's float32 sum: of gradients, or of outputs, which are cast
+    first unless the kernels are fused."""
+    return 2 * FLOAT32 + itemsize if backward or fused else _casts(itemsize) / 2 + 3 * FLOAT32
+
+
 def attention_kernel(job: Job, hardware: Hardware, spec: AttentionSpec) -> str:
     """Return the name of the attention kernel that would run, as a file with its rates has it; raise ValueError if the
     one that --attention-kernel asks for cannot compute the job's attention."""
@@ -342,8 +348,7 @@ def ring_step_seconds(
     sums = 0.0
     if len(ring.steps) > 1:  # as `attention.accumulate` does: the last zigzag rank has all its queries in every step
         queries, itemsize = job.layout.ring_len * job.rows, job.dtype.itemsize
-        # Gradients are added to the float32 sum, and outputs by one kernel of a GPU; elsewhere these are cast first.
-        nbytes = 2 * FLOAT32 + itemsize if backward or hardware.streams else _casts(itemsize) / 2 + 3 * FLOAT32
+        nbytes = merge_bytes(itemsize, backward, hardware.streams)
         sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * nbytes)
 
     @cache  # most tasks of a ring have the same shape
