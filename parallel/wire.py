@@ -47,8 +47,8 @@ class SentBytes(TorchDispatchMode):
         self.count(func, args)
         return func(*args, **(kwargs or {}))
 
-    def count(self, func: Any, args: Sequence[Any]) -> None:
-        """Count one operator call, if it is a collective."""
+    def count(self, func: Any, args: Sequence[Any], times: int = 1) -> None:
+        """Count equal calls of an operator, if it is a collective."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
         name = func.overloadpacket.__name__
@@ -56,12 +56,12 @@ class SentBytes(TorchDispatchMode):
             return
         if name not in _SENT:
             raise NotImplementedError(f"SentBytes does not support {func}")
-        nbytes, group = _SENT[name](*args), _group_among(func, args)
+        nbytes, group = times * _SENT[name](*args), _group_among(func, args)
         self.by_op[name] += nbytes
         if group.size() > 1:
             key = (tuple(dist.get_process_group_ranks(group)), name)
             self.by_group[key] += nbytes
-            self.calls[key] += 1
+            self.calls[key] += times
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

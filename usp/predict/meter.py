@@ -254,8 +254,7 @@ class StepMeter(TorchDispatchMode):
             return NotImplemented  # DTensor calls operators on local tensors, which come here again
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
             return func(*args, **kwargs)  # a device mesh is computed with real tensors
-        for _ in range(self._times):
-            self.wire.count(func, args)
+        self.wire.count(func, args, self._times)
         result = self.known.call(func, args, kwargs)
         made = [x for x in tensors_of(result) if isinstance(x, FakeTensor)]
         self.memory.see(made)
