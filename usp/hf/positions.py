@@ -70,9 +70,9 @@ def scaled_query(module: nn.Module, query: Tensor, positions: Tensor | None) -> 
 
 def _turned_by_length(
     rotary: Any, forward: Callable[..., Any], places: Places, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, ...]:
-    """Return cos and sin (B, S, H) of a rotary embedding whose frequencies depend on the longest position: those of
-    each document by itself. `forward` runs once for all documents that turn alike."""
+) -> Tensor | tuple[Tensor, ...]:
+    """Return cos and sin (B, S, H), or complex numbers, of a rotary embedding whose frequencies depend on the longest
+    position: those of each document by itself. `forward` runs once for all documents that turn alike."""
     layer_type = kwargs.get("layer_type", *args)
     kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
     rope = rotary.config.rope_parameters.get(layer_type, rotary.config.rope_parameters)
@@ -91,6 +91,7 @@ def _turned_by_length(
         # Padding after the last token must not make the sequence longer.
         positions = torch.where(alike, position_ids.minimum(last), 0)
         positions = torch.cat((positions, positions.new_full((*positions.shape[:-1], 1), length)), dim=-1)
-        turned = [part[..., :-1, :] for part in forward(x, positions, *args, **kwargs)]
+        found = forward(x, positions, *args, **kwargs)
+        turned = [part[..., :-1, :] for part in ((found,) if isinstance(found, Tensor) else found)]
         parts = tuple(torch.where(alike.unsqueeze(-1), *pair) for pair in zip(turned, parts or turned, strict=True))
-    return parts
+    return parts[0] if isinstance(found, Tensor) else parts
