@@ -6,14 +6,24 @@ for comparison; ALST and the others shard every sequence over all ranks. The tab
 gradient norm of the first step. `--compile` adds our steps with compiled layers; they compile before the timed steps.
 
     python -m benchmarks.throughput
+    python -m benchmarks.throughput --against REVISION
+
+The second compares our steps with those of another revision of this repository: this file runs in both trees in turn,
+and counts the processor seconds of all ranks, which other work on the machine changes little.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shutil
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +69,10 @@ COLUMNS = (
     "loss",
     "gradient norm",
 )
+AGAINST = ("tokens", "system", "processor s", "quartiles", "there", "quartiles there", "this / there")
+SEQUENCES, LENGTHS, TREE = 4, (1024, 4096), Path(__file__).parents[1]
 Step = Callable[[], tuple[float, float]]
+Seconds = dict[str, list[float]]  # by system
 
 
 @dataclass(frozen=True)
@@ -156,14 +169,73 @@ def run(size: Size, rounds: int, compiled: bool = False) -> dict[str, tuple[floa
     return {name: (*first[name], seconds[name]) for name in steps}
 
 
+def processor_seconds(size: Size, rounds: int) -> Seconds:
+    """Return by system of ours the processor seconds of all ranks in every timed step."""
+    steps = {name: ours(size, dims) for name, dims in OURS.items()}
+    seconds: Seconds = {name: [] for name in steps}
+    for round_, name in in_turns(sorted(steps), rounds + 1):
+        dist.barrier()
+        begin = time.process_time()
+        steps[name]()
+        spent = torch.tensor(time.process_time() - begin, dtype=torch.float64)
+        dist.all_reduce(spent)
+        if round_:  # the first round warms up
+            seconds[name].append(spent.item())
+    return seconds
+
+
+def against(revision: str, lengths: Sequence[int], rounds: int, turns: int) -> Record:
+    """Compare our steps with those of another revision, whose tree is checked out beside this one for the time."""
+    git = ("git", "-C", str(TREE), "worktree")
+    with tempfile.TemporaryDirectory() as folder:
+        there = Path(folder) / "tree"
+        subprocess.run([*git, "add", "--quiet", "--detach", there, revision], check=True)
+        try:
+            shutil.copy(__file__, there / "benchmarks")
+            both = [[_in_tree(tree, lengths, rounds) for tree in (TREE, there)] for _ in range(turns)]
+        finally:
+            subprocess.run([*git, "remove", "--force", there], check=True)
+    rows, data = [], []
+    for index, length in enumerate(lengths):
+        for name in OURS:
+            here, other = ([s for turn in both for s in turn[tree][index][name]] for tree in (0, 1))
+            data.append({"rows": SEQUENCES, "seq_len": length, "system": name, "here": here, "there": other})
+            (_, own, _), (_, old, _) = quarters = [statistics.quantiles(each, n=4) for each in (here, other)]
+            spread = [f"{low:.2f} to {high:.2f}" for low, _, high in quarters]
+            tokens = f"{SEQUENCES} x {length:,}"
+            rows.append((tokens, name, f"{own:.2f}", spread[0], f"{old:.2f}", spread[1], f"{own / old:.3f}"))
+    notes = (f"Processor seconds of a step, all {RANKS} ranks together: medians of {turns} x {rounds} steps in turns.",)
+    command = f"python -m benchmarks.throughput --against {revision}"
+    return Record.of("throughput_against", f"Our steps against {revision}", AGAINST, rows, notes, data, command=command)
+
+
+def _in_tree(tree: Path, lengths: Sequence[int], rounds: int) -> list[Seconds]:
+    """Return `processor_seconds` of each length in a tree."""
+    command = [sys.executable, "-m", "benchmarks.throughput", "--processor-seconds", "--rounds", str(rounds)]
+    command += ["--seq-len", *map(str, lengths)]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Training steps against plain transformers + FSDP2, and ALST.")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each system")
     parser.add_argument("--compile", action="store_true", help="also our steps with compiled layers")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
+    parser.add_argument("--against", metavar="REVISION", help="compare our steps with those of a revision")
+    parser.add_argument("--seq-len", nargs="+", type=int, default=LENGTHS, help="lengths of sequences")
+    parser.add_argument("--turns", type=int, default=3, help="of --against: how often both trees run")
+    parser.add_argument("--processor-seconds", action="store_true", help="print those of our steps as JSON")
     args = parser.parse_args()
-    data = []
-    for size in (Size(4, 1024), Size(4, 4096)):
+    if args.against:
+        return finish(against(args.against, args.seq_len, args.rounds, args.turns), args.output, save=False)
+    data, sizes = [], [Size(SEQUENCES, length) for length in args.seq_len]
+    if args.processor_seconds:
+        with RankPool() as ranks:
+            print(json.dumps([ranks.run(processor_seconds, RANKS, size, args.rounds)[0] for size in sizes]))
+        return None
+    for size in sizes:
         with RankPool() as ranks:  # DeepSpeed never destroys its process groups
             found = ranks.run(run, RANKS, size, args.rounds, args.compile, timeout=1800)[0]
         for name, (loss, norm, seconds) in found.items():
@@ -182,7 +254,7 @@ def main() -> None:
         data,
         command="python -m benchmarks.throughput" + " --compile" * args.compile,
     )
-    finish(record, args.output)
+    return finish(record, args.output)
 
 
 def cells(row: dict[str, Any], data: list[dict[str, Any]]) -> tuple[str, ...]:

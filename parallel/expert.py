@@ -122,13 +122,22 @@ def combine(rows_GH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Te
     return _all_to_all(rows, plan.receive_splits, plan.send_splits, group, "combine")
 
 
-def grouped_linear(rows_GI: Tensor, weight_EOI: Tensor, rows: ExpertRows, bias_EO: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    rows_GI: Tensor,
+    weight_EOI: Tensor,
+    rows: ExpertRows,
+    bias_EO: Tensor | None = None,
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
     """Multiply rows sorted by expert by their expert's matrix, and add its bias: (G, O).
 
     Uses a grouped matmul if torch supports it, otherwise one matmul per expert. The matrices may be a transposed view.
-    The gradient of an expert without rows is zero.
+    The gradient of an expert without rows is zero. product: of rows (G, I), matrices (E, I, O) and the end of each
+    expert's rows, in place of torch's.
     """
-    if _has_grouped_mm(weight_EOI):
+    if product is not None:
+        out_GO = product(rows_GI, weight_EOI.transpose(1, 2), rows.ends)
+    elif _has_grouped_mm(weight_EOI):
         out_GO = torch.nn.functional.grouped_mm(rows_GI, weight_EOI.transpose(1, 2), offs=rows.ends)
     else:
         parts = zip(rows_GI.split(rows.counts), weight_EOI.unbind(), strict=True)

@@ -23,20 +23,20 @@ MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
     "attention": 5050,
-    "parallel": 4000,
+    "parallel": 4025,
     "usp/commands": 1650,
     "usp/data": 2750,
     "usp/evaluation": 650,
-    "usp/hf": 6150,
+    "usp/hf": 6200,
     "usp/losses": 525,
     "usp/model": 675,
     "usp/planning": 4250,
-    "usp/predict": 3275,
+    "usp/predict": 3300,
     "usp/rlhf": 12625,
     "usp/run": 1250,
     "usp/sp": 2250,
     "usp/train": 4000,
-    "usp": 40750,
+    "usp": 40825,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -45,7 +45,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BOS = ("auto", "always", "never")
 PACKINGS = ("auto", "cut", "whole")
 BAD_ROWS = (REFUSE, DROP)
-FP8 = ("none", "tensor", "row")
+FP8 = ("none", "tensor", "row", "mx")
 ROUTER_BALANCES = ("step", "micro-batch")
 ALL_LINEAR = "all-linear"  # LoRA targets
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -360,7 +360,7 @@ class _Training:
     """Compile each layer with torch.compile; attention is one operator. Experts and recurrent layers stay eager."""
     fp8: Annotated[str, one_of(FP8)] = "none"
     """Multiply in float8 in the layers' linears (requires torchao). tensor: one scale for a tensor, and ZeRO gathers
-    float8 weights; row: one for each row. Experts, routers and the output head stay in --dtype."""
+    float8 weights; row: one for each row; mx: one for each 32 numbers, in experts too. The rest stays in --dtype."""
     fp8_emulate: bool = False
     """Multiply in float32 what --fp8 casts, on a GPU without float8; a CPU always does."""
     profile: Annotated[str, arg(metavar="STEP|FIRST:LAST", help_behavior_hint="(optional)")] = ""

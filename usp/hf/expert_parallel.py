@@ -101,7 +101,8 @@ def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     def linear(name: str, rows_GX: Tensor, rows: ExpertRows) -> Tensor:
         weight = local_tensor(getattr(module, name))
         bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
-        return grouped_linear(rows_GX, weight.transpose(1, 2) if module.is_transposed else weight, rows, bias)
+        weight = weight.transpose(1, 2) if module.is_transposed else weight
+        return grouped_linear(rows_GX, weight, rows, bias, getattr(module, "grouped_product", None))
 
     def experts(rows_GH: Tensor, rows: ExpertRows) -> Tensor:
         if module.has_gate:

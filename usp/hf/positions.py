@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+_BY_LENGTH = {"dynamic", "longrope"}  # rotary embeddings
 SCALE = "short_mscale"  # of rotary embeddings up to their original length; from there on there is another one
 
 
@@ -38,7 +39,7 @@ def follow_positions(base: nn.Module, places: Places) -> None:
     for name, module in base.named_modules():
         kinds = getattr(module, "rope_type", None)  # of a rotary embedding
         scaled = kinds and SCALE in (getattr(getattr(module, "config", None), "rope_parameters", None) or {})
-        if scaled or {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+        if scaled or _BY_LENGTH & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
             module.forward = partial(_turned_by_length, module, module.forward, places)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             module.attn_temperature_tuning, module.scale_by_position = False, True
@@ -69,14 +70,17 @@ def scaled_query(module: nn.Module, query: Tensor, positions: Tensor | None) -> 
 
 def _turned_by_length(
     rotary: Any, forward: Callable[..., Any], places: Places, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, ...]:
-    """Return cos and sin (B, S, H) of a rotary embedding whose frequencies depend on the longest position: those of
-    each document by itself. `forward` runs once for all documents that turn alike."""
-    kind = rotary.rope_type[kwargs["layer_type"]] if "layer_type" in kwargs else rotary.rope_type
+) -> Tensor | tuple[Tensor, ...]:
+    """Return cos and sin (B, S, H), or complex numbers, of a rotary embedding whose frequencies depend on the longest
+    position: those of each document by itself. `forward` runs once for all documents that turn alike."""
+    layer_type = kwargs.get("layer_type", *args)
+    kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
+    rope = rotary.config.rope_parameters.get(layer_type, rotary.config.rope_parameters)
+    if kind not in _BY_LENGTH and SCALE not in rope:  # of other layers than those that made this function necessary
+        return forward(x, position_ids, *args, **kwargs)
     last = places.last().to(position_ids.device)
     if kind != "dynamic":
-        rope = rotary.config.rope_parameters
-        limit = rope.get(kwargs.get("layer_type"), rope)["original_max_position_embeddings"]
+        limit = rope["original_max_position_embeddings"]
         longest = last.clamp(limit - 1, limit)
     else:
         longest = last.clamp(min=rotary.original_max_seq_len - 1)
@@ -87,6 +91,7 @@ def _turned_by_length(
         # Padding after the last token must not make the sequence longer.
         positions = torch.where(alike, position_ids.minimum(last), 0)
         positions = torch.cat((positions, positions.new_full((*positions.shape[:-1], 1), length)), dim=-1)
-        turned = [part[..., :-1, :] for part in forward(x, positions, *args, **kwargs)]
+        found = forward(x, positions, *args, **kwargs)
+        turned = [part[..., :-1, :] for part in ((found,) if isinstance(found, Tensor) else found)]
         parts = tuple(torch.where(alike.unsqueeze(-1), *pair) for pair in zip(turned, parts or turned, strict=True))
-    return parts
+    return parts[0] if isinstance(found, Tensor) else parts

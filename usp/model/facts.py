@@ -20,6 +20,7 @@ from parallel.reallocation.described_layout import Described, described_layout
 from parallel.reallocation.param_layout import Kind
 
 NO_ATTENTION = -1
+FLOAT8_DIMS = {"tensor": 16, "row": 16, "mx": 32}  # by --fp8: what dims of a product must be multiples of
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,9 @@ class ParameterShape:
         """Return the shape on one of `tp` tensor-parallel ranks."""
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
 
-    def float8(self, tp: int) -> bool:
-        """Return whether its products can be float8's, whose dims are multiples of 16, with its part on a tp rank."""
-        return self.linear and not any(size % 16 for size in self.local(tp))
+    def float8(self, fp8: str, tp: int) -> bool:
+        """Return whether it multiplies in float8 with this `--fp8`, by the dims of its part on a tp rank."""
+        return self.linear and fp8 in FLOAT8_DIMS and not any(size % FLOAT8_DIMS[fp8] for size in self.local(tp))
 
     def partial_gradient(self, sequence_parallel: bool) -> bool:
         """Return whether each tp rank computes a part of the gradient, which must be summed over tp."""
@@ -118,6 +119,11 @@ class LayerShape:
 
     parameters: tuple[ParameterShape, ...]
     experts: tuple[ParameterShape, ...] = ()
+
+    def float8_experts(self, fp8: str) -> bool:
+        """Return whether its experts multiply in float8 with this `--fp8`: in MXFP8, by the dims of their matrices."""
+        dims = [size for p in self.experts if len(p.shape) == 3 for size in p.shape[1:]]
+        return fp8 == "mx" and bool(dims) and not any(size % FLOAT8_DIMS[fp8] for size in dims)
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ class ModelShape:
     def uneven_float8(self, tp: int, shards: int) -> list[str]:
         """Return the float8 weights whose rows on a tp rank so many shards do not divide: torchao casts what a rank
         holds, without the padding that FSDP2 gives to parts that are smaller than others."""
-        weights = {p: p.local(tp)[0] for layer in self.layers for p in layer.parameters if p.float8(tp)}
+        weights = {p: p.local(tp)[0] for layer in self.layers for p in layer.parameters if p.float8("tensor", tp)}
         return [f"{p.name} ({rows} rows)" for p, rows in weights.items() if rows % shards]
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from attention import AttentionSpec, RingSchedule, Task, band_pairs
 from parallel import Hardware
-from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape, training_flops, visible_pairs
+from usp.model.facts import FLOAT8_DIMS, NO_ATTENTION, LayerShape, ParameterShape, training_flops, visible_pairs
 from usp.sp.kernel_choice import kernel_on
 
 from .job import ADAPTER, Job, shared
@@ -82,10 +82,11 @@ def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     return 2 * heads * pairs * ((products - of_values) * size + of_values * value[-1])
 
 
-FLOAT8 = "float8"  # in the peaks of hardware
+FLOAT8 = ("float8", "mxfp8")  # in the peaks of hardware
 # Rows of a tile of grouped_mm on Hopper (torch, aten/src/ATen/native/cuda/GroupMM.cu). The last one of each expert is
 # half empty on average, so that it computes TILE / 2 rows more, of two FLOPs per element of its matrix.
 TILE = 128
+MX_CASTS = 2  # of each product, one kernel each
 CAST_LAUNCHES, COPIES = 11, 9  # eager operators of a cast to float8; of a backward's copies and inverted scales
 # Elements read and written by a forward outside of matrix products, as transformers' eager layers are written; a
 # backward moves twice as many. Counted from their code, not measured.
@@ -148,8 +149,8 @@ class Product:
         side = 1.5 * self.flops / self.elements  # of squares: 2 side^3 FLOPs of 3 side^2 elements
         square = self.flops + self.added if hardware.streams else 2 * side**3
         calls, dtype = 1.0 if hardware.streams else self.flops / square, self.dtype or dtype
-        if dtype == FLOAT8:  # the part of its peak that a bfloat16 product reaches which takes as long
-            square, dtype = square * hardware.peak("bfloat16") / hardware.peak(FLOAT8), "bfloat16"
+        if dtype in FLOAT8:  # the part of its peak that a bfloat16 product reaches which takes as long
+            square, dtype = square * hardware.peak("bfloat16") / hardware.peak(dtype), "bfloat16"
         kernel = hardware.matmul_seconds(square, dtype, calls)
         return max(kernel, hardware.memory_seconds(self.elements * self.itemsize))
 
@@ -170,14 +171,15 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
     for p in linears:  # one that tp does not shard multiplies only this rank's share of the tokens
         columns, inner = p.local(job.dims.tp)
         tokens = job.outer_tokens if p.tp_dim is None else job.tokens
-        dtype = "" if job.config.fp8 == "none" or not p.float8(job.dims.tp) else _float8_dtype(job)
+        dtype = _float8_dtype(job) if p.float8(job.config.fp8, job.dims.tp) else ""
         # In float8 both operands have a byte; of the square's three matrices the result has as many as otherwise.
-        itemsize = (2 + job.dtype.itemsize) / 3 if dtype == FLOAT8 else job.dtype.itemsize
+        itemsize = (2 + job.dtype.itemsize) / 3 if dtype in FLOAT8 else job.dtype.itemsize
         forward.append(Product.of(tokens, inner, columns, itemsize, dtype))
     for p in layer.experts:
         elements = p.numel / job.dims.ep + rows * sum(p.shape[1:])
-        added = TILE * p.numel / job.dims.ep
-        forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, job.dtype.itemsize, added=added))
+        added, dtype = TILE * p.numel / job.dims.ep, _float8_dtype(job) if layer.float8_experts(job.config.fp8) else ""
+        itemsize = (2 + job.dtype.itemsize) / 3 if dtype in FLOAT8 else job.dtype.itemsize
+        forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, itemsize, dtype, added))
     needed = forward if forward[-1].dtype else forward[:-1]
     again = {"none": [], "selective": needed[len(forward) - 1 :]}.get(job.config.ac, needed)
     if job.config.mlp_tile and not layer.experts:
@@ -193,7 +195,7 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
 
 
 def _float8_dtype(job: Job) -> str:
-    return "float32" if job.config.emulates_float8 else FLOAT8
+    return "float32" if job.config.emulates_float8 else FLOAT8[job.config.fp8 == "mx"]
 
 
 def cast_bytes(job: Job, layer: LayerShape) -> tuple[float, float]:
@@ -202,15 +204,24 @@ def cast_bytes(job: Job, layer: LayerShape) -> tuple[float, float]:
     torchao's code: a forward casts inputs, and with row scales weights; a backward casts both again, and gradients of
     outputs for each product. Its products take their operands in one order only, so that a backward copies inputs,
     gradients and weights. A compiled graph casts once what several linears take, and with tensor scales a gradient, and
-    keeps maxima of inputs. Casts of shards of weights, before they are gathered, are not counted.
+    keeps maxima of inputs. Casts of shards of weights, before they are gathered, are not counted. MXFP8's casts are one
+    kernel each, along either dim: the forward's of inputs and weights, the backward's of both and twice of gradients.
     """
+    if job.config.fp8 == "mx":
+        once = job.dtype.itemsize + 1 + 1 / FLOAT8_DIMS["mx"]  # a scale for each block
+        shapes = [(job.tokens, *p.local(job.dims.tp), 1) for p in layer.parameters if p.float8("mx", job.dims.tp)]
+        if layer.float8_experts("mx"):
+            rows = job.expert_rows(job.outer_tokens)
+            shapes += [(rows, *p.shape[1:], p.shape[0] // job.dims.ep) for p in layer.experts if len(p.shape) == 3]
+        taken = sum(rows * inner + experts * columns * inner for rows, columns, inner, experts in shapes)
+        return once * taken, once * (taken + 2 * sum(rows * columns for rows, columns, _, _ in shapes))
     forward = backward = 0.0
     size, row, fused, cast_inputs = job.dtype.itemsize, job.config.fp8 == "row", job.config.compile, set()
     # Read for the maximum and for the cast; eager, each of their six operators reads and writes, half of them float32.
     cast = 2 * size + 1 if fused else 4 * size + 25
     again = cast - size if fused and not row else cast
-    for p in layer.parameters if job.config.fp8 != "none" else ():
-        if p.float8(job.dims.tp):
+    for p in layer.parameters:
+        if p.float8(job.config.fp8, job.dims.tp):
             columns, inner = p.local(job.dims.tp)
             of = (p.name.rsplit(".", 2)[0], inner) if fused and p.style.startswith("colwise") else p.name
             taken = 0 if of in cast_inputs else job.tokens * inner
@@ -272,6 +283,9 @@ def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
     # Frozen weights have no gradients, but torchao computes those of its linears.
     frozen = _matmul_seconds(job, hardware, list(compress(forward, of_float8))) if job.frozen else matmul
     others = LAYER_LAUNCHES + (EXPERT_LAUNCHES if layer.experts else 0) + RING_LAUNCHES * (job.dims.ring - 1)
+    launches = CAST_LAUNCHES * (5 if recomputes else 4) + COPIES
+    if job.config.fp8 == "mx":
+        launches = MX_CASTS * (4 if recomputes else 3)
     return LayerSeconds(
         Seconds(matmul, 0.0, memory + shared),
         Seconds(repeated, 0.0, memory + shared if recomputes else 0.0),
@@ -279,7 +293,7 @@ def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
         (3 if job.trained else 1) * (len(forward) + others)
         + len(again)
         + (others if recomputes else 0)
-        + sum(of_float8) * (CAST_LAUNCHES * (5 if recomputes else 4) + COPIES),
+        + sum(of_float8) * launches,
     )
 
 

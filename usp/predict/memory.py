@@ -133,9 +133,10 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
     weights = sum(math.prod(p.local(job.dims.tp)) for p in layer.parameters if p.name.startswith("mlp"))
     weights += sum(p.numel for p in layer.experts) // job.dims.ep
     of_weights = 0 if job.frozen else weights * size
-    float8 = [p.local(job.dims.tp) for p in layer.parameters if job.config.fp8 != "none" and p.float8(job.dims.tp)]
-    # An eager cast has two float32 copies.
-    casts = 0 if job.config.compile else 2 * FLOAT32 * job.tokens * max(map(max, float8), default=0)
+    float8 = [p.local(job.dims.tp) for p in layer.parameters if p.float8(job.config.fp8, job.dims.tp)]
+    # An eager cast has two float32 copies, and MXFP8's is one kernel.
+    fused = job.config.compile or job.config.fp8 == "mx"
+    casts = 0 if fused else 2 * FLOAT32 * job.tokens * max(map(max, float8), default=0)
     peaks = (  # in the MLP, in the norm before it, and in attention
         of_mlp + of_weights / 3 + casts,
         NORM_BYTES * hidden - in_mlp + of_weights,

@@ -136,7 +136,8 @@ def _units(
         trained = [not job.frozen or ADAPTER in p.name for p in parameters]
         partial = [tp > 1 and p.partial_gradient(job.config.tp_sequence_parallel) for p in parameters]
         summed = tuple(p.numel for p, *both in zip(parameters, trained, partial, strict=True) if all(both))
-        float8 = sum(math.prod(p.local(tp)) for p in parameters if job.config.fp8 == "tensor" and p.float8(tp))
+        gathered = [p for p in parameters if job.config.fp8 == "tensor" and p.float8("tensor", tp)]
+        float8 = sum(math.prod(p.local(tp)) for p in gathered)
         units.append(_unit(job, "fsdp", [p.local(tp) for p in parameters], trained, summed)._replace(float8=float8))
     if experts:
         shapes = [(p.shape[0] // job.dims.ep, *p.shape[1:]) for p in experts]
@@ -216,7 +217,7 @@ def scale_traffic(job: Job, rank: int) -> Iterator[Sent]:
     """Yield the maxima of the weights that are gathered in float8, of each stage together."""
     for stage in job.stages(rank) if job.config.fp8 == "tensor" else ():
         layers = (job.model.layers[index] for index in job.stage_layers[stage])
-        weights = sum(p.float8(job.dims.tp) for layer in layers for p in layer.parameters)
+        weights = sum(p.float8("tensor", job.dims.tp) for layer in layers for p in layer.parameters)
         for axis in ("fsdp", "tp") if job.config.zero else ("tp",):
             yield all_reduce(axis, weights * FLOAT32, job.degree(axis))
 

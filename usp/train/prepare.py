@@ -40,7 +40,8 @@ from .resolve import ResolvedStage, resolve
 from .step import HeldOut
 from .validate import with_flags
 
-FLOAT8_CAPABILITY = (8, 9)
+# By --fp8: the compute capability from which GPUs have its products, and the CUDA that torchao's kernels need.
+FLOAT8_GPUS = dict.fromkeys(("tensor", "row"), ((8, 9), (0, 0))) | {"mx": ((10, 0), (12, 8))}
 _Source = tuple[TokenStore, str]  # and lines about files that were left out, and keys that are read
 
 
@@ -250,9 +251,13 @@ def _float8_problems(config: TrainConfig, device: torch.device | None) -> Iterat
         yield f"--fp8 {config.fp8} needs the package torchao: pip install 'usp-toolkit[fp8]'"
     if device is None or device.type != "cuda" or config.fp8_emulate:
         return
-    if torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        yield f"--fp8 {config.fp8} needs a GPU with float8 (8.9 or above), not {name}: give --fp8-emulate"
+    capability, toolkit = FLOAT8_GPUS[config.fp8]
+    if torch.cuda.get_device_capability(device) < capability:
+        name, least = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        yield f"--fp8 {config.fp8} needs a GPU with float8 ({least} or above), not {name}: give --fp8-emulate"
+    elif tuple(map(int, (torch.version.cuda or "0.0").split("."))) < toolkit:
+        least = ".".join(map(str, toolkit))
+        yield f"--fp8 {config.fp8} needs torch with CUDA {least}, not {torch.version.cuda}: give --fp8-emulate"
 
 
 def _find_all(config: TrainConfig, held_out: Mapping[str, DataFiles | Path]) -> dict[str, DataFiles | Path]:

@@ -225,7 +225,7 @@ def _float8_problems(resolved: Resolved, stage: ResolvedStage) -> Iterator[str]:
         assert resolved.model_config is not None
         dims, gathers = stage.dims, stage.config.fp8 == "tensor" and stage.config.zero > 0
         shards = dims.dp_shard * dims.ring * dims.ulysses if gathers else 1
-        yield from float8_problems(resolved.shape, resolved.model_config, stage.dims.tp, shards)
+        yield from float8_problems(resolved.shape, resolved.model_config, stage.config.fp8, stage.dims.tp, shards)
 
 
 def trained_model(config: TrainConfig, weights: bool = True, ids: int = 0, images: bool = False) -> ModelConfig:

@@ -17,7 +17,7 @@ from typing import Any, cast
 from parallel import ParallelDims, divisors, micro_batch_violation, stages_per_rank
 from usp.config import ALL_LINEAR, CommonConfig, TrainConfig, by_stage
 from usp.fields import flag, shared_values, value_violations
-from usp.model.facts import ModelFacts, ep_violations, pp_violations, tp_violations
+from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
 
 
 def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, ended: int = 0) -> list[str]:
@@ -275,8 +275,8 @@ def _float8(config: TrainConfig) -> Iterator[str]:
         yield f"{given} has no float32 weights whose rows --lora-dora could measure: remove one"
     tokens = config.padded_len // (config.sp_ring * config.sp_ulysses)
     for name, number in (("tokens of a sequence on a rank", tokens), ("tokens of --mlp-tile", config.mlp_tile)):
-        if number % 16:
-            yield f"{given} needs a multiple of 16 {name}, for products of float8, and has {number}: change --seq-len"
+        if number % (of := FLOAT8_DIMS[config.fp8]):
+            yield f"{given} needs a multiple of {of} {name}, for products of float8, and has {number}: change --seq-len"
 
 
 def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:

@@ -5,7 +5,8 @@
 `usp.hf.shrink` makes every size the same for all families. Here a seed draws sizes, heads, masks, rotary embeddings,
 experts, scales, biases and the kinds of layers, from the fields that a configuration has and the names that its
 modeling file reads. What transformers itself cannot build or run in one process is left out, found by halving. Each
-configuration then runs on ring x ulysses meshes in float64, forwards and backwards, against one process.
+configuration then runs on ring x ulysses meshes in float64, forwards and backwards, against one process: also what
+layers do in float32, such as norms, so that nothing but the order of sums differs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelDims, ParallelMesh
@@ -233,11 +235,23 @@ def _modeling_source(config: PretrainedConfig) -> str:
 # Against one process
 
 
+class InDouble(TorchFunctionMode):
+    """Compute in float64 what is asked for in float32."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
 def model_of(config: PretrainedConfig) -> PreTrainedModel:
     """Return the model in float64, with weights of which none is zero or one."""
     torch.manual_seed(0)
     implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **implementations)
+    with InDouble():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **implementations)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if (tensor.dim() < 2 or name.endswith("bias")) and tensor.is_floating_point():
@@ -263,7 +277,8 @@ def plain(config: PretrainedConfig, cuts: Sequence[int]) -> Result:
     model, own = model_of(config), ids()
     parts, targets, total = [], 0, torch.zeros((), dtype=torch.float64)
     for begin, end in pairwise(cuts):
-        logits = model(input_ids=own[:, begin:end], use_cache=False).logits
+        with InDouble():
+            logits = model(input_ids=own[:, begin:end], use_cache=False).logits
         labels = own[:, begin + 1 : end].flatten()
         total = total + torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
         targets += len(labels)
@@ -297,11 +312,13 @@ def sharded(config: PretrainedConfig, degrees: tuple[int, int], layout: str, cut
         apply_unified_sp(model, mesh, layout)
         local = shard_batch(batch, mesh, layout)
         labels = local.pop("shift_labels")
-        logits = model(**local, use_cache=False).logits
+        with InDouble():
+            logits = model(**local, use_cache=False).logits
     except ValueError as error:
         return Found(refused=str(error))
-    share = causal_lm_loss(logits, labels, global_token_count(labels, mesh))
-    share.backward()
+    with InDouble():
+        share = causal_lm_loss(logits, labels, global_token_count(labels, mesh))
+        share.backward()
     loss, axes = share.detach().clone(), SpAxes.of(mesh)
     gradients = _gradients(model)
     for total in (loss, *gradients):

@@ -270,6 +270,18 @@ def test_float8_halves_products_and_adds_casts_which_a_compiler_fuses() -> None:
         step_seconds(llama(8, fp8="tensor"), A800)
 
 
+def test_mxfp8_has_products_of_its_own_and_casts_of_one_kernel() -> None:
+    h100, b200 = load_hardware("h100"), load_hardware("b200")
+    plain, tensor, mx = (layer_seconds(llama(8, seq_len=8192, fp8=fp8), b200, 0) for fp8 in ("none", "tensor", "mx"))
+    assert mx.forward.matmul == tensor.forward.matmul < 0.7 * plain.forward.matmul
+    assert plain.forward.memory < mx.forward.memory < tensor.forward.memory and mx.launches < tensor.launches
+    with pytest.raises(ValueError, match=r"H100.* states no peak_flops for mxfp8"):
+        layer_seconds(llama(8, fp8="mx"), h100, 0)
+    mixtures = (job(8, model="mixtral-8x7b", seq_len=8192, ep=8, fp8=fp8) for fp8 in ("none", "tensor", "mx"))
+    experts = [layer_seconds(mixture, b200, 0).forward.matmul for mixture in mixtures]
+    assert experts[2] < 0.8 * experts[1] < experts[0]  # with scales of tensors, experts stay in bfloat16
+
+
 def test_narrow_products_are_slower_on_a_processor_and_not_on_a_gpu() -> None:
     narrow, square = Product.of(1 << 16, 64, 64, 4), Product.of(1 << 10, 1 << 9, 1 << 9, 4)
     assert narrow.flops == square.flops

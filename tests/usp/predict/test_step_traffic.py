@@ -52,6 +52,7 @@ FLOAT8: list[Flags] = [  # of the tiny models, keys and values stay in bfloat16
     {"fp8": "tensor", "model": "mixtral", "ep": 2},
     {"fp8": "tensor", "zero": 0, "lora_rank": 2},
     {"fp8": "row", "sp_ulysses": 2},
+    {"fp8": "mx", "model": "mixtral", "ep": 2},
 ]
 MIXTURES: list[Flags] = [
     {"model": "qwen3", "sp_ulysses": 4, "sp_ring": 2},  # 2 key-value heads, so they are replicated

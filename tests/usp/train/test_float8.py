@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import tensor_to_scale
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+from torchao.quantization import quantize_
+from torchao.quantization.quantize_.common import KernelPreference
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from attention import SequenceLayout
 from parallel import ParallelMesh, local_tensor
@@ -28,7 +36,8 @@ from tests.usp.tiny import ADAM_EPS, LEARNING_RATE, MAX_NORM, ROWS, SEQ_LEN, VOC
 from tests.usp.train.test_lora import ALL, ALPHA, RANK, add_adapters
 from tests.usp.train.test_matrix import train
 from usp.config import TrainConfig
-from usp.hf.float8 import RECIPES, float8_line
+from usp.hf.experts import expert_modules
+from usp.hf.float8 import RECIPES, MxLinear, float8_line
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.run.failures import ConfigurationError
@@ -53,11 +62,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, flags
     "rows, tp2 ring2": (4, {"fp8": "row", "tp": 2, "tp_sequence_parallel": True, "sp_ring": 2, "ac": "selective"}),
     "adapters": (4, {"fp8": "tensor", "sp_ulysses": 2, **ADAPTERS}),
     "rows, adapters": (2, {"fp8": "row", "tp": 2, **ADAPTERS}),
+    "mx alone": (1, {"fp8": "mx"}),
+    "mx, ring2 dp2": (4, {"fp8": "mx", "sp_ring": 2, "ac": "attention-saved"}),
+    "mx, tp2 dp2": (4, {"fp8": "mx", "tp": 2, "tp_sequence_parallel": True, "micro_batches": 2}),
+    "mx, pp2 dp2": (4, {"fp8": "mx", "pp": 2, "micro_batches": 2, "zero": 1}),
+    "mx, adapters": (2, {"fp8": "mx", "sp_ulysses": 2, **ADAPTERS}),
+    "mx, compiled": (2, {"fp8": "mx", "compile": True}),
     "replicas": (4, {"fp8": "tensor", "dp_replicate": 2, "zero": 2, "optimizer": "muon"}),
     "compiled": (2, {"fp8": "tensor", "compile": True}),
     "compiled, rows, tp2": (2, {"fp8": "row", "tp": 2, "compile": True}),
 }
-ALWAYS = ("alone", "ring x ulysses", "tp2 dp2", "pp2 dp2", "rows, tp2 ring2", "adapters")
+ALWAYS = (
+    "alone",
+    "ring x ulysses",
+    "tp2 dp2",
+    "pp2 dp2",
+    "rows, tp2 ring2",
+    "adapters",
+    "mx, ring2 dp2",
+    "mx, tp2 dp2",
+)
 
 
 def config_of(folder: Path, **flags: Any) -> TrainConfig:
@@ -66,10 +90,34 @@ def config_of(folder: Path, **flags: Any) -> TrainConfig:
     return TrainConfig(model=str(folder), **each | optimizer | flags)
 
 
-def in_float8(model: PreTrainedModel, fp8: str) -> PreTrainedModel:
-    """Convert the layers of a model as torchao's users do."""
+EMULATED = KernelPreference.EMULATED, ScaleCalculationMode.RCEIL
+
+
+def in_float8(model: PreTrainedModel, fp8: str, tp: int = 1) -> PreTrainedModel:
+    """Convert the layers of a model as torchao's users do; in MXFP8 without those whose parts are too small for it."""
+    if fp8 == "mx":
+        small = ("k_proj", "v_proj") if tp > 1 else ()
+        recipe = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+        quantize_(model, recipe, lambda part, name: _in_layers(part, name) and not name.endswith(small))
+        return model
     config = replace(Float8LinearConfig.from_recipe_name(RECIPES[fp8]), emulate=True)
     return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "layers." in name)
+
+
+def _in_layers(part: torch.nn.Module, name: str) -> bool:
+    return isinstance(part, torch.nn.Linear) and "layers." in name and not name.endswith("mlp.gate")
+
+
+class MxInParts(torch.nn.Linear):
+    """A linear in MXFP8 that casts the tokens of each rank by themselves, as `InParts`: blocks of 32 tokens share the
+    scales of a weight's gradient."""
+
+    parts: tuple[torch.Tensor, ...]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat, back = x.flatten(0, -2), torch.cat(self.parts).argsort()
+        products = [_to_mxfp8_then_scaled_mm(flat[rows], self.weight, *EMULATED) for rows in self.parts]
+        return torch.cat(products)[back].view(*x.shape[:-1], -1)
 
 
 class InParts(Float8Linear):
@@ -116,9 +164,12 @@ def train_alone(
     parts, tp: of a layout whose casts are repeated, see `InParts`.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    model = in_float8(model, fp8) if fp8 else model
+    model = in_float8(model, fp8, tp) if fp8 and not (parts and fp8 == "mx") else model
+    small = ("k_proj", "v_proj") if tp > 1 else ()
     for name, module in model.named_modules() if parts else ():
-        if isinstance(module, Float8Linear):
+        if fp8 == "mx" and _in_layers(module, name) and not name.endswith(small):
+            module.__class__, module.parts = MxInParts, parts
+        elif isinstance(module, Float8Linear):
             module.__class__, module.parts, module.tp = InParts, parts, tp
             module.rowwise = name.endswith(("o_proj", "down_proj"))
     if adapters:
@@ -170,8 +221,8 @@ def test_losses_are_those_of_torchao_on_one_process(
 
 
 def test_float8_is_neither_float32_nor_another_recipe(alone: dict[tuple[str, bool], torch.Tensor]) -> None:
-    norms = {fp8: alone[fp8, False][:, 1] for fp8 in ("", "tensor", "row")}
-    for one, other in (("", "tensor"), ("", "row"), ("tensor", "row")):
+    norms = {fp8: alone[fp8, False][:, 1] for fp8 in ("", *RECIPES)}
+    for one, other in set(combinations(norms, 2)) - {("row", "mx")}:  # powers of 2 round alike but the smallest numbers
         assert (norms[one] / norms[other] - 1).abs().max() > 1e-4
 
 
@@ -187,7 +238,10 @@ def casts(config: TrainConfig) -> dict[str, tuple[Any, ...]]:
                 module.unshard()
         for name, parameter in stage.model.named_parameters():
             value = local_tensor(parameter.detach())
-            if hasattr(value, "_data"):
+            if config.fp8 == "mx" and name.partition("layers.")[2].endswith("proj.weight"):
+                scale, data = to_mx(value, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+                found[name] = local_box(parameter).slices(), data.view(torch.uint8), scale.view(torch.uint8)
+            elif hasattr(value, "_data"):
                 found[name] = local_box(parameter).slices(), value._data.view(torch.uint8).clone(), value._scale.clone()
     return found
 
@@ -202,6 +256,38 @@ def test_gathered_weights_are_torchaos_casts_bit_by_bit(ranks: RankPool, llama: 
             assert torch.equal(values, whole._data.view(torch.uint8)[slices]) and scale == whole._scale
         seen |= found.keys()
     assert seen == {f"model.layers.{i}.{m}.weight" for i in (0, 1) for m in LINEARS}
+
+
+def test_linears_in_mxfp8_are_torchaos_bit_by_bit() -> None:
+    """Of blocks so different in size that one scale for a row would lose one of them."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([1.0, 2.0**-20]).repeat_interleave(32)
+    x, weight = torch.randn(3, 32, 64) * sizes, torch.randn(96, 64) * sizes.flip(0)
+    recipe, found = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL), []
+    for ours in (True, False):
+        linear, inputs = torch.nn.Linear(64, 96, bias=False), x.clone().requires_grad_()
+        linear.weight = torch.nn.Parameter(weight.clone())
+        if ours:
+            linear.__class__, linear.emulate = MxLinear, True
+        else:
+            quantize_(torch.nn.Sequential(linear), recipe, lambda part, name: isinstance(part, torch.nn.Linear))
+        out = linear(inputs)
+        out.square().sum().backward()
+        found.append((out.detach(), inputs.grad, linear.weight.grad))
+    assert all(map(torch.equal, *found))
+    exact = x @ weight.t()
+    assert 1e-3 < (found[0][0] - exact).norm() / exact.norm() < 0.1
+
+
+def test_parts_of_weights_have_the_blocks_of_the_whole_in_mxfp8(ranks: RankPool, llama: Path) -> None:
+    weights = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).state_dict()
+    for found in ranks.run(casts, 4, config_of(llama, fp8="mx", tp=2, sp_ring=2)):
+        assert found
+        for name, (slices, values, scale) in found.items():
+            whole_scale, whole = to_mx(weights[name], torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+            columns = slice(*(n // 32 for n in (slices[1].start, slices[1].stop)))
+            assert torch.equal(values, whole.view(torch.uint8)[slices])
+            assert torch.equal(scale, whole_scale.view(torch.uint8)[slices[0], columns])
 
 
 LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -239,6 +325,7 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"seq_len": 40, "sp_ring": 2, "global_batch_size": 2}, "multiple of 16 tokens of a sequence on a rank.*has 20"),
     ({"mlp_tile": 24}, "multiple of 16 tokens of --mlp-tile, .* and has 24"),
     ({"fp8": "none", "fp8_emulate": True}, "--fp8-emulate is an option of --fp8, which is none"),
+    ({"fp8": "mx", "sp_ring": 4, "global_batch_size": 4}, "multiple of 32 tokens of a sequence on a rank.*has 16"),
     ({"sp_ring": 3, "dp_shard": 1, "seq_len": 96}, "which they do not for self_attn.q_proj.weight .64 rows."),
 ]
 
@@ -260,6 +347,13 @@ def test_a_gpu_without_float8_and_a_missing_package_are_refused(monkeypatch: pyt
     package, device = _float8_problems(config, gpu)
     assert package == "--fp8 row needs the package torchao: pip install 'usp-toolkit[fp8]'"
     assert device == "--fp8 row needs a GPU with float8 (8.9 or above), not NVIDIA A100: give --fp8-emulate"
+    _, device = _float8_problems(replace(config, fp8="mx"), gpu)
+    assert device == "--fp8 mx needs a GPU with float8 (10.0 or above), not NVIDIA A100: give --fp8-emulate"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    assert list(_float8_problems(config, gpu)) == [package]
+    _, device = _float8_problems(replace(config, fp8="mx"), gpu)
+    assert device == "--fp8 mx needs torch with CUDA 12.8, not 12.6: give --fp8-emulate"
     assert list(_float8_problems(replace(config, fp8_emulate=True), gpu)) == [package]
     assert list(_float8_problems(config, torch.device("cpu"))) == [package]
 
@@ -269,3 +363,59 @@ def test_the_summary_says_what_is_not_in_float8() -> None:
     line = float8_line(model_shape(model_facts("", config), config), "row", 1, emulated=True)
     assert "rowwise recipe for 8 linears, emulated" in line
     assert "not in float8: mlp.gate, mlp.experts.gate_up_proj, mlp.experts.down_proj, output head" in line
+    line = float8_line(model_shape(model_facts("", config), config), "mx", 1, emulated=True)
+    assert "mxfp8_rceil recipe for 12 weights, emulated" in line and "not in float8: mlp.gate, output head" in line
+
+
+# Experts
+
+
+def experts_alone(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Run the experts of a layer on one process by torchao's products."""
+    order, number = chosen.flatten().argsort(stable=True), chosen.shape[1]
+    ends = torch.bincount(chosen.flatten(), minlength=module.num_experts).cumsum(0).int()
+    options: dict[str, Any] = {"kernel_preference": EMULATED[0], "pad_token_groups_for_grouped_mm": True}
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _to_mxfp8_then_scaled_grouped_mm(rows, weight.transpose(1, 2), ends, **options).float()
+
+    inner = module._apply_gate(product(hidden[order // number], module.gate_up_proj))
+    mixed = product(inner, module.down_proj) * weights.flatten()[order].unsqueeze(1)
+    return torch.zeros_like(hidden).index_add(0, order // number, mixed)
+
+
+def mixture_alone(folder: str) -> list[tuple[float, float]]:
+    """Return (loss, gradient norm) of each step of transformers and torchao on one process."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    in_float8(model, "mx")
+    for module in expert_modules(model):
+        module.forward = partial(experts_alone, module)
+    optimizer, history = optimiser(model), []
+    for step in range(STEPS):
+        loss = loss_alone(model, packed_batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        history.append((loss.item(), norm.item()))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [(1, {}), (4, {"ep": 2, "sp_ring": 2}), pytest.param(4, {"ep": 4, "pp": 1}, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+def test_experts_in_mxfp8_are_torchaos_on_one_process(
+    ranks: RankPool, tmp_path: Path, world_size: int, flags: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    sizes = SIZES | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    config = Qwen3MoeConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=256, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    wanted = torch.tensor(mixture_alone(str(tmp_path)), dtype=torch.float64)
+    other = config_of(tmp_path, fp8="mx", router_aux_loss_coef=0.0, **flags)
+    found = torch.tensor(ranks.run(train, world_size, other, STEPS), dtype=torch.float64)
+    bound = SAME if world_size == 1 else CLOSE
+    differences = (found / wanted - 1).abs().amax(0)
+    assert (differences <= bound).all(), differences
