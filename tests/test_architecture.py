@@ -33,7 +33,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/planning": 4250,
     "usp/predict": 3225,
     "usp/rlhf": 12300,
-    "usp/run": 1250,
+    "usp/run": 1275,
     "usp/sp": 2250,
     "usp/train": 3975,
     "usp": 40200,
