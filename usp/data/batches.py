@@ -235,6 +235,7 @@ class Batch:
     real: bool (rows, tokens), False for those behind a row's seq_len; None if there are none.
     images: of each micro-batch, also of those without, if any row of the global batch has images: ranks that share the
         weights of the encoder call it alike. Otherwise empty.
+    balanced: the share of its rows that layout auto divides as balanced; None with other layouts.
     """
 
     numbers: range
@@ -245,6 +246,7 @@ class Batch:
     cu_seqlens: torch.Tensor
     real: torch.Tensor | None = None
     images: tuple[ImageBatch, ...] = ()
+    balanced: float | None = None
 
     def to(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return what the model and the loss take, on `device`; cu_seqlens stay on the CPU."""
@@ -279,11 +281,12 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
         lengths = [np.diff(packed.row(number).boundaries) for number in numbers]
         dealt = even_rows([int(each @ each) for each in lengths], len(numbers) // part.rows)
         own = [numbers[index] for index in dealt[part.first // part.rows]]
-    rows, columns, real, place = [], [], [], (part.ring_rank, part.ulysses_rank)
+    rows, columns, real, kinds, place = [], [], [], [], (part.ring_rank, part.ulysses_rank)
     for number in own:
         rows.append(packed.row(number))
         limit = packed.seq_len if targets is None else targets - number * packed.seq_len
         layout = part.layout_of(rows[-1])
+        kinds.append(layout.decided.kind)
         spans = [_read(rows[-1], span, limit) for span in layout.local_spans(*place)]
         columns.append([np.concatenate(values) for values in zip(*spans, strict=True)])
         if layout.seq_len > packed.seq_len:
@@ -296,7 +299,9 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
     if part.images is not None and any(row.has_images for row in chain(rows, map(packed.row, numbers))):
         size = len(rows) // part.micro_batches
         images = tuple(_read_images(rows[at : at + size], packed.seq_len, part) for at in range(0, len(rows), size))
-    return Batch(numbers, own, ids, positions, labels, boundaries, torch.stack(real) if real else None, images)
+    hidden = torch.stack(real) if real else None
+    chosen = kinds.count("balanced") / len(kinds) if part.layout.kind == "auto" else None
+    return Batch(numbers, own, ids, positions, labels, boundaries, hidden, images, chosen)
 
 
 def _read_images(rows: Sequence[Row], seq_len: int, part: Part) -> ImageBatch:

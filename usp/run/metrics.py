@@ -65,7 +65,8 @@ class StepRecord:
     not evaluated. eval_loss_by_position is that loss by the last position of a range, each twice as long as the one
     before; its numbers are "eval_loss_by_position/1024" and so on. Of several held-out sets, these are of the first;
     eval_sets has both losses of each by its name, as numbers "eval_loss/NAME" and "eval_loss_by_position/NAME/1024".
-    indexer_loss: the mean over the layers with an indexer that is trained.
+    indexer_loss: the mean over the layers with an indexer that is trained. balanced_rows: the share of the step's rows
+    that `--sp-layout auto` divides as balanced, others as zigzag; None with other layouts.
     attention_kernels are those that this rank's calls have used so far. stage: of the curriculum, from 1.
     """
 
@@ -89,6 +90,7 @@ class StepRecord:
     epochs: Mapping[str, float] = field(default_factory=dict)
     eval_sets: Mapping[str, tuple[float, Mapping[int, float]]] = field(default_factory=dict)
     indexer_loss: float | None = None
+    balanced_rows: float | None = None
     attention_kernels: tuple[str, ...] = ()
     stage: int = 1
     seq_len: int | None = None
@@ -123,12 +125,13 @@ class StepRecord:
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         exposed = self.attention_wait_seconds / self.seconds
         sent = f"  sent/rank {size(self.attention_sent_bytes)} attention ({exposed:.0%} of the step exposed){fsdp}"
+        auto = "" if self.balanced_rows is None else f"  rows balanced {self.balanced_rows:.0%}"
         indexers = "" if self.indexer_loss is None else f"indexer loss {self.indexer_loss:.4f}  "
         return (
             f"loss {self.loss:.4f}  {indexers}grad norm {self.grad_norm:.3f}  "
             f"{count(self.tokens_per_second)} tokens/s{mfu}  "
             f"memory {size(self.memory_bytes)}{sent if self.attention_sent_bytes or self.fsdp_sent_bytes else ''}  "
-            f"{epoch}{waited}{evaluated}"
+            f"{epoch}{auto}{waited}{evaluated}"
         )
 
 

@@ -155,6 +155,7 @@ class Trainer(TrainingLoop):
         self.tokens, self.sent = 0, 0  # sent: by this rank so far
         self.sent_in_step = self.waited_in_step = self.flops_in_step = 0.0  # of all ranks
         self.indexer_loss: float | None = None
+        self.balanced_rows: float | None = None
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.peak = peak_flops(name) if config.dtype == "bfloat16" else None  # of a device; None: MFU is not known
         self.batches = self._reader()
@@ -217,6 +218,7 @@ class Trainer(TrainingLoop):
             eval_loss_by_position=held_out.by_position if held_out else {},
             eval_sets={name: (found.loss, found.by_position) for name, found in evaluated.items() if name},
             indexer_loss=self.indexer_loss,
+            balanced_rows=self.balanced_rows,
             attention_kernels=tuple(sorted(kernels)),
             stage=stage + 1,
             seq_len=self.config.seq_len,
@@ -397,14 +399,18 @@ class Trainer(TrainingLoop):
         return sum(cast(Any, stage.model).unified_sp.time_exposed().take() for stage in self.engine.stages)
 
     def _exchange(self, batch: Batch, share: Tensor) -> float:
-        """Sum over ranks the losses, what attention sent and waited, FLOPs and requests to stop; return the loss."""
+        """Sum over ranks the losses, what attention sent and waited, FLOPs, requests to stop and balanced rows; return
+        the loss."""
         sent, own = self._attention_sent(), [share.item()]
         own += [sent - self.sent, self._attention_waited(), self._flops(batch), float(self.stop.requested)]
         models = [stage.model for stage in self.engine.stages]
+        own += [batch.balanced or 0.0]
         own += indexer_losses(models) if self.config.indexer_loss_coef else (0.0, 0.0)
-        loss, *sums, stops, of_indexers, indexers = sum_over_ranks(own, self.mesh, self.device)
+        loss, *sums, stops, balanced, of_indexers, indexers = sum_over_ranks(own, self.mesh, self.device)
         self.sent_in_step, self.waited_in_step, self.flops_in_step = sums
         self.indexer_loss = of_indexers / indexers if indexers else None
+        ranks = self.mesh.size("loss") * self.mesh.size("pp")
+        self.balanced_rows = None if batch.balanced is None else balanced / ranks
         self.sent, self.stopping = sent, stops > 0
         return loss
 

@@ -106,7 +106,11 @@ def test_a_part_is_the_batch_of_one_process_cut_by_the_layout(
     numbers = range(packed.per_epoch - 2, packed.per_epoch + 2)
     whole = read_batch(packed, numbers, Part.whole(4, 256))
     for part, positions in parts(kind, grid, whole):
-        own = read_batch(packed, numbers, part).to(CPU)
+        batch = read_batch(packed, numbers, part)
+        own, rows = batch.to(CPU), map(tuple, whole.cu_seqlens.tolist())
+        if kind == "auto":
+            kinds = [replace(part.layout, documents=(row,)).decided.kind for row in rows]
+            assert batch.balanced == kinds.count("balanced") / len(kinds)
         for name, value in whole.to(CPU).items():
             assert torch.equal(own[name], value if name == "cu_seqlens" else value.gather(1, positions)), name
 

@@ -46,6 +46,7 @@ def test_a_line_shows_every_metric() -> None:
     for part in ("loss 2.5000", "grad norm 0.500", "8.2k tokens/s", "3.0 GiB", "1.0 MiB attention", "512 B FSDP"):
         assert part in line
     assert replace(RECORD, indexer_loss=0.25).line().startswith("loss 2.5000  indexer loss 0.2500  grad norm")
+    assert "rows balanced 25%" in replace(RECORD, balanced_rows=0.25).line() and "balanced" not in line
     assert "MFU" not in line
     assert "MFU 41.3% (cudnn)" in replace(RECORD, mfu=0.4132, attention_kernels=("cudnn",)).line()
 

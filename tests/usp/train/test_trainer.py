@@ -277,6 +277,8 @@ def steps_on(config: TrainConfig, folder: str) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step on this rank."""
     trainer = Trainer(prepare(replace(config, output=folder), launch_of_pool()))
     records = [trainer.step(number) for number in range(1, config.steps + 1)]
+    for record in records:
+        assert (record.balanced_rows is None) == (config.sp_layout != "auto") and 0 <= (record.balanced_rows or 0) <= 1
     return [(record.loss, record.grad_norm) for record in records]
 
 
@@ -287,6 +289,7 @@ def launch_of_pool() -> Launch:
 MESHES = [
     pytest.param(4, {"sp_ulysses": 2, "sp_ring": 2}, id="u2 r2"),
     pytest.param(4, {"sp_ring": 2, "sp_layout": "balanced", "batch_size": 2, "balance_rows": True}, id="r2 dp2"),
+    pytest.param(4, {"sp_ring": 2, "sp_layout": "auto", "batch_size": 2}, id="r2 auto dp2"),
     pytest.param(4, {"sp_ulysses": 2, "dp_replicate": 2, "dp_shard": 1, "batch_size": 2}, id="u2 replicate2"),
 ]
 
