@@ -119,6 +119,11 @@ class LayerShape:
     parameters: tuple[ParameterShape, ...]
     experts: tuple[ParameterShape, ...] = ()
 
+    @property
+    def norms_heads(self) -> bool:
+        """Whether queries and keys are normalized."""
+        return any(p.name.endswith("q_norm.weight") for p in self.parameters)
+
 
 @dataclass(frozen=True)
 class ModelShape:
