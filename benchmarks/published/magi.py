@@ -14,13 +14,17 @@ MEASURED = {  # TFLOP/s of a GPU by number of GPUs, forward and backward, read o
     "USP": ((592, 588, 593, 586), (572, 569, 573, 571)),
 }
 HEADS, HEAD_DIM, LOCAL = 64, 128, 8 * K  # tokens of a GPU
+# Bytes that the study copies around a kernel, per element of q, in (forward, backward): 4 to gather an operand's rows,
+# 6 to scatter a result's into zeros; keys and values together have a quarter of the elements.
+COPIES = 4 + 6 + 4 / 4, 3 * 4 + 6 + (4 + 6) / 4
 NOTES = (
     "MagiAttention: 64 query and 8 KV heads of dim 128, 8K tokens on each GPU, causal, flash-attn 3. The values are "
     "read off charts, to 5 TFLOP/s; work counts as in the source, visible pairs x 2 products, 5 in the backward.",
     "MagiAttention: the degrees of its USP are not stated; assumed are Ulysses in a host of 8 and the ring between "
     "hosts, on one host Ulysses 4 x ring 2.",
-    "MagiAttention: its rings (Megatron-LM's) are slowest on one host, where 34 MB of keys and values pass in less "
-    "than a tenth of a step's compute, so links do not explain what the model misses.",
+    "MagiAttention: its code (exps/dist_attn/baselines) gathers the rows of each kernel's operands and scatters its "
+    "results into zeros, in every step of a ring: counted, with the rates of memory. Its rings remain slowest on one "
+    "host, where 34 MB of keys and values pass in less than a tenth of a step's compute.",
 )
 
 
@@ -49,5 +53,7 @@ def _rates(hardware: Hardware, devices: int, ulysses: int) -> tuple[float, float
         attention_kernel="flash3",
     )
     once, both = (attention_seconds(job, hardware, backward=backward) for backward in (False, True))
+    elements = LOCAL * HEADS * HEAD_DIM * devices // ulysses  # of all steps
+    copies, copies_back = (hardware.memory_seconds(nbytes * elements) for nbytes in COPIES)
     flops = 4 * tokens * (tokens + 1) / 2 * HEADS * HEAD_DIM / devices / 1e12
-    return flops / once, 2.5 * flops / (both - once)
+    return flops / (once + copies), 2.5 * flops / (both - once + copies_back)

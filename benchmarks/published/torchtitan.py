@@ -29,11 +29,12 @@ A100: tuple[tuple[str, dict[str, Any], int, int, str, float], ...] = (
     ("llama2-70b", {}, 4 * K, 2, "full", 353),
 )
 H100 = ((8, 5762), (128, 5605))  # GPUs, tokens/s of a GPU
+POWER = (1 + 835 / 989) / 2  # of the peak, at 500 W
 NOTES = (
     "torchtitan: `selective layer` recomputes every second layer, `selective op` every second matrix product and "
     "everything that is bound by memory, but not attention: mixtures of steps with and without recomputation.",
-    "torchtitan, H100: the node file with what the source says of its cards, 96 GB at 2.4 TB/s; that they run at 500 W "
-    "instead of 700 W is not modelled. The source gives its own MFU as too low for that reason.",
+    "torchtitan, H100: the node file with what the source says of its cards, 96 GB at 2.4 TB/s and 500 W instead of "
+    "700: their peak is between those of H100 SXM and NVL (989 and 835 TFLOP/s), here in the middle.",
     "torchtitan, compiled: float8 has tensor scales, weights are gathered in float8, and linears converted as here, "
     "though in 2024 perhaps the output head, too. Under tensor parallelism its ranks cast their tokens before they are "
     "gathered; here they cast what they gathered. Of torch.compile, the time model has fused casts and no waiting for "
@@ -80,7 +81,9 @@ def source() -> Source:
         name = "llama2-13b" if like else model
         title = f"{name}, {tokens // K}K, batch {batch}, {recomputed}, 64 x A100"
         rows.append(Row(title, "tokens/s", measured, tokens * batch / seconds))
-    h100 = replace(load_hardware("h100"), memory_bytes=96 * 10**9, memory_bytes_per_second=2.4e12)
+    h100 = load_hardware("h100")
+    peaks = {dtype: POWER * peak for dtype, peak in h100.peak_flops.items()}
+    h100 = replace(h100, peak_flops=peaks, memory_bytes=96 * 10**9, memory_bytes_per_second=2.4e12)
     for devices, measured in H100:
         seconds = _seconds(h100, "llama3-8b", devices, "selective op", seq_len=8 * K, batch_size=2)
         title = f"llama3-8b, 8K, batch 2, selective op, {devices} x H100 of 500 W"

@@ -125,6 +125,11 @@ class LayerShape:
         dims = [size for p in self.experts if len(p.shape) == 3 for size in p.shape[1:]]
         return fp8 == "mx" and bool(dims) and not any(size % FLOAT8_DIMS[fp8] for size in dims)
 
+    @property
+    def norms_heads(self) -> bool:
+        """Whether queries and keys are normalized."""
+        return any(p.name.endswith("q_norm.weight") for p in self.parameters)
+
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -98,7 +98,8 @@ MLP_PASSES = 5  # over an MLP's hidden layer: the activation, and its product wi
 LOGIT_PASSES = 10
 LOGPROB_PASSES = 6, 7  # of forward and backward: the same up to the sum; difference, exponential, gradient
 # Operators of an eager layer's forward besides products; a backward has twice as many.
-LAYER_LAUNCHES = 2 * 8 + 2 * 5 + 2 + 1 + 2  # two norms, two rotations, an MLP's activation, attention, two additions
+NORM_LAUNCHES = 8
+LAYER_LAUNCHES = 2 * NORM_LAUNCHES + 2 * 5 + 2 + 1 + 2  # norms, rotations, an MLP's activation, attention, additions
 EXPERT_LAUNCHES = 20  # choosing experts, sorting rows by expert and back
 RING_LAUNCHES = 8  # per step after the first: two messages, attention, merging its output and lse
 # Bytes per element: gradient read for the norm; read and written by clipping; parameter and both states likewise.
@@ -282,7 +283,8 @@ def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
     of_float8 = [product.dtype != "" for product in forward]
     # Frozen weights have no gradients, but torchao computes those of its linears.
     frozen = _matmul_seconds(job, hardware, list(compress(forward, of_float8))) if job.frozen else matmul
-    others = LAYER_LAUNCHES + (EXPERT_LAUNCHES if layer.experts else 0) + RING_LAUNCHES * (job.dims.ring - 1)
+    others = LAYER_LAUNCHES + EXPERT_LAUNCHES * bool(layer.experts) + RING_LAUNCHES * (job.dims.ring - 1)
+    others += 2 * NORM_LAUNCHES * layer.norms_heads
     launches = CAST_LAUNCHES * (5 if recomputes else 4) + COPIES
     if job.config.fp8 == "mx":
         launches = MX_CASTS * (4 if recomputes else 3)
@@ -307,7 +309,8 @@ def _layer_bytes(job: Job, layer: LayerShape, window: int) -> Iterator[float]:
     norm = NORM_PASSES * FLOAT32 + 2 * itemsize + _casts(itemsize)
     yield 2 * (norm + RESIDUAL_PASSES * itemsize) * job.outer_tokens * job.model.hidden_size
     head_dim = (facts.head_dim + facts.value_dim) / 2 if window != NO_ATTENTION else 0.0
-    yield ROTARY_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
+    of_heads = ROTARY_PASSES * itemsize + (norm if layer.norms_heads else 0)
+    yield of_heads * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp
     if layer.experts:
         rows = job.expert_rows(job.outer_tokens)
         yield MLP_PASSES * rows * job.model.expert_size * itemsize

@@ -104,7 +104,7 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
     norm = inside + hidden * (FLOAT32 if job.frozen else FLOAT32 + size)
     norms = sum(len(p.shape) == 1 and p.name.count(".") == 1 and p.name.endswith("weight") for p in layer.parameters)
     others += max(1, norms) * norm
-    if any(p.name.endswith("q_norm.weight") for p in layer.parameters):
+    if layer.norms_heads:
         others += (q + kv // 2) * (FLOAT32 + size)
 
     # A gated MLP saves the results of gate and up, the activation and the product, or has those of one tile at a time.
