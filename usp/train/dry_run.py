@@ -156,6 +156,8 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
         problems.append("--engine deepspeed has no dry run: use --engine fsdp2")
     if config.compile:
         problems.append("--compile has no dry run, which counts the operations of eager layers: remove it")
+    if config.fp8 == "mx" and not config.emulates_float8:
+        problems.append("--fp8 mx has no dry run, since torchao's kernels exist only on their GPUs: give --fp8-emulate")
     resolved = resolve(config, world_size, weights=False)
     _, model_config, facts, _ = resolved.valid(problems)
     config, dims = resolved.largest.config, resolved.largest.dims
