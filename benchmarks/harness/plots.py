@@ -95,8 +95,15 @@ def plot_long_rollouts(record: Record, path: Path) -> None:
 
 
 def plot_long_tails(record: Record, path: Path) -> None:
-    """Plot the seconds of every step of each system, sorted, with their means."""
-    figure, (axes,) = _panels(1, (7.0, 4.2))
+    """Plot the seconds of every step of each system, sorted, with their means; and the scores of every step."""
+    figure, (axes, right) = _panels(2, (12.0, 4.2))
+    for row in record.data:
+        for number, scores in enumerate(row["scores"]):
+            label = None if number else row["system"]
+            right.plot(*_smoothed(scores), color=f"C{record.data.index(row)}", label=label)
+    right.set(xlabel="step", ylabel="share of letters, means of ten steps; three seeds")
+    right.grid(True, alpha=0.3)
+    right.legend(fontsize=8)
     for row in record.data:
         seconds = sorted(row["seconds"])
         (line,) = axes.plot([(n + 0.5) / len(seconds) for n in range(len(seconds))], seconds, ".-", label=row["system"])

@@ -1,21 +1,26 @@
 """Seconds of a GRPO step whose responses have a long tail of lengths, on two emulated hosts: synchronous, with samples
-made beside training, and with partial rollouts.
+made beside training, and with partial rollouts; and what a policy learns meanwhile, step by step, from three seeds.
 
 python -m benchmarks.rlhf.long_tails
+python -m benchmarks.rlhf.long_tails --only curves    # keeps the saved times
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import quantiles
 from typing import Any
 
 from benchmarks.harness.cluster import cluster, unavailable
-from benchmarks.harness.record import Record, finish
+from benchmarks.harness.record import RESULTS, Record, finish
 from benchmarks.rlhf.staleness import RATE, WARMUP, measure
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.runtime.measure import LENGTHS_FILE
@@ -30,6 +35,68 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "--staleness 2 --partial-rollouts": {"plan": "separation", "staleness": 2, "partial_rollouts": True},
     "--staleness 4 --partial-rollouts": {"plan": "separation", "staleness": 4, "partial_rollouts": True},
 }
+ROOT = Path(__file__).parents[2]
+CURVES = {
+    BASE: [],
+    "--staleness 2 --partial-rollouts": ["--staleness", "2", "--partial-rollouts"],
+    "--staleness 4 --partial-rollouts": ["--staleness", "4", "--partial-rollouts"],
+}
+SEEDS, CURVE_STEPS, LEARNING_RATE, LAST = 3, 40, 2e-3, 10
+REWARD = """def letters(prompt, response, answer):
+    return sum(map(str.isalpha, response)) / max(1, len(response))
+"""
+
+
+def curve(flags: list[str], seed: int, folder: Path) -> list[float]:
+    """Train a policy whose reward is the share of letters; return the mean score of the samples of each step."""
+    (folder / "reward.py").write_text(REWARD)
+    given = {
+        "model": "tiny",
+        "tokenizer": "bytes",
+        "device": "cpu",
+        "plan": "separation",
+        "prompts": PROMPTS,
+        "group-size": GROUP,
+        "prompt-tokens": PROMPT_TOKENS,
+        "max-new-tokens": NEW_TOKENS // 2,
+        "stop-ids": ",".join(map(str, range(STOPS))),
+        "reward-function": f"{folder / 'reward.py'}:letters",
+        "steps": CURVE_STEPS,
+        "sft-steps": 0,
+        "warmup-steps": 5,
+        "learning-rate": LEARNING_RATE,
+        "checkpoint-every": 0,
+        "seed": seed,
+        "output": folder / "run",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "rlhf.py"), *(text for name, value in given.items() for text in (f"--{name}", str(value)))]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*command, *flags], env=environ, stdout=-1, stderr=subprocess.STDOUT, text=True)
+    if ended.returncode:
+        sys.exit(f"{' '.join(command)}\n{ended.stdout[-4000:]}")
+    return [json.loads(line)["score"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def with_curves(record: Record) -> Record:
+    """Return a record of times with the scores of every step."""
+    data = []
+    for entry in record.data:
+        scores, flags = [], CURVES.get(entry["system"])
+        for seed in range(SEEDS if flags is not None else 0):
+            with tempfile.TemporaryDirectory() as folder:
+                scores.append(curve(flags or [], seed, Path(folder)))
+            print(entry["system"], seed, f"{mean(scores[-1][-LAST:]):.3f}", flush=True)
+        data.append(entry | {"scores": scores})
+    ends = [[mean(scores[-LAST:]) for scores in entry["scores"]] for entry in data if entry["scores"]]
+    first = [scores[0] for entry in data for scores in entry["scores"]]
+    told = "; ".join(f"{name} {min(of):.2f} to {max(of):.2f}" for name, of in zip(CURVES, ends, strict=True))
+    note = (
+        f"Curves: the reward is the share of letters, learning rate {LEARNING_RATE:g}, responses of up to "
+        f"{NEW_TOKENS // 2} tokens; {min(first):.2f} to {max(first):.2f} in the first step. Means of the last {LAST} "
+        f"of {CURVE_STEPS} steps, {SEEDS} seeds: {told}."
+    )
+    return replace(record, notes=(*(each for each in record.notes if not each.startswith("Curves")), note), data=data)
 
 
 def system(fields: dict[str, Any], steps: int) -> RlhfConfig:
@@ -57,13 +124,21 @@ def responses(run: Path) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="counted steps of each")
+    parser.add_argument("--only", choices=("times", "curves"), help="measure one; curves keeps the saved times")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     arguments = parser.parse_args()
+    saved = arguments.output or RESULTS / "long_tails.json"
+    record = Record.load(saved) if arguments.only == "curves" else times(arguments.steps)
+    finish(record if arguments.only == "times" else with_curves(record), saved)
+
+
+def times(steps: int) -> Record:
+    """Return the record of the times of a step."""
     if reason := unavailable():
         raise SystemExit(f"emulated hosts are not available: {reason}")
-    systems = {name: system(fields, arguments.steps) for name, fields in SYSTEMS.items()}
+    systems = {name: system(fields, steps) for name, fields in SYSTEMS.items()}
     with tempfile.TemporaryDirectory() as folder, cluster(2, RATE) as hosts:
-        ranks = hosts.call(measure, 1, systems, arguments.steps, folder, timeout=1800.0)
+        ranks = hosts.call(measure, 1, systems, steps, folder, timeout=1800.0)
         lengths = responses(Path(folder, BASE))
     rows, data = [], []
     for name in systems:
@@ -80,7 +155,7 @@ def main() -> None:
         row += [f"{mean(each['seconds']) / mean(base['seconds']):.2f}", f"{each['alone'] / base['alone']:.2f}"]
     drawn = [length for of_step in lengths for length in of_step]
     at = quantiles(drawn, n=100)
-    record = Record.of(
+    return Record.of(
         "long_tails",
         f"GRPO steps with a long tail of lengths, on two hosts of one rank, {RATE} between them",
         (
@@ -93,7 +168,7 @@ def main() -> None:
             f"each. Lengths are geometric: {STOPS} of the 259 tokens end a response. Mean {mean(drawn):.0f} tokens, "
             f"median {at[49]:.0f}, 90% {at[89]:.0f}, 99% {at[98]:.0f}; the longest of a step's {PROMPTS * GROUP} "
             f"{mean(map(max, lengths)):.0f} on average.",
-            f"{arguments.steps} steps, one of each in turn on the same ranks; means.",
+            f"{steps} steps, one of each in turn on the same ranks; means.",
             "Synchronous: on all ranks, each generates and trains on half of the samples (flattening); on own ranks, "
             "one generates and the other trains (separation), as in the rows below.",
             "CPU: what the processes used, whatever else the machine did. In the last column, a step takes the "
@@ -102,7 +177,6 @@ def main() -> None:
         data,
         command="python -m benchmarks.rlhf.long_tails",
     )
-    finish(record, arguments.output)
 
 
 if __name__ == "__main__":
