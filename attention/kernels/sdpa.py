@@ -22,6 +22,7 @@ from .reference import ReferenceKernel
 aten = torch.ops.aten
 
 CUDNN_WIDE = 91000  # version from which head dims up to 256 are supported, on Hopper
+LONG = 768  # queries from which the CPU's backward takes 256 at a time, else 64
 LEAF = 64  # fastest of 32 to 256, forward and backward, for triangles of 512 to 8,192 tokens
 
 
@@ -60,13 +61,22 @@ class _DenseKernel(Kernel):
         kv_heads = k.shape[1]
         if launch.empty is not None:  # with no key in any other launch either
             lse_nNA = lse_nNA.masked_fill(lse_nNA.isneginf(), 0.0)
+        folded = self._folded(q, kv_heads, launch)
+        if folded > 1:
+            dout, q, out, lse_nNA = (x.unflatten(1, (-1, folded)).flatten(2, 3) for x in (dout, q, out, lse_nNA))
         # Summing over a group of heads in half precision inside the op loses accuracy with every token.
-        if not self.grouped_heads or q.dtype.itemsize < 4:
+        if (not self.grouped_heads or q.dtype.itemsize < 4) and q.shape[1] > kv_heads:
             k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
         dq, dk, dv = self._backward(dout, q, k, v, out, lse_nNA, launch, spec.score_scale(q.shape[-1]))
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=lse_nNA.dtype) for x in (dk, dv))
+        if folded > 1:
+            dq = dq.unflatten(2, (folded, -1)).flatten(1, 2)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def _folded(self, q: Tensor, kv_heads: int, launch: DenseLaunch) -> int:
+        """Return how many query heads of a KV head the backward takes as further queries of one head."""
+        return 1
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, launch: DenseLaunch, scale: float): ...
@@ -90,6 +100,13 @@ class CpuFlashKernel(_DenseKernel):
         # In half precision, its small squares are even slower.
         leaf = LEAF if dtype in (torch.float32, torch.float64) else None
         return DenseLowering(device, dtype, leaf).lower(tasks)
+
+    def _folded(self, q: Tensor, kv_heads: int, launch: DenseLaunch) -> int:
+        # Gradients of keys are rounded after each block of queries: four times as many are as few blocks.
+        queries, group = q.shape[2], q.shape[1] // kv_heads
+        if q.dtype.itemsize >= 4 or launch.causal or launch.mask is not None or queries >= LONG:
+            return 1
+        return next((heads for heads in (2, 3, 4) if group % heads == 0 and heads * queries >= LONG), 1)
 
     def _forward(self, q, k, v, launch, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(

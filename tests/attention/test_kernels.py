@@ -141,6 +141,26 @@ def test_cpu_kernels_with_a_gradient_of_lse(kernel: Kernel, dtype: torch.dtype, 
     assert worst(errors(kernel, name, dtype, CPU, AttentionSpec(), 16, with_dlse=True)) <= tolerance
 
 
+@pytest.mark.parametrize(
+    ("queries", "heads", "folded"), [(256, (8, 2), 4), (400, (4, 2), 2), (256, (8, 1), 4), (128, (8, 2), 1)]
+)
+def test_query_heads_folded_into_queries_lose_no_accuracy(queries: int, heads: tuple[int, int], folded: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts = ((queries, heads[0]), (320, heads[1]), (320, heads[1]), (queries, heads[0]))
+    q, k, v, dout = (torch.randn(1, *count, 64, generator=generator).bfloat16() for count in counts)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    dense_attention(*leaves, torch.ones(1, queries, 320, dtype=torch.bool)).backward(dout.double())
+    kernel, spec, found = CpuFlashKernel(), AttentionSpec(causal=False), []
+    (launch,) = kernel.lower([Task(0, queries, 0, 320)], torch.device("cpu"), q.dtype)
+    assert kernel._folded(q.transpose(1, 2), heads[1], launch) == folded
+    call = (dout, q, k, v, *kernel.forward(q, k, v, launch, spec), launch, spec)
+    found.append(kernel.backward(*call))
+    with patch.object(CpuFlashKernel, "_folded", lambda *_: 1):
+        found.append(kernel.backward(*call))
+    for ours, apart, leaf in zip(*found, leaves, strict=True):
+        assert relative_l2(ours, leaf.grad) <= min(1.2 * relative_l2(apart, leaf.grad), 6e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(
