@@ -168,10 +168,11 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
     """Return (products of one micro-batch's forward, those that its backward recomputes): not a layer's last, because
     nothing needs its result, except in float8 (torchao saves its operands after it); with `selective` no other."""
     linears, rows, forward = [p for p in layer.parameters if is_matrix(p)], job.expert_rows(job.outer_tokens), []
+    float8 = "float32" if job.config.emulates_float8 else FLOAT8
     for p in linears:  # one that tp does not shard multiplies only this rank's share of the tokens
         columns, inner = p.local(job.dims.tp)
         tokens = job.outer_tokens if p.tp_dim is None else job.tokens
-        dtype = "" if job.config.fp8 == "none" or not p.float8(job.dims.tp) else _float8_dtype(job)
+        dtype = float8 if job.config.fp8 != "none" and p.float8(job.dims.tp) else ""
         # In float8 both operands have a byte; of the square's three matrices the result has as many as otherwise.
         itemsize = (2 + job.dtype.itemsize) / 3 if dtype == FLOAT8 else job.dtype.itemsize
         forward.append(Product.of(tokens, inner, columns, itemsize, dtype))
@@ -191,10 +192,6 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
             again += [replace(p, flops=share * p.flops, elements=share * p.elements) for p in mlp]
         again = again + (mlp if forward[-1].dtype else mlp[:-1])
     return forward, again
-
-
-def _float8_dtype(job: Job) -> str:
-    return "float32" if job.config.emulates_float8 else FLOAT8
 
 
 def cast_bytes(job: Job, layer: LayerShape) -> tuple[float, float]:
