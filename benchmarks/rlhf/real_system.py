@@ -11,24 +11,26 @@ decoding        eager, without CUDA graphs: the host issues 16 to 20 operators a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.rlhf.real_rows import MINI_BATCHES, Cell, models, ppo
 from parallel import Hardware, ParallelDims, load_hardware
+from usp.model.facts import ModelShape
 from usp.planning.call_cost import CallOptions
 from usp.planning.estimates import Estimates
 from usp.planning.rlhf_search import OptionSpace, Problem, options
 from usp.planning.simulator import Clock, Simulator
 from usp.predict.compute import LAYER_LAUNCHES
 from usp.predict.devices import usable
-from usp.rlhf.graph import Generate, ModelCall
+from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
 HOST, STEPS = 8, 5  # devices of a node; steps that are simulated
+DEVICE_BYTES = 80e9
 OFFLOADED = ("ref", "reward")
 _PULL = 0.01  # of the first values, in the fit: a factor of e costs as much as an error of 1% in one cell
 
@@ -107,14 +109,32 @@ class RealEstimates(Estimates):
         return seconds + self.constants.piece * pieces if seconds else 0.0
 
 
+def bytes_by_rule(graph: DataflowGraph, models: Mapping[str, ModelShape], plan: ExecutionPlan) -> float:
+    """Return the most bytes of a device by ReaL's own rule: 2 of each parameter, with its gradient 4 of a model that is
+    trained, whose optimizer has 20, divided over dp; models on overlapping devices are summed."""
+    most = max(rank for layout in plan.calls.values() for rank in layout.ranks)
+    held, trained = np.zeros(most + 1), dict[tuple[str, tuple[int, ...], ParallelDims], bool]()
+    for call in graph.calls:  # those of a role with the same degrees on the same devices share its weights
+        if call.role:
+            at = call.role, plan[call.name].ranks, plan[call.name].dims
+            trained[at] = trained.get(at, False) or call.kind == "train_step"
+    for (role, ranks, dims), trains in trained.items():
+        if trains or role not in plan.offload:
+            each = 4 + 20 / dims.batch if trains else 2
+            held[list(ranks)] += each * models[role].numel / dims.pp / dims.tp
+    return float(held.max())
+
+
 class RealSimulator(Simulator):
-    """A simulator of `STEPS` steps, between which no rank waits for all others."""
+    """A simulator of `STEPS` steps, between which no rank waits for all others; a plan that ReaL's own rule of memory
+    forbids needs more than a device has."""
 
     def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
         clock = Clock(self.graph, plan, self.estimates, self.world_size)
         for operation in STEPS * self.operations(plan, clock):
             clock.run(operation)
-        return float(clock.free.max()) / STEPS, float(clock.most.max())
+        most, rule = float(clock.most.max()), bytes_by_rule(self.graph, self.estimates.models, plan)
+        return float(clock.free.max()) / STEPS, max(most, rule) if rule > DEVICE_BYTES else most
 
 
 def simulator(cell: Cell, constants: Constants) -> Simulator:
@@ -149,6 +169,14 @@ def heuristic(cell: Cell) -> ExecutionPlan:
             layout = replace(layout, tp_sequence_parallel=True, ac="full")
         calls[call.name] = real_layout(call, layout, cell) if call.role else layout
     return ExecutionPlan("heuristic", calls, frozenset(OFFLOADED))
+
+
+def published(cell: Cell) -> ExecutionPlan:
+    """Return the one plan of ReaL's search that its history states, of a 7B actor and a 34B critic on 32 devices."""
+    layout = CallLayout(tuple(range(32)), ParallelDims(pp=2, tp=2, dp_shard=8))
+    plan = heuristic(cell)
+    (rollout,) = (call.name for call in ppo(cell.response).calls if call.kind == "generate")
+    return replace(plan, calls={**plan.calls, rollout: layout})
 
 
 def real_space(world_size: int, samples: int, smallest: int = 4) -> OptionSpace:

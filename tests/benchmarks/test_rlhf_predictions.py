@@ -11,9 +11,10 @@ from benchmarks.harness.record import Record
 from benchmarks.rlhf import long_rollouts, real_figure
 from benchmarks.rlhf.long_rollouts import Case, Searched, layouts
 from benchmarks.rlhf.real_figure import Result, gain, spearman
-from benchmarks.rlhf.real_rows import Cell, cells
-from benchmarks.rlhf.real_system import Constants, heuristic, heuristic_seconds, problem
-from parallel import load_hardware
+from benchmarks.rlhf.real_rows import Cell, cells, models, ppo
+from benchmarks.rlhf.real_system import Constants, bytes_by_rule, heuristic, heuristic_seconds, problem
+from parallel import ParallelDims, load_hardware
+from usp.rlhf.plan.plan import CallLayout
 
 CELL = Cell(7, 7, 16, 128, 24.0, 14.6)
 
@@ -30,7 +31,7 @@ def test_the_cells_have_the_published_gain() -> None:
     assert spearman([1.0, 2.0, 2.0, 5.0], [2.0, 3.0, 3.0, 9.0]) == pytest.approx(1.0)
     notes = list(real_figure.notes(found, Constants()))
     assert any("off by 0.00 on average" in note and "correlation 1.00" in note for note in notes)
-    assert notes[-2:] == [
+    assert "gains 1.15 at 128 tokens" in notes[-1] and notes[-3:-1] == [
         "Gains that are off by more than 0.30: none.",
         "Heuristic seconds that are off by more than 15%: none.",
     ]
@@ -46,6 +47,20 @@ def test_real_searches_micro_batches_and_its_baseline() -> None:
     assert replace(train, zero=0) in searched.options["actor_train"]
     slower = replace(constants, collective=100 * constants.collective)
     assert heuristic_seconds(CELL, slower) > 1.5 * heuristic_seconds(CELL, constants)
+
+
+def test_reals_rule_of_memory_forbids_what_our_own_count_allows() -> None:
+    graph, of, plan = ppo(CELL.response), models(7, 7), heuristic(CELL)
+    each = (of["actor"].numel + of["critic"].numel) / 16  # tp 8, pp 2; reference and reward model are offloaded
+    assert bytes_by_rule(graph, of, plan) == pytest.approx(24 * each)
+    # Both are trained on the same devices, replicated: 4 + 20 / 8 bytes, and with another layout the rollout's copy.
+    whole = CallLayout(tuple(range(8)), ParallelDims(dp_shard=8), zero=1)
+    calls = plan.calls | {name: whole for name in plan.calls if name.endswith("_train")}
+    held = bytes_by_rule(graph, of, replace(plan, calls=calls))
+    assert held == pytest.approx((4 + 20 / 8) * 16 * each + 2 * each)
+    simulated = problem(CELL, Constants(), even=False).simulator
+    assert held > 80e9 and simulated.measure(replace(plan, calls=calls))[1] >= held
+    assert simulated.measure(plan)[1] < 80e9
 
 
 def test_rollouts_are_searched_with_ulysses_inside_hosts(tmp_path) -> None:

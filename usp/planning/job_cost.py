@@ -80,16 +80,12 @@ def job_grid(terms: Terms, jobs: Sequence[tuple[str, JobCost]], title: str = "")
     """Return the table of jobs, each with the text that names it."""
     rows = [(name, *_cells(job, terms)) for name, job in jobs]
     tokens = f"{terms.trained / BILLION:,g}B tokens"
-    heading = f"{title}{'The whole job' if terms.tokens else 'Each job'}: {tokens}, {terms_text(terms)}"
-    return Grid(heading, ("", "wall-clock", "device-hours", "lost", "cost", "deadline"), tuple(rows))
-
-
-def terms_text(terms: Terms) -> str:
-    """Return the assumptions on failures."""
-    return (
-        f"{1000 * terms.failures:.3g} failures in 1,000 device-hours, a checkpoint every {terms.checkpoint_minutes:g} "
-        f"and restarts of {terms.restart_minutes:g} minutes"
+    heading = (
+        f"{title}{'The whole job' if terms.tokens else 'Each job'}: {tokens}, {1000 * terms.failures:.3g} failures in "
+        f"1,000 device-hours, a checkpoint every {terms.checkpoint_minutes:g} and restarts of "
+        f"{terms.restart_minutes:g} minutes"
     )
+    return Grid(heading, ("", "wall-clock", "device-hours", "lost", "cost", "deadline"), tuple(rows))
 
 
 def _cells(job: JobCost, terms: Terms) -> tuple[str, ...]:
