@@ -36,7 +36,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/run": 1275,
     "usp/sp": 2250,
     "usp/train": 4000,
-    "usp": 40850,
+    "usp": 40875,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -88,7 +88,7 @@ class _Rlhf:
     --partial-rollouts, and otherwise are dropped and begun again. 0: (1 + staleness) / 2 with them, else 1."""
     delta_updates: bool = False
     """Send only the weights that have changed since the last step, exactly. Copies of trained weights then stay in
-    memory, and senders keep what they sent."""
+    memory, as does what an engine was given, and senders keep what they sent."""
 
     reward_model: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
     """Directory of a trained reward model. If unset, --reward-function scores the responses."""

@@ -220,6 +220,7 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
         for copy, model in own.items()
         if copy == trained[copy.role] and optimizer_of(copy.role) not in plan.offload
     }
+    given = sum(weights[copy] for copy in own if run.config.delta_updates and copy.layout.engine != OWN)
     present = {copy for copy in own if trained[copy.role] in (None, copy) and copy.role not in plan.offload}
     others: dict[str, int] = {}
     kept = StepWeights(stay=run.config.delta_updates)
@@ -231,7 +232,7 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
         elif operation.kind == "call" and rank in operation.ranks and (call := graph[operation.call]).role:
             copy = copy_of(graph, plan, call)
             held = trained[copy.role] if copy in aliases else copy
-            total = sum(weights[other] for other in present - {held})
+            total = given + sum(weights[other] for other in present - {held})
             total += sum(size for other, size in frozen.items() if other != held)
             trains = isinstance(call.work, TrainStep)
             others[call.name] = total + sum(size for other, size in states.items() if not trains or other != copy)

@@ -569,8 +569,8 @@ def _engine_problems(run: PreparedRlhf, plan: ExecutionPlan) -> Iterator[str]:
         yield f"vLLM's experts on CPUs do not know which of them a rank has, and ep={divided[0]} divides them: use ep=1"
     if config.router_replay:
         yield "--router-replay needs the experts that tokens chose, which an engine does not tell: remove it"
-    if config.delta_updates:
-        yield "--delta-updates changes weights where they are, and an engine has them in tensors of its own: remove it"
+    if config.delta_updates and config.lora_rank:
+        yield "--delta-updates is for whole weights, and an engine is sent adapters alone: remove it"
 
 
 def longest_prompt(run: PreparedRlhf) -> int:

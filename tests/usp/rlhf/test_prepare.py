@@ -75,7 +75,7 @@ def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (replace(config, rollout_cache=2), "that of vLLM, which no call decodes with"),
         (replace(engine, rollout="tp=2,ep=2"), "vLLM's experts on CPUs do not know .* ep=2 divides them: use ep=1"),
         (replace(engine, cache_tokens=64), "use --rollout-cache instead"),
-        (replace(engine, delta_updates=True), "--delta-updates changes weights where they are"),
+        (replace(engine, delta_updates=True, lora_rank=4), "an engine is sent adapters alone"),
         (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which an engine"),
     ):
         with pytest.raises(ConfigurationError, match=text):

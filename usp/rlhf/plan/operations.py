@@ -55,7 +55,8 @@ class StepWeights:
         sources: for each copy that is filled: copies of its role in memory then, besides the trained one.
         kept: copies that stay past their last call -> the copy that they stay for: they are released once it is filled.
         fills: the reallocation that fills each copy, from the trained one and its sources.
-        stay: all copies keep their memory and values from step to step, for updates of what has changed.
+        stay: all copies but those of engines keep their memory and values from step to step, for updates of what has
+            changed.
     """
 
     sources: Mapping[WeightCopy, tuple[WeightCopy, ...]] = field(default_factory=dict)
@@ -241,7 +242,7 @@ class _Scheduler:
         elif copy != source and first:
             yield self._of_copy("reallocate", copy, source, *self._step.sources.get(copy, ()))
             yield from (self._of_copy("release", kept) for kept, until in self._step.kept.items() if until == copy)
-        elif copy != source and copy not in self._step.kept and not self._step.stay:
+        elif copy != source and copy not in self._step.kept and not (self._step.stay and copy.layout.engine == OWN):
             yield self._of_copy("release", copy)
 
     def _of_copy(self, kind: str, copy: WeightCopy, *filling: WeightCopy) -> Operation:
@@ -341,7 +342,8 @@ class _Lives:
         self.copies = tuple(used)  # in the order in which they are filled
         self.kept: dict[WeightCopy, WeightCopy] = {}
         self._first = {copy: 0 if staleness else min(levels) for copy, levels in used.items()}
-        self._last = {copy: len(graph.levels) - 1 if stay else max(levels) for copy, levels in used.items()}
+        stays = {copy for copy in used if stay and copy.layout.engine == OWN}
+        self._last = {copy: len(graph.levels) - 1 if copy in stays else max(levels) for copy, levels in used.items()}
         self._bytes = {copy: _bytes_by_rank(layouts[copy]) for copy in used}
         self._levels = range(len(graph.levels))
         self._most: Counter[int] = reduce(Counter.__or__, map(self._in_call, self._levels), Counter())

@@ -44,7 +44,8 @@ class RoleCopies:
             plans have stays, and from the others weights and optimizer states move here, exactly, so that `before`
             cannot be used afterwards. Of one role at a time, a rank holds what it had and what it gets.
         event: is filled in with what this rank sends and receives then; given with `before`.
-        delta_updates: copies keep their memory from step to step, and receive what has changed.
+        delta_updates: copies keep their memory from step to step, and receive what has changed; for an engine the
+            values stay here that it was given last.
 
     aliases: copies that share the memory of their role's trained copy.
     """
@@ -64,7 +65,9 @@ class RoleCopies:
         self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
         self._plan, self._event, self.delta_updates = plan, event, delta_updates
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], list[Reallocation]] = {}
-        self._filled: dict[WeightCopy, Reallocation] = {}  # by which reallocation each copy was last
+        # By which reallocation each copy was last filled, or each round of an engine's; what delta updates gave it.
+        self._filled: dict[tuple[WeightCopy, int], Reallocation] = {}
+        self._given: dict[tuple[WeightCopy, int], Mapping[str, Tensor]] = {}
         self._models: dict[WeightCopy, Role] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         self._uses = weight_copies(graph, plan)
@@ -147,16 +150,21 @@ class RoleCopies:
         held, others = self._weights(self._trained[copy.role]), [self._weights(source) for source in sources]
 
         def rounds() -> Iterator[Mapping[str, Tensor]]:
-            for reallocation in reallocations:
-                names = reallocation.plan.dst.parameters
-                parts = model.parts(list(names)) if isinstance(model, EngineModel) else self._weights(copy)
+            for place, reallocation in (((copy, number), each) for number, each in enumerate(reallocations)):
+                if place in self._given:
+                    parts = self._given[place]
+                elif isinstance(model, EngineModel):
+                    parts = model.parts(list(reallocation.plan.dst.parameters))
+                    self._given |= {place: parts} if self.delta_updates else {}
+                else:
+                    parts = self._weights(copy)
                 moved = _moved(reallocation)
                 if isinstance(reallocation, DeltaReallocation):
-                    intact = self._filled.get(copy) is reallocation  # evaluations may fill a copy from others
+                    intact = self._filled.get(place) is reallocation  # evaluations may fill a copy from others
                     moved |= reallocation.update(held, parts, others, intact=intact)._asdict()
                 else:
                     reallocation.run(held, parts, others)
-                self._filled[copy] = reallocation
+                self._filled[place] = reallocation
                 for name, nbytes in moved.items():
                     setattr(event, name, getattr(event, name) + nbytes)
                 yield parts

@@ -57,6 +57,7 @@ ADAPTERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama, adapters, u2 r2, engine of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
     "qwen3_moe, adapters, tp2 pp2, engine of tp 2": ("qwen3_moe", "ppo", TP2_PP2, {"ranks": "0-3", "tp": 2}),
 }
+CHANGES = {"llama, changed weights alone, u2 r2, engine of tp 2": CASES["llama, u2 r2, engine of tp 2"]}
 STOPS = ",".join(map(str, range(0, BYTE_VOCAB, 6)))
 TURNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama, turns, u2 r2, engine of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
@@ -130,12 +131,12 @@ def options_of(case: tuple[str, str, dict[str, Any], dict[str, Any]], folder: Pa
     }
 
 
-@pytest.mark.parametrize("name", CASES | ADAPTERS | TURNS)
+@pytest.mark.parametrize("name", CASES | ADAPTERS | TURNS | CHANGES)
 def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Path) -> None:
-    case = (CASES | ADAPTERS | TURNS)[name]
+    case = (CASES | ADAPTERS | TURNS | CHANGES)[name]
     ranks = 6 if case[3]["ranks"].startswith("4") else 4
     options = options_of(case, tmp_path) | {"eval_every": STEPS, "eval_prompts": 8, "eval_temperature": 0.0}
-    options |= {"lora_rank": 4} if name in ADAPTERS else {}
+    options |= {"lora_rank": 4} if name in ADAPTERS else {"delta_updates": name in CHANGES}
     if name in TURNS:
         (tmp_path / "lengths.py").write_text(ENVIRONMENT)
         del options["reward_function"]
@@ -152,7 +153,10 @@ def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Pat
             assert 4 * answered.count(0) == len(answered) and max(answered) == 5, answered
             assert told[0][moment]["failures"] == answered.count(0)
     assert max(told[0]["drift"]) < 1e-4
-    assert all(received == minimum for each in told for received, minimum in each["moved"])
+    if name in CHANGES:  # with their numbers
+        assert all(received <= 1.001 * minimum for each in told for received, minimum in each["moved"])
+    else:
+        assert all(received == minimum for each in told for received, minimum in each["moved"])
     assert sum(received for each in told for received, _ in each["moved"]) > 0
     for awake, asleep, resident in filter(None, (each["freed"] for each in told)):
         assert awake > CACHE * 2**30 * 0.9 and asleep == 0

@@ -36,6 +36,7 @@ from usp.rlhf.roles.engine_model import EngineModel
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.runtime.copies import layer_plans
 from usp.rlhf.runtime.executor import Executor
+from usp.rlhf.runtime.measure import SENT_BYTES, WHOLE_BYTES
 
 STEPS, RANKS = 3, 4
 ALL, FIRST, LAST = (0, 1, 2, 3), (0, 1), (2, 3)
@@ -103,14 +104,17 @@ class StandIn:
         return Generator.of(self.whole.stage, self.whole.mesh, slots=5).generate(*prompts, **begun)
 
 
-def steps_of(name: str, engine: str, groups: ProcessGroups) -> tuple[list[tuple[dict, list[Tensor]]], list[int]]:
+def steps_of(
+    name: str, engine: str, groups: ProcessGroups, delta: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[list[tuple[dict, list[Tensor]]], list[int]]:
     """What rank 0 is told of each step; bytes that this rank received for the engine, and that it lacked."""
     family, train, generate = CASES[name]
+    trained: dict[str, RoleModel] = {}
     graph = build_graph("grpo", ALGORITHMS["grpo"])
     plan = with_engine(plan_of(graph, train, generate), graph, engine)
     one = ParallelDims(dp_shard=1)
     alone = [ParallelMesh.create(one, "cpu", (rank,), groups) for rank in range(RANKS)][dist.get_rank()]
-    build = builder({}, family=family, lora=LORA if name.startswith("adapters") else None)
+    build = builder(trained, dtype, family=family, lora=LORA if name.startswith("adapters") else None)
 
     def build_role(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         model = build(call, layout, mesh)
@@ -120,10 +124,19 @@ def steps_of(name: str, engine: str, groups: ProcessGroups) -> tuple[list[tuple[
         return StandIn(spec, mesh, alone)
 
     executor = Executor(
-        graph, plan, groups, build_role, torch.device("cpu"), ranks_per_host=RANKS, collect=("tokens", "advantages")
+        graph,
+        plan,
+        groups,
+        build_role,
+        torch.device("cpu"),
+        ranks_per_host=RANKS,
+        collect=("tokens", "advantages"),
+        delta_updates=delta,
     )
     told, moved = [], [0, 0]
     for number in range(1, STEPS + 1):
+        for model in trained.values() if dtype == torch.bfloat16 else ():
+            model.learning_rate = 1e-5  # which leaves most weights as they are
         result = executor.run_step(given("grpo", number), number, seed=number)
         for event in result.events:
             if event.kind == "reallocate" and "generate" in event.name:
@@ -155,6 +168,29 @@ def run_all(broken: bool = False) -> dict[str, list[Any]]:
         with patch.object(engine_model, "whole_tensors", swap_halves):
             return {"broken": [steps_of(name, VLLM, groups) for name in list(CASES)[:1]]}
     return {name: [steps_of(name, engine, groups) for engine in (OWN, VLLM)] for name in CASES}
+
+
+DELTAS = ("u2 r2, engine of tp 2", "other ranks, experts")
+
+
+def run_deltas() -> dict[str, list[Any]]:
+    groups = ProcessGroups()
+    return {name: [steps_of(name, VLLM, groups, delta, torch.bfloat16) for delta in (False, True)] for name in DELTAS}
+
+
+@pytest.fixture(scope="module")
+def deltas(ranks: RankPool) -> list[dict[str, list[Any]]]:
+    return ranks.run(run_deltas, RANKS)
+
+
+@pytest.mark.parametrize("name", DELTAS)
+def test_an_engine_is_sent_what_has_changed(deltas: list[dict[str, list[Any]]], name: str) -> None:
+    (told, _), (others, _) = deltas[0][name]
+    sizes = [(step.pop(SENT_BYTES), step.pop(WHOLE_BYTES)) for step, _ in others]
+    for (metrics, values), (of_deltas, same) in zip(told, others, strict=True):
+        assert of_deltas == metrics and all(map(torch.equal, values, same))
+    assert sizes[0][0] == sizes[0][1] > 0
+    assert all(sent < 0.6 * needed for sent, needed in sizes[1:])
 
 
 @pytest.fixture(scope="module")
