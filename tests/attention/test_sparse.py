@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from attention import (
     LAYOUTS,
@@ -203,6 +204,19 @@ def test_tiles_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module_of_sparse, "TILE", 5 * 4 * 2 * 16)
     for part, expected in zip(results(), whole, strict=True):
         torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_flops_grow_as_the_tokens_do() -> None:
+    alone, flops = Channel(None), []
+    for tokens in (24, 48, 96):
+        program = SparseProgram.of(SequenceLayout("contiguous", tokens), AttentionSpec(), 1, 0)
+        q, k, v = (torch.randn(tokens, 2, 8, requires_grad=True) for _ in range(3))
+        with FlopCounterMode(display=False) as counter:
+            choice = choose(drawn_indices(1, tokens, 4), program, alone, alone)
+            out, *_ = SparseAttention.apply(q, k, v, None, choice, program, alone, compute_now, True)
+            out.sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[0] > 0 and flops == [flops[0], 2 * flops[0], 4 * flops[0]]
 
 
 def refusals() -> list[str]:

@@ -28,8 +28,7 @@ from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .images import PLAN, TYPES, ImageExchange
-from .indexers import CausalMask, ShardedIndexer, apply_indexers, indexers
-from .latents import LATENTS, absorbed, remember_latents
+from .indexers import LATENTS, CausalMask, ShardedIndexer, absorbed, apply_indexers, indexers, remember_latents
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure

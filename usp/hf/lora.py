@@ -14,17 +14,17 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from parallel import ParallelMesh
+from parallel import ParallelMesh, local_tensor
 from parallel.reallocation.boxes import Box, local_box, local_part
 from parallel.tensor import module_styles, shard_low_rank
 from usp.config import ALL_LINEAR
 
 from .disk import DiskTensor, base_parameters, is_adapter, kept_names, persistent_buffers
-from .dora import Dora, Magnitude, row_norms
 from .dropout import CurrentTokens, TokenDropout
 from .experts import expert_modules
 from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
@@ -60,7 +60,7 @@ class Lora:
     alpha: the update is scaled by alpha / rank.
     targets: last components of the names of the linears that get an adapter, from `lora_targets`.
     dropout: probability of an element of their inputs to be dropped; seed: of its masks.
-    dora: adapters are DoRA's, see `usp.hf.dora`.
+    dora: adapters are DoRA's, see `Dora`.
     saved: what is trained in full beside the adapters, from `modules_to_save`.
     within: the name of the only module whose linears get adapters, as the decoder of a vision-language model; "" for
         the whole model.
@@ -417,3 +417,55 @@ def _whole(x: Tensor) -> Tensor:
         return x
     there = cast(DTensor, x.to(x.device_mesh.device_type))
     return there.full_tensor().to(x.device)
+
+
+class Magnitude(nn.Module):
+    """The magnitudes of a linear, `weight` (out features,); returns those of this rank's rows."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Dora:
+    """What peft's linear calls to add an adapter to its result; in place of peft's own, which knows no sharding.
+
+    DoRA (arXiv 2402.09353) changes the direction of each row of a weight, and has a magnitude of each:
+
+        V = W + scale * B A        output = (magnitude / |V|) * V x + bias
+
+    |V| holds the norms of rows, which no gradient passes (section 4.3). Rows are whole on a rank after FSDP2 has
+    gathered them, except for a linear that tp shards by rows, each of whose ranks has some columns of every row.
+    """
+
+    @staticmethod
+    def forward(module: Any, *, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
+        """Return the output, from `result`, that of the base."""
+        down, up, base = module.lora_A[active_adapter], module.lora_B[active_adapter], module.base_layer
+        scale, dropped = module.scaling[active_adapter], module.lora_dropout[active_adapter](x)
+        with torch.no_grad():
+            norms = row_norms(
+                base.weight, scale * (local_tensor(up.weight).float() @ local_tensor(down.weight).float())
+            )
+        factor = (module.lora_magnitude_vector[active_adapter]() / norms).to(x.dtype)
+        plain = dropped is x and base.bias is None
+        product = result if plain else F.linear(dropped, local_tensor(base.weight))
+        return result + (factor - 1) * product + factor * scale * up(down(dropped))
+
+
+def row_norms(weight: Tensor, change: Tensor | float = 0.0) -> Tensor:
+    """Return the norms of this rank's rows of `weight`, float32, after `change` is added to its part of them.
+
+    Collective over the ranks that hold other columns of these rows.
+    """
+    squares = (local_tensor(weight).float() + change).square().sum(1)
+    if isinstance(weight, DTensor):
+        mesh, there = weight.device_mesh, squares.to(weight.device_mesh.device_type)
+        for axis, placement in enumerate(weight.placements):
+            if getattr(placement, "dim", 0) == 1:
+                dist.all_reduce(there, group=mesh.get_group(axis))
+        squares = there.to(squares.device)
+    return squares.sqrt()

@@ -26,7 +26,7 @@ from tests.usp.rlhf.test_reference import CONFIG, REWARD, begun, reward_of
 from tests.usp.train.families.test_families import write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
-from usp.hf import latents
+from usp.hf import indexers as module_of_indexers
 from usp.hf.indexers import indexers, train_indexers
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
@@ -162,8 +162,8 @@ def gathered_bytes() -> tuple[int, int]:
 
 def sent_bytes(dims: ParallelDims) -> tuple[int, ...]:
     """Return the bytes that a forward sends, also where keys and values always, or never, travel as latents."""
-    mesh, rule, sent = ParallelMesh.create(dims), latents._fewer_bytes, list[int]()
-    for latents._fewer_bytes in (rule, lambda *_: True, lambda *_: False):
+    mesh, rule, sent = ParallelMesh.create(dims), module_of_indexers._fewer_bytes, list[int]()
+    for module_of_indexers._fewer_bytes in (rule, lambda *_: True, lambda *_: False):
         model = apply_unified_sp(tiny_model("deepseek_v32"), mesh)
         for module in indexers(model).values():
             module.index_topk = LENGTH
@@ -172,7 +172,7 @@ def sent_bytes(dims: ParallelDims) -> tuple[int, ...]:
         with torch.no_grad():
             model(**local, use_cache=False)
         sent.append(model.unified_sp.sent_bytes)
-    latents._fewer_bytes = rule
+    module_of_indexers._fewer_bytes = rule
     return tuple(sent)
 
 
