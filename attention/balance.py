@@ -31,6 +31,7 @@ AIMS = ((1.03, 0.02), (1.048, 0.002), (1.0, 0.02))  # least pairs of the first r
 WAYS = ("own start", "filled", "ends", "shell")  # of `_mix`, tried in turn from one of them on
 NEAR = 64  # over the number of ranks: how far apart in the order of assignment two ranks are that are divided again
 EFFORT = 1 << 17  # slices that are assigned in all divisions that are tried, so that many documents take no second
+LONG = 1 << 14  # tokens of a row for which more than a few divisions are tried
 FREE = 1 / 64  # of the tokens: what ranks may send without a search for a division that sends less
 
 Range = tuple[int, int]  # positions [begin, end)
@@ -118,8 +119,8 @@ def balanced_ranges(boundaries: tuple[int, ...], seq_len: int, ring: int) -> tup
     limit, tokens = (1 + IMBALANCE) * mean, seq_len // ring
     if len(pool) == 1:  # as even as it can be
         return tuple(tuple(_ranges(share)) for share in _best(pool, tokens, mean, ring, AIMS[-1:])[0])
-    tries = EFFORT // max(1, len(pool))
-    shares, _, sent = _best(pool, tokens, mean, ring, AIMS, tries)
+    aims, tries = (AIMS, EFFORT // max(1, len(pool))) if seq_len >= LONG else (AIMS[-1:], 6)
+    shares, _, sent = _best(pool, tokens, mean, ring, aims, tries)
     near = [(a, b) for a, b in combinations(range(ring), 2) if (b - a) * ring <= NEAR]
     for a, b in near if sent > FREE * seq_len and tries > 36 else ():
         two = shares[a], shares[b]

@@ -139,7 +139,8 @@ def test_matches_dense_attention_and_its_own_byte_count(
     ranks: RankPool, exhaustive: bool, ulysses: int, ring: int
 ) -> None:
     place = GRIDS.index((ulysses, ring))
-    chosen = [case for number, case in enumerate(cases()) if exhaustive or (number + place) % len(GRIDS) == 0]
+    every = cases() if exhaustive else [case for n, case in enumerate(cases()) if n % 2 or case.dtype != torch.float32]
+    chosen = [case for number, case in enumerate(every) if exhaustive or (number + place) % len(GRIDS) == 0]
     per_rank = ranks.run(grid_errors, ulysses * ring, ParallelDims(ring=ring, ulysses=ulysses), chosen)
     rows = [(rank, *row) for rank, every in enumerate(per_rank) for row in every]
     wrong = [f"rank {rank}  {error:.2e}  {case}" for rank, case, error, *_ in rows if not error <= case.tolerance]

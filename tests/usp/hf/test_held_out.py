@@ -10,7 +10,7 @@ from usp.hf.probe import tiny_config
 
 # Windows of some layers with biases, softcaps, latent attention with groups of experts, sinks, state spaces, and rotary
 # embeddings that depend on the length, in some layers or of complex numbers.
-CHOSEN = {"qwen2": 0, "gemma2": 0, "deepseek_v3": 0, "gpt_oss": 0, "bamba": 0, "laguna": 0, "llama4_text": 1}  # seeds
+CHOSEN = {"qwen2": 0, "deepseek_v3": 0, "gpt_oss": 0, "laguna": 0, "llama4_text": 1}  # seeds
 TOLERANCE = 1e-10
 
 

@@ -169,7 +169,8 @@ def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(tmp_path: Pa
     assert run.returncode == 0, run.stderr[-4000:]
 
 
-# How an engine ends in its third call: the degrees of training, the engine's layout, the rank that it dies on, options.
+# How an engine ends: the degrees of training, its layout, the rank that it dies on, options. A step has a checkpoint by
+# its third call; by its sixth, where it is two steps ahead.
 U2 = {"ranks": "0-1", "ulysses": 2, "zero": 3}
 DEATHS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "killed beside training": (U2, {"ranks": "0-1", "tp": 2}, 1, {}),
@@ -179,7 +180,14 @@ DEATHS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = 
         U2,
         {"ranks": "0"},
         0,
-        {"plan": "separation", "rollout_engine": "vllm", "staleness": 2, "partial_rollouts": True, "stop_ids": STOPS},
+        {
+            "plan": "separation",
+            "rollout_engine": "vllm",
+            "staleness": 2,
+            "partial_rollouts": True,
+            "stop_ids": STOPS,
+            "steps": 6,
+        },
     ),
 }
 DIES = """
@@ -188,7 +196,7 @@ from itertools import count
 from usp.rlhf.generation.vllm import VllmEngine
 
 def dying(self, *args, call=VllmEngine._decode_all, calls=count(1)):
-    if next(calls) == 3 and os.environ["RANK"] == os.environ.get("DEADLY"):
+    if os.environ["RANK"] == os.environ.get("DEADLY") and next(calls) == int(os.environ["DEADLY_CALL"]):
         if "killed" in os.environ["DEATH"]:
             os.kill(os.getpid(), signal.SIGKILL)
         raise IndexError("no such block")
@@ -223,6 +231,7 @@ def test_an_engine_that_dies_is_named_and_the_run_resumes(
     with monkeypatch.context() as dies:
         dies.setenv("DEADLY", str(rank))
         dies.setenv("DEATH", name)
+        dies.setenv("DEADLY_CALL", "6" if "partial" in name else "3")
         dead = ended("deadly")
     said = f"the rollout engine vLLM of ranks {generate['ranks']} for actor_generate "
     said += f"died on rank {rank} while it decoded" if "killed" in name else f"failed on rank {rank} while it decoded: "
@@ -231,5 +240,5 @@ def test_an_engine_that_dies_is_named_and_the_run_resumes(
     assert dead.exit_code != 0 and f"rank      : {rank} " in cause and said in cause, dead.err
     resumed = ended("deadly", "--resume", "auto")
     assert resumed.exit_code == 0 and "resumed from: deadly/checkpoints/step-0000000" in resumed.out, resumed.err
-    assert steps("deadly") == steps("calm") and len(steps("calm")) == 4
+    assert steps("deadly") == steps("calm") and len(steps("calm")) == options["steps"]
     assert not list(Path("/dev/shm").glob("*-cpushm_*")), "shared memory of engines that are gone"
