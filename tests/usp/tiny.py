@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -115,9 +115,18 @@ def train_alone(
     """
     model = tiny_model(family)
     change(model)
-    optimizer, history = optimiser(model), []
+    return optimizer_steps(
+        model, optimiser(model), steps, lambda step: loss_alone(model, packed_batch(step), aux_loss_coefficient, parts)
+    )
+
+
+def optimizer_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, loss_of: Callable[[int], Tensor]
+) -> list[tuple[float, float]]:
+    """Train on one process; return (loss, gradient norm) of each step. loss_of: the loss of a step."""
+    history = []
     for step in range(steps):
-        loss = loss_alone(model, packed_batch(step), aux_loss_coefficient, parts)
+        loss = loss_of(step)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)

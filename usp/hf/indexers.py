@@ -304,9 +304,12 @@ class IndexerLoss:
 
     def _counted(self, loss: Tensor, of_tokens: Tensor) -> Tensor:
         """Return a sum over some tokens as this rank's share of the mean over all (B, S, ...); add it to `total`."""
-        loss = loss / (of_tokens[..., 0].numel() * self.indexer.attention.ranks)
+        loss = loss * self._share(of_tokens)
         self.total = self.total + loss.detach()
         return loss
+
+    def _share(self, of_tokens: Tensor) -> float:
+        return 1 / (of_tokens[..., 0].numel() * self.indexer.attention.ranks)
 
 
 class DenseIndexerLoss(IndexerLoss):
@@ -343,10 +346,7 @@ class DenseIndexerLoss(IndexerLoss):
                 wanted = wanted.masked_fill(~seen, 0.0)
                 logs = (scores.detach() - norms[:, part].unsqueeze(-1)).masked_fill(~seen, 0.0)
                 self._counted((torch.xlogy(wanted, wanted) - wanted * logs).sum(), lse)
-                yield scores, self._gradient((logs.exp() - wanted).masked_fill(~seen, 0.0), lse)
-
-    def _gradient(self, of_sum: Tensor, of_tokens: Tensor) -> Tensor:
-        return of_sum * (self.coefficient / (of_tokens[..., 0].numel() * self.indexer.attention.ranks))
+                yield scores, (logs.exp() - wanted).masked_fill(~seen, 0.0) * (self.coefficient * self._share(lse))
 
 
 def _scores(run: Callable[..., Tensor], inputs: dict[str, Any]) -> Tensor:

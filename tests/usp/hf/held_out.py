@@ -89,9 +89,9 @@ def _keep(drawn: Drawn, changes: Sequence[Change]) -> None:
     try:
         changed = _changed(drawn.config, {name: value for change in changes for name, value in change.items()})
         plain(changed, WHOLE)
-    except Exception:  # of any kind: it is transformers' code that runs
+    except Exception as error:  # of any kind: it is transformers' code that runs
         if len(changes) == 1:
-            drawn.left_out += changes[0]
+            drawn.left_out += [f"{name} ({type(error).__name__}: {error})" for name in changes[0]]
             return
         middle = len(changes) // 2
         for half in (changes[:middle], changes[middle:]):

@@ -32,7 +32,18 @@ from attention import SequenceLayout
 from parallel import ParallelMesh, local_tensor
 from parallel.reallocation.boxes import local_box
 from tests.harness.ranks import RankPool
-from tests.usp.tiny import ADAM_EPS, LEARNING_RATE, MAX_NORM, ROWS, SEQ_LEN, VOCAB, loss_alone, optimiser, packed_batch
+from tests.usp.tiny import (
+    ADAM_EPS,
+    LEARNING_RATE,
+    MAX_NORM,
+    ROWS,
+    SEQ_LEN,
+    VOCAB,
+    loss_alone,
+    optimiser,
+    optimizer_steps,
+    packed_batch,
+)
 from tests.usp.train.test_lora import ALL, ALPHA, RANK, add_adapters
 from tests.usp.train.test_matrix import train
 from usp.config import TrainConfig
@@ -174,15 +185,7 @@ def train_alone(
             module.rowwise = name.endswith(("o_proj", "down_proj"))
     if adapters:
         add_adapters(model, ALL)
-    optimizer, history = optimiser(model), []
-    for step in range(STEPS):
-        loss = loss_alone(model, packed_batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        history.append((loss.item(), norm.item()))
-    return history
+    return optimizer_steps(model, optimiser(model), STEPS, lambda step: loss_alone(model, packed_batch(step)))
 
 
 @pytest.fixture(scope="module")
@@ -390,15 +393,7 @@ def mixture_alone(folder: str) -> list[tuple[float, float]]:
     in_float8(model, "mx")
     for module in expert_modules(model):
         module.forward = partial(experts_alone, module)
-    optimizer, history = optimiser(model), []
-    for step in range(STEPS):
-        loss = loss_alone(model, packed_batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        history.append((loss.item(), norm.item()))
-    return history
+    return optimizer_steps(model, optimiser(model), STEPS, lambda step: loss_alone(model, packed_batch(step)))
 
 
 @pytest.mark.parametrize(

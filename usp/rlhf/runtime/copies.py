@@ -155,7 +155,8 @@ class RoleCopies:
                     parts = self._given[place]
                 elif isinstance(model, EngineModel):
                     parts = model.parts(list(reallocation.plan.dst.parameters))
-                    self._given |= {place: parts} if self.delta_updates else {}
+                    if self.delta_updates:
+                        self._given[place] = parts
                 else:
                     parts = self._weights(copy)
                 moved = _moved(reallocation)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from parallel import ParallelMesh
 from tests.harness.ranks import RankError, RankPool
 from tests.usp.hf.mixers.hybrids import hybrid
-from tests.usp.tiny import drawn_model, whole_loss
+from tests.usp.tiny import drawn_model, optimizer_steps, whole_loss
 from usp.config import TrainConfig
 from usp.hf.export import save_weights
 from usp.hf.models import model_facts
@@ -109,18 +109,11 @@ def loss_alone(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.
 
 def plain_steps(family: str) -> list[tuple[float, float]]:
     """(loss, gradient norm) of steps of the unchanged model."""
-    model, history = tiny(family).train(), []
+    model = tiny(family).train()
     matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == whole] for whole in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS)
-    for step in range(STEPS):
-        loss = loss_alone(model, batch_of(step))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        history.append((loss.item(), norm.item()))
-    return history
+    return optimizer_steps(model, optimizer, STEPS, lambda step: loss_alone(model, batch_of(step)))
 
 
 def steps(folder: str, flags: dict[str, Any], count: int = STEPS) -> list[tuple[float, float]]:
