@@ -292,9 +292,10 @@ class _ForwardGuard:
         of a prompt, up to the last token, which is decoded later."""
         if self.cache is not None:
             return self.cache.row_lengths.unsqueeze(1) if isinstance(self.cache, Prefill) else self.places.positions
-        if self.tree is not None:
+        # Where documents continue the one before, as blocks of images do, they are one text.
+        if self.tree is not None and ((self.tree >= 0) & (self.tree != torch.arange(self.tree.shape[-1]) - 1)).any():
             raise ValueError("prefix_tree is not supported by models whose rotary embedding depends on a text's length")
-        starts = self.starts()
+        starts = self.starts(None, self.tree)
         lengths = torch.zeros_like(starts).scatter_add_(1, starts, torch.ones_like(starts))
         return lengths.gather(1, starts.gather(1, self.local.expand(len(starts), -1))) - 1
 
@@ -340,6 +341,7 @@ def _attention_forward(
     kv_cache: Prefill | DecodeStep | None = None,
     query_positions: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
@@ -366,6 +368,7 @@ def _attention_forward(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
     options: Any = {"scale": scale, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+    indices = block_indices if indices is None else indices
     if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
         indices = None
     if isinstance(kv_cache, DecodeStep):
@@ -375,8 +378,10 @@ def _attention_forward(
     given, expand = absorbed(module, (q, k, v), None if indices is None else latents, attention.axes)
     sides = None if window is None else (window - 1, -1)
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}
-    call = partial(attention, *given, causal=causal, window=sides, indices=indices, **documents, **options)
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
+    if block_indices is not None and indexer is not None:
+        options["index_block"] = indexer.block
+    call = partial(attention, *given, causal=causal, window=sides, indices=indices, **documents, **options)
     if indexer is None or not indexer.trains:
         return expand(call()), None
     if indices is None:

@@ -41,6 +41,7 @@ class ModelFacts:
         and the largest sizes; empty where they do not.
     chosen: per layer, how many keys an indexer chooses for each query, 0 for all; empty for a model without indexers.
     index_size: heads x head dim of the indexers of all layers.
+    index_block: keys that they choose together.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ModelFacts:
     widths: tuple[int, ...] = ()
     chosen: tuple[int, ...] = ()
     index_size: int = 0
+    index_block: int = 1
 
     @cached_property
     def reaches(self) -> tuple[int, ...]:
