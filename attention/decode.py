@@ -150,7 +150,7 @@ class DecodeStep:
         layer: Hashable,
         q_B1NH: Tensor,
         k_B1KH: Tensor,
-        v_B1KV: Tensor,
+        v_B1KV: Tensor | int,
         *,
         scale: float | None,
         window: int | None,
@@ -162,6 +162,7 @@ class DecodeStep:
         """Cache the new keys and values, then attend over the keys of all ranks. Collective over the group.
 
         Args:
+            v_B1KV: the values, or their head dim if they are the beginning of the keys, as in latent attention.
             scale: factor on the scores; None for 1 / sqrt(H).
             window: a token attends to itself and the window - 1 tokens before it; None for no limit.
             chunk: a token attends to the tokens of its chunk of so many, counted from position 0; None for no chunks.
@@ -175,7 +176,8 @@ class DecodeStep:
         """
         self.attended += 1
         slots, _, heads, head_dim = q_B1NH.shape
-        k_BKLH, v_BKLV = self.store(layer, k_B1KH, v_B1KV)
+        k_BKLH, *values = self.store(layer, k_B1KH, *([] if isinstance(v_B1KV, int) else [v_B1KV]))
+        v_BKLV = k_BKLH[..., :v_B1KV] if isinstance(v_B1KV, int) else values[0]
         # The queries of one KV head form one matrix, so no key is repeated.
         q_BKGH = q_B1NH.reshape(slots, k_B1KH.shape[2], -1, head_dim)
         if indices is None:

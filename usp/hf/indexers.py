@@ -78,7 +78,11 @@ class CausalMask:
 
 
 def apply_indexers(base: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
-    """Let the indexers of a backbone choose from all tokens of the sequence, in place."""
+    """Let the indexers of a backbone choose from all tokens of the sequence, and latent attention remember what it
+    expands, in place."""
+    for part in base.modules():
+        if (expand := getattr(part, "expand_kv", None)) is not None:
+            _remember_latents(part, expand)
     for name, module in indexers(base).items():
         owner = base.get_submodule(name.rpartition(".")[0])
         module.forward = owner.sharded_indexer = sharded = sharded_indexer(module, mesh, attention)
@@ -541,39 +545,54 @@ class _Scores(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def remember_latents(module: Any) -> None:
+def _remember_latents(module: Any, expand: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """Let an attention module keep what it expands, (B, 1, S, C) and (B, 1, S, R), as its attribute `LATENTS`."""
-    expand = getattr(module, "expand_kv", None)
-    if expand is None:
-        return
 
     def expand_kv(*latents: Tensor) -> tuple[Tensor, Tensor]:
-        setattr(module, LATENTS, latents)
+        if not torch.compiler.is_compiling():
+            setattr(module, LATENTS, latents)
         return expand(*latents)
 
     module.expand_kv = expand_kv
 
 
 def absorbed(
-    module: Any, given: QKV, latents: tuple[Tensor, Tensor] | None, axes: SpAxes
+    module: Any, given: QKV, latents: tuple[Tensor, Tensor] | None, axes: SpAxes | None = None
 ) -> tuple[QKV, Callable[[Tensor], Tensor]]:
-    """Return what a module's sparse attention takes in place of q (B, S, N, H), k (B, S, N, H) and v (B, S, N, V), and
-    what makes its results (B, S, N, V) of those for them: q (B, S, N, C + R), k (B, S, 1, C + R) and v (B, S, 1, C) of
-    the latents, or the same where these are not fewer bytes, or the linear that expands them is not a plain one.
+    """Return what attention takes in place of a module's q (B, S, N, H), k (B, S, N, H) and v (B, S, N, V), and what
+    makes its results (B, S, N, V) of those for them: q (B, S, N, C + R), k (B, S, 1, C + R) and v (B, S, 1, C) of the
+    latents; the same without latents, where these are not fewer bytes to send over axes, and where the linear that
+    expands them is not a plain one.
 
     A token has a latent c and a rotary part r, of which a head n makes k = [W_n c, r] and v = U_n c (DeepSeek-V2, arXiv
     2405.04434, section 2.1). Since q . k = [W_n^T q_nope, q_rot] . [c, r], all heads can attend to one key [c, r] of
     one value c instead, and U_n is applied to the result: the same numbers, up to rounding.
     """
-    (q, k, v), linear = given, getattr(module, "kv_b_proj", module)
-    plain = type(linear) is nn.Linear and linear.bias is None and not isinstance(linear.weight, DTensor)
-    if latents is None or not plain or not _fewer_bytes(q.shape[2], k.shape[-1] + v.shape[-1], latents, axes):
+    (q, k, v), linear = given, _expanding_linear(module)
+    if latents is None or linear is None:
+        return given, lambda out: out
+    if axes is not None and not _fewer_bytes(q.shape[2], k.shape[-1] + v.shape[-1], latents, axes):
         return given, lambda out: out
     c, r = (x.transpose(1, 2).to(q.dtype) for x in latents)
     nope, rotary = q.split([q.shape[-1] - r.shape[-1], r.shape[-1]], -1)
     of_k, of_v = linear.weight.view(q.shape[2], -1, c.shape[-1]).split([nope.shape[-1], v.shape[-1]], 1)
     q = torch.cat([torch.einsum("bsnd,ndc->bsnc", nope, of_k), rotary], -1)
     return (q, torch.cat([c, r], -1), c), lambda out: torch.einsum("bsnc,nvc->bsnv", out, of_v)
+
+
+def cached_latents(module: Any) -> int:
+    """Return how many elements of a token a cache has of latent attention, [c, r] of `absorbed`; 0 if it has keys and
+    values of the heads, because these are fewer, or because the linear that expands latents is not a plain one."""
+    linear = _expanding_linear(module)
+    if linear is None or len(linear.weight) <= linear.weight.shape[1]:
+        return 0
+    return linear.weight.shape[1] + cast(int, module.qk_rope_head_dim)
+
+
+def _expanding_linear(module: Any) -> nn.Linear | None:
+    linear = getattr(module, "kv_b_proj", None)
+    plain = type(linear) is nn.Linear and linear.bias is None and not isinstance(linear.weight, DTensor)
+    return linear if plain and hasattr(module, "expand_kv") else None
 
 
 def _fewer_bytes(heads: int, expanded: int, latents: tuple[Tensor, Tensor], axes: SpAxes) -> bool:

@@ -28,7 +28,7 @@ from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .images import PLAN, TYPES, ImageExchange
-from .indexers import LATENTS, CausalMask, ShardedIndexer, absorbed, apply_indexers, indexers, remember_latents
+from .indexers import LATENTS, CausalMask, ShardedIndexer, absorbed, apply_indexers, cached_latents, indexers
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
@@ -73,8 +73,6 @@ def apply_unified_sp(
             module = base.get_submodule(name)
             module.unified_sp, module.unified_sp_mask = attention, mask
             calls += known.calls[name]
-            if known.indexers:
-                remember_latents(module)
             if name in known.handed:
                 hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
@@ -371,10 +369,14 @@ def _attention_forward(
     indices = block_indices if indices is None else indices
     if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
         indices = None
-    if isinstance(kv_cache, DecodeStep):
-        return kv_cache.attend(module, q, k, v, window=window, indices=indices, **options), None
     if kv_cache is not None:
-        kv_cache.store(module, k, v)
+        compressed = latents if cached_latents(module) else None
+        cached, expand = absorbed(module, (q, k, v), compressed)
+        if isinstance(kv_cache, DecodeStep):
+            values = cached[2] if compressed is None else cached[2].shape[-1]
+            out = kv_cache.attend(module, *cached[:2], values, window=window, indices=indices, **options)
+            return expand(out), None
+        kv_cache.store(module, *(cached[1:] if compressed is None else cached[1:2]))
     given, expand = absorbed(module, (q, k, v), None if indices is None else latents, attention.axes)
     sides = None if window is None else (window - 1, -1)
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}

@@ -211,7 +211,8 @@ def _details(text: PretrainedConfig, rng: random.Random) -> Iterator[Change]:
         yield {"layer_types": rng.choices(kinds, k=len(fields["layer_types"]))}
         if "max_window_layers" in fields:  # the kinds of layers follow from it
             yield {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 7, "layer_types": None}
-    if rope := fields.get("rope_parameters"):
+    rope = fields.get("rope_parameters")
+    if rope and text.base_config_key != "vision_config":  # those of encoders have no kinds
         by_kind = {kind: part for kind, part in rope.items() if isinstance(part, dict)}
         if by_kind:
             yield {"rope_parameters": {**rope, **{kind: _rope(part, fields, rng) for kind, part in by_kind.items()}}}
@@ -223,8 +224,9 @@ def _fitting(config: PretrainedConfig, change: Change) -> Change:
     """Return a change of the text model with those of rotary embeddings and of the encoder's outputs that it needs."""
     encoder, rope = config.vision_config, config.get_text_config().rope_parameters or {}
     change = dict(change)
-    if "mrope_section" in rope and "head_dim" in change:
-        pairs = int(change["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    if "mrope_section" in rope and "num_attention_heads" in change:
+        head_dim = change.get("head_dim") or change["hidden_size"] // change["num_attention_heads"]
+        pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         change["rope_parameters"] = {**rope, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
     if "hidden_size" in change:
         out = "hidden_size" if hasattr(encoder, "embed_dim") else "out_hidden_size"
@@ -372,9 +374,15 @@ def plain(config: PretrainedConfig, cuts: Sequence[int]) -> Result:
 
 
 def images(model: PreTrainedModel) -> list[list[dict[str, Tensor]]]:
-    """Return the documents of two rows, with images of sizes that depend on the configuration."""
+    """Return the documents of two rows, with images of numbers and sizes that depend on the configuration."""
     rng = random.Random(model.config.to_json_string())
-    return vision.documents(model, sizes=[(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(4)])
+    rows: list[list[list[int | str]]] = [[["0", rng.randint(2, 9)]], []]
+    for row in (0, *rng.choices((0, 1), k=2), 1):
+        parts: list[int | str] = [rng.randint(1, 9)] * rng.randint(0, 1)
+        for _ in range(rng.randint(0, 3)):  # with text after each: mRoPE takes images without for one
+            parts += [str(rng.randrange(4)), rng.randint(1, 9)]
+        rows[row].append([*parts, rng.randint(2, 9)])
+    return vision.documents(model, rows, [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(4)])
 
 
 def _finite(result: Result) -> Result:

@@ -12,6 +12,8 @@ from usp.hf.probe import tiny_config
 # embeddings that depend on the length, in some layers or of complex numbers; lightning attention, and blocks of keys.
 CHOSEN = {"qwen2": 0, "deepseek_v3": 0, "gpt_oss": 0, "laguna": 0, "llama4_text": 1}  # seeds
 CHOSEN |= {"minimax": 0, "minimax_m3_vl_text": 0}
+# With images: deeper features; in both directions, with rotary embeddings that depend on the length.
+CHOSEN |= {"qwen3_vl": 0, "gemma3": 1}
 TOLERANCE = 1e-10
 
 

@@ -337,10 +337,10 @@ def generated(dims: ParallelDims, layout: str) -> list[tuple[list[int], list[flo
 
 
 def place_bytes(generator: Generator) -> int:
-    """Return the bytes of a token in a cache: keys and values of all layers, and of two of them an indexer's keys."""
+    """Return the bytes of a token in a cache: latents of all layers, and of two of them an indexer's keys."""
     config = tiny_config("hy_v4")
-    heads = config.num_hidden_layers * config.num_key_value_heads
-    return 4 * (heads * (config.qk_head_dim + config.v_head_dim) + 2 * config.index_head_dim)
+    latents = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    return 4 * (latents + 2 * config.index_head_dim)
 
 
 def test_generation_chooses_among_equal_scores_as_one_rank_does(ranks: RankPool) -> None:
