@@ -36,7 +36,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/run": 1275,
     "usp/sp": 2275,
     "usp/train": 4000,
-    "usp": 41075,
+    "usp": 41100,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -29,6 +29,7 @@ from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
 from usp.hf import indexers as module_of_indexers
 from usp.hf.indexers import first_positions, indexers, train_indexers
+from usp.hf.models import model_facts
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
@@ -333,6 +334,7 @@ def generated(dims: ParallelDims, layout: str) -> list[tuple[list[int], list[flo
     prompts = [torch.arange(length) * 7 % (VOCAB - 4) + 3 for length in (37, 50, 3, 20)]
     responses = generator.generate(prompts, Generate(max_new_tokens=12, temperature=0), [0] * len(prompts))
     assert generator.cache_bytes % (3 * place_bytes(generator)) == 0
+    assert model_facts("", tiny_config("hy_v4")).latent == tiny_config("hy_v4").kv_lora_rank + 8
     return [(response.tokens.tolist(), response.logprobs.tolist()) for response in responses]
 
 
