@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor
-from usp.hf.indexers import indexers
+from usp.hf.indexers import cached_latents, indexers
 from usp.hf.models import materialise, model_facts
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.predict.meter import CATEGORIES, PARAMETERS, StepMeter
@@ -192,10 +192,11 @@ def _call(model: RoleModel, call: ModelCall, samples: Samples) -> None:
 def _place_bytes(model: RoleModel) -> int:
     """Return the bytes of one token of one sequence in the rank's KV cache."""
     facts = model_facts(model.spec.source, model.spec.config)
-    layers = sum(1 for module in model.stage.model.modules() if getattr(module, "unified_sp_mask", None) is not None)
-    heads = max(1, facts.num_kv_heads // model.mesh.size("tp"))
+    attending = [x for x in model.stage.model.modules() if getattr(x, "unified_sp_mask", None) is not None]
+    of_heads = max(1, facts.num_kv_heads // model.mesh.size("tp")) * (facts.head_dim + facts.value_dim)
+    elements = sum(cached_latents(module) or of_heads for module in attending)
     of_indexers = sum(cast(int, module.head_dim) for module in indexers(model.stage.model).values())
-    return (layers * heads * (facts.head_dim + facts.value_dim) + of_indexers) * model.spec.dtype.itemsize
+    return (elements + of_indexers) * model.spec.dtype.itemsize
 
 
 def _resident(run: PreparedRlhf) -> dict[str, int]:

@@ -36,9 +36,11 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "glm4_moe": EXPERTS | {"tp2 ep2": {"tp": 2, "tp_sequence_parallel": True, "ep": 2, "sp_ring": 2}},
     "gpt_oss": EXPERTS,
     "qwen3_next": EXPERTS,
+    "minimax": EXPERTS,
     "deepseek_v32": EXPERTS,
     "glm_moe_dsa": EXPERTS,
     "axk2": EXPERTS,
+    "minimax_m3_vl_text": EXPERTS,
 }
 TOKENS = 6
 PROMPTS = [torch.arange(3, 20), torch.arange(40, 45), torch.tensor([9])]
