@@ -28,7 +28,8 @@ SMALLEST_PAD = 16  # sides of batched tasks are padded to this or to TINY
 @dataclass(frozen=True, eq=False)
 class DenseLaunch(Launch):
     """`causal`: square and top-left aligned. `mask`: float, 0 or -inf, (A, B) or (n, 1, A, B); of a mask by function
-    (1, N or 1, A, B), bool if it is large. `empty`: (1, N or 1, A), rows of such a mask without a visible key, if there are any."""
+    (1, N or 1, A, B), bool if it is large. `empty`: (1, N or 1, A), rows of such a mask without a visible key, if there
+    are any."""
 
     causal: bool = False
     mask: Tensor | None = None
