@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.usp.rlhf.generation.vllm_server import vllm_server
 from tests.usp.rlhf.test_supervised import metrics_of
 from tests.usp.tiny import drawn_model
 from usp.hf.tokenizers import load_tokenizer
+from usp.rlhf.checkpoints import RlhfState, resume_violations
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.prepare import prepare
 from usp.rlhf.served import Model
@@ -172,6 +173,16 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, server: str, tmp_path:
     monkeypatch.setattr(Model, "tokenize", lambda model, text: [1, 2, 3])
     with pytest.raises(ConfigurationError, match="teacher has another tokenizer than the policy"):
         prepare(of(folder, output=str(tmp_path / "run"), **distils), Launch())
+
+
+def test_a_run_goes_on_with_servers_elsewhere(folder: Path) -> None:
+    here = of(folder, ref="http://127.0.0.1:8000/v1", models="teacher=http://a:1/v1,judge=models/judge")
+    saved = RlhfState(1, 8, {}, asdict(here))
+    there = replace(here, ref="https://b/v1", models="teacher=http://b:2/v1,judge=models/judge")
+    assert not resume_violations(saved, there)
+    for changes in ({"ref": "model"}, {"models": "teacher=http://b:2/v1,judge=models/other"}, {"ref": ""}):
+        (said,) = resume_violations(saved, replace(there, **changes))
+        assert "must not change on resume" in said and next(iter(changes)) in said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the package vllm is not installed: see .ci/vllm")
