@@ -153,8 +153,10 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         options = {"unit": unit(call), "budget": layout.token_budget, "at_least": mesh.size("pp")}
         rows = () if generates else pack_lengths(batch.ids, [tokens] * samples, **options)
         sent = sent_by_axis(meter.wire, mesh)
-        by_category = dict(meter.memory.at_peak)
-        if layout.engine != OWN:
+        by_category = {} if layout.served else dict(meter.memory.at_peak)
+        if layout.served:
+            pass  # the server has all
+        elif layout.engine != OWN:
             by_category[KV_CACHE] = int(run.config.rollout_cache * GIB)
             if apart.lora is not None:  # the engine has what base and adapters add up to besides
                 by_category[PARAMETERS] += sum(local_tensor(weight).nbytes for weight in model.frozen().values())
@@ -214,7 +216,7 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
 
     aliases = frozenset(copy for copy in models if shares_memory(copy, trained[copy.role]))
     own = {copy: model for copy, model in models.items() if copy not in aliases}
-    weights = {copy: _bytes(model.weights().values()) for copy, model in own.items()}
+    weights = {copy: 0 if copy.layout.served else _bytes(model.weights().values()) for copy, model in own.items()}
     frozen = {copy: _bytes(model.frozen().values()) for copy, model in own.items()}
     states = {
         copy: 2 * _bytes(parameter for parameter in model.stage.parameters() if parameter.requires_grad)
