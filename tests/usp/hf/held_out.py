@@ -323,7 +323,7 @@ def sharded(config: PretrainedConfig, degrees: tuple[int, int], layout: str, cut
     gradients = _gradients(model)
     for total in (loss, *gradients):
         dist.all_reduce(total)
-    (positions,) = axes.positions(axes.layout(layout, LENGTH))
+    (positions,) = axes.positions(axes.layout(layout, LENGTH, (tuple(cuts),)))
     largest = max(gradient.norm().item() for gradient in one.gradients)
     errors = {"logits": _relative(logits, one.logits[:, positions]), "loss": _relative(loss, one.loss)}
     for (name, _), own, expected in zip(model.named_parameters(), gradients, one.gradients, strict=True):
