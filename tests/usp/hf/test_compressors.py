@@ -22,6 +22,7 @@ from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf import held_out
 from tests.usp.hf.held_out import LENGTH, PACKED, ROWS, WHOLE, Result, ids, model_of, plain, sharded
+from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients
 from tests.usp.hf.test_indexers import GRPO, _Largest
 from tests.usp.train.families.test_families import plain_steps, steps, write
 from usp import apply_unified_sp, shard_batch
@@ -29,6 +30,7 @@ from usp.config import TrainConfig
 from usp.hf import indexers as module_of_indexers
 from usp.hf.indexers import CompressorRun, Entries
 from usp.hf.probe import structure, tiny_config
+from usp.losses import causal_lm_loss, global_token_count
 from usp.rlhf.prepare import prepare as prepare_rlhf
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -64,6 +66,39 @@ def test_loss_and_gradients_are_those_of_one_process(ranks: RankPool, exhaustive
     cases = every if exhaustive else every[GRIDS.index(grid) % 2 :: 2]
     for found in ranks.run(errors, grid[0] * grid[1], config, grid, cases):
         assert all(not each.refused and each.error <= 1e-9 for each in found), found
+
+
+BY_ROW = ((0, 11, 29), (0, 20, 29))
+
+
+def alone_by_row() -> Tensor:
+    """Return the gradients of one process, with other documents in every row."""
+    model, losses, targets = model_of(config_of()), list[Tensor](), 0
+    for row, cuts in enumerate(BY_ROW):
+        for begin, end in pairwise(cuts):
+            own = ids()[row : row + 1, begin:end]
+            with held_out.InDouble():
+                logits = model(input_ids=own, use_cache=False).logits
+            losses.append(torch.nn.functional.cross_entropy(logits[0, :-1], own[0, 1:], reduction="sum"))
+            targets += end - begin - 1
+    (torch.stack(losses).sum() / targets).backward()
+    return torch.cat([gradient_of(parameter) for parameter in model.parameters()])
+
+
+def error_by_row(layout: str, expected: Tensor) -> float:
+    mesh, own = ParallelMesh.create(ParallelDims(ring=2, ulysses=2)), ids()[:, : BY_ROW[0][-1]]
+    model = apply_unified_sp(model_of(config_of()), mesh, layout)
+    local = shard_batch({"input_ids": own, "labels": own, "cu_seqlens": torch.tensor(BY_ROW)}, mesh, layout)
+    labels = local.pop("shift_labels")
+    with held_out.InDouble():
+        logits = model(**local, use_cache=False).logits
+        causal_lm_loss(logits, labels, global_token_count(labels, mesh)).backward()
+    return relative(summed_gradients(model), expected)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "balanced"])
+def test_rows_differ_in_their_documents_and_end_with_padding(ranks: RankPool, layout: str) -> None:
+    assert max(ranks.run(error_by_row, 4, layout, alone_by_row())) <= 1e-9
 
 
 @contextmanager
