@@ -314,7 +314,7 @@ def merge_parts(out_PBKGV: Tensor, lse_PBKG: Tensor, sinks_KG: Tensor | None = N
     """Merge the results over P parts of the keys into (B, K, G, V); zero if no key is visible."""
     if sinks_KG is not None:
         lse_PBKG = torch.cat((lse_PBKG, sinks_KG.to(lse_PBKG.dtype).expand(1, *lse_PBKG.shape[1:])))
-    weights = lse_PBKG.softmax(0).nan_to_num_(nan=0.0)[: len(out_PBKGV)]  # nan where all are -inf
+    weights = lse_PBKG.softmax(0).nan_to_num(nan=0.0)[: len(out_PBKGV)]  # nan where all are -inf
     return (weights.unsqueeze(-1) * out_PBKGV).sum(0)
 
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from .accumulate import accumulate_dtype
 from .comm import Channel, named
-from .keep import Keep
+from .keep import Keep, compute_now
 from .kernels.base import without_autocast
 from .layout import SequenceLayout
 from .spec import AttentionSpec
@@ -228,16 +228,16 @@ class SparseAttention(torch.autograd.Function):
         out, lse, weights = keep(step, attention)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.choice, ctx.program, ctx.channel = choice, program, channel
-        ctx.mark_non_differentiable(lse, *([weights] if weighed else []))
+        ctx.mark_non_differentiable(*([weights] if weighed else []))
         return out, lse, weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, *_):
+    def backward(ctx, dout, dlse, _):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, choice, kv_index = ctx.program, ctx.choice, ctx.program.kv_index
         keys = _by_head(*_received(k, v, choice, ctx.channel), kv_index)
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
         with named("attention to chosen keys: backward"), without_autocast(q.device):
             dq, *grads = _attend_backward(dout, q, *keys, lse, delta, choice.index, program.spec)
         if kv_index is not None:
@@ -248,6 +248,19 @@ class SparseAttention(torch.autograd.Function):
         if sinks is not None:
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None, None
+
+
+def attend_to_rows(
+    q_BSNH: Tensor, rows_MKH: Tensor, index_BSk: Tensor, spec: AttentionSpec, keep: Keep = compute_now
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, S, N, H) and lse (B, S, N), both differentiable, of attention of each query to its own rows, by
+    index, -1 for none, which are keys and values alike. It takes scale and softcap of `spec`. Communicates nothing."""
+    none = index_BSk.new_empty(0)
+    program = SparseProgram(spec, 1, 0, none, none, none)
+    choice = Choice(index_BSk.flatten(0, 1), none, (0,), (0,))
+    call = choice, program, Channel(None), keep, False
+    out, lse, _ = SparseAttention.apply(q_BSNH.flatten(0, 1), rows_MKH, rows_MKH, None, *call)
+    return out.unflatten(0, q_BSNH.shape[:2]), lse.unflatten(0, q_BSNH.shape[:2])
 
 
 def _received(k: Tensor, v: Tensor, choice: Choice, channel: Channel) -> tuple[Tensor, Tensor]:

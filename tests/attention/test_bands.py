@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from attention import OF_DOCUMENTS, AttentionSpec, RingSchedule, SequenceLayout,
 from attention.bands import _join, below, block_tasks, rank_pieces, row_parts, tight_task
 from attention.intervals import expanded, intersect, locate, size, subtract, union
 from attention.schedule import Message
+from attention.spec import Joint
 
 from .dense import visible
 from .scalar_planner import scalar_tasks
@@ -222,7 +224,7 @@ def test_causal_traffic_relative_to_a_full_ring() -> None:
 
 def test_ulysses_inside_of_hosts_crosses_between_them_as_little_as_a_double_ring_could() -> None:
     """Two hosts, 8,192 tokens. A double ring (LoongTrain, arXiv 2406.18485) sends each block between the hosts once and
-    passes it on inside of them; what it would gain over a ring of 8, a ring of 2 around Ulysses inside of each host has.
+    passes it on inside of them; what it gains over a ring of 8, a ring of 2 around Ulysses inside of each host has.
     """
     crossing = {}  # tokens, each of an equal part of the heads: those sent, and those needed on the other host
     for mask, spec in (("causal", AttentionSpec()), ("full", AttentionSpec(causal=False))):
@@ -243,3 +245,27 @@ def test_ulysses_inside_of_hosts_crosses_between_them_as_little_as_a_double_ring
         ("causal", 2): (6144, 6144), ("causal", 4): (8192, 6144), ("causal", 8): (9216, 6144),
         ("full", 2): (8192, 8192), ("full", 4): (12288, 8192), ("full", 8): (14336, 8192),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "balanced"])
+def test_joint_tokens_that_stand_for_others_are_seen_from_the_last_of_these_on(kind: str) -> None:
+    documents, of_joint, every = ((0, 7, 8, 24, 24), (0, 3, 20, 22, 24)), ((0, 2, 2, 7, 7), (0, 1, 6, 6, 6)), 3
+    spec = AttentionSpec(documents=documents, joint=Joint(7, queries=False, documents=of_joint, every=every))
+    layout = SequenceLayout(kind, 24, 2, documents=documents if kind == "balanced" else None)
+    for rank in range(2):
+        seen, expected = np.zeros((2, 24, 38), np.int64)
+        for task in ring_schedule(layout, spec, 2, rank).steps[0].tasks:
+            if task.k_start % 19 >= 12:
+                assert task.full
+                seen[task.q_start : task.q_stop, task.k_start : task.k_stop] += 1
+        for row in range(2):
+            for local, position in enumerate(layout.ring_positions(rank, row).tolist()):
+                for number, (start, stop) in enumerate(pairwise(documents[row])):
+                    if start <= position < stop:
+                        first, last = of_joint[row][number : number + 2]
+                        ready = min((position - start + 1) // every, last - first)
+                        expected[row * 12 + local, row * 19 + 12 + first : row * 19 + 12 + first + ready] = 1
+        assert expected.any() and np.array_equal(seen, expected)
+    for wrong in ({"queries": True}, {"queries": False, "only": True}):
+        with pytest.raises(ValueError, match="joint_every says which joint keys"):
+            AttentionSpec(joint=Joint(7, **wrong, every=3))

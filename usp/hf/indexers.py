@@ -16,8 +16,21 @@ document by itself.
 So scores and ties are those of one process, and no tensor has tokens x tokens elements. Indexers have no gradient, as
 in transformers, but that of `IndexerLoss`, if it is asked for.
 
-B batch, S a rank's tokens of each row, L tokens of the sequence, D head dim of the indexer, k indices of a query, K KV
-heads.
+A compressor (DeepSeek-V4, section 2.3) makes an entry of each window of tokens. Queries attend to a few tokens before
+them and, as further keys, to the entries of the windows before them: to all (HCA), or to those that an indexer chooses,
+which has a smaller compressor of its own (CSA). Both run their own forward here with a cache that stands between them
+and the other ranks:
+
+    tokens    a rank projects its own; those of windows that ranks share are sent to one of them (`sp.in_order.Windows`)
+    entries   of the rank's windows; then they are gathered over the ranks, and gradients are returned in the backward
+    indices   for a tile of queries of one document at a time, with a cache that returns all entries of the document
+
+All ranks hold all entries, which are few, so that attention to them sends nothing: with HCA they are joint keys
+(`UnifiedSPAttention`), with CSA rows of which each query has its own, merged with the window by lse. Windows begin anew
+in each document, as if it were alone.
+
+B batch, S a rank's tokens of each row, L tokens of the sequence, D head dim of the indexer, k indices of a query, M
+entries of all rows, N query heads, K KV heads, H head dim.
 """
 
 from __future__ import annotations
@@ -27,6 +40,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -37,14 +51,26 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from attention import DecodeStep, Prefill, token_tiles
+from attention import (
+    AttentionSpec,
+    Channel,
+    DecodeStep,
+    Keep,
+    Prefill,
+    attend_to_rows,
+    compute_now,
+    merge_parts,
+    token_tiles,
+)
 from parallel import ParallelMesh
+from usp.sp.in_order import Reshard, SequenceOrder, Windows
 from usp.sp.sequence import SpAxes, document_starts, documents_of, unshard_sequence
 from usp.sp.sp_attention import UnifiedSPAttention
 
 LATENTS = "sharded_latents"
 QKV = tuple[Tensor, Tensor, Tensor]
 _ARGUMENTS = {"hidden_states", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
+_OF_COMPRESSORS = {"hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx"}
 
 
 def indexers(model: nn.Module) -> dict[str, nn.Module]:
@@ -281,6 +307,202 @@ def score_tiles(
     for part in token_tiles(x.shape[1], scores):
         visible = (every <= positions[:, part]) & (every >= starts[:, part])
         yield part, {**_part(call, part), "attention_mask": visible, "past_key_values": _AllKeys(keys)}
+
+
+def compressors(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the compressors of a model that this file can run, by name: those that take what DeepSeek-V4's take."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Compressor")
+        and inspect.signature(type(module).forward).parameters.keys() >= _OF_COMPRESSORS
+    }
+
+
+def apply_compressors(base: nn.Module, attention: UnifiedSPAttention, order: SequenceOrder) -> None:
+    """Let the compressors of a backbone make entries of all tokens of the sequence, in place."""
+    for name, module in compressors(base).items():
+        owner = base.get_submodule(name.rpartition(".")[0])
+        sharded = ShardedCompressor(module, attention, order)
+        module.forward = owner.sharded_compressor = sharded  # type: ignore[assignment]
+        owner.forward = partial(_with_documents, owner.forward)
+
+
+def _with_documents(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **{**kwargs, "past_key_values": Documents(kwargs.get("cu_seqlens"))})
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Takes the place of an attention module's cache, which its compressor gets as well. cu_seqlens: as in
+    `shard_batch`."""
+
+    cu_seqlens: Tensor | None
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What a compressor made: entries (M, H), by row and document, and which of them the rank's queries attend to, (B,
+    S, k), -1 for none; None for all before them."""
+
+    entries: Tensor
+    plan: Windows
+    indices: Tensor | None
+
+
+class ShardedCompressor:
+    """The forward of a compressor whose tokens are sharded, and the attention to the entries that it made."""
+
+    def __init__(self, module: nn.Module, attention: UnifiedSPAttention, order: SequenceOrder) -> None:
+        self.attention, self.order = attention, order
+        self.run, self.made = CompressorRun(module), cast(Entries | None, None)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        q_residual: Tensor,
+        position_ids: Tensor,
+        past_key_values: Documents,
+        layer_idx: int,
+    ) -> tuple[Tensor, None]:
+        """Make the entries; return none, and no mask, to the attention module. Collective."""
+        (rows, tokens, _), axes = hidden_states.shape, self.order.axes
+        documents = documents_of(past_key_values.cu_seqlens)
+        layout = axes.layout(self.order.layout, tokens * axes.ranks, documents)
+        own = layout, documents, rows, self.order.channel.rank
+        self.made = self.run.entries(
+            (hidden_states, q_residual, position_ids),
+            self.order.windows(*own, self.run.rate, self.run.overlap, hidden_states.device),
+            self.order.channel,
+            self.order.keep,
+        )
+        return hidden_states.new_empty(rows, 1, 0, self.made.entries.shape[-1]), None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None, scale: float, softcap: float | None, **rest: Any
+    ) -> Tensor:
+        """Return the attention to keys and values and to the entries of the last call. Collective."""
+        assert self.made is not None
+        made, self.made = self.made, None
+        entries, cuts = made.entries.to(q.dtype).unsqueeze(1), made.plan.cuts
+        options = {**rest, "scale": scale, "softcap": softcap}
+        if not len(entries):
+            return self.attention(q, k, v, sinks=sinks, **options)
+        if made.indices is None:
+            in_row = torch.from_numpy(cuts - cuts[:, :1])
+            place = torch.from_numpy(cuts[:, :1]) + torch.arange(int(in_row.max()))
+            joint = entries[place.clamp(max=len(entries) - 1).to(q.device)]  # what is beyond a row's is in no document
+            of_joint = {"joint_k": joint, "joint_v": joint, "joint_cu_seqlens": in_row, "joint_every": self.run.rate}
+            return self.attention(q, k, v, sinks=sinks, **options, **of_joint)
+        out, lse = self.attention(q, k, v, return_lse=True, **options)
+        spec = AttentionSpec(scale=scale, softcap=softcap)
+        more = attend_to_rows(q, entries, made.indices, spec, self.attention.keep)
+        outs, lses = (torch.stack(parts) for parts in zip((out, lse), more, strict=True))
+        return merge_parts(outs, lses, sinks).to(q.dtype)
+
+
+class CompressorRun:
+    """The forward of a compressor, which is replaced in its modules, over the windows of any tokens."""
+
+    def __init__(self, module: Any) -> None:
+        self.rate: int = module.compress_rate
+        # Of two series, the first of which is for the next window.
+        self.overlap: bool = module.position_bias.shape[-1] > module.head_dim
+        self.compress, self.indexer = module.forward, getattr(module, "indexer", None)
+        if self.indexer is not None:
+            self.choose = self.indexer.forward
+            self.indexer.forward = _choose_none
+
+    def entries(
+        self,
+        call: Sequence[Tensor],
+        plan: Windows,
+        channel: Channel,
+        keep: Keep,
+    ) -> Entries:
+        """Return the entries of all tokens. Collective.
+
+        call: hidden states (B, S, X), residuals of queries (B, S, Y), and positions in documents (B, S).
+        """
+        rows, tokens = call[0].shape[:2]
+        flat = [x.expand(rows, *x.shape[1:]).flatten(0, 1).unsqueeze(0) for x in call]
+        made = _WholeWindows(plan, self.overlap, channel, keep)
+        self.compress(*flat, _layers(made), 0)
+        if self.indexer is None:
+            return Entries(made.entries, plan, None)
+        with torch.no_grad():
+            indices = keep(("indices", call[0].shape), lambda: (self._indices(flat, plan, channel),))[0]
+        return Entries(made.entries, plan, indices.unflatten(0, (rows, tokens)))
+
+    def _indices(self, flat: Sequence[Tensor], plan: Windows, channel: Channel) -> Tensor:
+        """Return the entries (B * S, k) that the indexer chooses for each query."""
+        indexer: Any = self.indexer
+        keys = _WholeWindows(plan, self.overlap, channel, compute_now)
+        self.choose(*flat, _layers(keys), 0)
+        cuts = plan.cuts
+        most = min(int(indexer.index_topk), int((cuts[:, 1:] - cuts[:, :-1]).max()))
+        indices = flat[0].new_full((flat[0].shape[1], most), -1, dtype=torch.int32)
+        for row, document, begin, end in plan.runs:
+            first, last = cuts[row, document : document + 2].tolist()
+            entries = _AllEntries(keys.entries[first:last].unsqueeze(0))
+            for part in token_tiles(end - begin, (last - first) * indexer.num_heads) if last > first else ():
+                own = slice(begin + part.start, begin + part.stop)
+                chosen = self.choose(*(x[:, own] for x in flat), _layers(entries), 0)[0]
+                indices[own, : chosen.shape[-1]] = torch.where(chosen >= 0, chosen + first, -1).int()
+        return indices
+
+
+def _choose_none(hidden_states: Tensor, *_: Any) -> Tensor:
+    return hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=torch.int64)
+
+
+def _layers(cache: Any) -> SimpleNamespace:
+    return SimpleNamespace(layers=(cache,))
+
+
+class _WholeWindows:
+    """A layer of a cache that gives a compressor the tokens of a rank's windows, and keeps the entries of all ranks.
+
+    transformers takes every whole window for one that follows the one before, which is true of those that overlap: an
+    empty one, whose first series has no weight, is at the start of a document. Their entries are left out.
+    """
+
+    entries: Tensor
+
+    def __init__(self, plan: Windows, overlap: bool, channel: Channel, keep: Keep) -> None:
+        self.plan, self.overlap, self._on = plan, overlap, (channel, keep)
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        kv, gate = Reshard.apply(torch.cat((kv, gate), -1), self.plan.tokens, *self._on).chunk(2, -1)
+        if self.overlap:
+            first, second = gate.chunk(2, -1)
+            gate = torch.cat((first.masked_fill(self.plan.empty.unsqueeze(-1), float("-inf")), second), -1)
+        return kv, gate, self.plan.shifts
+
+    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
+        """Return one of them: what the module makes of them is not used."""
+        own = entries.index_select(1, self.plan.own)
+        self.entries = Reshard.apply(own, self.plan.entries, *self._on).squeeze(0)
+        return entries[:, :1]
+
+
+@dataclass(frozen=True)
+class _AllEntries:
+    """A layer of a cache that has all entries (1, entries, D) of a document already."""
+
+    entries: Tensor
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+        return kv[:, :0], gate[:, :0], 0
+
+    def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
+        return self.entries
 
 
 def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:

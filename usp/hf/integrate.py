@@ -24,11 +24,23 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from attention import DecodeStep, Prefill
 from parallel import ParallelMesh, agree
+from usp.sp.in_order import SequenceOrder
 from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .images import PLAN, TYPES, ImageExchange
-from .indexers import LATENTS, CausalMask, ShardedIndexer, absorbed, apply_indexers, cached_latents, indexers
+from .indexers import (
+    LATENTS,
+    CausalMask,
+    ShardedCompressor,
+    ShardedIndexer,
+    absorbed,
+    apply_compressors,
+    apply_indexers,
+    cached_latents,
+    compressors,
+    indexers,
+)
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
@@ -79,12 +91,15 @@ def apply_unified_sp(
     recurrent = sharded_mixers(model)  # convolutions are in parts that text does not reach, such as an audio tower
     images = ImageExchange(model, mesh) if model.config.model_type in TYPES else None
     model.image_exchange = images  # type: ignore[assignment]
-    guard = _ForwardGuard(attention, calls, bool(indexers(base)), images)
+    guard = _ForwardGuard(attention, calls, bool(indexers(base)), bool(compressors(base)), images)
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     follow_positions(base, guard.places)
     base.register_forward_hook(guard.after)
     apply_indexers(base, mesh, attention)
+    if compressors(base):
+        order = model.unified_sp_order = SequenceOrder(mesh, layout)  # type: ignore[assignment]
+        apply_compressors(base, attention, order)
     if recurrent:
         model.unified_sp_order = apply_mixers(model, mesh, layout)  # type: ignore[assignment]
     return model
@@ -180,9 +195,10 @@ class _ForwardGuard:
         attention: UnifiedSPAttention,
         layers: int,
         sparse: bool,
+        compressed: bool,
         images: ImageExchange | None,
     ) -> None:
-        self.sparse, self.images = sparse, images
+        self.sparse, self.compressed, self.images = sparse, compressed, images
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
         self.tree: Tensor | None = None  # of the current forward
         self.trees, self.trees_before = 0, 0  # layers that should get it, and calls that had one before
@@ -249,6 +265,10 @@ class _ForwardGuard:
             violations.append("kv_cache does not support packed documents: leave cu_seqlens out")
         if self.sparse and kwargs.get("prefix_tree") is not None:
             violations.append("prefix_tree is not supported by models with an indexer, which chooses keys by position")
+        if self.compressed and kwargs.get("prefix_tree") is not None:
+            violations.append("prefix_tree is not supported by models with a compressor, whose windows it would cut")
+        if self.compressed and cache is not None:
+            violations.append("kv_cache is not supported by models with a compressor, whose windows it does not keep")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True is not supported, there are no attention weights")
         if kwargs.get("output_router_logits"):
@@ -377,6 +397,10 @@ def _attention_forward(
             out = kv_cache.attend(module, *cached[:2], values, window=window, indices=indices, **options)
             return expand(out), None
         kv_cache.store(module, *(cached[1:] if compressed is None else cached[1:2]))
+    compressor: ShardedCompressor | None = getattr(module, "sharded_compressor", None)
+    if compressor is not None:
+        sides = None if window is None else (window - 1, -1)
+        return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None
     given, expand = absorbed(module, (q, k, v), None if indices is None else latents, attention.axes)
     sides = None if window is None else (window - 1, -1)
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}

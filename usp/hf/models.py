@@ -50,6 +50,7 @@ ModelHead: TypeAlias = Literal["lm", "scalar"]
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 INDEXED = ("indexed_attention", "minimax_m3_sparse")  # layer types of attention to the keys that an indexer chooses
+COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")  # further keys behind a window
 WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
 SEVERAL_PARTS = (
     "its text model is one of several parts: save that by itself and use it (see docs/models.md); with images, see "
@@ -380,7 +381,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         head_dim=max(head_dims),
         vocab_size=config.vocab_size,
         windows=tuple(
-            NO_ATTENTION if kind in WITHOUT_ATTENTION else window if kind == "sliding_attention" else 0
+            NO_ATTENTION if kind in WITHOUT_ATTENTION else window if kind in ("sliding_attention", *COMPRESSED) else 0
             for kind in kinds
         ),
         intermediate_size=_dense_width(config) if attends and (has_dense_mlps or not num_experts) else 0,

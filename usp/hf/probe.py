@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -44,10 +44,20 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from attention import SequenceLayout, compute_now
 from attention.sparse import TILE
+from usp.sp.in_order import Windows
+from usp.sp.sequence import GridChannel
 
 from .experts import expert_modules
-from .indexers import chooses_blocks, first_positions, indexers, sharded_indexer
+from .indexers import (
+    CompressorRun,
+    chooses_blocks,
+    compressors,
+    first_positions,
+    indexers,
+    sharded_indexer,
+)
 from .mixers import sharded_mixers
 from .positions import Places, follow_positions, scaled_query
 from .prune import backbone, decoder, hand_on, model_parts, prune_to_stage, stage_inputs
@@ -99,7 +109,7 @@ class Structure:
     handed: attention modules, by name, and the layers that do not pass on to them what `hand_on` does.
     calls: how often a forward calls attention modules, by name.
     mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
-    indexers: kinds of the modules that choose the keys of attention, which `usp.hf.indexers` runs.
+    indexers: kinds of the modules that choose or make the keys of attention, which `usp.hf.indexers` runs.
     untried: numbers of the configuration that a tiny copy cannot have below the probe's length, such as sizes: whether
         anything begins at them is unknown.
     """
@@ -193,7 +203,10 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
     for name, layer in handed.items():
         hand_on(base.get_submodule(layer), base.get_submodule(name))
     names = {module: name for name, module in base.named_modules()}
-    mixers = sharded_mixers(base)
+    mixers, making = sharded_mixers(base), compressors(base)
+    not_made = _compressor_problem(base, making)
+    for module in making.values():
+        module.forward = partial(_make_none, cast(int, module.head_dim))
     calls, mixing, difference = _run_twice(base, [base.get_submodule(name) for name in mixers])
     unreached = dict.fromkeys(names[call.module] for call in calls if "kv_cache" not in call.options)
     layers = [names[layer] for stack in base.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
@@ -208,6 +221,8 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
     elif difference:
         problems.append(difference)
     masks, chosen = dict[str, LayerMask](), indexers(base)
+    if not_made and not problems:
+        problems.append(not_made)
     if chosen and not problems and (problem := _indexer_problem(base, chosen)):
         problems.append(problem)
     honoured = NEUTRAL | HONOURED | ({"indices", "block_indices"} if chosen else set())
@@ -231,7 +246,7 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
         in_stages=in_stages,
         divides_experts=bool(expert_modules(base)),
         mixers=tuple(dict.fromkeys(mixers.values())),
-        indexers=tuple(dict.fromkeys(type(module).__name__ for module in chosen.values())),
+        indexers=tuple(dict.fromkeys(type(module).__name__ for module in (*chosen.values(), *making.values()))),
         layer_outputs=outputs,
         handed=handed,
         calls=Counter(names[call.module] for call in calls),
@@ -346,6 +361,45 @@ def _seen_indices(indices: list[list[int]]) -> list[set[int]]:
     """Return the indices up to their position of the queries of all positions, which may each have several lists."""
     lists = len(indices) // LENGTH
     return [{key for key in keys if 0 <= key <= number // lists} for number, keys in enumerate(indices)]
+
+
+@torch.no_grad()
+def _compressor_problem(base: nn.Module, making: Mapping[str, nn.Module]) -> str:
+    """Return whether a compressor makes other entries, or shows others to a query, if it runs as `usp.hf.indexers` runs
+    it, on the same tokens twice, as two documents; empty if none does."""
+    calls, length = list[tuple[Any, Any, Any]](), 4 * LENGTH  # of which a query does not choose all entries
+
+    def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        named = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        calls.append((module, [named[name] for name in ("hidden_states", "q_residual", "position_ids")], output))
+
+    hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in making.values()]
+    if making:
+        base(input_ids=_ids().repeat(1, length // LENGTH), use_cache=False, kv_cache=None)
+    for hook in hooks:
+        hook.remove()
+    layout, documents = SequenceLayout("contiguous", 2 * length), ((0, length, 2 * length),)
+    for module, inputs, (entries, bias) in calls:
+        if bias is None:  # its windows are longer than these tokens
+            continue
+        run, seen = CompressorRun(module), torch.zeros(2 * length, 2 * entries.shape[2] + 1, dtype=torch.bool)
+        plan = Windows.of(layout, documents, 1, 0, run.rate, run.overlap)
+        channel, twice = GridChannel(None, (0,)), [torch.cat((x, x), 1) for x in inputs]
+        made = run.entries(twice, plan, channel, compute_now)
+        if made.indices is None:
+            ready = (torch.arange(length) + 1) // run.rate
+            expected = torch.arange(entries.shape[2]) < ready.unsqueeze(1)
+            seen = torch.block_diag(expected, expected)
+        else:
+            seen = seen.scatter_(1, made.indices[0].long() % seen.shape[1], True)[:, :-1]
+        shown = bias[0, 0] == 0
+        if not _equal(made.entries, entries[0, 0].repeat(2, 1)) or not seen.equal(torch.block_diag(shown, shown)):
+            return f"{type(module).__name__} does not make its entries of windows of the tokens in its cache"
+    return ""
+
+
+def _make_none(head_dim: int, hidden_states: Tensor, *_: Any) -> tuple[Tensor, None]:
+    return hidden_states.new_empty(len(hidden_states), 1, 0, head_dim), None
 
 
 class _CountingFrom(TorchFunctionMode):

@@ -142,6 +142,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         return_weights: bool = False,
         mask_mod: MaskMod | None = None,
         index_block: int = 1,
+        joint_every: int = 0,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -163,8 +164,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             prefix_tree: (documents,) or (B, documents) integers: the index of the earlier document that each one
                 continues, or -1. Its tokens also attend to the documents it continues, so that samples with a common
                 prefix have it once. Positions and windows count from the root. Needs causal=True and cu_seqlens.
-            cu_seqlens_k: of cross attention, boundaries of the keys' documents: queries of document n see document n.
-                Needs causal=False and no window, as does any cross attention.
+            cu_seqlens_k: of cross attention (causal=False, no window), of the keys: document n is seen by document n.
             joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V); joint_q may be missing. A window does
                 not limit what they see and who sees them.
             joint_strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
@@ -175,6 +175,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             return_weights: also return the weights of the keys at `indices`, summed over the heads, without gradients.
             mask_mod: FlexAttention's function of row, head, query and key position; both the mask (pass causal=False)
                 and it must show a pair. It is evaluated once: another mask needs another function.
+            joint_every: if not 0, joint key j is seen from its document's token (j + 1) * joint_every - 1 on.
 
         Returns:
             (B, S, N, V) in q's dtype, or a tuple of out, joint_out, lse (B, S, N) in float32 (float64 for float64),
@@ -189,10 +190,11 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         options = (cu_seqlens, prefix, prefix_tree, causal, scale, list(_window(window)), softcap, _chunk(chunk))
         tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
         if torch.compiler.is_compiling():
-            own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod))
+            own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod, joint_every or None))
             return attend(self._handle, *own, sinks, *options)[0]
         others: dict[str, Any] = {"front": _is_front(joint_strategy), "return_lse": return_lse, "mask_mod": mask_mod}
         others["sparse"] = _sparse(indices, index_block, q, k, sinks, return_lse, return_weights)
+        others["every"] = joint_every
         call = self._call(tensors, sinks, *options, rows=rows, **others)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call, return_weights=return_weights)
@@ -290,6 +292,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         return_lse: bool = False,
         sparse: tuple[int, ...] = (),
         mask_mod: MaskMod | None = None,
+        every: int = 0,
     ) -> dict[str, Any]:
         """Check a call and count it; return its plan, its program, and the channels.
 
@@ -299,7 +302,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
         lse_gradient = trained and torch.is_grad_enabled()
-        others = None if sinks is None else sinks.shape, front, return_lse, lse_gradient, sparse, mask_mod
+        others = None if sinks is None else sinks.shape, front, every, return_lse, lse_gradient, sparse, mask_mod
         call = self._last_call((*rows, *options[:3]), shapes, *others, *options[3:])
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
@@ -313,6 +316,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         shapes: tuple[Described | None, ...],
         sinks: torch.Size | None,
         front: bool,
+        every: int,
         return_lse: bool,
         lse_gradient: bool,
         sparse: tuple[int, ...],
@@ -322,7 +326,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         of_keys, of_joint, cu_seqlens, prefix, prefix_tree = tensors
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
         masked = mask_mod, *_hashable(cu_seqlens, prefix, prefix_tree, *options)
-        return self._described(shapes, sinks, *rows, front, return_lse, lse_gradient, sparse, *masked)
+        return self._described(shapes, sinks, *rows, front, every, return_lse, lse_gradient, sparse, *masked)
 
     def _describe(
         self,
@@ -331,6 +335,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         key_documents: Rows,
         joint_documents: Rows,
         front: bool,
+        every: int,
         return_lse: bool,
         lse_gradient: bool,
         sparse: tuple[int, ...],
@@ -347,7 +352,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if k and (k[1] != q[1] or key_documents is not None):
             key_len = k[1] * self.ranks
         if joint_k:
-            joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents)
+            joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents, every)
+        elif every:
+            raise ValueError(f"joint_every={every} is of joint keys: give joint_k and joint_v")
         spec, *layouts = self._sequences(seq_len, key_len, key_documents, joint, documents, *options)
         if mask_mod is not None:
             spec = with_mask_mod(spec, mask_mod, q[0], q[2], seq_len, device)

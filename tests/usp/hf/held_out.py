@@ -427,7 +427,7 @@ def sharded(config: PretrainedConfig, degrees: tuple[int, int], layout: str, cut
     gradients = _gradients(model)
     for total in (loss, *gradients):
         dist.all_reduce(total)
-    (positions,) = axes.positions(axes.layout(layout, LENGTH))
+    (positions,) = axes.positions(axes.layout(layout, LENGTH, (tuple(cuts),)))
     largest = max(gradient.norm().item() for gradient in one.gradients)
     errors = {"loss": _relative(loss, one.loss)}
     if not sees:

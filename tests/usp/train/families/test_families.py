@@ -83,6 +83,7 @@ CHOSEN = {
     "llama4_text": ["u2 r2, recomputed"],  # experts outside of the interface
     "dbrx": ["pp2 r2"],  # the same, balanced
     "hy_v4": ["u2 r2"],  # parameters after the layers that are on no stage
+    "deepseek_v4": ["u2 r2, recomputed"],  # compressed keys, experts by hash
     "phi4_multimodal": ["u2 r2"],  # encoders that text does not reach
 }
 
