@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from tests.e2e.processes import Run
 from tests.harness.ranks import RankPool
 
+gc.disable()  # until all tests are imported
 torch.set_num_threads(1)  # more of them, and the ranks beside them, would wait for each other by turning in loops
 
 # How long an example takes depends on what else the machine does.
@@ -80,13 +81,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server that the ranks of all pools are forked from, which imports for all what some of them need."""
     gc.freeze()  # what is imported by now stays: looking for garbage in it takes a second each time
+    gc.enable()
     starting = any({"ranks", "launch"} & {*getattr(item, "fixturenames", ())} for item in session.items)
     if starting and not session.config.option.collectonly:
-        families = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
-        models = (f"transformers.models.{family}.modeling_{family}" for family in families)
-        often = ("usp.train.trainer", "usp.rlhf.trainer", "parallel.pipeline", "peft", "tests.usp.hf.test_every_model")
-        compiler = ("torch._inductor.compile_fx", "deepspeed.runtime.engine")  # DeepSpeed imports it at its first step
-        forkserver.set_forkserver_preload([*often, *models, *compiler, "tests.harness.preloaded"])
+        forkserver.set_forkserver_preload(["tests.harness.preloaded"])
         forkserver.ensure_running()
 
 

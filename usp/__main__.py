@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from usp.run.failures import REFUSED, Ending, end
-from usp.run.launch import Launch, leave
+from usp.run.launch import Launch, hide_import_warnings, leave
 
 COMMANDS = {
     "tokenize": "tokenize a data set once, into a token store for train.py --data",
@@ -45,6 +45,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, p
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     asked, flags = parser.parse_known_args(argv)
+    hide_import_warnings()
     command = command_module(asked.command)
     environ = {} if environ is None else environ
     try:

@@ -24,7 +24,15 @@ from parallel import node_names
 from usp.fields import CORPUS, config_from_mapping, flag, shared_values, token_count
 from usp.model.facts import ModelFacts
 from usp.run.failures import INTERRUPTED, ConfigurationError, end, ending_of
-from usp.run.launch import Launch, StopRequest, end_with_launcher, leave, meet, set_library_defaults
+from usp.run.launch import (
+    Launch,
+    StopRequest,
+    end_with_launcher,
+    hide_import_warnings,
+    leave,
+    meet,
+    set_library_defaults,
+)
 
 if TYPE_CHECKING:
     from usp.planning.job_cost import Terms
@@ -273,6 +281,7 @@ class Command:
         launch = Launch.from_environment(environ)
         end_with_launcher(launch)
         launch = meet(launch)
+        hide_import_warnings()
         set_library_defaults(launch, environ)
         environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # DeepSpeed reads it even without a launcher
         stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")

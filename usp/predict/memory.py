@@ -288,7 +288,8 @@ def peak_moment(job: Job, rank: int) -> Moment:
     def reduced(moment: Moment, later: bool) -> int:
         return min(most, shards if later and config.zero >= 2 else moment.gradients)
 
-    total, moment, later = max(((rest + reduced(*of), *of) for rest, *of in _peaks(job, rank)), key=itemgetter(0))
+    peaks = ((rest + reduced(moment, later), moment, later) for rest, moment, later in _peaks(job, rank))
+    total, moment, later = max(peaks, key=itemgetter(0))
     moment = moment._replace(gradients=reduced(moment, later), transient=moment.transient + buffers)
     if config.optim_offload:
         return moment

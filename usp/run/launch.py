@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -178,6 +179,12 @@ def all_ready(launch: Launch) -> None:
     store.add(key, 1)
     while store.add(key, 0) < launch.world_size:
         time.sleep(0.02)
+
+
+def hide_import_warnings() -> None:
+    """Hide what torchao, which transformers imports where it is installed, logs of its kernels and enums."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def set_library_defaults(launch: Launch, environ: MutableMapping[str, str]) -> None:

@@ -133,8 +133,7 @@ class RoleCopies:
                 for name, of_trained in values.items():
                     share = weight if of_trained.is_floating_point() else 1
                     weights[name].copy_(of_trained if share == 1 else weights[name].lerp(of_trained, share))
-                for name, nbytes in _moved(reallocation).items():
-                    setattr(event, name, getattr(event, name) + nbytes)
+                _record(event, reallocation)
             if copy in self._models and role in self._plan.offload:
                 self._models[copy].offload()
 
@@ -159,15 +158,14 @@ class RoleCopies:
                         self._given[place] = parts
                 else:
                     parts = self._weights(copy)
-                moved = _moved(reallocation)
+                changes: Mapping[str, int] = {}
                 if isinstance(reallocation, DeltaReallocation):
                     intact = self._filled.get(place) is reallocation  # evaluations may fill a copy from others
-                    moved |= reallocation.update(held, parts, others, intact=intact)._asdict()
+                    changes = reallocation.update(held, parts, others, intact=intact)._asdict()
                 else:
                     reallocation.run(held, parts, others)
                 self._filled[place] = reallocation
-                for name, nbytes in moved.items():
-                    setattr(event, name, getattr(event, name) + nbytes)
+                _record(event, reallocation, **changes)
                 yield parts
 
         if isinstance(model, EngineModel):
@@ -215,8 +213,7 @@ class RoleCopies:
         model = self._models.get(copy)
         if trained and isinstance(model, RoleModel):
             model.restore(wanted)
-        for name, nbytes in _moved(reallocation).items():
-            setattr(self._event, name, getattr(self._event, name) + nbytes)
+        _record(self._event, reallocation)
 
     def _values(self, copy: WeightCopy, states: bool) -> Mapping[str, Tensor]:
         """Return all that a copy on this rank has between steps: its weights, and if trained its optimizer's states."""
@@ -271,16 +268,18 @@ def layer_plans(plan: ReallocPlan) -> list[ReallocPlan]:
     return plans
 
 
-def _moved(reallocation: Reallocation) -> dict[str, int]:
-    """Return what this rank sends and receives, as fields of an `Event`."""
+def _record(event: Event | None, reallocation: Reallocation, **changes: int) -> None:
+    """Add what this rank sends and receives to an event; changes: in place of what the plan says."""
     plan, rank = reallocation.plan, dist.get_rank()
-    return {
+    moved = {
         "sent": plan.sent_bytes.get(rank, 0),
         "received": plan.received_bytes.get(rank, 0),
         "crossed": plan.crossed_bytes.get(rank, 0),
         "minimum": plan.lacking_bytes(rank),
         "host_minimum": plan.host_lacking_bytes(rank),
     }
+    for name, nbytes in (moved | changes).items():
+        setattr(event, name, getattr(event, name) + nbytes)
 
 
 def _holds(source: ParamLayout, copy: ParamLayout) -> bool:

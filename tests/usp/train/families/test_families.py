@@ -80,8 +80,7 @@ CHOSEN = {
     "gemma4_text": ["u2 r2"],  # wider heads in some layers, embeddings for each layer
     "dots3_note_text": ["ep2 dp2 r2"],  # more heads in some layers
     "opt": ["pp2 r2"],  # a decoder within the backbone
-    "llama4_text": ["u2 r2, recomputed"],  # experts outside of the interface
-    "dbrx": ["pp2 r2"],  # the same, balanced
+    "dbrx": ["pp2 r2"],  # experts outside of the interface, balanced
     "hy_v4": ["u2 r2"],  # parameters after the layers that are on no stage
     "deepseek_v4": ["u2 r2, recomputed"],  # compressed keys, experts by hash
     "phi4_multimodal": ["u2 r2"],  # encoders that text does not reach
