@@ -66,7 +66,7 @@ class Case:
         samples, prompt, response: of a step. mini_batches: of a train step.
         passes: of profile and steps. sizes, rounds: of a profile. plans: how many. steps: of each in a pass.
         memory: plans whose memory is measured, with torch's profiler, which is slow.
-        hosts: emulated ones, whose links are calibrated; 1: this machine as it is.
+        hosts: emulated ones; 1: this machine as it is. calibrates: the links of several hosts.
     """
 
     world: int
@@ -81,6 +81,7 @@ class Case:
     steps: int = 2
     memory: int = 3
     hosts: int = 1
+    calibrates: bool = True
 
     @property
     def degrees(self) -> tuple[ParallelDims, ...]:
@@ -265,7 +266,7 @@ def links(case: Case) -> dict[str, Any]:
 def on_a_rank(case: Case) -> tuple[Measurements, list[Taken], dict[str, Any]]:
     """Measure the links of several hosts, then the profile and steps of all plans, in passes."""
     torch.set_num_threads(1)
-    hardware = links(case) if case.hosts > 1 else {}
+    hardware = links(case) if case.hosts > 1 and case.calibrates else {}
     groups, profiles = ProcessGroups(), []
     running = start(case, groups)
     for number in range(case.passes):
@@ -418,7 +419,7 @@ def main() -> None:
     cases = [Case(world) for world in WORLDS]
     if arguments.quick:
         sizes = Sizes((), (4, 8), (24,), (16,), 1 / 3, 4)
-        cases = [Case(2, samples=8, prompt=16, response=8, sizes=sizes, plans=2, memory=1, passes=1)]
+        cases = [Case(2, samples=8, prompt=16, response=8, sizes=sizes, plans=2, memory=1, passes=1, calibrates=False)]
     cases = [replace(case, hosts=arguments.hosts) for case in cases]
     found: list[Compared] = []
     for case in cases:

@@ -32,8 +32,8 @@ SEARCHES = 5  # with other random numbers
 WHY = (
     "ReaL's plans are not published but one. Predicted are those that its code finds: its search, by its estimates, "
     "which add a profile of layers on 1 to 8 devices to a step without messages, gradient reductions and offloads. The "
-    "profile is not published either, and ours stands in. The search walks by chance and met about one plan in 10^4 to "
-    "10^14, so that other walks end in other plans.",
+    "profile is not published either, and ours stands in. The search walks by chance and met about one plan in 10^2 to "
+    "10^12, so that other walks end in other plans.",
     "Why gains are too high: besides decoding, the heuristic is predicted too fast by 1.6 s, and ReaL's plans by 3.6, "
     "for which no source has a name (0.5 s a call for the master and data, and 0.03 s a piece of weights are counted); "
     "the heuristic decodes 8 ms a token too slowly, and ReaL's plans 4 too fast. Actors of 34B and 70B gain little in "
