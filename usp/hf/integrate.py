@@ -269,8 +269,6 @@ class _ForwardGuard:
             violations.append("prefix_tree is not supported by models with an indexer, which chooses keys by position")
         if self.compressed and kwargs.get("prefix_tree") is not None:
             violations.append("prefix_tree is not supported by models with a compressor, whose windows it would cut")
-        if self.compressed and cache is not None:
-            violations.append("kv_cache is not supported by models with a compressor, whose windows it does not keep")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True is not supported, there are no attention weights")
         if kwargs.get("output_router_logits"):
@@ -388,11 +386,12 @@ def _attention_forward(
     options: Any = {"scale": scale, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
     if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
         indices = None
+    compressor: ShardedCompressor | None = getattr(module, "sharded_compressor", None)
     if isinstance(kv_cache, DecodeStep):
-        return kv_cache.attend(module, q, k, v, window=window, indices=indices, **options), None
+        more = None if compressor is None else compressor.decoded
+        return kv_cache.attend(module, q, k, v, window=window, indices=indices, more=more, **options), None
     if kv_cache is not None:
         kv_cache.store(module, k, v)
-    compressor: ShardedCompressor | None = getattr(module, "sharded_compressor", None)
     if compressor is not None:
         sides = None if window is None else (window - 1, -1)
         return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None
