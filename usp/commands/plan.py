@@ -60,13 +60,13 @@ class PlanConfig(JobFlags, DataFlags, TrainConfig):
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the plan that `argv` asks for, and write it to --out; raise ConfigurationError if nothing fits."""
+    gc.disable()  # imports and a search make no cycles worth looking for
     without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"compile", "train_tokens"}
     asked = parse(argv, PlanConfig, prog, leading_config=True, without=without)
 
     from usp.planning.choice import choose, compare_choices, render_plan, suppose
     from usp.planning.job_cost import plot
 
-    gc.disable()  # a search makes no cycles worth looking for
     out, picture = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
     check(output_problem("--out", out, ".yaml", ".yml"), output_problem("--plot", picture, ".png"))
     sizes, terms = _sizes(asked.world_size), terms_of(asked)

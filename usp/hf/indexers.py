@@ -10,6 +10,9 @@ scores that the mask allows. Here its own forward runs in two passes over a rank
 In generation a rank keeps the keys of its own tokens beside those of attention. A new token is scored against these,
 and the scores, which are much smaller than keys, are gathered instead.
 
+MiniMax M3's chooses blocks of keys for each KV head, counted from a document's first token: its forward runs over each
+document by itself.
+
 So scores and ties are those of one process, and no tensor has tokens x tokens elements. Indexers have no gradient, as
 in transformers, but that of `IndexerLoss`, if it is asked for.
 
@@ -28,7 +31,7 @@ in each document, as if it were alone. In generation all ranks keep the projecti
 with the last token of a window its entry.
 
 B batch, S a rank's tokens of each row, L tokens of the sequence, D head dim of the indexer, k indices of a query, M
-entries of all rows, N query heads, H head dim.
+entries of all rows, N query heads, K KV heads, H head dim.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -72,13 +76,19 @@ _OF_COMPRESSORS = {"hidden_states", "q_residual", "position_ids", "past_key_valu
 
 
 def indexers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the indexers of a model that this file can run, by name: those that take what DeepSeek-V3.2's takes."""
+    """Return the indexers of a model that this file can run, by name: those that take what DeepSeek-V3.2's or MiniMax
+    M3's takes."""
     return {
         name: module
         for name, module in model.named_modules()
         if type(module).__name__.endswith("Indexer")
-        and inspect.signature(type(module).forward).parameters.keys() >= _ARGUMENTS
+        and (chooses_blocks(module) or inspect.signature(type(module).forward).parameters.keys() >= _ARGUMENTS)
     }
+
+
+def chooses_blocks(indexer: nn.Module) -> bool:
+    """Whether an indexer chooses blocks of keys for each KV head, as MiniMax M3's does."""
+    return hasattr(indexer, "topk_blocks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,47 +106,68 @@ class CausalMask:
 
 
 def apply_indexers(base: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
-    """Let the indexers of a backbone choose from all tokens of the sequence, in place."""
+    """Let the indexers of a backbone choose from all tokens of the sequence, and latent attention remember what it
+    expands, in place."""
+    for part in base.modules():
+        if (expand := getattr(part, "expand_kv", None)) is not None:
+            _remember_latents(part, expand)
     for name, module in indexers(base).items():
         owner = base.get_submodule(name.rpartition(".")[0])
-        module.forward = owner.sharded_indexer = ShardedIndexer(module, mesh, attention)  # type: ignore[assignment]
-        owner.forward = partial(_with_mask, owner.forward)
+        module.forward = owner.sharded_indexer = sharded = sharded_indexer(module, mesh, attention)
+        owner.forward = update_wrapper(partial(_with_mask, sharded, owner.forward), owner.forward)
 
 
-def _with_mask(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    mask = CausalMask(*map(kwargs.get, ("cu_seqlens", "kv_cache")))
-    return forward(*args, **{**kwargs, "attention_mask": mask})
+def sharded_indexer(module: nn.Module, mesh: Any, attention: Any) -> Any:
+    """Return the `ShardedIndexer` of an indexer."""
+    return (ShardedBlockIndexer if chooses_blocks(module) else ShardedIndexer)(module, mesh, attention)
+
+
+def _with_mask(indexer: ShardedIndexer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    indexer.mask = CausalMask(*map(kwargs.get, ("cu_seqlens", "kv_cache")))
+    return forward(*args, **{**kwargs, "attention_mask": indexer.mask})
 
 
 class ShardedIndexer:
-    """The forward of an indexer whose tokens are sharded. loss: from `train_indexers`."""
+    """The forward of an indexer whose tokens are sharded. loss: from `train_indexers`. mask: of the current call of the
+    attention module. block: how many keys each of the indices stands for."""
 
     loss: IndexerLoss | None = None
+    mask = CausalMask(None)
+    block = 1
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
         self.module, self.mesh, self.attention = module, mesh, attention
         self.choose, self._call = module.forward, dict[str, Any]()
+        self._signature = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the indices (B, S, k) of this rank's queries, none of them in a warm-up. Collective."""
-        call = inspect.signature(self.choose).bind(*args, **kwargs).arguments
+        call = {**self._signature.bind(*args, **kwargs).arguments, "attention_mask": self.mask}
         if self.trains:
             self._call = call
         if isinstance(self.loss, DenseIndexerLoss):
             return call["hidden_states"].new_empty(*call["hidden_states"].shape[:2], 0, dtype=torch.int32)
-        cache = call["attention_mask"].kv_cache
+        cache = self.mask.kv_cache
         if isinstance(cache, DecodeStep):
             return self._decoded(call, cache)
 
         def choose() -> tuple[Tensor]:
-            keys = own_keys(self.choose, call)
+            keys = self.own_keys(call)
             self.attention.indexer_bytes += keys.nbytes * (self.attention.ranks - 1)
             if cache is not None:
                 cache.store(self.module, keys.unsqueeze(2))
-            return (tiled_indices(self.choose, call, *self.scored(call, keys)),)
+            return (self.chosen(call, *self.scored(call, keys)),)
 
         with torch.no_grad():
             return self.attention.keep(("indexer", call["hidden_states"].shape), choose)[0]
+
+    def own_keys(self, call: dict[str, Any]) -> Tensor:
+        """Return the keys (B, S, D) of this rank's tokens."""
+        return own_keys(self.choose, call)
+
+    def chosen(self, call: dict[str, Any], *scored: Any) -> Tensor:
+        """Return the indices of this rank's queries from what `scored` returns."""
+        return tiled_indices(self.choose, call, *scored)
 
     def _decoded(self, call: dict[str, Any], step: DecodeStep) -> Tensor:
         """Return the indices (B, 1, k) of the new tokens, among the cached keys of all ranks."""
@@ -172,6 +203,76 @@ class ShardedIndexer:
         positions = axes.positions(sequence)
         starts = document_starts(cu_seqlens, rows, sequence.seq_len, positions)
         return keys, positions, starts, rows * length * getattr(self.module, "n_heads", 64)
+
+
+class ShardedBlockIndexer(ShardedIndexer):
+    """The same of an indexer that chooses blocks of keys: its indices (B, S, K, k) are where these begin, -1 for none;
+    of a new token (B, 1, K, k), all their positions."""
+
+    def __init__(self, module: Any, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
+        super().__init__(module, mesh, attention)
+        self.choose, self.block = partial(_of_blocks, module.forward), module.block_size
+
+    def own_keys(self, call: dict[str, Any]) -> Tensor:
+        # The blocks of single keys, which are dropped, would be beyond them.
+        x = call["hidden_states"]
+        return super().own_keys({**call, "position_ids": x.new_zeros(x.shape[:2], dtype=torch.int64)})
+
+    def chosen(self, call: dict[str, Any], *scored: Any) -> Tensor:
+        return chosen_blocks(self.module, self.choose, call, *scored)
+
+    def _decoded(self, call: dict[str, Any], step: DecodeStep) -> Tensor:
+        keys = _CachedScores(self.module, step)
+        with keys:
+            blocks = self.choose(**{**call, "past_key_values": keys})
+        first = first_positions(blocks, self.block).unsqueeze(-1)
+        return (first + torch.arange(self.block, device=first.device)).where(first >= 0, -1).flatten(3)
+
+
+def _of_blocks(forward: Callable[..., Tensor], *, past_key_values: Any, attention_mask: Any, **call: Any) -> Tensor:
+    """Run the forward of an indexer of blocks with what this file passes to others."""
+    return forward(**call, past_key_values=None if past_key_values is None else _OneLayer(past_key_values))
+
+
+def chosen_blocks(
+    module: Any,
+    forward: Callable[..., Tensor],
+    call: dict[str, Any],
+    keys: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    scores: int,
+) -> Tensor:
+    """Return where the blocks begin (B, S, K, k) that a call's queries choose, -1 for none; `tiled_indices` of an
+    indexer of blocks."""
+    rows, tokens = call["hidden_states"].shape[:2]
+    shape = rows, tokens, module.num_heads, module.topk_blocks
+    indices = torch.full(shape, -1, dtype=torch.int32, device=keys.device)
+    at = (positions - starts).to(keys.device)
+    for row, (of_row, own) in enumerate(zip(positions.expand(rows, -1).tolist(), starts.tolist(), strict=True)):
+        end = 0
+        for start, run in groupby(own):  # consecutive tokens of a document
+            begin, end = end, end + len([*run])
+            seen = keys[row : row + 1, start : of_row[end - 1] + 1]
+            for tile in token_tiles(end - begin if seen.shape[1] else 0, scores // rows):
+                part = slice(begin + tile.start, begin + tile.stop)
+                inputs = {name: _of_row(value, row) for name, value in _part(call, part).items()}
+                inputs["position_ids"] = at[row : row + 1, part].clamp(max=seen.shape[1] - 1)  # of padding
+                blocks = forward(**inputs, attention_mask=None, past_key_values=_AllKeys(seen))
+                first = first_positions(blocks, module.block_size)
+                indices[row, part, :, : first.shape[-1]] = first[0].where(first[0] < 0, first[0] + start)
+    return indices
+
+
+def _of_row(value: Any, row: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_of_row(each, row) for each in value)
+    return value[row : row + 1] if isinstance(value, Tensor) and len(value) > 1 else value
+
+
+def first_positions(blocks_BKSk: Tensor, size: int) -> Tensor:
+    """Return where blocks begin in their document, (B, S, K, k), -1 for none."""
+    return (blocks_BKSk * size).where(blocks_BKSk >= 0, -1).transpose(1, 2)
 
 
 def own_keys(forward: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
@@ -533,6 +634,40 @@ class _CachedKeys:
         return self.step.store(self.indexer, keys.unsqueeze(2))[0].squeeze(1)
 
 
+@dataclass(frozen=True)
+class _OneLayer:
+    """A cache as indexers of blocks take it, whose layers are all the same, from one as other indexers take it."""
+
+    keys: Any
+
+    @property
+    def layers(self) -> _OneLayer:
+        return self
+
+    def __getitem__(self, layer: int) -> _OneLayer:
+        return self
+
+    def update_index(self, keys_B1SD: Tensor) -> Tensor:
+        return self.keys.update_indexer(keys_B1SD.squeeze(1), 0).unsqueeze(1)
+
+
+class _CachedScores(TorchFunctionMode):
+    """A cache that keeps the key of a new token, and in whose context scores are those of the keys of all ranks."""
+
+    def __init__(self, indexer: nn.Module, step: DecodeStep) -> None:
+        super().__init__()
+        self.cached, self.step = _CachedKeys(indexer, step), step
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        self.own = self.cached.update_indexer(keys, layer)
+        return keys.expand(-1, self.step.tokens, -1)  # stands for those of all positions
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func.__name__ != "matmul":
+            return func(*args, **(kwargs or {}))
+        return self.step.of_all_ranks((args[0] @ self.own.unsqueeze(1).float().mT).squeeze(2)).unsqueeze(2)
+
+
 def train_indexers(model: nn.Module, coefficient: float, warmup: bool = False) -> None:
     """Give the indexers of a model from `apply_unified_sp` a loss, `IndexerLoss`, whose gradient comes with every
     backward; or for their `warmup` a `DenseIndexerLoss`, with attention to all keys, and freeze everything else.
@@ -718,39 +853,54 @@ class _Scores(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def remember_latents(module: Any) -> None:
+def _remember_latents(module: Any, expand: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """Let an attention module keep what it expands, (B, 1, S, C) and (B, 1, S, R), as its attribute `LATENTS`."""
-    expand = getattr(module, "expand_kv", None)
-    if expand is None:
-        return
 
     def expand_kv(*latents: Tensor) -> tuple[Tensor, Tensor]:
-        setattr(module, LATENTS, latents)
+        if not torch.compiler.is_compiling():
+            setattr(module, LATENTS, latents)
         return expand(*latents)
 
     module.expand_kv = expand_kv
 
 
 def absorbed(
-    module: Any, given: QKV, latents: tuple[Tensor, Tensor] | None, axes: SpAxes
+    module: Any, given: QKV, latents: tuple[Tensor, Tensor] | None, axes: SpAxes | None = None
 ) -> tuple[QKV, Callable[[Tensor], Tensor]]:
-    """Return what a module's sparse attention takes in place of q (B, S, N, H), k (B, S, N, H) and v (B, S, N, V), and
-    what makes its results (B, S, N, V) of those for them: q (B, S, N, C + R), k (B, S, 1, C + R) and v (B, S, 1, C) of
-    the latents, or the same where these are not fewer bytes, or the linear that expands them is not a plain one.
+    """Return what attention takes in place of a module's q (B, S, N, H), k (B, S, N, H) and v (B, S, N, V), and what
+    makes its results (B, S, N, V) of those for them: q (B, S, N, C + R), k (B, S, 1, C + R) and v (B, S, 1, C) of the
+    latents; the same without latents, where these are not fewer bytes to send over axes, and where the linear that
+    expands them is not a plain one.
 
     A token has a latent c and a rotary part r, of which a head n makes k = [W_n c, r] and v = U_n c (DeepSeek-V2, arXiv
     2405.04434, section 2.1). Since q . k = [W_n^T q_nope, q_rot] . [c, r], all heads can attend to one key [c, r] of
     one value c instead, and U_n is applied to the result: the same numbers, up to rounding.
     """
-    (q, k, v), linear = given, getattr(module, "kv_b_proj", module)
-    plain = type(linear) is nn.Linear and linear.bias is None and not isinstance(linear.weight, DTensor)
-    if latents is None or not plain or not _fewer_bytes(q.shape[2], k.shape[-1] + v.shape[-1], latents, axes):
+    (q, k, v), linear = given, _expanding_linear(module)
+    if latents is None or linear is None:
+        return given, lambda out: out
+    if axes is not None and not _fewer_bytes(q.shape[2], k.shape[-1] + v.shape[-1], latents, axes):
         return given, lambda out: out
     c, r = (x.transpose(1, 2).to(q.dtype) for x in latents)
     nope, rotary = q.split([q.shape[-1] - r.shape[-1], r.shape[-1]], -1)
     of_k, of_v = linear.weight.view(q.shape[2], -1, c.shape[-1]).split([nope.shape[-1], v.shape[-1]], 1)
     q = torch.cat([torch.einsum("bsnd,ndc->bsnc", nope, of_k), rotary], -1)
     return (q, torch.cat([c, r], -1), c), lambda out: torch.einsum("bsnc,nvc->bsnv", out, of_v)
+
+
+def cached_latents(module: Any) -> int:
+    """Return how many elements of a token a cache has of latent attention, [c, r] of `absorbed`; 0 if it has keys and
+    values of the heads, because these are fewer, or because the linear that expands latents is not a plain one."""
+    linear = _expanding_linear(module)
+    if linear is None or len(linear.weight) <= linear.weight.shape[1]:
+        return 0
+    return linear.weight.shape[1] + cast(int, module.qk_rope_head_dim)
+
+
+def _expanding_linear(module: Any) -> nn.Linear | None:
+    linear = getattr(module, "kv_b_proj", None)
+    plain = type(linear) is nn.Linear and linear.bias is None and not isinstance(linear.weight, DTensor)
+    return linear if plain and hasattr(module, "expand_kv") else None
 
 
 def _fewer_bytes(heads: int, expanded: int, latents: tuple[Tensor, Tensor], axes: SpAxes) -> bool:

@@ -50,7 +50,7 @@ from usp.sp.in_order import Windows
 from usp.sp.sequence import GridChannel
 
 from .experts import expert_modules
-from .indexers import CompressorRun, compressors, indexers, own_keys, tiled_indices
+from .indexers import CompressorRun, chooses_blocks, compressors, first_positions, indexers, sharded_indexer
 from .mixers import sharded_mixers
 from .positions import Places, follow_positions, scaled_query
 from .prune import backbone, decoder, hand_on, model_parts, prune_to_stage, stage_inputs
@@ -218,7 +218,7 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
         problems.append(not_made)
     if chosen and not problems and (problem := _indexer_problem(base, chosen)):
         problems.append(problem)
-    honoured = NEUTRAL | HONOURED | ({"indices"} if chosen else set())
+    honoured = NEUTRAL | HONOURED | ({"indices", "block_indices"} if chosen else set())
     for call in calls:
         kind, mask = type(call.module).__name__, _mask_of(call)
         if isinstance(mask, str):
@@ -303,6 +303,9 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         raise ValueError("its hidden states are not finite")
     places = Places(torch.arange(LENGTH).unsqueeze(0), lambda: torch.tensor([[LENGTH - 1]]))
     follow_positions(base, places)
+    unneeded = [module for module in indexers(base).values() if chooses_blocks(module)]
+    for module in unneeded:  # they fail on tokens before which others are missing
+        module.forward = lambda *args, **kwargs: None
     try:
         try:
             run_part([*SHARD], FAR)
@@ -315,35 +318,42 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         return calls, mixing, f"its layers fail on a part of the tokens with {type(error).__name__}: {error}"
     finally:
         places.positions = torch.arange(LENGTH).unsqueeze(0)
+        for module in unneeded:
+            del module.forward
     return calls, mixing, "" if all(same) else "its layers depend on tokens, or on positions, that other ranks hold"
 
 
 @torch.no_grad()
 def _indexer_problem(base: nn.Module, chosen: Mapping[str, nn.Module]) -> str:
     """Return whether an indexer chooses other keys if it runs as `usp.hf.indexers` runs it, empty if all do not."""
-    calls: list[tuple[Any, dict[str, Any], Tensor]] = []
+    calls: list[tuple[nn.Module, dict[str, Any], Tensor]] = []
 
     def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
-        calls.append((module.forward, inspect.signature(module.forward).bind(*args, **kwargs).arguments, output))
+        calls.append((module, inspect.signature(module.forward).bind(*args, **kwargs).arguments, output))
 
     hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in chosen.values()]
     base(input_ids=_ids(), use_cache=False, kv_cache=None)
     for hook in hooks:
         hook.remove()
     positions = torch.arange(LENGTH).unsqueeze(0)
-    for forward, call, output in calls:
-        own = tiled_indices(forward, call, own_keys(forward, call), positions, torch.zeros_like(positions), TILE // 5)
-        pairs = [_seen_indices(indices, positions) for indices in (own, output)]
+    for module, call, output in calls:
+        sharded, name = sharded_indexer(module, None, None), type(module).__name__
+        own = sharded.chosen(call, sharded.own_keys(call), positions, torch.zeros_like(positions), TILE // 5)
+        if chooses_blocks(module):
+            output, config = first_positions(output, sharded.block), cast(Any, base).config.get_text_config()
+            kv_heads = config.num_key_value_heads
+            if output.shape[2] != kv_heads:
+                return f"{name} chooses for {output.shape[2]} heads, and attention has {kv_heads} KV heads"
+        pairs = [_seen_indices(indices[0].flatten(0, -2).tolist()) for indices in (own, output)]
         if output.is_floating_point() or pairs[0] != pairs[1]:
-            return f"{type(forward.__self__).__name__} does not choose keys by token, from those of its cache"
+            return f"{name} does not choose keys by token, from those of its cache"
     return ""
 
 
-def _seen_indices(indices: Tensor, positions: Tensor) -> list[set[int]]:
-    """Return the indices of each query up to its position."""
-    return [
-        {key for key in keys if key <= at} for keys, at in zip(indices[0].tolist(), positions[0].tolist(), strict=True)
-    ]
+def _seen_indices(indices: list[list[int]]) -> list[set[int]]:
+    """Return the indices up to their position of the queries of all positions, which may each have several lists."""
+    lists = len(indices) // LENGTH
+    return [{key for key in keys if 0 <= key <= number // lists} for number, keys in enumerate(indices)]
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from usp.train.resolve import job_of, resolve
 
 from .job_cost import JobCost, Terms, job_cost, job_grid, verdicts
 from .question import CHOSEN, enough_devices, from_rank_0, suppositions, what_if_line
-from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, broken_tips, layouts
+from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, broken_tips, changed, layouts
 from .step_report import StepReport, step_report
 
 T = TypeVar("T")
@@ -122,7 +122,8 @@ def _proved(choice: Choice) -> Choice:
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
-    like = _kept_by(_chosen, lambda config: replace(job, config=config, dims=ParallelDims(*_degrees(config))))
+    bare = replace(job)  # has cached nothing
+    like = _kept_by(_chosen, lambda config: changed(bare, config=config, dims=ParallelDims(*_degrees(config))))
 
     def on_device(config: TrainConfig) -> int:
         made = like(config)  # its ends have most activations in flight, and the vocabulary loss

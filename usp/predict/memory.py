@@ -276,13 +276,7 @@ def _states(job: Job, rank: int) -> tuple[int, int, int]:
 
 def peak_moment(job: Job, rank: int) -> Moment:
     """Return the highest of a step's peaks on the device."""
-    parameters, gradients, optimizer = _states(job, rank)
-    peak = max(_moments(job, rank, gradients), key=lambda moment: moment.total)
-    return peak if job.config.optim_offload else peak._replace(parameters=parameters, optimizer=optimizer)
-
-
-def _moments(job: Job, rank: int, shards: int) -> Iterator[Moment]:
-    """Yield the peaks of the step, without parameters and optimizer states. shards: bytes of all gradient shards."""
+    parameters, shards, optimizer = _states(job, rank)
     config, stages, most = job.config, job.stages(rank), shards
     # Hidden states that torch's pipeline keeps for all micro-batches: of both neighbours, if there are two.
     neighbours = sum((stage > 0) + (stage < job.last_stage) for stage in stages)
@@ -290,21 +284,28 @@ def _moments(job: Job, rank: int, shards: int) -> Iterator[Moment]:
     if config.optim_offload and not (config.zero >= 2 and config.micro_batches > 1 and job.dims.dp_replicate > 1):
         # A gradient goes to the host once it is reduced, over replicas as well.
         most = FLOAT32 * max(unit.trained_shard for stage in stages for unit in stage_units(job, stage).all)
-    for later, (name, gradients, whole, saved, work) in _peaks(job, rank):
-        gradients = min(most, shards if later and config.zero >= 2 else gradients)
-        yield Moment(name, 0, 0, gradients, whole, saved, work + buffers)
-    if not config.optim_offload:
-        muon = 0
-        if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
-            layers = [job.model.layers[kind] for kind, _ in job.kinds(*stages)]
-            matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
-            muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
-        yield Moment("optimizer", gradients=shards, transient=buffers + muon)
+
+    def reduced(moment: Moment, later: bool) -> int:
+        return min(most, shards if later and config.zero >= 2 else moment.gradients)
+
+    total, moment, later = max(((rest + reduced(*of), *of) for rest, *of in _peaks(job, rank)), key=itemgetter(0))
+    moment = moment._replace(gradients=reduced(moment, later), transient=moment.transient + buffers)
+    if config.optim_offload:
+        return moment
+    muon = 0
+    if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
+        layers = [job.model.layers[kind] for kind, _ in job.kinds(*stages)]
+        matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
+        muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
+    if shards + muon > total:
+        moment = Moment("optimizer", gradients=shards, transient=buffers + muon)
+    return moment._replace(parameters=parameters, optimizer=optimizer)
 
 
 @shared(lambda job, rank: (job.work, job.sharding, job.config.zero, job.schedule(rank)))
-def _peaks(job: Job, rank: int) -> list[tuple[bool, tuple[str, int, int, int, int]]]:
-    """Return the peaks of a rank's backwards, as `_backward`, and whether others have run before."""
+def _peaks(job: Job, rank: int) -> list[tuple[int, Moment, bool]]:
+    """Return the peaks of a rank's backwards, with `gradients` as by `_backward`: each with the bytes of the rest, and
+    whether others have run before."""
     found, stages = [], {stage: stage_bytes(job, stage) for stage in job.stages(rank)}
     bytes_of = {stage: here.saved for stage, here in stages.items()}
     bytes_of |= {~stage: here.left for stage, here in stages.items()}
@@ -317,7 +318,8 @@ def _peaks(job: Job, rank: int) -> list[tuple[bool, tuple[str, int, int, int, in
             work = bytes_of[~stage] + FLOAT32 * max(stages[stage].of_head, 5 * hidden)
             moments = iter([("split backward", 0, _idle(job, stage, True), bytes_of[stage], work)])
         for name, gradients, whole, saved, work in moments:
-            found.append((later, (name, gradients, whole + idle, saved + others, work)))
+            rest = whole + idle + saved + others + work
+            found.append((rest, Moment(name, 0, 0, gradients, whole + idle, saved + others, work), later))
     return found
 
 

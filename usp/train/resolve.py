@@ -280,7 +280,7 @@ def _approximations(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
         yield f"activations of model_type={model.model_type} are estimated from its matrices"
     if hasattr(model, "compress_rates"):
         yield "compressed keys, and what is sent for them, are left out"
-    elif hasattr(model, "index_topk"):
+    elif hasattr(model, "index_topk") or hasattr(model, "index_topk_blocks"):
         yield "ranks are assumed to receive all keys that the mask shows, and not only those that indexers choose"
     if config.lora_rank:
         yield "what frozen weights need not save is estimated"

@@ -171,7 +171,7 @@ class RoleCopies:
                 yield parts
 
         if isinstance(model, EngineModel):
-            model.take(rounds())
+            event.sent += model.take(rounds())
         else:
             for _ in rounds():
                 pass

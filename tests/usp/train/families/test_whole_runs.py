@@ -36,10 +36,12 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "glm4_moe": EXPERTS | {"tp2 ep2": {"tp": 2, "tp_sequence_parallel": True, "ep": 2, "sp_ring": 2}},
     "gpt_oss": EXPERTS,
     "qwen3_next": EXPERTS,
+    "minimax": EXPERTS,
     "deepseek_v32": EXPERTS,
     "glm_moe_dsa": EXPERTS,
     "axk2": EXPERTS,
-    "deepseek_v4": {name: EXPERTS[name] for name in ("ep2 dp2 r2", "ep4 u2 r2")},  # on no stages, and not cached
+    "minimax_m3_vl_text": EXPERTS,
+    "deepseek_v4": {name: EXPERTS[name] for name in ("ep2 dp2 r2", "ep4 u2 r2")},  # on no stages
 }
 TOKENS = 6
 PROMPTS = [torch.arange(3, 20), torch.arange(40, 45), torch.tensor([9])]
