@@ -34,7 +34,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/predict": 3300,
     "usp/rlhf": 13075,
     "usp/run": 1275,
-    "usp/sp": 2400,
+    "usp/sp": 2425,
     "usp/train": 4000,
     "usp": 42100,
 }

@@ -277,6 +277,10 @@ def test_a_compressor_that_reads_its_tokens_elsewhere_is_refused(monkeypatch: py
     ) -> Any:
         return changed(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
 
+    by_length = config_of(index_topk=TOP_K + 1)
+    by_length.rope_parameters["main"] |= {"rope_type": "dynamic", "factor": 2.0}
+    problems = structure(type(model), by_length).problems
+    assert "DeepseekV4HCACompressor turns its entries by the length of a text" in problems
     monkeypatch.setattr(kind, "forward", named)
     problems = structure(type(model), config).problems
     assert problems == ("DeepseekV4HCACompressor does not make its entries of windows of the tokens in its cache",)
