@@ -138,7 +138,7 @@ class DecodeStep:
         tokens: int = 0,
     ) -> None:
         self.cache, self.group, self.attended, self.tokens = cache, group, 0, tokens
-        self._positions, self._length, self._places, self._own = positions, length, places, own
+        self.positions, self._length, self._places, self._own = positions, length, places, own
         self._entries: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._masks: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
         at_B1 = places.unsqueeze(1)
@@ -158,6 +158,7 @@ class DecodeStep:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         indices: Tensor | None = None,
+        more: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Cache the new keys and values, then attend over the keys of all ranks. Collective over the group.
 
@@ -170,6 +171,7 @@ class DecodeStep:
             sinks: (N,) logits that join each softmax without a value, the same on every rank.
             indices: (B, 1, k) positions that each token attends to, if it sees them, or (B, 1, K, k) for each KV head,
                 -1 for none; the same on every rank.
+            more: keys (B, K, M, H) of this rank that are also values, and which of them each token sees, (B, M).
 
         Returns:
             (B, 1, N, V) in q's dtype, bitwise identical on every rank; without meaning, but finite, for an empty slot.
@@ -180,7 +182,11 @@ class DecodeStep:
         v_BKLV = k_BKLH[..., :v_B1KV] if isinstance(v_B1KV, int) else values[0]
         # The queries of one KV head form one matrix, so no key is repeated.
         q_BKGH = q_B1NH.reshape(slots, k_B1KH.shape[2], -1, head_dim)
-        if indices is None:
+        if more is not None:
+            k_BKLH, v_BKLV = (torch.cat((x, more[0].to(x.dtype)), 2) for x in (k_BKLH, v_BKLV))
+            seen = torch.cat((self.seen(window, chunk), more[1]), 1)
+            mask, blind = score_mask(seen.unsqueeze(1), q_B1NH.dtype)
+        elif indices is None:
             mask, blind = self._mask(window, chunk, q_B1NH.dtype)
         else:
             k_BKLH, v_BKLV, at = self._chosen(k_BKLH, v_BKLV, indices.flatten(1, -2).long())
@@ -198,10 +204,15 @@ class DecodeStep:
             self._store(cached, new)
         return tuple(cached[:, :, : self._length] for cached in stored)
 
+    @property
+    def at(self) -> Tensor:
+        """Positions of the tokens whose keys are read, (B, L), the largest int64 for none."""
+        return self.cache.positions[:, : self._length]
+
     def seen(self, window: int | None = None, chunk: int | None = None, at: Tensor | None = None) -> Tensor:
         """Return which keys the tokens see: those that are read (B, L), or that are `at` these positions."""
-        at = self.cache.positions[:, : self._length] if at is None else at
-        query = self._positions.view(-1, *[1] * (at.dim() - 1))
+        at = self.at if at is None else at
+        query = self.positions.view(-1, *[1] * (at.dim() - 1))
         seen = at <= query
         if window is not None:
             seen &= at > query - window
@@ -212,7 +223,7 @@ class DecodeStep:
     def of_all_ranks(self, scores_BxL: Tensor) -> Tensor:
         """Return the scores (B, ..., T) of all positions from those of the keys that this rank reads, -inf for
         positions without a key. Collective over the group: it reduces 4 bytes for each score."""
-        at = self.cache.positions[:, : self._length].clamp(max=self.tokens)  # empty entries are cut off
+        at = self.at.clamp(max=self.tokens)  # empty entries are cut off
         at = at.view(len(at), *[1] * (scores_BxL.dim() - 2), -1).expand_as(scores_BxL)
         scores = scores_BxL.new_full((*at.shape[:-1], self.tokens + 1), float("-inf")).scatter_(-1, at, scores_BxL)
         scores = scores[..., : self.tokens].contiguous()
@@ -223,7 +234,7 @@ class DecodeStep:
     @cached_property
     def _entry_of(self) -> Tensor:
         """The entry of each position on this rank, (B, T + 1), -1 for none."""
-        at = self.cache.positions[:, : self._length].clamp(max=self.tokens)
+        at = self.at.clamp(max=self.tokens)
         entries = torch.arange(self._length, device=at.device).expand_as(at)
         table = at.new_full((len(at), self.tokens + 1), -1).scatter_(1, at, entries)
         table[:, self.tokens] = -1

@@ -22,12 +22,12 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 5200,
+    "attention": 5225,
     "parallel": 4050,
     "usp/commands": 1650,
     "usp/data": 2750,
     "usp/evaluation": 650,
-    "usp/hf": 6700,
+    "usp/hf": 6775,
     "usp/losses": 525,
     "usp/model": 675,
     "usp/planning": 4250,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/run": 1275,
     "usp/sp": 2400,
     "usp/train": 4000,
-    "usp": 42025,
+    "usp": 42100,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

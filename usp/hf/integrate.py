@@ -267,8 +267,6 @@ class _ForwardGuard:
             violations.append("prefix_tree is not supported by models with an indexer, which chooses keys by position")
         if self.compressed and kwargs.get("prefix_tree") is not None:
             violations.append("prefix_tree is not supported by models with a compressor, whose windows it would cut")
-        if self.compressed and cache is not None:
-            violations.append("kv_cache is not supported by models with a compressor, whose windows it does not keep")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True is not supported, there are no attention weights")
         if kwargs.get("output_router_logits"):
@@ -389,15 +387,16 @@ def _attention_forward(
     indices = block_indices if indices is None else indices
     if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
         indices = None
+    compressor: ShardedCompressor | None = getattr(module, "sharded_compressor", None)
     if kv_cache is not None:
         compressed = latents if cached_latents(module) else None
         cached, expand = absorbed(module, (q, k, v), compressed)
         if isinstance(kv_cache, DecodeStep):
             values = cached[2] if compressed is None else cached[2].shape[-1]
-            out = kv_cache.attend(module, *cached[:2], values, window=window, indices=indices, **options)
+            more = None if compressor is None else compressor.decoded
+            out = kv_cache.attend(module, *cached[:2], values, window=window, indices=indices, more=more, **options)
             return expand(out), None
         kv_cache.store(module, *(cached[1:] if compressed is None else cached[1:2]))
-    compressor: ShardedCompressor | None = getattr(module, "sharded_compressor", None)
     if compressor is not None:
         sides = None if window is None else (window - 1, -1)
         return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None

@@ -50,16 +50,9 @@ from usp.sp.in_order import Windows
 from usp.sp.sequence import GridChannel
 
 from .experts import expert_modules
-from .indexers import (
-    CompressorRun,
-    chooses_blocks,
-    compressors,
-    first_positions,
-    indexers,
-    sharded_indexer,
-)
+from .indexers import CompressorRun, chooses_blocks, compressors, first_positions, indexers, sharded_indexer
 from .mixers import sharded_mixers
-from .positions import Places, follow_positions, scaled_query
+from .positions import BY_LENGTH, Places, follow_positions, scaled_query
 from .prune import backbone, decoder, hand_on, model_parts, prune_to_stage, stage_inputs
 from .shrink import POSITIONS, VOCAB, WINDOWS, large_numbers, lowered, shrink
 
@@ -214,15 +207,15 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
     if found and not handed:
         return _structure_of(unchanged, found)
     problems: list[str] = []
-    if mixing:
+    if not_made:
+        problems.append(not_made)
+    elif mixing:
         problems.append(f"{', '.join(mixing)} mix tokens outside of transformers' AttentionInterface")
     elif not calls and not mixers:
         problems.append(NOT_REGISTERED)
     elif difference:
         problems.append(difference)
     masks, chosen = dict[str, LayerMask](), indexers(base)
-    if not_made and not problems:
-        problems.append(not_made)
     if chosen and not problems and (problem := _indexer_problem(base, chosen)):
         problems.append(problem)
     honoured = NEUTRAL | HONOURED | ({"indices", "block_indices"} if chosen else set())
@@ -380,6 +373,8 @@ def _compressor_problem(base: nn.Module, making: Mapping[str, nn.Module]) -> str
         hook.remove()
     layout, documents = SequenceLayout("contiguous", 2 * length), ((0, length, 2 * length),)
     for module, inputs, (entries, bias) in calls:
+        if BY_LENGTH & {*module.rotary_emb.rope_type.values()}:
+            return f"{type(module).__name__} turns its entries by the length of a text"
         if bias is None:  # its windows are longer than these tokens
             continue
         run, seen = CompressorRun(module), torch.zeros(2 * length, 2 * entries.shape[2] + 1, dtype=torch.bool)

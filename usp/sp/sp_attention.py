@@ -165,8 +165,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
                 continues, or -1. Its tokens also attend to the documents it continues, so that samples with a common
                 prefix have it once. Positions and windows count from the root. Needs causal=True and cu_seqlens.
             cu_seqlens_k: of cross attention (causal=False, no window), of the keys: document n is seen by document n.
-            joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V); joint_q may be missing. A window does
-                not limit what they see and who sees them.
+            joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V), without a window; joint_q may be None.
             joint_strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
             joint_cu_seqlens: boundaries of the joint tokens of each document, if there are several, or for padding.
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
@@ -192,10 +191,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if torch.compiler.is_compiling():
             own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod, joint_every or None))
             return attend(self._handle, *own, sinks, *options)[0]
-        others: dict[str, Any] = {"front": _is_front(joint_strategy), "return_lse": return_lse, "mask_mod": mask_mod}
-        others["sparse"] = _sparse(indices, index_block, q, k, sinks, return_lse, return_weights)
-        others["every"] = joint_every
-        call = self._call(tensors, sinks, *options, rows=rows, **others)
+        sparse = _sparse(indices, index_block, q, k, sinks, return_lse, return_weights)
+        others: Any = {"return_lse": return_lse, "sparse": sparse, "mask_mod": mask_mod, "every": joint_every}
+        call = self._call(tensors, sinks, *options, rows=rows, front=_is_front(joint_strategy), **others)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call, return_weights=return_weights)
         return results[0] if len(results) == 1 else tuple(results)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan
 from attention import sparse as module_of_sparse
@@ -21,16 +22,19 @@ from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf import held_out
-from tests.usp.hf.held_out import LENGTH, PACKED, ROWS, WHOLE, Result, ids, model_of, plain, sharded
+from tests.usp.hf.held_out import LENGTH, PACKED, ROWS, VOCAB, WHOLE, Result, ids, model_of, plain, sharded
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients
-from tests.usp.hf.test_indexers import GRPO, _Largest
+from tests.usp.hf.test_indexers import GRPO, _Largest, rlhf_steps
+from tests.usp.rlhf.test_reference import REWARD, reward_of
 from tests.usp.train.families.test_families import plain_steps, steps, write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
 from usp.hf import indexers as module_of_indexers
-from usp.hf.indexers import CompressorRun, Entries
+from usp.hf.indexers import CompressorRun, Entries, ShardedCompressor
 from usp.hf.probe import structure, tiny_config
 from usp.losses import causal_lm_loss, global_token_count
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare as prepare_rlhf
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -273,6 +277,10 @@ def test_a_compressor_that_reads_its_tokens_elsewhere_is_refused(monkeypatch: py
     ) -> Any:
         return changed(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
 
+    by_length = config_of(index_topk=TOP_K + 1)
+    by_length.rope_parameters["main"] |= {"rope_type": "dynamic", "factor": 2.0}
+    problems = structure(type(model), by_length).problems
+    assert "DeepseekV4HCACompressor turns its entries by the length of a text" in problems
     monkeypatch.setattr(kind, "forward", named)
     problems = structure(type(model), config).problems
     assert problems == ("DeepseekV4HCACompressor does not make its entries of windows of the tokens in its cache",)
@@ -320,9 +328,57 @@ def test_dry_runs_count_what_entries_send(tmp_path: Path) -> None:
     assert sent == 4 * elements
 
 
-def test_generation_is_refused_before_anything_else(tmp_path: Path) -> None:
-    write("deepseek_v4", tmp_path / "model", vocab_size=384)
-    (tmp_path / "questions.jsonl").write_text('{"prompt": "one", "answer": "1"}\n')
+PROMPTS = [torch.arange(length) * 7 % (VOCAB - 4) + 3 for length in (37, 1, 17, 8, 24)]
+TOKENS = 18
+
+
+def generating_model() -> PreTrainedModel:
+    """A model that repeats few tokens, and whose scores are not equal: among such, transformers chooses otherwise in a
+    forward over the whole sequence than with its cache."""
+    model = model_of(config_of(max_position_embeddings=128, index_n_heads=16)).float().eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                drawn = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(drawn * (0.5 if "embed" in name else parameter[0].numel() ** -0.5))
+    return model
+
+
+def generated(dims: ParallelDims, layout: str, stores: bool = True) -> list[tuple[list[int], Tensor]]:
+    mesh = ParallelMesh.create(dims)
+    generator = Generator(apply_unified_sp(generating_model(), mesh, layout), mesh, slots=3)
+    with nullcontext() if stores else patch.object(ShardedCompressor, "_store"):
+        found = generator.generate(PROMPTS, Generate(max_new_tokens=TOKENS, temperature=0), [0] * len(PROMPTS))
+    return [(response.tokens.tolist(), response.logprobs) for response in found]
+
+
+def test_generated_tokens_are_those_of_transformers(ranks: RankPool) -> None:
+    model, wanted = generating_model(), []
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for prompt in PROMPTS:
+        whole = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)
+        with torch.no_grad():
+            logprobs = model(whole, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None])
+        wanted.append((whole[0, len(prompt) :].tolist(), logprobs[len(prompt) - 1 :, 0]))
+    for dims, layout in ((ParallelDims(ulysses=2, ring=2), "zigzag"), (ParallelDims(ring=2), "striped")):
+        for of_rank in ranks.run(generated, dims.ring * dims.ulysses, dims, layout):
+            for (tokens, logprobs), (others, expected) in zip(of_rank, wanted, strict=True):
+                assert tokens == others and (logprobs - expected).abs().max() <= 1e-5, (dims, tokens, others)
+    ((_, logprobs), *_), *_ = ranks.run(generated, 2, ParallelDims(ring=2), "striped", False)  # a fault
+    assert (logprobs[0] - wanted[0][1][0]).abs() > 1e-2
+
+
+def test_steps_of_grpo_are_those_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    write("deepseek_v4", tmp_path / "model", vocab_size=384, index_topk=TOP_K, compress_rates=RATES)
     files = {"data": str(tmp_path / "questions.jsonl"), "model": str(tmp_path / "model"), "tokenizer": "bytes"}
-    with pytest.raises(ConfigurationError, match="its compressors keep tokens of windows that are not whole"):
-        prepare_rlhf(replace(GRPO, **files, reward_function="exact_match", output=str(tmp_path / "run")), Launch())
+    reward = reward_of(files["data"])
+    config = replace(GRPO, **files, reward_function=reward, output=str(tmp_path / "run"))
+    (alone,) = ranks.run(rlhf_steps, 1, config)
+    for found in ranks.run(rlhf_steps, 4, replace(config, sp_ulysses=2, sp_ring=2, zero=3)):
+        assert torch.tensor(found).allclose(torch.tensor(alone), rtol=1e-5, atol=3e-6), (found, alone)
+    with pytest.raises(ConfigurationError, match=r"share_prefixes is not supported by .*, whose compressed windows"):
+        prepare_rlhf(replace(config, share_prefixes=True), Launch())

@@ -24,7 +24,6 @@ from attention import DecodeStep, KVCache, Prefill
 from parallel import ParallelMesh, local_tensor
 from usp.hf.expert_parallel import same_tokens, serve_experts
 from usp.hf.experts import expert_modules
-from usp.hf.indexers import compressors
 from usp.hf.integrate import rotary_switch, run_layers
 from usp.hf.models import SEVERAL_PARTS, ModelConfig, empty_model, model_facts
 from usp.hf.probe import MaskKind, structure
@@ -68,8 +67,6 @@ def generation_problems(config: ModelConfig) -> str:
     problems = [*known.problems, *cache_problems({mask.kind for mask in known.masks.values()})]
     if max(known.calls.values(), default=1) > 1:
         problems.append("its layers attend more than once, and a cache holds keys and values of one call")
-    if compressors(model):
-        problems.append("its compressors keep tokens of windows that are not whole, and a cache holds keys and values")
     try:
         logit_transform(model)
     except (AttributeError, ValueError) as error:

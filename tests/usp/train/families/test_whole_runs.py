@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "glm_moe_dsa": EXPERTS,
     "axk2": EXPERTS,
     "minimax_m3_vl_text": EXPERTS,
-    "deepseek_v4": {name: EXPERTS[name] for name in ("ep2 dp2 r2", "ep4 u2 r2")},  # on no stages, and not cached
+    "deepseek_v4": {name: EXPERTS[name] for name in ("ep2 dp2 r2", "ep4 u2 r2")},  # on no stages
 }
 TOKENS = 6
 PROMPTS = [torch.arange(3, 20), torch.arange(40, 45), torch.tensor([9])]
