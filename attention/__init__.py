@@ -10,7 +10,7 @@ ulysses, unified, decode.
 from .accumulate import accumulate_dtype
 from .bands import Task, band_pairs, block_tasks, rank_pieces
 from .comm import Channel, Exposed
-from .decode import DecodeStep, KVCache, Prefill
+from .decode import DecodeStep, KVCache, Prefill, merge_parts
 from .heads import HeadPlan
 from .keep import Keep, KeepResults, compute_now
 from .kernels.base import LSE_COLUMNS, Device, Kernel
@@ -18,7 +18,7 @@ from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, OF_DOCUMENTS, SequenceLayout, Span
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
-from .sparse import Choice, SparseProgram, chosen_rows, token_tiles
+from .sparse import Choice, SparseProgram, attend_to_rows, chosen_rows, token_tiles
 from .spec import AttentionSpec, Joint, MaskMod
 from .tiles import with_mask_mod
 from .unified import UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward

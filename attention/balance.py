@@ -12,24 +12,24 @@ divided as zigzag does.
 
 A rank receives, of each document that it has a part of, what precedes its last token there and is not its own. So ranks
 send least if few have a part of a document's end, and those as much of it as pairs allow: ranks that come first may get
-more than the mean, which leaves others with less. Several ways of dividing are compared, and then each two ranks that
-are near each other are divided again.
+more than the mean, which leaves others with less. What a rank gets besides should have few pairs, and cut documents
+near their start, where who has the rest receives little; how these compare is estimated, and several weights are tried.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import accumulate, combinations, islice, pairwise, product
+from itertools import accumulate, pairwise, product
 from operator import attrgetter
 
 IMBALANCE = 0.05  # by which a rank's pairs may exceed the mean, so that ranks send less
-AIMS = ((1.03, 0.02), (1.048, 0.002), (1.0, 0.02))  # least pairs of the first ranks, and by how much they may miss
-WAYS = ("own start", "filled", "ends", "shell")  # of `_mix`, tried in turn from one of them on
-NEAR = 64  # over the number of ranks: how far apart in the order of assignment two ranks are that are divided again
+AIMS = ((1.048, 0.002), (1.03, 0.02), (1.0, 0.02))  # least pairs of the first ranks, and by how much they may miss
+WAYS = ("own start", "filled", "ends", "shell")  # of `_mix`
+WEIGHTS = (0.3, 0.7, 0.15)  # of keys received because of a cut, over those expected for what is left
 EFFORT = 1 << 17  # slices that are assigned in all divisions that are tried, so that many documents take no second
 LONG = 1 << 14  # tokens of a row for which more than a few divisions are tried
 FREE = 1 / 64  # of the tokens: what ranks may send without a search for a division that sends less
@@ -115,49 +115,20 @@ def balanced_ranges(boundaries: tuple[int, ...], seq_len: int, ring: int) -> tup
     if boundaries[-1] < seq_len:
         pool.append(Slice(0, seq_len - boundaries[-1], boundaries[-1], padding=True))
     pool.sort(key=attrgetter("density"))
-    mean = sum(piece.pairs for piece in pool) / ring
-    limit, tokens = (1 + IMBALANCE) * mean, seq_len // ring
-    if len(pool) == 1:  # as even as it can be
-        return tuple(tuple(_ranges(share)) for share in _best(pool, tokens, mean, ring, AIMS[-1:])[0])
-    aims, tries = (AIMS, EFFORT // max(1, len(pool))) if seq_len >= LONG else (AIMS[-1:], 6)
-    shares, _, sent = _best(pool, tokens, mean, ring, aims, tries)
-    near = [(a, b) for a, b in combinations(range(ring), 2) if (b - a) * ring <= NEAR]
-    for a, b in near if sent > FREE * seq_len and tries > 36 else ():
-        two = shares[a], shares[b]
-        before = max(share.given for share in two) > limit, sum(share.received for share in two)
-        found, *after = _best(_joined(two), tokens, mean, 2, AIMS[:2])
-        if tuple(after) < before:
-            shares[a], shares[b] = found
-    return tuple(tuple(_ranges(share)) for share in shares)
-
-
-def _best(
-    pool: list[Slice], tokens: int, mean: float, ring: int, aims: Iterable[tuple[float, float]], tries: int = 18
-) -> tuple[list[Share], bool, int]:
-    """Return of several divisions the one that is even and sends least; whether it is uneven, and how many keys ranks
-    receive."""
-    best: tuple[list[Share], bool, int] | None = None
-    for (aim, slack), whole, first in islice(product(aims, (True, False), range(3)), max(1, tries)):
-        shares = _divide(pool, tokens, mean, ring, whole, WAYS[first:], aim * mean, slack * mean)
+    mean, tokens = sum(piece.pairs for piece in pool) / ring, seq_len // ring
+    aims = AIMS if len(pool) > 1 and seq_len >= LONG else AIMS[-1:]  # one document: as even as it can be
+    best: tuple[bool, int, list[Share]] | None = None
+    for number, (whole, (aim, slack), weight) in enumerate(product((True, False), aims, WEIGHTS)):
+        shares = _divide(pool, tokens, mean, ring, whole, weight, aim * mean, slack * mean)
         uneven = max(share.given for share in shares) > (1 + IMBALANCE) * mean
-        received = sum(share.received for share in shares)
-        if best is None or (uneven, received) < best[1:]:
-            best = shares, uneven, received
-        if best[1:] <= (False, FREE * tokens * ring):
+        division = uneven, sum(share.received for share in shares), shares
+        if best is None or division[:2] < best[:2]:
+            best = division
+        enough = number + 1 >= EFFORT // (len(pool) + 4 * ring * ring) or best[1] <= FREE * seq_len
+        if enough and not best[0]:
             break
     assert best
-    return best
-
-
-def _joined(shares: Iterable[Share]) -> list[Slice]:
-    """Return the slices of some ranks in ascending density, adjacent ones as one."""
-    joined: list[Slice] = []
-    for piece in sorted((piece for share in shares for piece in share.slices), key=attrgetter("start", "begin")):
-        if joined and (joined[-1].start, joined[-1].end) == (piece.start, piece.begin):
-            joined[-1] = replace(joined[-1], end=piece.end)
-        else:
-            joined.append(piece)
-    return sorted(joined, key=attrgetter("density"))
+    return tuple(tuple(_ranges(share)) for share in best[2])
 
 
 def load(boundaries: tuple[int, ...], division: Iterable[Iterable[Range]]) -> tuple[float, int]:
@@ -182,17 +153,28 @@ def _divide(
     mean: float,
     ring: int,
     whole: bool,
-    ways: Sequence[str],
+    weight: float,
     aim: float,
     slack: float,
 ) -> list[Share]:
     """Divide documents, in ascending density. whole: keep those whole that fit; else every rank gets a mixture. aim:
     pairs of a mixture at least; it may miss by `slack`."""
     shares, pool = [Share(tokens, mean) for _ in range(ring)], list(documents)
+    turn = mean / tokens  # from which position on pairs limit how many tokens a rank takes
+
+    def cut(position: float) -> float:
+        """Return the keys received for a document of this length that ranks divide from its end on."""
+        below = min(position, turn)
+        keys = below * below / tokens / 2 + (position**3 - below**3) / (3 * mean or 1)
+        return max(0.0, keys - position / 2)
+
+    def received(piece: Slice) -> float:
+        return 0.0 if piece.padding else cut(piece.end) - cut(piece.begin)
+
     rest = list(shares)
     while rest and not (whole and all(rest[0].fits(piece, slack) for piece in pool)):
         rest[0].pairs = max(aim, sum(piece.pairs for piece in pool) / len(rest))
-        _mix(pool, rest.pop(0), slack, ways)
+        _mix(pool, rest.pop(0), slack, weight, received)
     left: list[Slice] = []
     neediest = [(-share.density, number) for number, share in enumerate(rest)]
     for piece in reversed(pool):
@@ -208,17 +190,19 @@ def _divide(
         for entry in passed:
             heappush(neediest, entry)
     for share in sorted(rest, key=attrgetter("density"), reverse=True):
-        _mix(left, share, slack, ways)
+        _mix(left, share, slack, weight, received)
     return shares
 
 
-def _mix(pool: list[Slice], share: Share, slack: float, ways: Sequence[str]) -> None:
+def _mix(pool: list[Slice], share: Share, slack: float, weight: float, received: Callable[[Slice], float]) -> None:
     """Complete a share from a pool in ascending density: `few` tokens with few pairs, and the others with many.
 
-    In the first way that gives its pairs, within `slack`: the start and the end of the densest document; the sparsest
-    documents as well, before its start; these and the start of the next, and the end of the densest; or of both as many
-    first as last tokens. The last way can always go on, because a document that loses as much on either side keeps its
-    density.
+    The ways: the start and the end of the densest document; the sparsest documents as well, before its start; these and
+    the start of the next, and the end of the densest; or of both as many first as last tokens. Of those that give its
+    pairs, within `slack`, or less where there are no more, the one after which ranks should receive least is taken. The
+    last way can always go on, because a document that loses as much on either side keeps its density.
+
+    weight: of keys received because documents are cut here. received: estimates those for what is left of a document.
     """
     wanted, last = share.tokens, len(pool) - 1
     if not wanted:
@@ -247,12 +231,30 @@ def _mix(pool: list[Slice], share: Share, slack: float, ways: Sequence[str]) -> 
         cut = sum(piece.pairs for number, counts in ends.items() for piece in pool[number].split(*counts)[0])
         return pairs[low] + pairs[-1] - pairs[high + 1] + cut - share.pairs
 
-    for way in ways if pool[last].tokens >= wanted else WAYS[2:]:
+    def ahead(few: int, way: str) -> float:
+        """Return the keys that ranks receive because of the cuts, and later because of what is left."""
+        low, high, ends = cuts(few, way)
+        total = keys[high + 1] - keys[low]
+        for number, (first, last) in ends.items():
+            piece = pool[number]
+            left = Slice(piece.begin + first, piece.end - last, piece.start, piece.padding)
+            total += received(left) - received(piece)
+            if left.tokens and not piece.padding:
+                total += weight * (left.end if last else left.begin if first else 0)
+        return total
+
+    keys = [0.0, *accumulate(map(received, pool))]
+    best = None
+    for way in WAYS if pool[last].tokens >= wanted else WAYS[2:]:
         crossing = bisect_left(range(wanted), True, key=lambda few: excess(few, way) <= 0)
         nearest = min(crossing, max(crossing - 1, 0), key=lambda few: abs(excess(few, way)))
         few = next((few for few in (wanted, 0) if abs(excess(few, way)) <= slack), nearest)  # with one cut
-        if abs(excess(few, way)) <= slack:
-            break
+        over = excess(few, way)
+        if (way == WAYS[-1] and best is None) or abs(over) <= slack or (not few and over <= 0):
+            option = ahead(few, way), few, way
+            best = min(best or option, option)
+    assert best
+    _, few, way = best
     low, high, ends = cuts(few, way)
     taken, kept = [*pool[:low], *pool[high + 1 :]], pool[low : high + 1]
     for number, counts in ends.items():

@@ -369,6 +369,27 @@ def block_tasks(q: Pieces, q_below: Pieces, k: Pieces, spec: AttentionSpec) -> T
     return Tasks(rows)
 
 
+def summary_tasks(q: Pieces, k: Pieces, rows: Sequence[Parts], every: int) -> Tasks:
+    """Return the visible pairs of queries and joint tokens that stand for `every` tokens each: a rectangle for those
+    queries that see the same ones. rows: as in `rank_pieces`."""
+    groups, starts = (np.concatenate([getattr(row, name) for row in rows]) for name in ("group", "start"))
+    held = np.searchsorted(k.group, q.group)
+    some = np.flatnonzero(held < len(k.group))
+    q, held = q.take(some), held[some]
+    begin, total = q.position - starts[np.searchsorted(groups, q.group)], k.length[held]
+    ends = begin + (q.length - 1) * q.step
+    total = np.where(k.group[held] == q.group, np.minimum(total, (ends + 1) // every), 0)
+    piece, seen = _matches(np.maximum((begin + 1) // every, 1), total + 1)  # how many a rectangle's queries see
+
+    def first(seen: Array) -> Array:
+        return np.maximum(-((begin[piece] + 1 - seen * every) // q.step[piece]), 0)
+
+    start, stop = first(seen), np.where(seen == total[piece], q.length[piece], first(seen + 1))
+    q_offset, k_offset, far = q.offset[piece], k.offset[held[piece]], np.full_like(seen, FAR)
+    every_row = np.stack((q_offset + start, q_offset + stop, k_offset, k_offset + seen, -far, far), 1)
+    return Tasks(every_row[start < stop])
+
+
 def _tight_tasks(q: Pieces, k: Pieces, spec: AttentionSpec) -> tuple[Array, Array]:
     """Return what `tight_task` makes of each pair of pieces, as rows of `Tasks`, and the numbers of those that it makes
     a task of."""

@@ -138,7 +138,7 @@ class DecodeStep:
         tokens: int = 0,
     ) -> None:
         self.cache, self.group, self.attended, self.tokens = cache, group, 0, tokens
-        self._positions, self._length, self._places, self._own = positions, length, places, own
+        self.positions, self._length, self._places, self._own = positions, length, places, own
         self._entries: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._masks: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
         at_B1 = places.unsqueeze(1)
@@ -150,7 +150,7 @@ class DecodeStep:
         layer: Hashable,
         q_B1NH: Tensor,
         k_B1KH: Tensor,
-        v_B1KV: Tensor,
+        v_B1KV: Tensor | int,
         *,
         scale: float | None,
         window: int | None,
@@ -158,29 +158,38 @@ class DecodeStep:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         indices: Tensor | None = None,
+        more: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Cache the new keys and values, then attend over the keys of all ranks. Collective over the group.
 
         Args:
+            v_B1KV: the values, or their head dim if they are the beginning of the keys, as in latent attention.
             scale: factor on the scores; None for 1 / sqrt(H).
             window: a token attends to itself and the window - 1 tokens before it; None for no limit.
             chunk: a token attends to the tokens of its chunk of so many, counted from position 0; None for no chunks.
             softcap: scores become softcap * tanh(scores / softcap); None disables it.
             sinks: (N,) logits that join each softmax without a value, the same on every rank.
-            indices: (B, 1, k) positions that each token attends to, if it sees them; the same on every rank.
+            indices: (B, 1, k) positions that each token attends to, if it sees them, or (B, 1, K, k) for each KV head,
+                -1 for none; the same on every rank.
+            more: keys (B, K, M, H) of this rank that are also values, and which of them each token sees, (B, M).
 
         Returns:
             (B, 1, N, V) in q's dtype, bitwise identical on every rank; without meaning, but finite, for an empty slot.
         """
         self.attended += 1
         slots, _, heads, head_dim = q_B1NH.shape
-        k_BKLH, v_BKLV = self.store(layer, k_B1KH, v_B1KV)
+        k_BKLH, *values = self.store(layer, k_B1KH, *([] if isinstance(v_B1KV, int) else [v_B1KV]))
+        v_BKLV = k_BKLH[..., :v_B1KV] if isinstance(v_B1KV, int) else values[0]
         # The queries of one KV head form one matrix, so no key is repeated.
         q_BKGH = q_B1NH.reshape(slots, k_B1KH.shape[2], -1, head_dim)
-        if indices is None:
+        if more is not None:
+            k_BKLH, v_BKLV = (torch.cat((x, more[0].to(x.dtype)), 2) for x in (k_BKLH, v_BKLV))
+            seen = torch.cat((self.seen(window, chunk), more[1]), 1)
+            mask, blind = score_mask(seen.unsqueeze(1), q_B1NH.dtype)
+        elif indices is None:
             mask, blind = self._mask(window, chunk, q_B1NH.dtype)
         else:
-            k_BKLH, v_BKLV, at = self._chosen(k_BKLH, v_BKLV, indices.squeeze(1).long())
+            k_BKLH, v_BKLV, at = self._chosen(k_BKLH, v_BKLV, indices.flatten(1, -2).long())
             mask, blind = score_mask(self.seen(window, chunk, at), q_B1NH.dtype)
         out, lse = partial_attention(q_BKGH, k_BKLH, v_BKLV, mask, scale, softcap)
         if self.group is not None or sinks is not None:
@@ -195,10 +204,15 @@ class DecodeStep:
             self._store(cached, new)
         return tuple(cached[:, :, : self._length] for cached in stored)
 
+    @property
+    def at(self) -> Tensor:
+        """Positions of the tokens whose keys are read, (B, L), the largest int64 for none."""
+        return self.cache.positions[:, : self._length]
+
     def seen(self, window: int | None = None, chunk: int | None = None, at: Tensor | None = None) -> Tensor:
         """Return which keys the tokens see: those that are read (B, L), or that are `at` these positions."""
-        at = self.cache.positions[:, : self._length] if at is None else at
-        query = self._positions.unsqueeze(1)
+        at = self.at if at is None else at
+        query = self.positions.view(-1, *[1] * (at.dim() - 1))
         seen = at <= query
         if window is not None:
             seen &= at > query - window
@@ -206,12 +220,13 @@ class DecodeStep:
             seen &= at >= query - query % chunk
         return seen
 
-    def of_all_ranks(self, scores_BL: Tensor) -> Tensor:
-        """Return the scores (B, T) of all positions from those of the keys that this rank reads, -inf for positions
-        without a key. Collective over the group: it reduces 4 bytes for each position."""
-        at = self.cache.positions[:, : self._length].clamp(max=self.tokens)  # empty entries are cut off
-        scores = scores_BL.new_full((len(at), self.tokens + 1), float("-inf")).scatter_(1, at, scores_BL)
-        scores = scores[:, : self.tokens].contiguous()
+    def of_all_ranks(self, scores_BxL: Tensor) -> Tensor:
+        """Return the scores (B, ..., T) of all positions from those of the keys that this rank reads, -inf for
+        positions without a key. Collective over the group: it reduces 4 bytes for each score."""
+        at = self.at.clamp(max=self.tokens)  # empty entries are cut off
+        at = at.view(len(at), *[1] * (scores_BxL.dim() - 2), -1).expand_as(scores_BxL)
+        scores = scores_BxL.new_full((*at.shape[:-1], self.tokens + 1), float("-inf")).scatter_(-1, at, scores_BxL)
+        scores = scores[..., : self.tokens].contiguous()
         if self.group is not None:
             dist.all_reduce(scores, dist.ReduceOp.MAX, group=self.group)
         return scores
@@ -219,18 +234,20 @@ class DecodeStep:
     @cached_property
     def _entry_of(self) -> Tensor:
         """The entry of each position on this rank, (B, T + 1), -1 for none."""
-        at = self.cache.positions[:, : self._length].clamp(max=self.tokens)
+        at = self.at.clamp(max=self.tokens)
         entries = torch.arange(self._length, device=at.device).expand_as(at)
         table = at.new_full((len(at), self.tokens + 1), -1).scatter_(1, at, entries)
         table[:, self.tokens] = -1
         return table
 
-    def _chosen(self, k_BKLH: Tensor, v_BKLV: Tensor, indices_Bk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the keys and values at these positions, and the positions, after all tokens where no key is here."""
-        entries = self._entry_of.gather(1, indices_Bk)
-        rows = entries.clamp(min=0)[:, None, :, None]
+    def _chosen(self, k_BKLH: Tensor, v_BKLV: Tensor, indices_BKk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys and values at these positions, of each KV head or (B, 1, k) of all, and the positions, after
+        all tokens where no key is here."""
+        known = indices_BKk.clamp(max=self.tokens).where(indices_BKk >= 0, self.tokens)
+        entries = self._entry_of.gather(1, known.flatten(1)).view_as(known)
+        rows = entries.clamp(min=0).unsqueeze(-1)
         keys, values = (x.take_along_dim(rows, 2) for x in (k_BKLH, v_BKLV))
-        return keys, values, indices_Bk.masked_fill(entries < 0, _FREE)
+        return keys, values, indices_BKk.masked_fill(entries < 0, _FREE)
 
     def _store(self, cached_BKCH: Tensor, new_B1KH: Tensor) -> None:
         flat, new = cached_BKCH.view(-1, cached_BKCH.shape[-1]), new_B1KH.reshape(-1, new_B1KH.shape[-1])
@@ -252,18 +269,19 @@ class DecodeStep:
     def _mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return `score_mask` of the entries that the tokens see, cached for all layers with this mask."""
         if (window, chunk) not in self._masks:
-            self._masks[window, chunk] = score_mask(self.seen(window, chunk), dtype)
+            self._masks[window, chunk] = score_mask(self.seen(window, chunk).unsqueeze(1), dtype)
         return self._masks[window, chunk]
 
 
-def score_mask(seen_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what is added to scores, (B, 1, 1, L), 0 for visible keys and -inf for others, and (B, 1, 1), True where
-    no key is visible. There all of them are: fused kernels differ in what they return for a row without a key."""
-    blind_B1 = ~seen_BL.any(1, keepdim=True)
-    mask = torch.where(seen_BL | blind_B1, 0.0, float("-inf")).to(dtype)
+def score_mask(seen_BKL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what is added to scores, (B, K, 1, L), 0 for visible keys and -inf for others, and (B, K, 1), True where
+    no key is visible. There all of them are: fused kernels differ in what they return for a row without a key. K is 1
+    for what all KV heads see."""
+    blind_BK1 = ~seen_BKL.any(-1, keepdim=True)
+    mask = torch.where(seen_BKL | blind_BK1, 0.0, float("-inf")).to(dtype)
     # The CUDA kernel needs rows that start at multiples of 16 bytes.
-    aligned = pad(mask, (0, -mask.shape[1] % 16))[:, : mask.shape[1]]
-    return aligned.unsqueeze(1).unsqueeze(1), blind_B1.unsqueeze(1)
+    aligned = pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+    return aligned.unsqueeze(2), blind_BK1
 
 
 def partial_attention(
@@ -307,7 +325,7 @@ def merge_parts(out_PBKGV: Tensor, lse_PBKG: Tensor, sinks_KG: Tensor | None = N
     """Merge the results over P parts of the keys into (B, K, G, V); zero if no key is visible."""
     if sinks_KG is not None:
         lse_PBKG = torch.cat((lse_PBKG, sinks_KG.to(lse_PBKG.dtype).expand(1, *lse_PBKG.shape[1:])))
-    weights = lse_PBKG.softmax(0).nan_to_num_(nan=0.0)[: len(out_PBKGV)]  # nan where all are -inf
+    weights = lse_PBKG.softmax(0).nan_to_num(nan=0.0)[: len(out_PBKGV)]  # nan where all are -inf
     return (weights.unsqueeze(-1) * out_PBKGV).sum(0)
 
 

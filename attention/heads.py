@@ -79,6 +79,13 @@ class HeadPlan:
             return None
         return index
 
+    def even_places(self, rank: int) -> tuple[int, ...] | None:
+        """Return where the local query heads stand if each local KV head has as many as that with most; None if so."""
+        if (index := self.kv_index(rank)) is None:
+            return None
+        most = max(map(index.count, index))
+        return tuple(head * most + index[:at].count(head) for at, head in enumerate(index))
+
     def q_width(self, rank: int) -> int:
         """Return the number of query heads of a rank."""
         return len(range(*self.q_ranges[rank]))

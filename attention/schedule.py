@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .bands import Tasks, below, block_tasks, joint_pieces, rank_pieces, row_parts, united
+from .bands import Tasks, below, block_tasks, joint_pieces, rank_pieces, row_parts, summary_tasks, united
 from .intervals import EMPTY, Intervals, expanded, intersect, locate, shifts, size, subtract
 from .layout import SequenceLayout
 from .spec import AttentionSpec, Joint
@@ -151,7 +151,10 @@ def ring_schedule(
     # Under a causal mask joint queries in front only see each other: every rank has all of their results.
     merging = joint.queries and layout.ring > 1 and not (spec.causal and joint.front)
     at_home = own[rank]
-    if joint.tokens:
+    if joint.tokens and joint.every:
+        more = summary_tasks(pieces[rank], joint_pieces(joint, batch, key_row_len), rows, joint.every)
+        at_home = Tasks(np.concatenate((at_home.rows, more.rows)))
+    elif joint.tokens:
         none = below(pieces[rank], tree, spec)
         queries = joint_pieces(joint, batch, row_len) if joint.queries else none
         home = united(key_pieces[rank], joint_pieces(joint, batch, key_row_len))

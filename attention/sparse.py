@@ -1,6 +1,7 @@
 """Attention to chosen keys: each query attends to the positions that it is given, as far as the mask lets it see them.
 
-DeepSeek Sparse Attention (DeepSeek-V3.2, section 2.1) and its kin, on any layout of the sequence.
+DeepSeek Sparse Attention (DeepSeek-V3.2, section 2.1) and its kin, on any layout of the sequence. Where KV heads have
+indices of their own, each is computed as a row of its own, with the query heads that share it.
 
     indices   of the ring rank's queries, gathered from its ulysses ranks
         | one bit for each key of the other ring ranks, whether a query here chose it: all-to-all over the ring axis
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from .accumulate import accumulate_dtype
 from .comm import Channel, named
-from .keep import Keep
+from .keep import Keep, compute_now
 from .kernels.base import without_autocast
 from .layout import SequenceLayout
 from .spec import AttentionSpec
@@ -42,6 +43,10 @@ class SparseProgram:
     first, last: (T,) the lowest and highest position that each query may see; last < first if there is none.
     slots: (B, sequence) the number of each position's token, where the ranks' tokens follow one another.
     kv_index, dkv_dtype: as in `RingProgram`.
+    heads: KV heads with indices of their own, each of which is a row, so that B x heads rows take the place of B; None
+        if all heads share the indices.
+    places: with heads, `HeadPlan.even_places`, the unused of which are zero.
+    block: how many consecutive keys an index stands for.
     """
 
     spec: AttentionSpec
@@ -52,6 +57,9 @@ class SparseProgram:
     slots: Tensor
     kv_index: Tensor | None = None
     dkv_dtype: torch.dtype | None = None
+    heads: tuple[int, ...] | None = None
+    places: Tensor | None = None
+    block: int = 1
 
     @staticmethod
     def of(
@@ -62,6 +70,9 @@ class SparseProgram:
         device: torch.device | str = "cpu",
         kv_index: tuple[int, ...] | None = None,
         dkv_dtype: torch.dtype | None = None,
+        heads: tuple[int, ...] | None = None,
+        places: tuple[int, ...] | None = None,
+        block: int = 1,
     ) -> SparseProgram:
         """Prepare the calls of a ring rank on `batch` rows.
 
@@ -72,20 +83,53 @@ class SparseProgram:
                 "attention to indices supports causal, window, chunk and cu_seqlens; not prefix, prefix_tree, joint "
                 "tokens, cross attention and a mask_mod that is not of these: leave them out, or the indices"
             )
-        first, last = [], []
-        slots = torch.empty(batch, layout.seq_len, dtype=torch.int32)
-        for row in range(batch):
+        first, last, each = [], [], 1 if heads is None else len(heads)
+        rows = batch * each
+        slots = torch.empty(rows, layout.seq_len, dtype=torch.int32)
+        for row in range(rows):
             for owner in range(layout.ring):
-                own = layout.ring_positions(owner, row)
-                begin = owner * batch * layout.ring_len + row * layout.ring_len
+                own = layout.ring_positions(owner, row // each)
+                begin = (owner * rows + row) * layout.ring_len
                 slots[row, own] = torch.arange(begin, begin + len(own), dtype=torch.int32)
                 if owner == rank:
-                    bounds = visible_range(spec, row, layout.seq_len, own)
+                    bounds = visible_range(spec, row // each, layout.seq_len, own)
                     first.append(bounds[0])
                     last.append(bounds[1])
         lowest, highest = torch.cat(first).int().to(device), torch.cat(last).int().to(device)
-        index = None if kv_index is None else torch.tensor(kv_index, device=device)
-        return SparseProgram(spec, layout.ring, rank, lowest, highest, slots.to(device), index, dkv_dtype)
+        index, even = (None if x is None else torch.tensor(x, device=device) for x in (kv_index, places))
+        options = index, dkv_dtype, heads, even, block
+        return SparseProgram(spec, layout.ring, rank, lowest, highest, slots.to(device), *options)
+
+    def keys(self, indices: Tensor) -> Tensor:
+        """Return the positions (T, k) that queries chose, from the indices of theirs, (tokens, k) or (tokens, K, k)."""
+        if self.heads is not None:
+            indices = self._as_rows(indices[:, list(self.heads)])
+        if self.block == 1:
+            return indices
+        places = torch.arange(self.block, dtype=indices.dtype, device=indices.device)
+        return (indices.unsqueeze(-1) + places).where(indices.unsqueeze(-1) >= 0, -1).flatten(1)
+
+    def to_rows(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (T, N, H), (T, K, H) and (T, K, V), from those of a rank's heads."""
+        if self.heads is None:
+            return q, k, v
+        if self.places is not None:
+            each = int(self.places.max()) // len(self.heads) + 1
+            q = q.new_zeros(len(q), each * len(self.heads), q.shape[2]).index_copy(1, self.places, q)
+        queries = self._as_rows(q.unflatten(1, (len(self.heads), -1)))
+        return queries, self._as_rows(k).unsqueeze(1), self._as_rows(v).unsqueeze(1)
+
+    def from_rows(self, out: Tensor) -> Tensor:
+        """Return results (tokens, N, V) of a rank's heads from those of rows (T, N, V)."""
+        if self.heads is None:
+            return out
+        heads = len(self.heads)
+        out = out.unflatten(0, (len(self.slots) // heads, heads, -1)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        return out if self.places is None else out.index_select(1, self.places)
+
+    def _as_rows(self, x: Tensor) -> Tensor:
+        """Return (B x heads x S, ...) from (B x S, heads, ...)."""
+        return x.unflatten(0, (len(self.slots) // x.shape[1], -1)).transpose(1, 2).flatten(0, 2)
 
     def chosen(self, indices_Tk: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots (T, k) of the keys that queries chose and may see, each once and -1 for the others, and for
@@ -119,16 +163,18 @@ class Choice:
     received: tuple[int, ...]
 
 
-def choose(indices_BSk: Tensor, program: SparseProgram, ulysses: Channel, ring: Channel) -> Choice:
+def choose(indices: Tensor, program: SparseProgram, ulysses: Channel, ring: Channel) -> Choice:
     """Find what a call exchanges. Collective over both axes.
 
-    indices: the positions in its row that each of this rank's queries attends to; what is negative, or not visible by
-        the mask, is no choice, and what is repeated counts once.
+    indices: (B, S, k), or (B, S, K, k) for each KV head: the positions in its row that each of this rank's queries
+        attends to, or where blocks of them begin; what is negative, or not visible by the mask, is no choice, and what
+        is repeated counts once.
     """
+    of_query = indices.shape[2:]
     if ulysses.size > 1:
         with named("indices of the ring rank's queries"):
-            indices_BSk = ulysses.all_gather(indices_BSk).transpose(0, 1)
-    slots, chosen = program.chosen(indices_BSk.reshape(-1, indices_BSk.shape[-1]))
+            indices = ulysses.all_gather(indices).transpose(0, 1)
+    slots, chosen = program.chosen(program.keys(indices.reshape(-1, *of_query)))
     tokens, own = len(slots), program.rank
     if ring.size == 1:
         return Choice(slots, slots.new_empty(0), (0,), (0,))
@@ -146,14 +192,20 @@ def choose(indices_BSk: Tensor, program: SparseProgram, ulysses: Channel, ring: 
     return Choice(slots, asked.nonzero()[:, 1], sent, received)
 
 
-def chosen_rows(layout: SequenceLayout, spec: AttentionSpec, indices_BSk: Tensor) -> Tensor:
+def chosen_rows(
+    layout: SequenceLayout,
+    spec: AttentionSpec,
+    indices: Tensor,
+    heads: tuple[int, ...] | None = None,
+    block: int = 1,
+) -> Tensor:
     """Return how many keys of each ring rank (columns) the queries of each other one (rows) choose: what `choose` finds
-    on every rank, from the indices of the whole sequence."""
-    batch, numbers = len(indices_BSk), torch.zeros(layout.ring, layout.ring, dtype=torch.int64)
+    on every rank, from the indices of the whole sequence. heads, block: as in `SparseProgram`."""
+    batch, numbers = len(indices), torch.zeros(layout.ring, layout.ring, dtype=torch.int64)
     for rank in range(layout.ring):
-        program = SparseProgram.of(layout, spec, batch, rank)
-        own = [indices_BSk[row, layout.ring_positions(rank, row)] for row in range(batch)]
-        numbers[rank] = program.chosen(torch.cat(own))[1].sum(1)
+        program = SparseProgram.of(layout, spec, batch, rank, heads=heads, block=block)
+        own = [indices[row, layout.ring_positions(rank, row)] for row in range(batch)]
+        numbers[rank] = program.chosen(program.keys(torch.cat(own)))[1].sum(1)
         numbers[rank, rank] = 0
     return numbers
 
@@ -176,16 +228,16 @@ class SparseAttention(torch.autograd.Function):
         out, lse, weights = keep(step, attention)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.choice, ctx.program, ctx.channel = choice, program, channel
-        ctx.mark_non_differentiable(lse, *([weights] if weighed else []))
+        ctx.mark_non_differentiable(*([weights] if weighed else []))
         return out, lse, weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, *_):
+    def backward(ctx, dout, dlse, _):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, choice, kv_index = ctx.program, ctx.choice, ctx.program.kv_index
         keys = _by_head(*_received(k, v, choice, ctx.channel), kv_index)
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
         with named("attention to chosen keys: backward"), without_autocast(q.device):
             dq, *grads = _attend_backward(dout, q, *keys, lse, delta, choice.index, program.spec)
         if kv_index is not None:
@@ -196,6 +248,19 @@ class SparseAttention(torch.autograd.Function):
         if sinks is not None:
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None, None
+
+
+def attend_to_rows(
+    q_BSNH: Tensor, rows_MKH: Tensor, index_BSk: Tensor, spec: AttentionSpec, keep: Keep = compute_now
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, S, N, H) and lse (B, S, N), both differentiable, of attention of each query to its own rows, by
+    index, -1 for none, which are keys and values alike. It takes scale and softcap of `spec`. Communicates nothing."""
+    none = index_BSk.new_empty(0)
+    program = SparseProgram(spec, 1, 0, none, none, none)
+    choice = Choice(index_BSk.flatten(0, 1), none, (0,), (0,))
+    call = choice, program, Channel(None), keep, False
+    out, lse, _ = SparseAttention.apply(q_BSNH.flatten(0, 1), rows_MKH, rows_MKH, None, *call)
+    return out.unflatten(0, q_BSNH.shape[:2]), lse.unflatten(0, q_BSNH.shape[:2])
 
 
 def _received(k: Tensor, v: Tensor, choice: Choice, channel: Channel) -> tuple[Tensor, Tensor]:

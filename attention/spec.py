@@ -27,6 +27,8 @@ class Joint:
         only: whether there are no other keys.
         front: of a causal mask, whether they precede the other tokens of their document, or follow them.
         documents: cu_seqlens of these tokens, as in `AttentionSpec`; document n joins the sharded document n.
+        every: if not 0, each token stands for so many of its document, one after another: queries see it from the last
+            of these on.
     """
 
     tokens: int
@@ -34,6 +36,7 @@ class Joint:
     only: bool = False
     front: bool = True
     documents: tuple[Documents, ...] | None = None
+    every: int = 0
 
     @property
     def query_tokens(self) -> int:
@@ -131,6 +134,10 @@ class AttentionSpec:
             )
         if self.joint is not None and (self.prefixes is not None or self.parents is not None):
             violations.append("joint tokens are not supported with prefix or prefix_tree: leave one of them out")
+        if self.joint is not None and self.joint.every and (self.joint.only or self.joint.queries or not self.causal):
+            violations.append(
+                "joint_every says which joint keys precede a query: it needs causal=True, k and v, and no joint_q"
+            )
         if violations:
             raise ValueError("; ".join(violations))
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -123,6 +123,11 @@ class UnifiedPlan:
         return self.key_layout is None and self.spec.joint is None
 
     @property
+    def sparse_heads(self) -> tuple[int, ...]:
+        """The `SparseProgram.heads` of this rank; any head where it has none."""
+        return tuple(range(*self.heads.kv_ranges[self.ulysses_rank])) or (0,)
+
+    @property
     def joint_queries(self) -> int:
         """Number of joint queries in each row."""
         return 0 if self.spec.joint is None else self.spec.joint.query_tokens
@@ -136,11 +141,13 @@ class UnifiedPlan:
         dkv_dtype: torch.dtype | None = None,
         indices: Tensor | None = None,
         weights: bool = False,
+        block: int = 1,
     ) -> WireBytes:
         """Predict the bytes that this rank sends to others.
 
         v_head_dim: that of v, None for `head_dim`. lse: the call returns lse, which has a gradient. dkv_dtype: of the
-        program. indices: (B, sequence, k), of all queries of the sequence. weights: the call returns theirs.
+        program. indices: (B, sequence, k) or (B, sequence, K, k), of all queries of the sequence, each of so many
+        consecutive keys as `block`. weights: the call returns theirs.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         heads, mine, size = self.heads, self.ulysses_rank, dtype.itemsize
@@ -161,9 +168,12 @@ class UnifiedPlan:
         per_token = heads.kv_width(mine) * (head_dim + v_head_dim)
         keys_sent, grads_sent, chosen = self.ring.tokens_sent, self.ring.grad_tokens_sent, 0
         if indices is not None:
-            rows, tokens = chosen_rows(self.layout, self.spec, indices), self.batch * self.layout.ring_len
+            by_head = self.sparse_heads if indices.dim() == 4 else None
+            tokens = self.batch * self.layout.ring_len * len(by_head or (0,))
+            per_token //= heads.kv_width(mine) or 1 if by_head else 1
+            rows = chosen_rows(self.layout, self.spec, indices, by_head, block)
             keys_sent, grads_sent = int(rows[:, self.ring.rank].sum()), int(rows[self.ring.rank].sum())
-            of_indices = queries * indices.shape[2] * (indices.element_size() + exact * weights)
+            of_indices = queries * indices[0, 0].numel() * (indices.element_size() + exact * weights)
             chosen = of_indices * len(others) + (self.layout.ring - 1) * -(-tokens // 8)
         return WireBytes(
             seq_to_heads=sum(map(inputs, others)),
@@ -196,9 +206,9 @@ def unified_attention(
 ) -> list[Tensor]:
     """Compute exact, differentiable attention of this rank's queries over the whole sequence.
 
-    `program` is `plan.ring` lowered for a kernel, or, with `indices` (B, S, k), that of attention to chosen keys
-    (sparse.py). `sinks` (N,) are logits added to every row's softmax without a value; each rank gets a partial gradient
-    of them, to be summed over ranks. `keep` saves or replays results for activation checkpointing (keep.py).
+    `program` is `plan.ring` lowered for a kernel, or, with `indices`, that of attention to chosen keys (sparse.py).
+    `sinks` (N,) are logits added to every row's softmax without a value; each rank gets a partial gradient of them, to
+    be summed over ranks. `keep` saves or replays results for activation checkpointing (keep.py).
 
     joint: q (B, J, N, H), k and v of the joint tokens, for those that `plan.spec.joint` has; each rank gets a partial
         gradient of them as well, and gradients of their results are summed over the ranks. Without other keys, `k_BSKH`
@@ -226,10 +236,8 @@ def unified_attention(
     ranges = (heads.q_ranges[rank], heads.kv_ranges[rank], heads.kv_ranges[rank])
     q, k, v = (_with_joint(x, y, batch, part) for x, y, part in zip((*own, None, None), joint, ranges, strict=False))
     own_sinks = _own_sinks(sinks, heads, plan)
-    choice, weights = None, None
-    if isinstance(program, SparseProgram):
-        assert indices is not None
-        choice = choose(indices, program, ulysses, ring)
+    choice = choose(cast(Tensor, indices), program, ulysses, ring) if isinstance(program, SparseProgram) else None
+    weights: Tensor | None = None
     if heads.q_width(rank) == 0:  # there are more ulysses ranks than query heads
         # Adding these empty sums gives every rank gradients and a backward in which to exchange heads.
         zero = q.sum() + k.sum() + v.sum() + (0 if own_sinks is None else own_sinks.sum())
@@ -237,8 +245,10 @@ def unified_attention(
         lse = out[..., 0].to(accumulate_dtype(out.dtype))
         if choice is not None:
             weights = lse.new_zeros(choice.index.shape)
-    elif choice is not None:
-        out, lse, weights = SparseAttention.apply(q, k, v, own_sinks, choice, program, ring, keep, return_weights)
+    elif isinstance(program, SparseProgram):
+        rows = program.to_rows(q, k, v)
+        out, lse, weights = SparseAttention.apply(*rows, own_sinks, choice, program, ring, keep, return_weights)
+        out = program.from_rows(out)
     else:
         out, lse = RingAttention.apply(q, k, v, own_sinks, program, ring, keep)
 

@@ -22,21 +22,21 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 5075,
-    "parallel": 4025,
+    "attention": 5225,
+    "parallel": 4050,
     "usp/commands": 1650,
     "usp/data": 2750,
     "usp/evaluation": 650,
-    "usp/hf": 6175,
+    "usp/hf": 6775,
     "usp/losses": 525,
     "usp/model": 675,
     "usp/planning": 4250,
     "usp/predict": 3300,
-    "usp/rlhf": 12625,
+    "usp/rlhf": 13075,
     "usp/run": 1275,
-    "usp/sp": 2250,
+    "usp/sp": 2400,
     "usp/train": 4000,
-    "usp": 40850,
+    "usp": 42100,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

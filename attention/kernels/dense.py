@@ -21,13 +21,15 @@ from .base import Launch
 
 CHUNK = 256  # rows of a ragged band computed together with one mask
 TINY = 32  # tasks with no longer side are batched: separate calls would cost more than the computation
+KEPT = 1 << 24  # bytes of the different masks by function of some tasks, as float, up to which they are made once
 SMALLEST_PAD = 16  # sides of batched tasks are padded to this or to TINY
 
 
 @dataclass(frozen=True, eq=False)
 class DenseLaunch(Launch):
     """`causal`: square and top-left aligned. `mask`: float, 0 or -inf, (A, B) or (n, 1, A, B); of a mask by function
-    bool, (1, N or 1, A, B). `empty`: (1, N or 1, A), rows of such a mask without a visible key, if there are any."""
+    (1, N or 1, A, B), bool if it is large. `empty`: (1, N or 1, A), rows of such a mask without a visible key, if there
+    are any."""
 
     causal: bool = False
     mask: Tensor | None = None
@@ -58,12 +60,15 @@ class DenseLowering:
         rows = tasks.rows
         tiny = np.maximum(rows[:, 1] - rows[:, 0], rows[:, 3] - rows[:, 2]) <= TINY
         large = [launch for task in Tasks(rows[~tiny]) for launch in self._large(task)]
-        return (*large, *self._gathered(rows[tiny]), *map(self._tile, tasks.tiles))
+        masks = {id(tile.mask): tile.mask.unsqueeze(0).to(self.device) for tile in tasks.tiles}  # many tiles are alike
+        small = sum(mask.numel() for mask in masks.values()) * self.dtype.itemsize <= KEPT
+        biases = {key: _float_mask(mask, self.dtype) if small else mask for key, mask in masks.items()}
+        tiles = (self._tile(tile, masks[id(tile.mask)], biases[id(tile.mask)]) for tile in tasks.tiles)
+        return (*large, *self._gathered(rows[tiny]), *tiles)
 
-    def _tile(self, tile: Tile) -> Launch:
+    def _tile(self, tile: Tile, visible: Tensor, mask: Tensor) -> Launch:
         _, queries, keys = tile.mask.shape
-        mask = tile.mask.unsqueeze(0).to(self.device)
-        empty = ~mask.any(-1)
+        empty = ~visible.any(-1)
         rows = Rows.of(tile.q_start, tile.q_start + queries), Rows.of(tile.k_start, tile.k_start + keys)
         return DenseLaunch(*rows, mask=mask, empty=empty if empty.any() else None)
 

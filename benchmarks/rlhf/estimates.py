@@ -4,7 +4,8 @@ One launch of 4 ranks and one of 8: the profile, of other numbers of samples and
 steps, then steps of all plans in turn, and both again: what a shared machine grants changes by the minute, and medians
 over such passes are of the same minutes.
 
-    python -m benchmarks.rlhf.estimates            # about a quarter of an hour
+    python -m benchmarks.rlhf.estimates            # about twenty minutes
+    python -m benchmarks.rlhf.estimates --hosts 2  # the ranks on two emulated hosts with a shaped link between them
     python -m benchmarks.rlhf.estimates --quick    # two ranks, two plans; saves nothing
 """
 
@@ -24,9 +25,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.measure import in_turns
+from benchmarks.harness.cluster import cluster, unavailable
+from benchmarks.harness.measure import calibrated, in_turns
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ProcessGroups, load_hardware, local_tensor
+from parallel.cluster.hardware import hardware_from_mapping
 from tests.harness.memory import track_memory
 from tests.harness.ranks import RankPool
 from usp.hf.models import load_model_config, model_facts, with_layers
@@ -37,6 +40,7 @@ from usp.planning.measuring import Asked, measure_calls
 from usp.planning.rlhf_question import layout_text
 from usp.planning.simulator import Simulator
 from usp.planning.workload import Workload
+from usp.predict.calibrate import Plan
 from usp.predict.rounds import Rounds
 from usp.rlhf.algorithms.ppo import PPO, PPO_ALGORITHM
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
@@ -48,6 +52,7 @@ from usp.rlhf.samples import Samples
 from usp.train.engines.base import AdamW
 
 WORLDS = (4, 8)  # ranks of each launch
+RATE = "1gbit"  # between emulated hosts
 WARMUP = 1  # steps that are not counted
 PRESET, SLOTS = "tiny", 64
 LAYERS = {"actor": 4, "ref": 4, "critic": 2, "reward": 2}
@@ -61,6 +66,7 @@ class Case:
         samples, prompt, response: of a step. mini_batches: of a train step.
         passes: of profile and steps. sizes, rounds: of a profile. plans: how many. steps: of each in a pass.
         memory: plans whose memory is measured, with torch's profiler, which is slow.
+        hosts: emulated ones; 1: this machine as it is. calibrates: the links of several hosts.
     """
 
     world: int
@@ -74,12 +80,15 @@ class Case:
     plans: int = 15
     steps: int = 2
     memory: int = 3
+    hosts: int = 1
+    calibrates: bool = True
 
     @property
     def degrees(self) -> tuple[ParallelDims, ...]:
         """The layouts of a call, of the whole world and of a half of it."""
         found = []
-        for dims in (ParallelDims(), ParallelDims(tp=2), ParallelDims(ulysses=2), ParallelDims(ring=2)):
+        of_two = (ParallelDims(pp=2), ParallelDims(tp=2), ParallelDims(ulysses=2), ParallelDims(ring=2))
+        for dims in (ParallelDims(), *of_two):
             found.append(dims.resolve(self.world))
         return (*found, ParallelDims().resolve(self.world // 2))
 
@@ -155,7 +164,7 @@ def executor(case: Case, plan: ExecutionPlan, groups: ProcessGroups, built: list
         built.append(RoleModel(models[call.role], layout, mesh, trained=trained, slots=SLOTS))
         return built[-1]
 
-    return Executor(ppo(case), plan, groups, build, torch.device("cpu"), ranks_per_host=case.world)
+    return Executor(ppo(case), plan, groups, build, torch.device("cpu"), ranks_per_host=case.world // case.hosts)
 
 
 def prompts(case: Case, step: int) -> Samples:
@@ -246,9 +255,18 @@ def merged(profiles: Sequence[Measurements]) -> Measurements:
     return replace(profiles[0], points=points)
 
 
-def on_a_rank(case: Case) -> tuple[Measurements, list[Taken]]:
-    """Measure the profile and steps of all plans, in passes."""
+def links(case: Case) -> dict[str, Any]:
+    """Return the values of a hardware file of emulated hosts, for what moves between them. Collective."""
+    config = load_model_config(PRESET, "lm")
+    heads = config.num_attention_heads
+    plan = Plan.of(torch.device("cpu"), case.world // case.hosts, heads, config.hidden_size // heads)
+    return calibrated(plan, f"{case.hosts} hosts")
+
+
+def on_a_rank(case: Case) -> tuple[Measurements, list[Taken], dict[str, Any]]:
+    """Measure the links of several hosts, then the profile and steps of all plans, in passes."""
     torch.set_num_threads(1)
+    hardware = links(case) if case.hosts > 1 and case.calibrates else {}
     groups, profiles = ProcessGroups(), []
     running = start(case, groups)
     for number in range(case.passes):
@@ -258,7 +276,7 @@ def on_a_rank(case: Case) -> tuple[Measurements, list[Taken]]:
         for _, one in in_turns(running, case.steps):
             one.step(case)
     say("memory")
-    return merged(profiles), taken(case, running)
+    return merged(profiles), taken(case, running), hardware
 
 
 @dataclass(frozen=True)
@@ -277,18 +295,20 @@ class Compared:
     peak_bytes: tuple[float, float]
 
 
-def compare(case: Case, measured: Measurements, by_rank: Sequence[Sequence[Taken]]) -> list[Compared]:
-    """Return for each plan what was predicted and measured."""
+def compare(case: Case, by_rank: Sequence[tuple[Measurements, Sequence[Taken], dict[str, Any]]]) -> list[Compared]:
+    """Return for each plan what was predicted and measured, by what each rank found."""
+    measured, _, values = by_rank[0]
+    hardware = hardware_from_mapping(values, "the links") if values else load_hardware("h100")
     graph, every = ppo(case), plans(case, ppo(case))
     models = {role: model_shape(model_facts(PRESET, spec.config), spec.config) for role, spec in specs().items()}
     workload = Workload.of(case.samples, 1, case.prompt, (case.response,))
-    formulas = Estimates(graph, models, workload, load_hardware("h100"), CallOptions(torch.float32, SLOTS))
+    formulas = Estimates(graph, models, workload, hardware, CallOptions(torch.float32, SLOTS))
     layouts_of = {call.name: [plan[call.name] for plan in every] for call in graph.calls}
     estimates = formulas.with_factors(measured.factors(formulas, layouts_of))
     simulator = Simulator(graph, estimates, case.world)
     found = []
     for index, plan in enumerate(every):
-        taken = [of_rank[index] for of_rank in by_rank]
+        taken = [of_plans[index] for _, of_plans, _ in by_rank]
         simulation = simulator.run(plan)
         work = [seconds_of_calls(events) for events in zip(*(one.events for one in taken), strict=True)]
         names = [call.name for call in graph.calls if call.role]
@@ -359,9 +379,10 @@ def summary(found: Sequence[Compared]) -> Iterator[str]:
 
 def record(cases: Sequence[Case], found: Sequence[Compared]) -> Record:
     case = cases[0]
+    on_hosts = f" on {case.hosts} emulated hosts, {RATE} between them" if case.hosts > 1 else ""
     return Record.of(
-        "estimates",
-        "PPO's calls and steps: predicted from a profile of the machine, and measured",
+        "estimates" if case.hosts == 1 else "estimates_hosts",
+        f"PPO's calls and steps{on_hosts}: predicted from a profile of the machine, and measured",
         ("plan", "call", "layout", "predicted (ms)", "measured (ms)", "error"),
         [row for one in found for row in rows(one)],
         (
@@ -374,27 +395,35 @@ def record(cases: Sequence[Case], found: Sequence[Compared]) -> Record:
             "Memory is that of the rank with most: weights and optimizer states before a step, and its allocations.",
         ),
         [asdict(one) for one in found],
-        command="python -m benchmarks.rlhf.estimates",
+        command="python -m benchmarks.rlhf.estimates" + (f" --hosts {case.hosts}" if case.hosts > 1 else ""),
     )
+
+
+def launched(case: Case) -> list[tuple[Measurements, list[Taken], dict[str, Any]]]:
+    """Return what each rank finds."""
+    if case.hosts == 1:
+        with RankPool() as pool:
+            return pool.run(on_a_rank, case.world, case, timeout=1800.0)
+    with cluster(case.hosts, RATE) as made:
+        return made.call(on_a_rank, case.world // case.hosts, case, timeout=3600.0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two ranks, two plans; saves nothing")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="emulated hosts (default: 1)")
     arguments = parser.parse_args()
+    if arguments.hosts > 1 and (reason := unavailable()):
+        raise SystemExit(f"emulated hosts are not available: {reason}")
     cases = [Case(world) for world in WORLDS]
     if arguments.quick:
-        cases = [
-            Case(
-                2, samples=8, prompt=16, response=8, sizes=Sizes((), (4, 8), (24,), (16,), 1 / 3, 4), plans=2, memory=1
-            )
-        ]
+        sizes = Sizes((), (4, 8), (24,), (16,), 1 / 3, 4)
+        cases = [Case(2, samples=8, prompt=16, response=8, sizes=sizes, plans=2, memory=1, passes=1, calibrates=False)]
+    cases = [replace(case, hosts=arguments.hosts) for case in cases]
     found: list[Compared] = []
-    with RankPool() as pool:
-        for case in cases:
-            results = pool.run(on_a_rank, case.world, case, timeout=1200.0)
-            found += compare(case, results[0][0], [taken for _, taken in results])
+    for case in cases:
+        found += compare(case, launched(case))
     finish(record(cases, found), None if arguments.quick else arguments.output, save=not arguments.quick)
 
 

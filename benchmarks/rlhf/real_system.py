@@ -13,24 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
 from benchmarks.rlhf.real_rows import MINI_BATCHES, Cell, models, ppo
 from parallel import Hardware, ParallelDims, load_hardware
 from usp.model.facts import ModelShape
-from usp.planning.call_cost import CallOptions
+from usp.planning.call_cost import CallCost, CallOptions, call_cost
 from usp.planning.estimates import Estimates
-from usp.planning.rlhf_search import OptionSpace, Problem, options
 from usp.planning.simulator import Clock, Simulator
+from usp.planning.workload import Workload
 from usp.predict.compute import LAYER_LAUNCHES
-from usp.predict.devices import usable
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
 HOST, STEPS = 8, 5  # devices of a node; steps that are simulated
-DEVICE_BYTES = 80e9
+DEVICE_BYTES = 80 * 1024**3
 OFFLOADED = ("ref", "reward")
 _PULL = 0.01  # of the first values, in the fit: a factor of e costs as much as an error of 1% in one cell
 
@@ -44,12 +44,13 @@ class Constants:
         operator: seconds in which the host issues an operator from Python. gpt-fast decodes 25.5 tokens/s of Llama 7B
             eagerly on an A100 (pytorch.org/blog/accelerating-generative-ai-2), 32 layers of about 50 operators.
         layer: operators of a layer's forward.
-        collective: what the host does for a collective, in operators as the toolkit counts them, until the slowest of
-            the ranks has launched it, too.
+        collective: what the host does for a collective over 8 ranks, in operators as the toolkit counts them, until the
+            slowest of them has launched it, too.
         sampling: launches that sample a token of a micro-batch.
-        message: seconds between a pipeline stage's output and the next stage's start, between hosts.
+        message: seconds of the host between a decoding stage's output and its next input: two blocking messages.
         call: seconds of a call besides its work: the master polls every 10 ms, retries every 100, and moves the data.
         piece: seconds of each received piece of a reallocation, as in its estimator.
+        branch: of what tp adds to the host's operators, those for each collective (benchmarks/rlhf/real_host.py).
     """
 
     products: float = 1.0
@@ -60,25 +61,35 @@ class Constants:
     message: float = 2e-3
     call: float = 0.5
     piece: float = 0.03
+    branch: float = 5.3
 
     def hardware(self) -> Hardware:
         """Return the node with these constants."""
         node = load_hardware("a100")
-        inside, outside = node.tiers
         return replace(
             node,
             matmul=tuple((flops, self.products * part) for flops, part in node.matmul),
             attention={name: rates.scaled(self.products) for name, rates in node.attention.items()},
             launch_seconds=self.operator * self.layer / COUNTED,
-            tiers=(inside, replace(outside, send=replace(outside.send, alpha_seconds=self.message))),
         )
+
+    def launches(self, ranks: int) -> float:
+        """Return the operators of a collective over fewer ranks: those of launching it, and of waiting for the slowest,
+        which takes as long as the largest of so many exponential delays exceeds their mean."""
+        own = self.branch * COUNTED / self.layer
+        return own + (self.collective - own) * _late(ranks) / _late(HOST)
 
     def __str__(self) -> str:
         collective = self.collective * self.operator * self.layer / COUNTED
         return (
             f"{self.products:.2f} of the file's efficiency of products, {collective * 1e3:.2f} ms a collective, "
-            f"{self.message * 1e3:.2f} ms a message between hosts"
+            f"{self.message * 1e3:.2f} ms for what a pipeline stage and the next exchange in decoding"
         )
+
+
+def _late(ranks: int) -> float:
+    """Return by how many means the largest of exponential delays exceeds the mean."""
+    return sum(1 / number for number in range(2, ranks + 1))
 
 
 # What a forward of a Llama's layer launches in the toolkit's count, of which ReaL's is another number.
@@ -93,56 +104,53 @@ FITTED = ("products", "collective", "message")
 class RealEstimates(Estimates):
     """Estimates with what ReaL takes besides: to begin and end a call, to sample, and to receive weights."""
 
-    constants = Constants()
+    def __init__(
+        self, graph: DataflowGraph, models: Mapping[str, ModelShape], workload: Workload, constants: Constants
+    ) -> None:
+        super().__init__(graph, models, workload, constants.hardware(), CallOptions())
+        self.constants = constants
+        self._cost = cache(lambda call, at: self.cost_of(call, at, workload))
+
+    def cost_of(self, call: str, layout: CallLayout, workload: Workload) -> CallCost:
+        launches = self.constants.launches(layout.dims.tp)
+        how = CallOptions(slots=len(workload.samples), pipelined=True, collective_launches=launches)
+        return call_cost(self.graph[call], layout, self.models[self.graph[call].role], workload, self.hardware, how)
 
     def _call_seconds(self, call: str, layout: CallLayout) -> float:
         seconds, work, stages = super()._call_seconds(call, layout), self.graph[call].work, layout.dims.pp
         if isinstance(work, Generate):
             tokens = work.max_new_tokens + stages - 1
             seconds *= tokens / work.max_new_tokens
-            seconds += tokens * stages * self.constants.sampling * self.constants.operator
+            each = self.constants.sampling * self.constants.operator + self.constants.message * (stages > 1)
+            seconds += tokens * stages * each
         return seconds + self.constants.call if seconds else 0.0
 
     def _fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
-        seconds, has, wants = super()._fill_seconds(source, copy), source.layout.dims, copy.layout.dims
-        pieces = max(1, has.tp // wants.tp) * max(1, has.pp // wants.pp)
-        return seconds + self.constants.piece * pieces if seconds else 0.0
+        seconds = super()._fill_seconds(source, copy)
+        return seconds + self.constants.piece * pieces(source.layout.dims, copy.layout.dims) if seconds else 0.0
 
 
-def bytes_by_rule(graph: DataflowGraph, models: Mapping[str, ModelShape], plan: ExecutionPlan) -> float:
-    """Return the most bytes of a device by ReaL's own rule: 2 of each parameter, with its gradient 4 of a model that is
-    trained, whose optimizer has 20, divided over dp; models on overlapping devices are summed."""
-    most = max(rank for layout in plan.calls.values() for rank in layout.ranks)
-    held, trained = np.zeros(most + 1), dict[tuple[str, tuple[int, ...], ParallelDims], bool]()
-    for call in graph.calls:  # those of a role with the same degrees on the same devices share its weights
-        if call.role:
-            at = call.role, plan[call.name].ranks, plan[call.name].dims
-            trained[at] = trained.get(at, False) or call.kind == "train_step"
-    for (role, ranks, dims), trains in trained.items():
-        if trains or role not in plan.offload:
-            each = 4 + 20 / dims.batch if trains else 2
-            held[list(ranks)] += each * models[role].numel / dims.pp / dims.tp
-    return float(held.max())
+def pieces(has: ParallelDims, wants: ParallelDims) -> int:
+    """Return how many pieces of weights a rank receives in a reallocation."""
+    return max(1, has.tp // wants.tp) * max(1, has.pp // wants.pp)
 
 
 class RealSimulator(Simulator):
-    """A simulator of `STEPS` steps, between which no rank waits for all others; a plan that ReaL's own rule of memory
-    forbids needs more than a device has."""
+    """A simulator of `STEPS` steps, between which no rank waits for all others."""
+
+    estimates: RealEstimates
 
     def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
         clock = Clock(self.graph, plan, self.estimates, self.world_size)
         for operation in STEPS * self.operations(plan, clock):
             clock.run(operation)
-        most, rule = float(clock.most.max()), bytes_by_rule(self.graph, self.estimates.models, plan)
-        return float(clock.free.max()) / STEPS, max(most, rule) if rule > DEVICE_BYTES else most
+        return float(clock.free.max()) / STEPS, float(clock.most.max())
 
 
-def simulator(cell: Cell, constants: Constants) -> Simulator:
+def simulator(cell: Cell, constants: Constants) -> RealSimulator:
     """Return a simulator of a cell."""
-    graph, hardware = ppo(cell.response), constants.hardware()
-    how = CallOptions(slots=cell.samples, pipelined=True, collective_launches=constants.collective)
-    estimates = RealEstimates(graph, models(cell.actor, cell.critic), cell.workload, hardware, how)
-    estimates.constants = constants
+    graph = ppo(cell.response)
+    estimates = RealEstimates(graph, models(cell.actor, cell.critic), cell.workload, constants)
     return RealSimulator(graph, estimates, cell.devices)
 
 
@@ -177,31 +185,6 @@ def published(cell: Cell) -> ExecutionPlan:
     plan = heuristic(cell)
     (rollout,) = (call.name for call in ppo(cell.response).calls if call.kind == "generate")
     return replace(plan, calls={**plan.calls, rollout: layout})
-
-
-def real_space(world_size: int, samples: int, smallest: int = 4) -> OptionSpace:
-    """Return the space that ReaL searches: dp x tp of a train step is within a host of 8 ranks."""
-
-    def allowed(call: ModelCall, layout: CallLayout) -> bool:
-        return call.kind != "train_step" or layout.dims.tp * layout.dims.batch <= HOST
-
-    return OptionSpace(world_size, HOST, samples, smallest, recompute=(("full", False),), allowed=allowed)
-
-
-def problem(cell: Cell, constants: Constants, *, even: bool) -> Problem:
-    """Return what is searched: ReaL's space. even: only hosts as many as divide all of them."""
-    simulated = simulator(cell, constants)
-    facts = {role: shape.facts for role, shape in models(cell.actor, cell.critic).items()}
-    space = replace(real_space(cell.devices, cell.samples), even=even, models=facts)
-    layouts = {
-        call.name: (
-            [real_layout(call, layout, cell) for layout in options(call, space)]
-            if call.role
-            else [heuristic(cell)[call.name]]
-        )
-        for call in simulated.graph.calls
-    }
-    return Problem(simulated, layouts, usable(constants.hardware()).device, OFFLOADED).that_fit()
 
 
 def heuristic_seconds(cell: Cell, constants: Constants) -> float:

@@ -8,6 +8,9 @@ with what it sent last time, and sends the smallest of these; both sides know wh
     mask         a bit per element; values of those that changed
     whole        all values
 
+Where counts and changes between two ranks in a round were as many bytes as all values, the next update sends these
+whole, without counts, and with a byte that says whether the one after it does.
+
     round n    encode | counts | payload ............. | apply
     round n+1                   encode | counts | payload ............. | apply
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,6 +40,7 @@ _PACK = (
 )
 
 Encoding = Literal["index32", "index16", "mask", "whole"]
+_Link: TypeAlias = tuple[str, int, int]  # from or to, round, other rank
 
 
 class Delta(NamedTuple):
@@ -132,6 +136,7 @@ class DeltaReallocation(Reallocation):
         self._times_sent = Counter(sent)
         self._onward = {piece for piece in sent if self._source(piece) == len(plan.layouts) - 1}
         self._references: dict[Piece, Tensor] = {}
+        self._dense: set[_Link] = set()  # where the next update sends all values without counts
         self._filled = False
 
     @property
@@ -173,33 +178,45 @@ class DeltaReallocation(Reallocation):
 
     @torch.no_grad()
     def _send_changes(self, held: Sequence[Mapping[str, Tensor]]) -> Traffic:
-        plan, ready, waiting = self.plan, dict[Piece, Delta](), _Arriving([], [], {})
+        plan, ready, waiting = self.plan, dict[Piece, Delta](), _Arriving([], [], {}, {})
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         uses, nbytes = Counter(self._times_sent), Counter[str]()
-        for round_ in (*self._pieces, Round({}, {})):  # after the last round, what it brought is applied
+        for number, round_ in enumerate((*self._pieces, Round({}, {}))):  # after the last, what it brought is applied
             deltas = {to: [self._delta(piece, held, ready, uses) for piece in ps] for to, ps in round_.sends.items()}
-            counts = self._exchange_counts(round_, deltas)
-            operations, buffers = [], []
+            counts = self._exchange_counts(number, round_, deltas)
+            operations, buffers, flags = [], [], dict[_Link, Tensor]()
             arriving: dict[Piece, Delta] = {}
             for peer, pieces in round_.receives.items():
                 sizes = [self._size(piece, count) for piece, count in zip(pieces, counts[peer], strict=True)]
-                buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+                dense = (link := ("from", number, peer)) in self._dense
+                buffer = torch.empty(sum(sizes) + dense, dtype=torch.uint8, device=self._device)
                 operations += [dist.P2POp(dist.irecv, buffer, peer, self._group)] if len(buffer) else []
-                arriving |= zip(pieces, map(Delta, counts[peer], buffer.split(sizes)), strict=True)
-                nbytes["received"] += (size := len(buffer) + 4 * sum(map(_is_counted, pieces)))
+                *contents, flags[link] = buffer.split([*sizes, int(dense)])
+                arriving |= zip(pieces, map(Delta, counts[peer], contents), strict=True)
+                nbytes["received"] += (size := len(buffer) + (0 if dense else 4 * sum(map(_is_counted, pieces))))
                 nbytes["crossed"] += size if plan.host(peer) != plan.host(self._rank) else 0
+                if not dense and self._repeats(pieces, counts[peer]):
+                    self._dense.add(link)
             for peer, pieces in round_.sends.items():
-                buffer = torch.cat([nothing, *(delta.content for delta in deltas[peer])])
+                dense = (link := ("to", number, peer)) in self._dense
+                contents = [delta.content for delta in deltas[peer]]
+                repeats = self._repeats(pieces, [delta.changed for delta in deltas[peer]])
+                if dense:
+                    contents = [self._values(piece, held).view(torch.uint8) for piece in pieces]
+                    contents.append(torch.tensor([repeats], dtype=torch.uint8, device=self._device))
+                buffer = torch.cat([nothing, *contents])
                 operations += [dist.P2POp(dist.isend, buffer, peer, self._group)] if len(buffer) else []
-                nbytes["sent"] += len(buffer) + 4 * sum(map(_is_counted, pieces))
+                nbytes["sent"] += len(buffer) + (0 if dense else 4 * sum(map(_is_counted, pieces)))
                 buffers.append(buffer)
+                (self._dense.add if repeats else self._dense.discard)(link)
             posted = dist.batch_isend_irecv(operations) if operations else []
             for work in waiting.works:
                 work.wait()
             for piece, delta in waiting.deltas.items():
                 apply(delta, self._part(piece, -1, held), plan.wire_dtype(piece.name))
+            self._dense -= {link for link, flag in waiting.flags.items() if len(flag) and not flag.item()}
             ready |= {piece: delta for piece, delta in waiting.deltas.items() if piece in self._onward}
-            waiting = _Arriving(posted, buffers, arriving)
+            waiting = _Arriving(posted, buffers, arriving, flags)
         self._copy_kept(held)
         return Traffic(nbytes["sent"], nbytes["received"], nbytes["crossed"])
 
@@ -220,26 +237,36 @@ class DeltaReallocation(Reallocation):
         uses[piece] -= 1
         return ready[piece] if uses[piece] else ready.pop(piece)
 
-    def _exchange_counts(self, round_: Round, deltas: Mapping[int, Sequence[Delta]]) -> dict[int, list[int]]:
+    def _exchange_counts(
+        self, number: int, round_: Round, deltas: Mapping[int, Sequence[Delta]]
+    ) -> dict[int, list[int]]:
         """Send the numbers of changed elements; return, by sender, those of the pieces that this rank receives."""
         operations, told = [], dict[int, Tensor]()
         for peer, pieces in round_.receives.items():
-            told[peer] = torch.empty(sum(map(_is_counted, pieces)), dtype=torch.int32, device=self._device)
+            size = 0 if ("from", number, peer) in self._dense else sum(map(_is_counted, pieces))
+            told[peer] = torch.empty(size, dtype=torch.int32, device=self._device)
             operations += [dist.P2POp(dist.irecv, told[peer], peer, self._group)] if len(told[peer]) else []
         for peer, pieces in round_.sends.items():
             of_pieces = [delta.changed for p, delta in zip(pieces, deltas[peer], strict=True) if _is_counted(p)]
+            of_pieces = [] if ("to", number, peer) in self._dense else of_pieces
             telling = torch.tensor(of_pieces, dtype=torch.int32, device=self._device)
             operations += [dist.P2POp(dist.isend, telling, peer, self._group)] if of_pieces else []
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         counts = {peer: iter(numbers.tolist()) for peer, numbers in told.items()}
         return {
-            peer: [next(counts[peer]) if _is_counted(piece) else piece.box.numel for piece in pieces]
+            peer: [next(counts[peer], piece.box.numel) if _is_counted(piece) else piece.box.numel for piece in pieces]
             for peer, pieces in round_.receives.items()
         }
 
     def _size(self, piece: Piece, count: int) -> int:
         return delta_size(piece.box.numel, self.plan.wire_dtype(piece.name).itemsize, count)[0]
+
+    def _repeats(self, pieces: Sequence[Piece], counts: Sequence[int]) -> bool:
+        """Return whether the counts and changes of pieces are as many bytes as all of their values."""
+        changes = sum(self._size(piece, count) for piece, count in zip(pieces, counts, strict=True))
+        told = 4 * sum(map(_is_counted, pieces))
+        return told > 0 and told + changes >= sum(self._size(piece, piece.box.numel) for piece in pieces)
 
     def _source(self, piece: Piece) -> int:
         return self.plan.source(piece.name, self._rank, piece.box)
@@ -263,6 +290,7 @@ class _Arriving(NamedTuple):
     works: Sequence[dist.Work]
     sent: Sequence[Tensor]  # send buffers must outlive the transfer
     deltas: Mapping[Piece, Delta]
+    flags: Mapping[_Link, Tensor]  # whether the next update sends all values too; empty where counts say it
 
 
 def _is_counted(piece: Piece) -> bool:

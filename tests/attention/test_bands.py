@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from attention import OF_DOCUMENTS, AttentionSpec, RingSchedule, SequenceLayout,
 from attention.bands import _join, below, block_tasks, rank_pieces, row_parts, tight_task
 from attention.intervals import expanded, intersect, locate, size, subtract, union
 from attention.schedule import Message
+from attention.spec import Joint
 
 from .dense import visible
 from .scalar_planner import scalar_tasks
@@ -218,3 +220,52 @@ def test_causal_traffic_relative_to_a_full_ring() -> None:
     zigzag = ring_schedule(SequenceLayout("zigzag", 256, 4), AttentionSpec(), 1, 2)
     assert zigzag.direction == -1  # rank j sends only to j - 1
     assert {m.peer for step in zigzag.steps for m in (*step.send_held, *step.send_own)} == {1}
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "balanced"])
+def test_joint_tokens_that_stand_for_others_are_seen_from_the_last_of_these_on(kind: str) -> None:
+    documents, of_joint, every = ((0, 7, 8, 24, 24), (0, 3, 20, 22, 24)), ((0, 2, 2, 7, 7), (0, 1, 6, 6, 6)), 3
+    spec = AttentionSpec(documents=documents, joint=Joint(7, queries=False, documents=of_joint, every=every))
+    layout = SequenceLayout(kind, 24, 2, documents=documents if kind == "balanced" else None)
+    for rank in range(2):
+        seen, expected = np.zeros((2, 24, 38), np.int64)
+        for task in ring_schedule(layout, spec, 2, rank).steps[0].tasks:
+            if task.k_start % 19 >= 12:
+                assert task.full
+                seen[task.q_start : task.q_stop, task.k_start : task.k_stop] += 1
+        for row in range(2):
+            for local, position in enumerate(layout.ring_positions(rank, row).tolist()):
+                for number, (start, stop) in enumerate(pairwise(documents[row])):
+                    if start <= position < stop:
+                        first, last = of_joint[row][number : number + 2]
+                        ready = min((position - start + 1) // every, last - first)
+                        expected[row * 12 + local, row * 19 + 12 + first : row * 19 + 12 + first + ready] = 1
+        assert expected.any() and np.array_equal(seen, expected)
+    for wrong in ({"queries": True}, {"queries": False, "only": True}):
+        with pytest.raises(ValueError, match="joint_every says which joint keys"):
+            AttentionSpec(joint=Joint(7, **wrong, every=3))
+
+
+def test_ulysses_inside_of_hosts_crosses_between_them_as_little_as_a_double_ring_could() -> None:
+    """Two hosts, 8,192 tokens. A double ring (LoongTrain, arXiv 2406.18485) sends each block between the hosts once and
+    passes it on inside of them; what it would gain over a ring of 8, a ring of 2 around Ulysses inside each host has.
+    """
+    crossing = {}  # tokens, each of an equal part of the heads: those sent, and those needed on the other host
+    for mask, spec in (("causal", AttentionSpec()), ("full", AttentionSpec(causal=False))):
+        for ring in (2, 4, 8):
+            layout, host = SequenceLayout("zigzag", 8192, ring), ring // 2
+            schedules = [ring_schedule(layout, spec, 1, rank) for rank in range(ring)]
+            messages = [(s.rank // host, m) for s in schedules for t in s.steps for m in (*t.send_held, *t.send_own)]
+            sent = sum(m.tokens for here, m in messages if m.peer // host != here)
+            rows, tree = row_parts(spec, 1, 8192)
+            pieces = [rank_pieces(layout, rows, rank, layout.ring_len) for rank in range(ring)]
+            needed = 0
+            for owner in range(ring):
+                others = [pieces[rank] for rank in range(ring) if rank // host != owner // host]
+                keys = [block_tasks(q, below(q, tree, spec), pieces[owner], spec).needed_keys() for q in others]
+                needed += size(union(*np.concatenate(keys).T))
+            crossing[mask, ring] = sent, needed
+    assert crossing == {
+        ("causal", 2): (6144, 6144), ("causal", 4): (8192, 6144), ("causal", 8): (9216, 6144),
+        ("full", 2): (8192, 8192), ("full", 4): (12288, 8192), ("full", 8): (14336, 8192),
+    }  # fmt: skip

@@ -174,7 +174,7 @@ def test_merging_parts_of_the_keys_gives_attention_over_all_of_them() -> None:
     seen[2] = False  # and so is the third row in all parts
     cuts, parts = (slice(0, 3), slice(3, 6), slice(6, keys)), []
     for cut in cuts:
-        mask, blind = score_mask(seen[:, 0, 0, cut], torch.float64)
+        mask, blind = score_mask(seen[:, :, 0, cut], torch.float64)
         out, lse = partial_attention(q, k[:, :, cut], v[:, :, cut], mask, 0.5)
         parts.append((out, lse.masked_fill(blind, float("-inf"))))
     assert bool(parts[1][1].isneginf().all()) and all(bool(x.isfinite().all()) for x, _ in parts)
@@ -203,7 +203,7 @@ def test_on_a_gpu_no_step_copies_the_cache(softcap: float | None) -> None:
         options = {"dtype": torch.bfloat16, "device": "cuda"}
         q, k, v = (torch.empty(2, 8, *shape, **options) for shape in ((4, 192), (1024, 192), (1024, 128)))
         allocated.largest = 0
-        mask, _ = score_mask(torch.empty(2, 1000, dtype=torch.bool, device="cuda"), torch.bfloat16)
+        mask, _ = score_mask(torch.empty(2, 1, 1000, dtype=torch.bool, device="cuda"), torch.bfloat16)
         out, lse = partial_attention(q, k[:, :, :1000], v[:, :, :1000], mask, None, softcap)
     assert (out.shape, lse.shape, lse.dtype) == ((2, 8, 4, 128), (2, 8, 4), torch.float32)
     assert allocated.largest == 2 * 8 * 4 * (128 if softcap is None else 1000)

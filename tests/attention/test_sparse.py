@@ -55,6 +55,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-6
     extras: bool = False  # sinks, softcap, and a dtype of messages
+    block: int = 0  # of blocks of keys for each KV head
 
     def mask_arguments(self) -> dict:
         return {k: torch.tensor(v) if isinstance(v, list) else v for k, v in MASKS[self.mask].items()}
@@ -66,6 +67,10 @@ CASES = [
 ]
 CASES += [Case("zigzag", HEADS[0], "documents", torch.bfloat16, 1e-2)]
 CASES += [Case("striped", HEADS[1], "causal", torch.float64, 1e-13)]
+# With an odd number, so that half of the degrees take the others: heads that ulysses divides evenly, and unevenly.
+CASES += [Case("zigzag", HEADS[0], "documents", torch.float64, 1e-13, block=4)]
+CASES += [Case("balanced", (6, 2, 16, 8), "documents", torch.float64, 1e-13, block=1)]
+CASES += [Case("striped", (6, 3, 8, 8), "causal", torch.float64, 1e-13, block=3)]
 
 
 def drawn_indices(batch: int, seq_len: int, k: int, seed: int = 0) -> Tensor:
@@ -95,11 +100,19 @@ def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int, int, int]:
     generator, arguments = torch.Generator().manual_seed(1), case.mask_arguments()
     sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim), (heads, v_head_dim)]
     inputs = [torch.randn(2, SEQ_LEN, *size, generator=generator, dtype=torch.float64).to(case.dtype) for size in sizes]
-    indices, softcap = drawn_indices(2, SEQ_LEN, K), 3.0 if case.extras else None
+    indices, softcap, sparse = drawn_indices(2, SEQ_LEN, K), 3.0 if case.extras else None, {}
+    chosen = mask_of(indices)
+    if case.block:
+        sparse = {"index_block": case.block}
+        indices = torch.stack([drawn_indices(2, SEQ_LEN, 4, seed) for seed in range(kv_heads)], 2)
+        keys = (indices.unsqueeze(-1) + torch.arange(case.block)).where(indices.unsqueeze(-1) >= 0, -1).flatten(3)
+        by_head = [mask_of(keys[:, :, head]) for head in range(kv_heads)]
+        chosen = torch.stack(by_head, 1).repeat_interleave(heads // kv_heads, 1)
     sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.extras else None
     exact = [x.double().clone().requires_grad_() for x in inputs[:3]]
     exact_sinks = None if sinks is None else sinks.double().requires_grad_()
-    seen = visible(2, SEQ_LEN, **arguments) & mask_of(indices)
+    seen = visible(2, SEQ_LEN, **arguments)
+    seen = (seen.unsqueeze(1) if case.block else seen) & chosen
     result = dense_attention(*exact, seen, softcap=softcap, sinks=exact_sinks)
     result.backward(inputs[3].double())
 
@@ -112,7 +125,7 @@ def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int, int, int]:
     q, k, v = (shard(x).clone().requires_grad_() for x in inputs[:3])
     own_sinks = None if sinks is None else sinks.clone().requires_grad_()
     attention = UnifiedSPAttention(mesh, case.layout, dkv_dtype=case.dtype if case.extras else None)
-    call = partial(attention, **arguments, indices=shard(indices), softcap=softcap, sinks=own_sinks)
+    call = partial(attention, **arguments, indices=shard(indices), softcap=softcap, sinks=own_sinks, **sparse)
     with torch.no_grad():
         call(q, k, v)  # ranks compare the plan
     with SentBytes() as sent:
@@ -123,7 +136,7 @@ def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int, int, int]:
         "v_head_dim": v_head_dim, "dtype": case.dtype, **arguments,
     }  # fmt: skip
     dense = attention.wire_bytes(**described)
-    planned = attention.wire_bytes(**described, indices=indices, return_weights=bool(weights))
+    planned = attention.wire_bytes(**described, indices=indices, return_weights=bool(weights), **sparse)
     assert attention.kernels == {"gather"}
 
     squares = torch.stack(
@@ -228,6 +241,11 @@ def refusals() -> list[str]:
         lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices, return_lse=True),
         lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices, prefix=torch.tensor([3])),
         lambda: UnifiedSPAttention(mesh, kernel="sdpa")(x, x, x, indices=indices),
+        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices.unsqueeze(2).expand(-1, -1, 3, -1), index_block=0),
+        lambda: UnifiedSPAttention(mesh)(
+            x, x, x, indices=indices.unsqueeze(2).expand(-1, -1, 2, -1), sinks=x[0, 0, :, 0]
+        ),
+        lambda: UnifiedSPAttention(mesh)(x, x, x, index_block=2),
         lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices[..., : 1 + dist.get_rank()]),
     ]
     messages = []
@@ -240,8 +258,11 @@ def refusals() -> list[str]:
 
 def test_other_calls_are_refused_on_every_rank(ranks: RankPool) -> None:
     for messages in ranks.run(refusals, 2):
-        shape, dtype, lse, prefix, kernel, unequal = messages
-        assert "indices (1, 2, 3) must be (batch, tokens, k) for q (1, 4, 2, 8)" in shape
+        shape, dtype, lse, prefix, kernel, heads, sinks, alone, unequal = messages
+        assert "indices (1, 4, 3, 3) must be" in heads and "index_block=0 must be at least 1 position" in heads
+        assert "sinks and return_weights are not supported with indices of each KV head" in sinks
+        assert "return_weights and index_block are about the keys at indices: give indices" in alone
+        assert "indices (1, 2, 3) must be (batch, tokens, k) or (batch, tokens, num_kv_heads, k) for q (1, 4" in shape
         assert "indices must be int32 or int64 on cpu, got torch.float32" in dtype
         assert "return_lse is not supported with indices" in lse
         assert "attention to indices supports causal, window, chunk and cu_seqlens; not prefix" in prefix

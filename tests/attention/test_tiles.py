@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import LAYOUTS, AttentionSpec, HeadPlan, SequenceLayout, ring_schedule, tiles, with_mask_mod
+from attention.bands import Tasks
+from attention.kernels.dense import DenseLaunch, DenseLowering
 from attention.kernels.flash import FlashAttn2Kernel
 from attention.kernels.select import Device
 from parallel import ParallelDims, ParallelMesh
@@ -273,3 +275,18 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks: RankPool) -> None:
     spec = with_mask_mod(AttentionSpec(), FUNCTIONS["dilated"], 1, 1, 32, CPU)
     refusal = FlashAttn2Kernel().refuses(spec, Device("cuda", (9, 0)), torch.bfloat16, 64, 64)
     assert refusal is not None and "mask_mod is not of bands" in refusal
+
+
+def test_small_masks_are_made_float_once_and_large_ones_in_each_pass() -> None:
+    spec = with_mask_mod(AttentionSpec(causal=False), FUNCTIONS["dilated"], 1, 2, SEQ_LEN, CPU)
+    tasks = ring_schedule(SequenceLayout("zigzag", SEQ_LEN), spec, 1, 0).steps[0].tasks
+    tasks = Tasks(tasks.rows, [*tasks.tiles, *tasks.tiles])
+    with mock.patch("attention.kernels.dense.KEPT", 0):
+        large = DenseLowering(CPU, torch.float32).lower(tasks)
+    small = DenseLowering(CPU, torch.float32).lower(tasks)
+    for launches, dtype in ((large, torch.bool), (small, torch.float32)):
+        masks = [launch.mask for launch in launches if isinstance(launch, DenseLaunch) and launch.mask is not None]
+        assert {mask.dtype for mask in masks} == {dtype}
+        assert len({mask.data_ptr() for mask in masks}) * 2 <= len(masks)
+    biases = [[each.bias(torch.float32) for each in of if isinstance(each, DenseLaunch)] for of in (large, small)]
+    torch.testing.assert_close(*biases, rtol=0, atol=0)

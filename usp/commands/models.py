@@ -26,8 +26,8 @@ what its layers do, not for its name: a tiny copy of it runs once on all tokens 
 (`usp/hf/probe.py`). Its configuration is that of the release in the second column where that differs from transformers'
 defaults in what matters here (`usp/hf/releases.json`), else the default. "No tiny copy" means that this gives no
 decoder that runs on text alone; another configuration may. "Not tried at a length" are numbers that the tiny copy
-cannot have below its few tokens. An indexer in the list chooses the keys that each query attends to (see
-[sparse attention](training.md#sparse-attention)).
+cannot have below its few tokens. An indexer in the list chooses the keys that each query attends to, a compressor makes
+further keys of windows of tokens (see [sparse attention](training.md#sparse-attention)).
 
 The next column says whether train.py trains it: a model with an embedding, layers, a norm and a head. It names the
 degrees that divide the model besides data and sequence parallelism; ep divides experts that go through transformers'

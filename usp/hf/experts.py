@@ -30,6 +30,14 @@ def router_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [] if recorder is None else [m for m in model.modules() if isinstance(m, recorder.target_class)]
 
 
+def expert_tables(model: nn.Module) -> list[tuple[torch.Tensor, int]]:
+    """Return the tables of routers that look the experts of a token id up, (ids, chosen experts), and how many there
+    are."""
+    routers = [m for m in model.modules() if hasattr(m, "num_experts") and hasattr(m, "top_k")]
+    buffers = [(x, cast(int, m.num_experts)) for m in routers for x in m.buffers(recurse=False) if x.dim() == 2]
+    return [(x, experts) for x, experts in buffers if not x.is_floating_point()]
+
+
 def logits_index(model: PreTrainedModel) -> int:
     """Return which of a router's outputs are its logits (T, E), the input of the load-balancing loss's softmax."""
     recorder = _recorder(model)

@@ -47,6 +47,7 @@ _COMPUTED = ("attention_mask", "mm_token_type_ids", "token_type_ids")  # by proc
 TYPES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"),
     *("gemma3", "gemma4", "internvl", "llama4", "llava", "vipllava", "aya_vision", "cohere2_vision", "glm_ocr"),
+    "minimax_m3_vl",
 )
 # Types that train.py trains: their encoder is beside the decoder in the backbone.
 TRAINED = tuple(kind for kind in TYPES if kind != "llama4")

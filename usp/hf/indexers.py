@@ -10,10 +10,28 @@ scores that the mask allows. Here its own forward runs in two passes over a rank
 In generation a rank keeps the keys of its own tokens beside those of attention. A new token is scored against these,
 and the scores, which are much smaller than keys, are gathered instead.
 
+MiniMax M3's chooses blocks of keys for each KV head, counted from a document's first token: its forward runs over each
+document by itself.
+
 So scores and ties are those of one process, and no tensor has tokens x tokens elements. Indexers have no gradient, as
 in transformers, but that of `IndexerLoss`, if it is asked for.
 
-B batch, S a rank's tokens of each row, L tokens of the sequence, D head dim of the indexer, k indices of a query.
+A compressor (DeepSeek-V4, section 2.3) makes an entry of each window of tokens. Queries attend to a few tokens before
+them and, as further keys, to the entries of the windows before them: to all (HCA), or to those that an indexer chooses,
+which has a smaller compressor of its own (CSA). Both run their own forward here with a cache that stands between them
+and the other ranks:
+
+    tokens    a rank projects its own; those of windows that ranks share are sent to one of them (`sp.in_order.Windows`)
+    entries   of the rank's windows; then they are gathered over the ranks, and gradients are returned in the backward
+    indices   for a tile of queries of one document at a time, with a cache that returns all entries of the document
+
+All ranks hold all entries, which are few, so that attention to them sends nothing: with HCA they are joint keys
+(`UnifiedSPAttention`), with CSA rows of which each query has its own, merged with the window by lse. Windows begin anew
+in each document, as if it were alone. In generation all ranks keep the projections of the last windows, and the rank
+with the last token of a window its entry.
+
+B batch, S a rank's tokens of each row, L tokens of the sequence, D head dim of the indexer, k indices of a query, M
+entries of all rows, N query heads, K KV heads, H head dim.
 """
 
 from __future__ import annotations
@@ -21,10 +39,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
+from itertools import groupby
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,24 +53,42 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from attention import DecodeStep, Prefill, token_tiles
+from attention import (
+    AttentionSpec,
+    Channel,
+    DecodeStep,
+    Keep,
+    Prefill,
+    attend_to_rows,
+    compute_now,
+    merge_parts,
+    token_tiles,
+)
 from parallel import ParallelMesh
+from usp.sp.in_order import Reshard, SequenceOrder, Windows
 from usp.sp.sequence import SpAxes, document_starts, documents_of, unshard_sequence
 from usp.sp.sp_attention import UnifiedSPAttention
 
 LATENTS = "sharded_latents"
 QKV = tuple[Tensor, Tensor, Tensor]
 _ARGUMENTS = {"hidden_states", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
+_OF_COMPRESSORS = {"hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx"}
 
 
 def indexers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the indexers of a model that this file can run, by name: those that take what DeepSeek-V3.2's takes."""
+    """Return the indexers of a model that this file can run, by name: those that take what DeepSeek-V3.2's or MiniMax
+    M3's takes."""
     return {
         name: module
         for name, module in model.named_modules()
         if type(module).__name__.endswith("Indexer")
-        and inspect.signature(type(module).forward).parameters.keys() >= _ARGUMENTS
+        and (chooses_blocks(module) or inspect.signature(type(module).forward).parameters.keys() >= _ARGUMENTS)
     }
+
+
+def chooses_blocks(indexer: nn.Module) -> bool:
+    """Whether an indexer chooses blocks of keys for each KV head, as MiniMax M3's does."""
+    return hasattr(indexer, "topk_blocks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,47 +106,68 @@ class CausalMask:
 
 
 def apply_indexers(base: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
-    """Let the indexers of a backbone choose from all tokens of the sequence, in place."""
+    """Let the indexers of a backbone choose from all tokens of the sequence, and latent attention remember what it
+    expands, in place."""
+    for part in base.modules():
+        if (expand := getattr(part, "expand_kv", None)) is not None:
+            _remember_latents(part, expand)
     for name, module in indexers(base).items():
         owner = base.get_submodule(name.rpartition(".")[0])
-        module.forward = owner.sharded_indexer = ShardedIndexer(module, mesh, attention)  # type: ignore[assignment]
-        owner.forward = partial(_with_mask, owner.forward)
+        module.forward = owner.sharded_indexer = sharded = sharded_indexer(module, mesh, attention)
+        owner.forward = update_wrapper(partial(_with_mask, sharded, owner.forward), owner.forward)
 
 
-def _with_mask(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    mask = CausalMask(*map(kwargs.get, ("cu_seqlens", "kv_cache")))
-    return forward(*args, **{**kwargs, "attention_mask": mask})
+def sharded_indexer(module: nn.Module, mesh: Any, attention: Any) -> Any:
+    """Return the `ShardedIndexer` of an indexer."""
+    return (ShardedBlockIndexer if chooses_blocks(module) else ShardedIndexer)(module, mesh, attention)
+
+
+def _with_mask(indexer: ShardedIndexer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    indexer.mask = CausalMask(*map(kwargs.get, ("cu_seqlens", "kv_cache")))
+    return forward(*args, **{**kwargs, "attention_mask": indexer.mask})
 
 
 class ShardedIndexer:
-    """The forward of an indexer whose tokens are sharded. loss: from `train_indexers`."""
+    """The forward of an indexer whose tokens are sharded. loss: from `train_indexers`. mask: of the current call of the
+    attention module. block: how many keys each of the indices stands for."""
 
     loss: IndexerLoss | None = None
+    mask = CausalMask(None)
+    block = 1
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
         self.module, self.mesh, self.attention = module, mesh, attention
         self.choose, self._call = module.forward, dict[str, Any]()
+        self._signature = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the indices (B, S, k) of this rank's queries, none of them in a warm-up. Collective."""
-        call = inspect.signature(self.choose).bind(*args, **kwargs).arguments
+        call = {**self._signature.bind(*args, **kwargs).arguments, "attention_mask": self.mask}
         if self.trains:
             self._call = call
         if isinstance(self.loss, DenseIndexerLoss):
             return call["hidden_states"].new_empty(*call["hidden_states"].shape[:2], 0, dtype=torch.int32)
-        cache = call["attention_mask"].kv_cache
+        cache = self.mask.kv_cache
         if isinstance(cache, DecodeStep):
             return self._decoded(call, cache)
 
         def choose() -> tuple[Tensor]:
-            keys = own_keys(self.choose, call)
+            keys = self.own_keys(call)
             self.attention.indexer_bytes += keys.nbytes * (self.attention.ranks - 1)
             if cache is not None:
                 cache.store(self.module, keys.unsqueeze(2))
-            return (tiled_indices(self.choose, call, *self.scored(call, keys)),)
+            return (self.chosen(call, *self.scored(call, keys)),)
 
         with torch.no_grad():
             return self.attention.keep(("indexer", call["hidden_states"].shape), choose)[0]
+
+    def own_keys(self, call: dict[str, Any]) -> Tensor:
+        """Return the keys (B, S, D) of this rank's tokens."""
+        return own_keys(self.choose, call)
+
+    def chosen(self, call: dict[str, Any], *scored: Any) -> Tensor:
+        """Return the indices of this rank's queries from what `scored` returns."""
+        return tiled_indices(self.choose, call, *scored)
 
     def _decoded(self, call: dict[str, Any], step: DecodeStep) -> Tensor:
         """Return the indices (B, 1, k) of the new tokens, among the cached keys of all ranks."""
@@ -145,6 +205,76 @@ class ShardedIndexer:
         return keys, positions, starts, rows * length * getattr(self.module, "n_heads", 64)
 
 
+class ShardedBlockIndexer(ShardedIndexer):
+    """The same of an indexer that chooses blocks of keys: its indices (B, S, K, k) are where these begin, -1 for none;
+    of a new token (B, 1, K, k), all their positions."""
+
+    def __init__(self, module: Any, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
+        super().__init__(module, mesh, attention)
+        self.choose, self.block = partial(_of_blocks, module.forward), module.block_size
+
+    def own_keys(self, call: dict[str, Any]) -> Tensor:
+        # The blocks of single keys, which are dropped, would be beyond them.
+        x = call["hidden_states"]
+        return super().own_keys({**call, "position_ids": x.new_zeros(x.shape[:2], dtype=torch.int64)})
+
+    def chosen(self, call: dict[str, Any], *scored: Any) -> Tensor:
+        return chosen_blocks(self.module, self.choose, call, *scored)
+
+    def _decoded(self, call: dict[str, Any], step: DecodeStep) -> Tensor:
+        keys = _CachedScores(self.module, step)
+        with keys:
+            blocks = self.choose(**{**call, "past_key_values": keys})
+        first = first_positions(blocks, self.block).unsqueeze(-1)
+        return (first + torch.arange(self.block, device=first.device)).where(first >= 0, -1).flatten(3)
+
+
+def _of_blocks(forward: Callable[..., Tensor], *, past_key_values: Any, attention_mask: Any, **call: Any) -> Tensor:
+    """Run the forward of an indexer of blocks with what this file passes to others."""
+    return forward(**call, past_key_values=None if past_key_values is None else _OneLayer(past_key_values))
+
+
+def chosen_blocks(
+    module: Any,
+    forward: Callable[..., Tensor],
+    call: dict[str, Any],
+    keys: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    scores: int,
+) -> Tensor:
+    """Return where the blocks begin (B, S, K, k) that a call's queries choose, -1 for none; `tiled_indices` of an
+    indexer of blocks."""
+    rows, tokens = call["hidden_states"].shape[:2]
+    shape = rows, tokens, module.num_heads, module.topk_blocks
+    indices = torch.full(shape, -1, dtype=torch.int32, device=keys.device)
+    at = (positions - starts).to(keys.device)
+    for row, (of_row, own) in enumerate(zip(positions.expand(rows, -1).tolist(), starts.tolist(), strict=True)):
+        end = 0
+        for start, run in groupby(own):  # consecutive tokens of a document
+            begin, end = end, end + len([*run])
+            seen = keys[row : row + 1, start : of_row[end - 1] + 1]
+            for tile in token_tiles(end - begin if seen.shape[1] else 0, scores // rows):
+                part = slice(begin + tile.start, begin + tile.stop)
+                inputs = {name: _of_row(value, row) for name, value in _part(call, part).items()}
+                inputs["position_ids"] = at[row : row + 1, part].clamp(max=seen.shape[1] - 1)  # of padding
+                blocks = forward(**inputs, attention_mask=None, past_key_values=_AllKeys(seen))
+                first = first_positions(blocks, module.block_size)
+                indices[row, part, :, : first.shape[-1]] = first[0].where(first[0] < 0, first[0] + start)
+    return indices
+
+
+def _of_row(value: Any, row: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_of_row(each, row) for each in value)
+    return value[row : row + 1] if isinstance(value, Tensor) and len(value) > 1 else value
+
+
+def first_positions(blocks_BKSk: Tensor, size: int) -> Tensor:
+    """Return where blocks begin in their document, (B, S, K, k), -1 for none."""
+    return (blocks_BKSk * size).where(blocks_BKSk >= 0, -1).transpose(1, 2)
+
+
 def own_keys(forward: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
     """Return the keys (B, S, D) that an indexer makes of the tokens of a call."""
     x, keys = call["hidden_states"], list[Tensor]()
@@ -179,6 +309,286 @@ def score_tiles(
     for part in token_tiles(x.shape[1], scores):
         visible = (every <= positions[:, part]) & (every >= starts[:, part])
         yield part, {**_part(call, part), "attention_mask": visible, "past_key_values": _AllKeys(keys)}
+
+
+def compressors(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the compressors of a model that this file can run, by name: those that take what DeepSeek-V4's take."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Compressor")
+        and inspect.signature(type(module).forward).parameters.keys() >= _OF_COMPRESSORS
+    }
+
+
+def apply_compressors(base: nn.Module, attention: UnifiedSPAttention, order: SequenceOrder) -> None:
+    """Let the compressors of a backbone make entries of all tokens of the sequence, in place."""
+    for name, module in compressors(base).items():
+        owner = base.get_submodule(name.rpartition(".")[0])
+        sharded = ShardedCompressor(module, attention, order)
+        module.forward = owner.sharded_compressor = sharded  # type: ignore[assignment]
+        owner.forward = partial(_with_documents, owner.forward)
+
+
+def _with_documents(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **{**kwargs, "past_key_values": Documents(*map(kwargs.get, ("cu_seqlens", "kv_cache")))})
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Takes the place of an attention module's cache, which its compressor gets as well; attributes as of
+    `CausalMask`."""
+
+    cu_seqlens: Tensor | None
+    kv_cache: Prefill | DecodeStep | None
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What a compressor made: entries (M, H), by row and document, and which of them the rank's queries attend to, (B,
+    S, k), -1 for none; None for all before them. made: also by the indexer's."""
+
+    entries: Tensor
+    plan: Windows
+    indices: Tensor | None
+    made: tuple[_WholeWindows, ...]
+
+
+class ShardedCompressor:
+    """The forward of a compressor whose tokens are sharded, and the attention to the entries that it made."""
+
+    def __init__(self, module: nn.Module, attention: UnifiedSPAttention, order: SequenceOrder) -> None:
+        self.attention, self.order = attention, order
+        self.run, self.made = CompressorRun(module), cast(Entries | None, None)
+        self.decoded: tuple[Tensor, Tensor] | None = None  # entries of this rank, and which of them each token sees
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        q_residual: Tensor,
+        position_ids: Tensor,
+        past_key_values: Documents,
+        layer_idx: int,
+    ) -> tuple[Tensor, None]:
+        """Make the entries; return none, and no mask, to the attention module. Collective."""
+        (rows, tokens, _), axes, cache = hidden_states.shape, self.order.axes, past_key_values.kv_cache
+        if isinstance(cache, DecodeStep):
+            self.decoded = self._decoded((hidden_states, q_residual, position_ids), cache)
+            return hidden_states.new_empty(rows, 1, 0, self.decoded[0].shape[-1]), None
+        documents = documents_of(past_key_values.cu_seqlens)
+        layout = axes.layout(self.order.layout, tokens * axes.ranks, documents)
+        if cache is not None:
+            documents = tuple((0, length) for length in cache.row_lengths.tolist())
+        own = layout, documents, rows, self.order.channel.rank
+        self.made = self.run.entries(
+            (hidden_states, q_residual, position_ids),
+            self.order.windows(*own, self.run.rate, self.run.overlap, hidden_states.device),
+            self.order.channel,
+            self.order.keep,
+        )
+        for number, made in enumerate(self.made.made if cache is not None else ()):
+            self._store(cast(Prefill, cache), number, made)
+        return hidden_states.new_empty(rows, 1, 0, self.made.entries.shape[-1]), None
+
+    def _store(self, prefill: Prefill, number: int, made: _WholeWindows) -> None:
+        """Cache each entry on the rank with the last token of its window, and on all ranks the projections of the last
+        windows, of which a token has the place of its position modulo their length."""
+        rate, positions, lengths = self.run.rate, prefill.positions, prefill.row_lengths.unsqueeze(1)
+        tokens = made.tokens.view(len(lengths), len(positions), -1)
+        first = torch.from_numpy(made.plan.cuts)[:, :1].to(positions.device)
+        entries = torch.cat((made.entries, made.entries.new_zeros(1, made.entries.shape[-1])))
+        index = (first + (positions + 1) // rate - 1).clamp(0, len(made.entries))
+        prefill.store((self, number), entries[index].unsqueeze(2))
+        recent = (positions >= (lengths // rate + 1 - self.run.windows) * rate) & (positions < lengths)
+        state = tokens.new_zeros(len(lengths), self.run.windows * rate, tokens.shape[-1])
+        state.index_add_(1, positions % state.shape[1], tokens.where(recent.unsqueeze(-1), 0))
+        if self.order.channel.group is not None:
+            dist.all_reduce(state, group=self.order.channel.group)
+        kept = prefill.cache.state((self, number), tuple(state.shape[1:]), state.dtype)
+        kept[prefill.slots] = state[prefill.rows]
+
+    def _decoded(self, call: Sequence[Tensor], step: DecodeStep) -> tuple[Tensor, Tensor]:
+        """Return the entries (B, 1, L, H) of this rank, and which of them the new tokens attend to, (B, L)."""
+        rate, flat = self.run.rate, [x.transpose(0, 1) for x in call]
+        made = _LastWindows(step, (self, 0), self.run)
+        self.run.compress(*flat, _layers(made), 0)
+        seen = step.seen() & ((step.at + 1) % rate == 0)
+        indexer: Any = self.run.indexer
+        if indexer is None:
+            return made.entries, seen
+        keys = _LastWindows(step, (self, 1), self.run)
+        self.run.choose(*flat, _layers(keys), 0)
+        found: list[Tensor] = []
+        hook = indexer.scorer.register_forward_hook(lambda module, args, scores: found.append(scores))
+        self.run.choose(*call, _layers(_AllEntries(keys.entries.squeeze(1))), 0)
+        hook.remove()
+        scores = step.of_all_ranks(found[0].squeeze(1).masked_fill(~seen, float("-inf")))
+        of_windows = scores[:, rate - 1 :: rate]
+        top = of_windows.topk(min(int(indexer.index_topk), of_windows.shape[1]))
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        chosen.scatter_(1, top.indices * rate + rate - 1, ~top.values.isneginf())
+        return made.entries, seen & chosen.gather(1, step.at.clamp(max=scores.shape[1] - 1))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None, scale: float, softcap: float | None, **rest: Any
+    ) -> Tensor:
+        """Return the attention to keys and values and to the entries of the last call. Collective."""
+        assert self.made is not None
+        made, self.made = self.made, None
+        entries, cuts = made.entries.to(q.dtype).unsqueeze(1), made.plan.cuts
+        options = {**rest, "scale": scale, "softcap": softcap}
+        if not len(entries):
+            return self.attention(q, k, v, sinks=sinks, **options)
+        if made.indices is None:
+            in_row = torch.from_numpy(cuts - cuts[:, :1])
+            place = torch.from_numpy(cuts[:, :1]) + torch.arange(int(in_row.max()))
+            joint = entries[place.clamp(max=len(entries) - 1).to(q.device)]  # what is beyond a row's is in no document
+            of_joint = {"joint_k": joint, "joint_v": joint, "joint_cu_seqlens": in_row, "joint_every": self.run.rate}
+            return self.attention(q, k, v, sinks=sinks, **options, **of_joint)
+        out, lse = self.attention(q, k, v, return_lse=True, **options)
+        spec = AttentionSpec(scale=scale, softcap=softcap)
+        more = attend_to_rows(q, entries, made.indices, spec, self.attention.keep)
+        outs, lses = (torch.stack(parts) for parts in zip((out, lse), more, strict=True))
+        return merge_parts(outs, lses, sinks).to(q.dtype)
+
+
+class CompressorRun:
+    """The forward of a compressor, which is replaced in its modules, over the windows of any tokens."""
+
+    def __init__(self, module: Any) -> None:
+        self.rate: int = module.compress_rate
+        # Of two series, the first of which is for the next window.
+        self.overlap: bool = module.position_bias.shape[-1] > module.head_dim
+        self.windows = 1 + self.overlap  # of which an entry is made
+        self.compress, self.indexer = module.forward, getattr(module, "indexer", None)
+        if self.indexer is not None:
+            self.choose = self.indexer.forward
+            self.indexer.forward = _choose_none
+
+    def entries(
+        self,
+        call: Sequence[Tensor],
+        plan: Windows,
+        channel: Channel,
+        keep: Keep,
+    ) -> Entries:
+        """Return the entries of all tokens. Collective.
+
+        call: hidden states (B, S, X), residuals of queries (B, S, Y), and positions in documents (B, S).
+        """
+        rows, tokens = call[0].shape[:2]
+        flat = [x.expand(rows, *x.shape[1:]).flatten(0, 1).unsqueeze(0) for x in call]
+        made = _WholeWindows(plan, self.overlap, channel, keep)
+        self.compress(*flat, _layers(made), 0)
+        if self.indexer is None:
+            return Entries(made.entries, plan, None, (made,))
+        with torch.no_grad():
+            keys = _WholeWindows(plan, self.overlap, channel, compute_now)
+            indices = keep(("indices", call[0].shape), lambda: (self._indices(flat, keys),))[0]
+        return Entries(made.entries, plan, indices.unflatten(0, (rows, tokens)), (made, keys))
+
+    def _indices(self, flat: Sequence[Tensor], keys: _WholeWindows) -> Tensor:
+        """Return the entries (B * S, k) that the indexer chooses for each query."""
+        indexer: Any = self.indexer
+        self.choose(*flat, _layers(keys), 0)
+        cuts = keys.plan.cuts
+        most = min(int(indexer.index_topk), int((cuts[:, 1:] - cuts[:, :-1]).max()))
+        indices = flat[0].new_full((flat[0].shape[1], most), -1, dtype=torch.int32)
+        for row, document, begin, end in keys.plan.runs:
+            first, last = cuts[row, document : document + 2].tolist()
+            entries = _AllEntries(keys.entries[first:last].unsqueeze(0))
+            for part in token_tiles(end - begin, (last - first) * indexer.num_heads) if last > first else ():
+                own = slice(begin + part.start, begin + part.stop)
+                chosen = self.choose(*(x[:, own] for x in flat), _layers(entries), 0)[0]
+                indices[own, : chosen.shape[-1]] = torch.where(chosen >= 0, chosen + first, -1).int()
+        return indices
+
+
+def _choose_none(hidden_states: Tensor, *_: Any) -> Tensor:
+    return hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=torch.int64)
+
+
+def _layers(cache: Any) -> SimpleNamespace:
+    return SimpleNamespace(layers=(cache,))
+
+
+class _WholeWindows:
+    """A layer of a cache that gives a compressor the tokens of a rank's windows, and keeps the entries of all ranks.
+
+    transformers takes every whole window for one that follows the one before, which is true of those that overlap: an
+    empty one, whose first series has no weight, is at the start of a document. Their entries are left out.
+    """
+
+    tokens: Tensor
+    entries: Tensor
+
+    def __init__(self, plan: Windows, overlap: bool, channel: Channel, keep: Keep) -> None:
+        self.plan, self.overlap, self._on = plan, overlap, (channel, keep)
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.tokens = torch.cat((kv, gate), -1)
+        kv, gate = Reshard.apply(self.tokens, self.plan.tokens, *self._on).chunk(2, -1)
+        return kv, _without(gate, self.plan.empty) if self.overlap else gate, self.plan.shifts
+
+    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
+        """Return one of them: what the module makes of them is not used."""
+        own = entries.index_select(1, self.plan.own)
+        self.entries = Reshard.apply(own, self.plan.entries, *self._on).squeeze(0)
+        return entries[:, :1]
+
+
+def _without(gate: Tensor, empty: Tensor) -> Tensor:
+    """Return the gates of two series, (1, n, X), in which the first has no weight for tokens that are `empty` (n,)."""
+    first, second = gate.chunk(2, -1)
+    return torch.cat((first.masked_fill(empty.unsqueeze(-1), float("-inf")), second), -1)
+
+
+class _LastWindows:
+    """A layer of a cache that gives a compressor the last windows of each sequence, up to a new token, and keeps their
+    entries: they are whole where it is the last of a window, and are not read elsewhere."""
+
+    entries: Tensor
+
+    def __init__(self, step: DecodeStep, key: Any, run: CompressorRun) -> None:
+        self.step, self.key, self.run = step, key, run
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        at, (rate, windows), tokens = self.step.positions, (self.run.rate, self.run.windows), torch.cat((kv, gate), -1)
+        state = self.step.cache.state(self.key, (windows * rate, tokens.shape[-1]), tokens.dtype)
+        slots = torch.arange(len(at), device=at.device)
+        state[slots, at % state.shape[1]] = tokens[0]
+        numbers = (at // rate).unsqueeze(1) + torch.arange(1 - windows, 1, device=at.device)
+        last = state.unflatten(1, (windows, rate))[slots.unsqueeze(1), numbers % windows]
+        kv, gate = last.flatten(0, 2).unsqueeze(0).chunk(2, -1)
+        shifts = (numbers.flatten() - torch.arange(numbers.numel(), device=at.device)) * rate
+        return kv, _without(gate, (numbers < 0).flatten().repeat_interleave(rate)) if windows > 1 else gate, shifts
+
+    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
+        own = entries[0, self.run.windows - 1 :: self.run.windows]
+        (self.entries,) = self.step.store(self.key, own[:, None, None])
+        return entries[:, :1]
+
+
+@dataclass(frozen=True)
+class _AllEntries:
+    """A layer of a cache that has all entries (1, entries, D) of a document already."""
+
+    entries: Tensor
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+        return kv[:, :0], gate[:, :0], 0
+
+    def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
+        return self.entries
 
 
 def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:
@@ -222,6 +632,40 @@ class _CachedKeys:
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
         return self.step.store(self.indexer, keys.unsqueeze(2))[0].squeeze(1)
+
+
+@dataclass(frozen=True)
+class _OneLayer:
+    """A cache as indexers of blocks take it, whose layers are all the same, from one as other indexers take it."""
+
+    keys: Any
+
+    @property
+    def layers(self) -> _OneLayer:
+        return self
+
+    def __getitem__(self, layer: int) -> _OneLayer:
+        return self
+
+    def update_index(self, keys_B1SD: Tensor) -> Tensor:
+        return self.keys.update_indexer(keys_B1SD.squeeze(1), 0).unsqueeze(1)
+
+
+class _CachedScores(TorchFunctionMode):
+    """A cache that keeps the key of a new token, and in whose context scores are those of the keys of all ranks."""
+
+    def __init__(self, indexer: nn.Module, step: DecodeStep) -> None:
+        super().__init__()
+        self.cached, self.step = _CachedKeys(indexer, step), step
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        self.own = self.cached.update_indexer(keys, layer)
+        return keys.expand(-1, self.step.tokens, -1)  # stands for those of all positions
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func.__name__ != "matmul":
+            return func(*args, **(kwargs or {}))
+        return self.step.of_all_ranks((args[0] @ self.own.unsqueeze(1).float().mT).squeeze(2)).unsqueeze(2)
 
 
 def train_indexers(model: nn.Module, coefficient: float, warmup: bool = False) -> None:
@@ -409,39 +853,54 @@ class _Scores(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def remember_latents(module: Any) -> None:
+def _remember_latents(module: Any, expand: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """Let an attention module keep what it expands, (B, 1, S, C) and (B, 1, S, R), as its attribute `LATENTS`."""
-    expand = getattr(module, "expand_kv", None)
-    if expand is None:
-        return
 
     def expand_kv(*latents: Tensor) -> tuple[Tensor, Tensor]:
-        setattr(module, LATENTS, latents)
+        if not torch.compiler.is_compiling():
+            setattr(module, LATENTS, latents)
         return expand(*latents)
 
     module.expand_kv = expand_kv
 
 
 def absorbed(
-    module: Any, given: QKV, latents: tuple[Tensor, Tensor] | None, axes: SpAxes
+    module: Any, given: QKV, latents: tuple[Tensor, Tensor] | None, axes: SpAxes | None = None
 ) -> tuple[QKV, Callable[[Tensor], Tensor]]:
-    """Return what a module's sparse attention takes in place of q (B, S, N, H), k (B, S, N, H) and v (B, S, N, V), and
-    what makes its results (B, S, N, V) of those for them: q (B, S, N, C + R), k (B, S, 1, C + R) and v (B, S, 1, C) of
-    the latents, or the same where these are not fewer bytes, or the linear that expands them is not a plain one.
+    """Return what attention takes in place of a module's q (B, S, N, H), k (B, S, N, H) and v (B, S, N, V), and what
+    makes its results (B, S, N, V) of those for them: q (B, S, N, C + R), k (B, S, 1, C + R) and v (B, S, 1, C) of the
+    latents; the same without latents, where these are not fewer bytes to send over axes, and where the linear that
+    expands them is not a plain one.
 
     A token has a latent c and a rotary part r, of which a head n makes k = [W_n c, r] and v = U_n c (DeepSeek-V2, arXiv
     2405.04434, section 2.1). Since q . k = [W_n^T q_nope, q_rot] . [c, r], all heads can attend to one key [c, r] of
     one value c instead, and U_n is applied to the result: the same numbers, up to rounding.
     """
-    (q, k, v), linear = given, getattr(module, "kv_b_proj", module)
-    plain = type(linear) is nn.Linear and linear.bias is None and not isinstance(linear.weight, DTensor)
-    if latents is None or not plain or not _fewer_bytes(q.shape[2], k.shape[-1] + v.shape[-1], latents, axes):
+    (q, k, v), linear = given, _expanding_linear(module)
+    if latents is None or linear is None:
+        return given, lambda out: out
+    if axes is not None and not _fewer_bytes(q.shape[2], k.shape[-1] + v.shape[-1], latents, axes):
         return given, lambda out: out
     c, r = (x.transpose(1, 2).to(q.dtype) for x in latents)
     nope, rotary = q.split([q.shape[-1] - r.shape[-1], r.shape[-1]], -1)
     of_k, of_v = linear.weight.view(q.shape[2], -1, c.shape[-1]).split([nope.shape[-1], v.shape[-1]], 1)
     q = torch.cat([torch.einsum("bsnd,ndc->bsnc", nope, of_k), rotary], -1)
     return (q, torch.cat([c, r], -1), c), lambda out: torch.einsum("bsnc,nvc->bsnv", out, of_v)
+
+
+def cached_latents(module: Any) -> int:
+    """Return how many elements of a token a cache has of latent attention, [c, r] of `absorbed`; 0 if it has keys and
+    values of the heads, because these are fewer, or because the linear that expands latents is not a plain one."""
+    linear = _expanding_linear(module)
+    if linear is None or len(linear.weight) <= linear.weight.shape[1]:
+        return 0
+    return linear.weight.shape[1] + cast(int, module.qk_rope_head_dim)
+
+
+def _expanding_linear(module: Any) -> nn.Linear | None:
+    linear = getattr(module, "kv_b_proj", None)
+    plain = type(linear) is nn.Linear and linear.bias is None and not isinstance(linear.weight, DTensor)
+    return linear if plain and hasattr(module, "expand_kv") else None
 
 
 def _fewer_bytes(heads: int, expanded: int, latents: tuple[Tensor, Tensor], axes: SpAxes) -> bool:

@@ -24,11 +24,23 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from attention import DecodeStep, Prefill
 from parallel import ParallelMesh, agree
+from usp.sp.in_order import SequenceOrder
 from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .images import PLAN, TYPES, ImageExchange
-from .indexers import LATENTS, CausalMask, ShardedIndexer, absorbed, apply_indexers, indexers, remember_latents
+from .indexers import (
+    LATENTS,
+    CausalMask,
+    ShardedCompressor,
+    ShardedIndexer,
+    absorbed,
+    apply_compressors,
+    apply_indexers,
+    cached_latents,
+    compressors,
+    indexers,
+)
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
@@ -73,20 +85,21 @@ def apply_unified_sp(
             module = base.get_submodule(name)
             module.unified_sp, module.unified_sp_mask = attention, mask
             calls += known.calls[name]
-            if known.indexers:
-                remember_latents(module)
             if name in known.handed:
                 hand_on(base.get_submodule(known.handed[name]), module)
     model.unified_sp = attention
     recurrent = sharded_mixers(model)  # convolutions are in parts that text does not reach, such as an audio tower
     images = ImageExchange(model, mesh) if model.config.model_type in TYPES else None
     model.image_exchange = images  # type: ignore[assignment]
-    guard = _ForwardGuard(attention, calls, bool(indexers(base)), images)
+    guard = _ForwardGuard(attention, calls, bool(indexers(base)), bool(compressors(base)), images)
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     follow_positions(base, guard.places)
     base.register_forward_hook(guard.after)
     apply_indexers(base, mesh, attention)
+    if compressors(base):
+        order = model.unified_sp_order = SequenceOrder(mesh, layout)  # type: ignore[assignment]
+        apply_compressors(base, attention, order)
     if recurrent:
         model.unified_sp_order = apply_mixers(model, mesh, layout)  # type: ignore[assignment]
     return model
@@ -182,9 +195,10 @@ class _ForwardGuard:
         attention: UnifiedSPAttention,
         layers: int,
         sparse: bool,
+        compressed: bool,
         images: ImageExchange | None,
     ) -> None:
-        self.sparse, self.images = sparse, images
+        self.sparse, self.compressed, self.images = sparse, compressed, images
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
         self.tree: Tensor | None = None  # of the current forward
         self.trees, self.trees_before = 0, 0  # layers that should get it, and calls that had one before
@@ -251,6 +265,8 @@ class _ForwardGuard:
             violations.append("kv_cache does not support packed documents: leave cu_seqlens out")
         if self.sparse and kwargs.get("prefix_tree") is not None:
             violations.append("prefix_tree is not supported by models with an indexer, which chooses keys by position")
+        if self.compressed and kwargs.get("prefix_tree") is not None:
+            violations.append("prefix_tree is not supported by models with a compressor, whose windows it would cut")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True is not supported, there are no attention weights")
         if kwargs.get("output_router_logits"):
@@ -292,9 +308,10 @@ class _ForwardGuard:
         of a prompt, up to the last token, which is decoded later."""
         if self.cache is not None:
             return self.cache.row_lengths.unsqueeze(1) if isinstance(self.cache, Prefill) else self.places.positions
-        if self.tree is not None:
+        # Where documents continue the one before, as blocks of images do, they are one text.
+        if self.tree is not None and ((self.tree >= 0) & (self.tree != torch.arange(self.tree.shape[-1]) - 1)).any():
             raise ValueError("prefix_tree is not supported by models whose rotary embedding depends on a text's length")
-        starts = self.starts()
+        starts = self.starts(None, self.tree)
         lengths = torch.zeros_like(starts).scatter_add_(1, starts, torch.ones_like(starts))
         return lengths.gather(1, starts.gather(1, self.local.expand(len(starts), -1))) - 1
 
@@ -340,6 +357,7 @@ def _attention_forward(
     kv_cache: Prefill | DecodeStep | None = None,
     query_positions: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
@@ -366,17 +384,29 @@ def _attention_forward(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
     options: Any = {"scale": scale, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+    indices = block_indices if indices is None else indices
     if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
         indices = None
-    if isinstance(kv_cache, DecodeStep):
-        return kv_cache.attend(module, q, k, v, window=window, indices=indices, **options), None
+    compressor: ShardedCompressor | None = getattr(module, "sharded_compressor", None)
     if kv_cache is not None:
-        kv_cache.store(module, k, v)
+        compressed = latents if cached_latents(module) else None
+        cached, expand = absorbed(module, (q, k, v), compressed)
+        if isinstance(kv_cache, DecodeStep):
+            values = cached[2] if compressed is None else cached[2].shape[-1]
+            more = None if compressor is None else compressor.decoded
+            out = kv_cache.attend(module, *cached[:2], values, window=window, indices=indices, more=more, **options)
+            return expand(out), None
+        kv_cache.store(module, *(cached[1:] if compressed is None else cached[1:2]))
+    if compressor is not None:
+        sides = None if window is None else (window - 1, -1)
+        return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None
     given, expand = absorbed(module, (q, k, v), None if indices is None else latents, attention.axes)
     sides = None if window is None else (window - 1, -1)
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}
-    call = partial(attention, *given, causal=causal, window=sides, indices=indices, **documents, **options)
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
+    if block_indices is not None and indexer is not None:
+        options["index_block"] = indexer.block
+    call = partial(attention, *given, causal=causal, window=sides, indices=indices, **documents, **options)
     if indexer is None or not indexer.trains:
         return expand(call()), None
     if indices is None:

@@ -4,8 +4,8 @@ transformers sends every convolution and recurrence over tokens through a few fu
 module level, because each may be replaced by a kernel of another package (`use_kernel_func_from_hub_with_fallback`). A
 layer's own forward is run here with functions of the same names that work over the whole sharded sequence and call the
 original ones on a rank's tokens, a recurrence as an affine map of its state. What a layer does per token stays as it
-is. With a `kv_cache`, the functions also keep the states of prompts (`Prefill`), or work on one token from these states
-(`DecodeStep`).
+is. A layer that computes its recurrence in its own forward gets another forward. With a `kv_cache`, the functions also
+keep the states of prompts (`Prefill`), or work on one token from these states (`DecodeStep`).
 
 n segments, L tokens of the longest, H value heads, G groups, K and V key and value head dims, P head dim, N state size.
 """
@@ -154,7 +154,7 @@ def sharded_mixers(model: nn.Module) -> dict[str, str]:
     mixers = {}
     for name, module in model.named_modules():
         called = set(_original(module).__code__.co_names) if hasattr(type(module), "forward") else set()
-        if kind := next((kind for function, (kind, *_) in FUNCTIONS.items() if function in called), ""):
+        if kind := next((kind for known, kind in _KINDS.items() if known in called), ""):
             mixers[name] = kind
     return mixers
 
@@ -204,7 +204,7 @@ class ShardedForward:
         cu_seqlens: Tensor | None = None,
         prefix_tree: Tensor | None = None,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Any:
         if self.guard.in_mask and attention_mask is not None:
             mask = attention_mask[LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
             (cu_seqlens, prefix_tree), attention_mask = mask, None
@@ -226,16 +226,18 @@ class ShardedForward:
         def layer(x: Tensor, call: LayerCall) -> Tensor:
             return _with_functions(self.mixer, call)(self.mixer, x, **kwargs)
 
-        if isinstance(cache, DecodeStep):
-            return layer(hidden_states, DecodeCall(cache, self.name))
-        if cache is None:
-            return self.order.run(hidden_states, cu_seqlens, layer, prefix_tree)
-
         def prefill(x: Tensor, call: OrderedCall) -> Tensor:
+            assert isinstance(cache, Prefill)
             return layer(x, PrefillCall(call.plan, call.order, cache, self.name))
 
-        padded = hidden_states.shape[1] * self.order.axes.ranks
-        return self.order.run(hidden_states, prompt_documents(cache, padded), prefill)
+        if isinstance(cache, DecodeStep):
+            out = layer(hidden_states, DecodeCall(cache, self.name))
+        elif cache is None:
+            out = self.order.run(hidden_states, cu_seqlens, layer, prefix_tree)
+        else:
+            padded = hidden_states.shape[1] * self.order.axes.ranks
+            out = self.order.run(hidden_states, prompt_documents(cache, padded), prefill)
+        return (out, None) if _other_forward(self.mixer) else out
 
 
 class _DocumentGuard:
@@ -277,9 +279,11 @@ def _original(module: nn.Module) -> FunctionType:
     return inspect.unwrap(type(module).forward)
 
 
-def _with_functions(module: nn.Module, call: LayerCall) -> FunctionType:
+def _with_functions(module: nn.Module, call: LayerCall) -> Kernel:
     """Return the module's own forward, in which functions over the sequence are those of the call."""
     forward = _original(module)
+    if (other := _other_forward(module)) is not None:
+        return partial(other, call)
     # Without the kernel of a whole layer, it takes the path of separate kernels.
     names: dict[str, Any] = dict.fromkeys(FUSED, lambda *args, **kwargs: None)
     known = forward.__globals__
@@ -291,6 +295,11 @@ def _with_functions(module: nn.Module, call: LayerCall) -> FunctionType:
     )
     bound.__kwdefaults__ = forward.__kwdefaults__
     return bound
+
+
+def _other_forward(module: nn.Module) -> Kernel | None:
+    called = _original(module).__code__.co_names
+    return next((other for name, (_, other) in FORWARDS.items() if name in called), None)
 
 
 class On(NamedTuple):
@@ -363,6 +372,37 @@ def _selective_scan(
     return out if z is None else out * F.silu(z)
 
 
+def _lightning_attention(call: LayerCall, module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """The forward of MiniMax's lightning attention (arXiv 2501.08313, section 2.2.1): a state-space model whose tokens
+    all decay the state of a head by exp(-slope_rate), with values as inputs, and keys and queries as B and C."""
+    qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, 3, module.head_dim))
+    q, k, v = qkv.unbind(-2)
+    steps = v.new_ones(*v.shape[:2], 1)  # none of padding
+    options = {"chunk_size": module.block_size}
+    decay = -module.slope_rate.flatten()
+    recurrence = StateSpace((*v.shape[2:], k.shape[3]), _decaying_scan, decay, None, options)
+    out = module.norm(call.scan((v, steps, k, q), recurrence).to(v.dtype).flatten(2))
+    return module.out_proj(F.sigmoid(module.output_gate(hidden_states)) * out)
+
+
+def _decaying_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs and final states of a `StateSpace` with a group for each head and dt = 0 or 1, without D."""
+    decays = (dt * A).transpose(1, 2)
+    dtype = torch.promote_types(x.dtype, decays.dtype)
+    tensors = [tokens.transpose(1, 2).to(dtype) for tokens in (x, B, C)]
+    state, outs = tensors[0].new_zeros(*tensors[0].shape[:2], x.shape[3], B.shape[3]), []
+    for v, k, q, each in zip(*(tokens.split(chunk_size, 2) for tokens in (*tensors, decays)), strict=True):
+        decay = each.cumsum(-1).unsqueeze(-1)
+        later = torch.ones(each.shape[-1], each.shape[-1], dtype=torch.bool, device=x.device).triu(1)
+        between = (decay - decay.mT).masked_fill(later, float("-inf")).exp()
+        outs.append((q @ k.mT * between) @ v + (q * decay.exp()) @ state.mT)
+        last = decay[..., -1:, :]
+        state = state * last.exp() + (v * (last - decay).exp()).mT @ k
+    return torch.cat(outs, 2).transpose(1, 2).to(x.dtype), state
+
+
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     """Return the step sizes of a state-space layer, outside of its kernel: padding needs a zero step, which no input
     of the softplus gives."""
@@ -379,3 +419,7 @@ FUNCTIONS: Mapping[str, tuple[str, Kernel, str]] = {
     SCAN: ("Mamba", _selective_scan, ""),
     "causal_conv1d_fn": ("short convolution", _convolution, ""),
 }
+# Layers with recurrences in their own forward, by a name in it: what they compute, and another forward, which returns
+# their output without a state.
+FORWARDS: Mapping[str, tuple[str, Kernel]] = {"diagonal_decay": ("lightning attention", _lightning_attention)}
+_KINDS = {name: kind for name, (kind, *_) in FUNCTIONS.items()} | {name: kind for name, (kind, _) in FORWARDS.items()}

@@ -49,7 +49,8 @@ ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-INDEXED = "indexed_attention"  # layer type of attention to the keys that an indexer chooses
+INDEXED = ("indexed_attention", "minimax_m3_sparse")  # layer types of attention to the keys that an indexer chooses
+COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")  # further keys behind a window
 WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
 SEVERAL_PARTS = (
     "its text model is one of several parts: save that by itself and use it (see docs/models.md); with images, see "
@@ -356,6 +357,8 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     attends = hasattr(type(config), "num_attention_heads") or not {*kinds} <= {*WITHOUT_ATTENTION}
     sizes = [_head_sizes(layer, attends) for layer in layers]
     heads, kv_heads, head_dims, v_head_dims = zip(*sizes, strict=True)
+    rank, values = getattr(config, "kv_lora_rank", 0) or 0, max(v_head_dims) or max(head_dims)
+    latent = rank + config.qk_rope_head_dim if 0 < rank < max(heads) * (config.qk_nope_head_dim + values) else 0
     num_experts = _of_experts(config, _NUM_EXPERTS)
     if not isinstance(num_experts, int):
         raise ValueError(f"num_experts={num_experts} differs between layers")
@@ -367,9 +370,10 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or (getattr(config, "moe_layer_start_index", None) or 0) > 0
         or (getattr(config, "moe_layer_interval", None) or 1) > 1
     )
-    chosen = tuple(config.index_topk if layer == INDEXED else 0 for layer in kinds) if INDEXED in kinds else ()
-    own = getattr(config, "indexer_types", None) or ["full"] * len(kinds)
-    indexers = sum(pair == (INDEXED, "full") for pair in zip(kinds, own, strict=False))
+    sparse, own = [kind in INDEXED for kind in kinds], getattr(config, "indexer_types", None) or ["full"] * len(kinds)
+    block = getattr(config, "index_block_size", 1)
+    most = getattr(config, "index_topk", 0) or getattr(config, "index_topk_blocks", 0) * block
+    indexers = sum(pair == (True, "full") for pair in zip(sparse, own, strict=False))
     return ModelFacts(
         name=model,
         num_heads=min(heads),
@@ -377,7 +381,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         head_dim=max(head_dims),
         vocab_size=config.vocab_size,
         windows=tuple(
-            NO_ATTENTION if kind in WITHOUT_ATTENTION else window if kind == "sliding_attention" else 0
+            NO_ATTENTION if kind in WITHOUT_ATTENTION else window if kind in ("sliding_attention", *COMPRESSED) else 0
             for kind in kinds
         ),
         intermediate_size=_dense_width(config) if attends and (has_dense_mlps or not num_experts) else 0,
@@ -389,8 +393,10 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         in_stages=config.model_type in FAMILIES or (whole is config and _structure(config).in_stages),
         divides_experts=config.model_type in FAMILIES or not num_experts or _structure(whole).divides_experts,
         widths=tuple(n * (qk + (v or qk)) for n, _, qk, v in sizes) if config.is_heterogeneous else (),
-        chosen=chosen,
+        chosen=tuple(most * each for each in sparse) if any(sparse) else (),
         index_size=indexers * config.index_n_heads * config.index_head_dim if indexers else 0,
+        index_block=block,
+        latent=latent,
     )
 
 

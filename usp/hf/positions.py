@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-_BY_LENGTH = {"dynamic", "longrope"}  # rotary embeddings
+BY_LENGTH = {"dynamic", "longrope"}  # rotary embeddings
 SCALE = "short_mscale"  # of rotary embeddings up to their original length; from there on there is another one
 
 
@@ -39,7 +39,7 @@ def follow_positions(base: nn.Module, places: Places) -> None:
     for name, module in base.named_modules():
         kinds = getattr(module, "rope_type", None)  # of a rotary embedding
         scaled = kinds and SCALE in (getattr(getattr(module, "config", None), "rope_parameters", None) or {})
-        if scaled or _BY_LENGTH & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+        if scaled or BY_LENGTH & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
             module.forward = partial(_turned_by_length, module, module.forward, places)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             module.attn_temperature_tuning, module.scale_by_position = False, True
@@ -76,7 +76,7 @@ def _turned_by_length(
     layer_type = kwargs.get("layer_type", *args)
     kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
     rope = rotary.config.rope_parameters.get(layer_type, rotary.config.rope_parameters)
-    if kind not in _BY_LENGTH and SCALE not in rope:  # of other layers than those that made this function necessary
+    if kind not in BY_LENGTH and SCALE not in rope:  # of other layers than those that made this function necessary
         return forward(x, position_ids, *args, **kwargs)
     last = places.last().to(position_ids.device)
     if kind != "dynamic":

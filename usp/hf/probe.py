@@ -25,9 +25,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +44,15 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from attention import SequenceLayout, compute_now
 from attention.sparse import TILE
+from usp.sp.in_order import Windows
+from usp.sp.sequence import GridChannel
 
 from .experts import expert_modules
-from .indexers import indexers, own_keys, tiled_indices
+from .indexers import CompressorRun, chooses_blocks, compressors, first_positions, indexers, sharded_indexer
 from .mixers import sharded_mixers
-from .positions import Places, follow_positions, scaled_query
+from .positions import BY_LENGTH, Places, follow_positions, scaled_query
 from .prune import backbone, decoder, hand_on, model_parts, prune_to_stage, stage_inputs
 from .shrink import POSITIONS, VOCAB, WINDOWS, large_numbers, lowered, shrink
 
@@ -99,7 +102,7 @@ class Structure:
     handed: attention modules, by name, and the layers that do not pass on to them what `hand_on` does.
     calls: how often a forward calls attention modules, by name.
     mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
-    indexers: kinds of the modules that choose the keys of attention, which `usp.hf.indexers` runs.
+    indexers: kinds of the modules that choose or make the keys of attention, which `usp.hf.indexers` runs.
     untried: numbers of the configuration that a tiny copy cannot have below the probe's length, such as sizes: whether
         anything begins at them is unknown.
     """
@@ -193,7 +196,10 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
     for name, layer in handed.items():
         hand_on(base.get_submodule(layer), base.get_submodule(name))
     names = {module: name for name, module in base.named_modules()}
-    mixers = sharded_mixers(base)
+    mixers, making = sharded_mixers(base), compressors(base)
+    not_made = _compressor_problem(base, making)
+    for module in making.values():
+        module.forward = partial(_make_none, cast(int, module.head_dim))
     calls, mixing, difference = _run_twice(base, [base.get_submodule(name) for name in mixers])
     unreached = dict.fromkeys(names[call.module] for call in calls if "kv_cache" not in call.options)
     layers = [names[layer] for stack in base.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
@@ -201,7 +207,9 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
     if found and not handed:
         return _structure_of(unchanged, found)
     problems: list[str] = []
-    if mixing:
+    if not_made:
+        problems.append(not_made)
+    elif mixing:
         problems.append(f"{', '.join(mixing)} mix tokens outside of transformers' AttentionInterface")
     elif not calls and not mixers:
         problems.append(NOT_REGISTERED)
@@ -210,7 +218,7 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
     masks, chosen = dict[str, LayerMask](), indexers(base)
     if chosen and not problems and (problem := _indexer_problem(base, chosen)):
         problems.append(problem)
-    honoured = NEUTRAL | HONOURED | ({"indices"} if chosen else set())
+    honoured = NEUTRAL | HONOURED | ({"indices", "block_indices"} if chosen else set())
     for call in calls:
         kind, mask = type(call.module).__name__, _mask_of(call)
         if isinstance(mask, str):
@@ -231,7 +239,7 @@ def _structure_of(model: PreTrainedModel, handed: dict[str, str] | None = None) 
         in_stages=in_stages,
         divides_experts=bool(expert_modules(base)),
         mixers=tuple(dict.fromkeys(mixers.values())),
-        indexers=tuple(dict.fromkeys(type(module).__name__ for module in chosen.values())),
+        indexers=tuple(dict.fromkeys(type(module).__name__ for module in (*chosen.values(), *making.values()))),
         layer_outputs=outputs,
         handed=handed,
         calls=Counter(names[call.module] for call in calls),
@@ -295,6 +303,9 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         raise ValueError("its hidden states are not finite")
     places = Places(torch.arange(LENGTH).unsqueeze(0), lambda: torch.tensor([[LENGTH - 1]]))
     follow_positions(base, places)
+    unneeded = [module for module in indexers(base).values() if chooses_blocks(module)]
+    for module in unneeded:  # they fail on tokens before which others are missing
+        module.forward = lambda *args, **kwargs: None
     try:
         try:
             run_part([*SHARD], FAR)
@@ -307,35 +318,83 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         return calls, mixing, f"its layers fail on a part of the tokens with {type(error).__name__}: {error}"
     finally:
         places.positions = torch.arange(LENGTH).unsqueeze(0)
+        for module in unneeded:
+            del module.forward
     return calls, mixing, "" if all(same) else "its layers depend on tokens, or on positions, that other ranks hold"
 
 
 @torch.no_grad()
 def _indexer_problem(base: nn.Module, chosen: Mapping[str, nn.Module]) -> str:
     """Return whether an indexer chooses other keys if it runs as `usp.hf.indexers` runs it, empty if all do not."""
-    calls: list[tuple[Any, dict[str, Any], Tensor]] = []
+    calls: list[tuple[nn.Module, dict[str, Any], Tensor]] = []
 
     def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
-        calls.append((module.forward, inspect.signature(module.forward).bind(*args, **kwargs).arguments, output))
+        calls.append((module, inspect.signature(module.forward).bind(*args, **kwargs).arguments, output))
 
     hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in chosen.values()]
     base(input_ids=_ids(), use_cache=False, kv_cache=None)
     for hook in hooks:
         hook.remove()
     positions = torch.arange(LENGTH).unsqueeze(0)
-    for forward, call, output in calls:
-        own = tiled_indices(forward, call, own_keys(forward, call), positions, torch.zeros_like(positions), TILE // 5)
-        pairs = [_seen_indices(indices, positions) for indices in (own, output)]
+    for module, call, output in calls:
+        sharded, name = sharded_indexer(module, None, None), type(module).__name__
+        own = sharded.chosen(call, sharded.own_keys(call), positions, torch.zeros_like(positions), TILE // 5)
+        if chooses_blocks(module):
+            output, config = first_positions(output, sharded.block), cast(Any, base).config.get_text_config()
+            kv_heads = config.num_key_value_heads
+            if output.shape[2] != kv_heads:
+                return f"{name} chooses for {output.shape[2]} heads, and attention has {kv_heads} KV heads"
+        pairs = [_seen_indices(indices[0].flatten(0, -2).tolist()) for indices in (own, output)]
         if output.is_floating_point() or pairs[0] != pairs[1]:
-            return f"{type(forward.__self__).__name__} does not choose keys by token, from those of its cache"
+            return f"{name} does not choose keys by token, from those of its cache"
     return ""
 
 
-def _seen_indices(indices: Tensor, positions: Tensor) -> list[set[int]]:
-    """Return the indices of each query up to its position."""
-    return [
-        {key for key in keys if key <= at} for keys, at in zip(indices[0].tolist(), positions[0].tolist(), strict=True)
-    ]
+def _seen_indices(indices: list[list[int]]) -> list[set[int]]:
+    """Return the indices up to their position of the queries of all positions, which may each have several lists."""
+    lists = len(indices) // LENGTH
+    return [{key for key in keys if 0 <= key <= number // lists} for number, keys in enumerate(indices)]
+
+
+@torch.no_grad()
+def _compressor_problem(base: nn.Module, making: Mapping[str, nn.Module]) -> str:
+    """Return whether a compressor makes other entries, or shows others to a query, if it runs as `usp.hf.indexers` runs
+    it, on the same tokens twice, as two documents; empty if none does."""
+    calls, length = list[tuple[Any, Any, Any]](), 4 * LENGTH  # of which a query does not choose all entries
+
+    def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        named = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        calls.append((module, [named[name] for name in ("hidden_states", "q_residual", "position_ids")], output))
+
+    hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in making.values()]
+    if making:
+        base(input_ids=_ids().repeat(1, length // LENGTH), use_cache=False, kv_cache=None)
+    for hook in hooks:
+        hook.remove()
+    layout, documents = SequenceLayout("contiguous", 2 * length), ((0, length, 2 * length),)
+    for module, inputs, (entries, bias) in calls:
+        if BY_LENGTH & {*module.rotary_emb.rope_type.values()}:
+            return f"{type(module).__name__} turns its entries by the length of a text"
+        if bias is None:  # its windows are longer than these tokens
+            continue
+        run, seen = CompressorRun(module), torch.zeros(2 * length, 2 * entries.shape[2] + 1, dtype=torch.bool)
+        plan = Windows.of(layout, documents, 1, 0, run.rate, run.overlap)
+        channel, twice = GridChannel(None, (0,)), [torch.cat((x, x), 1) for x in inputs]
+        made = run.entries(twice, plan, channel, compute_now)
+        if made.indices is None:
+            ready = (torch.arange(length) + 1) // run.rate
+            expected = torch.arange(entries.shape[2]) < ready.unsqueeze(1)
+            seen = torch.block_diag(expected, expected)
+        else:
+            seen = seen.scatter_(1, made.indices[0].long() % seen.shape[1], True)[:, :-1]
+        shown = bias[0, 0] == 0
+        if not _equal(made.entries, entries[0, 0].repeat(2, 1)) or not seen.equal(torch.block_diag(shown, shown)):
+            return f"{type(module).__name__} does not make its entries of windows of the tokens in its cache"
+    return ""
+
+
+def _make_none(head_dim: int, hidden_states: Tensor, *_: Any) -> tuple[Tensor, None]:
+    return hidden_states.new_empty(len(hidden_states), 1, 0, head_dim), None
 
 
 class _CountingFrom(TorchFunctionMode):

@@ -35,6 +35,7 @@ _SIZES = {
     "zero_expert_num": 2,
     **dict.fromkeys(("index_head_dim", "index_n_heads"), 16),
     "dim_model_base": 16,
+    "index_block_size": 4,
     # linear attention and state spaces: heads x head size = 2 x hidden
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), HEAD_DIM),
@@ -48,6 +49,7 @@ _SIZES = {
 _AT_MOST = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "num_expert_group", "n_groups", "mamba_n_groups", "mamba_ngroups"), 2),
+    "index_topk_blocks": 2,
     **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
 }
@@ -85,6 +87,8 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
         # Of latent attention, `head_dim` is that of rotary positions; of a state-space model, the state's heads.
         recurrent = 2 * HIDDEN // HEADS if "state_size" in fields and heads is None else HEAD_DIM
         setattr(config, "head_dim", fields.get("qk_rope_head_dim") or recurrent)  # noqa: B010 - it may be a property
+    if "index_topk_blocks" in fields:
+        config.index_n_heads = config.num_key_value_heads
     if "qk_head_dim" in fields:
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     _shrink_rotary(fields, "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()))

@@ -40,7 +40,8 @@ class ModelFacts:
     widths: per layer, heads x (head_dim + v_head_dim) where layers differ, and the numbers above are the fewest heads
         and the largest sizes; empty where they do not.
     chosen: per layer, how many keys an indexer chooses for each query, 0 for all; empty for a model without indexers.
-    index_size: heads x head dim of the indexers of all layers.
+    index_size: heads x head dim of the indexers of all layers. index_block: keys that they choose together.
+    latent: elements of a token that a cache of generation has of latent attention without tp; 0 for its heads.
     """
 
     name: str
@@ -60,6 +61,8 @@ class ModelFacts:
     widths: tuple[int, ...] = ()
     chosen: tuple[int, ...] = ()
     index_size: int = 0
+    index_block: int = 1
+    latent: int = 0
 
     @cached_property
     def reaches(self) -> tuple[int, ...]:

@@ -318,8 +318,9 @@ class _Calls:
 def _bytes_per_place(job: Job, stage: int) -> int:
     """Return the bytes of one token's keys and values on a pipeline stage."""
     facts = job.model.facts
-    each = facts.num_kv_heads // job.dims.tp * (facts.head_dim + facts.value_dim) * job.dtype.itemsize
-    return sum(facts.windows[index] != NO_ATTENTION for index in job.stage_layers[stage]) * each
+    of_heads = facts.num_kv_heads // job.dims.tp * (facts.head_dim + facts.value_dim)
+    each = facts.latent if facts.latent and job.dims.tp == 1 else of_heads
+    return sum(facts.windows[index] != NO_ATTENTION for index in job.stage_layers[stage]) * each * job.dtype.itemsize
 
 
 def _stage_seconds(job: Job, hardware: Hardware, rank: int, slots: int) -> float:

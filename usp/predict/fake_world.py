@@ -43,10 +43,15 @@ _UNKNOWN = "a data-dependent value, which a dry run does not have"
 
 
 class KnownValues:
-    """The known values of fake tensors. routes: whether those of which the largest are taken belong to a router."""
+    """The known values of fake tensors.
+
+    routes: whether those of which the largest are taken belong to a router. tables: of the experts of each token id,
+    with the number of experts.
+    """
 
     def __init__(self) -> None:
         self.routes = True
+        self.tables: Any = WeakIdKeyDictionary()
         self._values: Any = WeakIdKeyDictionary()
         self._lost: dict[int, torch.UntypedStorage] = {}  # kept alive so that no other storage reuses their addresses
 
@@ -85,12 +90,16 @@ class KnownValues:
             if packet is c10d.alltoall_base_:  # reductions and gathers keep known values
                 self._exchange(args)
         elif packet is aten.topk and self.routes:
-            with _disable_current_modes():
-                experts = args[0].shape[args[2] if len(args) > 2 else -1]
-                self._values[result[1]] = torch.arange(result[1].numel()).remainder(experts).view(result[1].shape)
+            self._route(result[1], args[0].shape[args[2] if len(args) > 2 else -1])
+        elif packet is aten.index and (experts := self.tables.get(args[0])):
+            self._route(result, experts)
         else:
             self._compute(func, args, kwargs, result)
         return result
+
+    def _route(self, chosen: Tensor, experts: int) -> None:
+        with _disable_current_modes():
+            self._values[chosen] = torch.arange(chosen.numel()).remainder(experts).view(chosen.shape)
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         outputs = tensors_of(result)

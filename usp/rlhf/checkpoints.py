@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
@@ -62,14 +63,14 @@ class RlhfState:
 def resume_violations(
     saved: RlhfState, config: RlhfConfig, finished_too: bool = False, other_model: bool = False
 ) -> list[str]:
-    """Return why `config` cannot continue `saved`. Plan, degrees and number of ranks may differ.
+    """Return why `config` cannot continue `saved`. Plan, degrees, number of ranks and servers' addresses may differ.
 
     other_model: allow another `model`, because the supervised steps replace it.
     """
     found = [
         f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}) must not change on resume"
         for name in (*_FIXED, *_FIXED_SUPERVISED, *(() if other_model else ("model",)))
-        if saved.config.get(name, getattr(RlhfConfig, name)) != getattr(config, name)
+        if _placeless(saved.config.get(name, getattr(RlhfConfig, name))) != _placeless(getattr(config, name))
     ]
     found += _held_out_violations(saved.config, config, "checkpoint")
     if saved.in_flight or saved.rollouts:
@@ -82,6 +83,11 @@ def resume_violations(
             if saved.config.get(name, getattr(RlhfConfig, name)) != getattr(config, name)
         ]
     return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
+
+
+def _placeless(value: Any) -> Any:
+    """Return a value without the addresses of servers, which may be elsewhere when a run goes on."""
+    return re.sub(r"\bhttps?://[^,\s]*", "URL", value) if isinstance(value, str) else value
 
 
 def running_plan(saved: RlhfState | None, config: RlhfConfig, world_size: int) -> ExecutionPlan | None:

@@ -28,9 +28,11 @@ from usp.fields import (
     flag,
     one_of,
     parse_options,
+    shown,
     value_violations,
 )
 from usp.rlhf.plan.plan import ENGINES, OWN, TOKENS_PER_RANK
+from usp.rlhf.served import HTTP
 from usp.train.validate import common_violations
 
 from .algorithms.algorithm import Algorithm
@@ -51,6 +53,12 @@ EvalTemperature = Annotated[
     float, Rule(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the default")
 ]
 
+Engine = shown(
+    "{own,vllm}|URL",
+    str,
+    str,
+    rule=Rule(lambda value: value in ENGINES or value.startswith(HTTP), f"{', '.join(ENGINES)} or the URL of a server"),
+)
 Oversample = Annotated[float, Rule(lambda value: value == 0 or 1 <= value < math.inf, "at least 1, or 0")]
 
 
@@ -122,9 +130,10 @@ class _Rlhf:
     cache_tokens: AtLeast0 = 0
     """Maximum tokens in the KV cache of the ranks that share a sequence: where prompts and responses may be so long
     that --slots of them exceed it, fewer sequences are decoded at a time. 0: no bound."""
-    rollout_engine: Annotated[str, one_of(ENGINES)] = OWN
+    rollout_engine: Annotated[str, Engine] = OWN
     """What decodes the responses. own: this toolkit, in every layout. vllm: vLLM in the processes of the generate
-    call, which then has tp and data-parallel degrees only; it sleeps while other calls run."""
+    call, which then has tp and data-parallel degrees only; it sleeps while other calls run. A URL such as
+    http://HOST:PORT/v1: a vLLM server."""
     rollout_cache: Positive = 1.0
     """GiB of the KV cache of --rollout-engine vllm on each of its ranks."""
     router_replay: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor
-from usp.hf.indexers import indexers
+from usp.hf.indexers import cached_latents, indexers
 from usp.hf.models import materialise, model_facts
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.predict.meter import CATEGORIES, PARAMETERS, StepMeter
@@ -153,8 +153,10 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         options = {"unit": unit(call), "budget": layout.token_budget, "at_least": mesh.size("pp")}
         rows = () if generates else pack_lengths(batch.ids, [tokens] * samples, **options)
         sent = sent_by_axis(meter.wire, mesh)
-        by_category = dict(meter.memory.at_peak)
-        if layout.engine != OWN:
+        by_category = {} if layout.served else dict(meter.memory.at_peak)
+        if layout.served:
+            pass  # the server has all
+        elif layout.engine != OWN:
             by_category[KV_CACHE] = int(run.config.rollout_cache * GIB)
             if apart.lora is not None:  # the engine has what base and adapters add up to besides
                 by_category[PARAMETERS] += sum(local_tensor(weight).nbytes for weight in model.frozen().values())
@@ -192,10 +194,11 @@ def _call(model: RoleModel, call: ModelCall, samples: Samples) -> None:
 def _place_bytes(model: RoleModel) -> int:
     """Return the bytes of one token of one sequence in the rank's KV cache."""
     facts = model_facts(model.spec.source, model.spec.config)
-    layers = sum(1 for module in model.stage.model.modules() if getattr(module, "unified_sp_mask", None) is not None)
-    heads = max(1, facts.num_kv_heads // model.mesh.size("tp"))
+    attending = [x for x in model.stage.model.modules() if getattr(x, "unified_sp_mask", None) is not None]
+    of_heads = max(1, facts.num_kv_heads // model.mesh.size("tp")) * (facts.head_dim + facts.value_dim)
+    elements = sum(cached_latents(module) or of_heads for module in attending)
     of_indexers = sum(cast(int, module.head_dim) for module in indexers(model.stage.model).values())
-    return (layers * heads * (facts.head_dim + facts.value_dim) + of_indexers) * model.spec.dtype.itemsize
+    return (elements + of_indexers) * model.spec.dtype.itemsize
 
 
 def _resident(run: PreparedRlhf) -> dict[str, int]:
@@ -213,7 +216,7 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
 
     aliases = frozenset(copy for copy in models if shares_memory(copy, trained[copy.role]))
     own = {copy: model for copy, model in models.items() if copy not in aliases}
-    weights = {copy: _bytes(model.weights().values()) for copy, model in own.items()}
+    weights = {copy: 0 if copy.layout.served else _bytes(model.weights().values()) for copy, model in own.items()}
     frozen = {copy: _bytes(model.frozen().values()) for copy, model in own.items()}
     states = {
         copy: 2 * _bytes(parameter for parameter in model.stage.parameters() if parameter.requires_grad)

@@ -25,10 +25,11 @@ from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.generation.decoding import Rollout, cache_violation, capacity, row_multiple, stop_problems
 from usp.rlhf.generation.generate import generation_problems
-from usp.rlhf.generation.vllm import sampling_problems
+from usp.rlhf.generation.vllm import EngineOptions, cuts, sampling_problems, server_problems
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan, policy_as_reference
 from usp.rlhf.plan.plan import (
     OWN,
+    VLLM,
     ExecutionPlan,
     from_mapping,
     needed_part,
@@ -42,6 +43,7 @@ from usp.run.failures import Problems, listed, load_from_file, nearest
 from usp.run.launch import Launch
 from usp.run.metrics import METRICS_FILE
 from usp.run.output import warn
+from usp.run.tables import GIB
 from usp.train.checkpoints import CHECKPOINTS, MODEL, Start, find_start, read_state
 from usp.train.prepare import Prologue
 from usp.train.resolve import settled_lora
@@ -67,7 +69,7 @@ from .role_specs import (
     unused_models,
 )
 from .samples import derived_seed
-from .served import with_served
+from .served import WORKER, RolloutServer, with_served
 
 SFT = "sft"  # the directory of a run's supervised steps
 RESPONSES = 64  # per step, unless --prompts is set
@@ -532,8 +534,10 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     if config.rollout_engine != OWN:
         plan = with_engine(plan, graph, config.rollout_engine)
     plan.check(graph, launch.world_size)
-    if problems := list(_engine_problems(run, plan)):
-        raise ValueError(f"--rollout-engine = vllm, or engine: vllm in a plan: {'; '.join(problems)}")
+    run = replace(run, plan=plan)
+    if problems := list(_engine_problems(run)):
+        engine = next((each.engine for each in plan.calls.values() if each.engine != OWN), VLLM)
+        raise ValueError(f"--rollout-engine = {engine}, or engine: {engine} in a plan: {'; '.join(problems)}")
     if config.staleness and (shared := list(staleness_violations(graph, plan))):
         raise ValueError(
             f"--staleness = {config.staleness} makes samples beside training, on other ranks: with --plan = "
@@ -542,7 +546,7 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     for call in graph.calls if config.cache_tokens else ():
         layout = plan[call.name]
         if isinstance(call.work, Generate) and layout.engine == OWN:
-            places = cache_places(replace(run, plan=plan), call)
+            places = cache_places(run, call)
             if violation := cache_violation(config.cache_tokens, places, layout.dims.sp, "--cache-tokens"):
                 raise ValueError(violation)
     if problems := list(layout_violations(graph, plan, specs)):
@@ -552,25 +556,60 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     return replace(plan, offload=plan.offload.union(untrained, optimizers))
 
 
-def _engine_problems(run: PreparedRlhf, plan: ExecutionPlan) -> Iterator[str]:
+def _engine_problems(run: PreparedRlhf) -> Iterator[str]:
     """Yield why the calls of a plan whose engine is not our own cannot run with it."""
-    config, graph, layouts = run.config, run.graph, [each for each in plan.calls.values() if each.engine != OWN]
+    config, graph, calls = run.config, run.graph, engine_calls(run)
+    layouts = [run.plan[call.name] for call in calls]
+    served = next((layout.engine for layout in layouts if layout.served), "")
+    if (served or not layouts) and config.rollout_cache != RlhfConfig.rollout_cache:
+        yield f"--rollout-cache = {config.rollout_cache} is that of vLLM, which no call decodes with: remove it"
     if not layouts:
-        if config.rollout_cache != RlhfConfig.rollout_cache:
-            yield f"--rollout-cache = {config.rollout_cache} is that of vLLM, which no call decodes with: remove it"
         return
     if config.cache_tokens and config.rollout_engine != OWN:
         yield f"--cache-tokens = {config.cache_tokens} is that of our own cache: use --rollout-cache instead"
     works = [call.work for call in graph.calls if isinstance(call.work, Generate)]
     if config.eval_every and config.eval_temperature >= 0:
         works += [replace(work, temperature=config.eval_temperature) for work in works]
-    yield from sampling_problems(works)
-    if run.device.type == "cpu" and (divided := [each.dims.ep for each in layouts if each.dims.ep > 1]):
+    yield from sampling_problems(works, bool(served))
+    if not served and run.device.type == "cpu" and (divided := [each.dims.ep for each in layouts if each.dims.ep > 1]):
         yield f"vLLM's experts on CPUs do not know which of them a rank has, and ep={divided[0]} divides them: use ep=1"
     if config.router_replay:
         yield "--router-replay needs the experts that tokens chose, which an engine does not tell: remove it"
     if config.delta_updates and config.lora_rank:
         yield "--delta-updates is for whole weights, and an engine is sent adapters alone: remove it"
+    for name in ("lora_rank", "delta_updates") if served else ():
+        if getattr(config, name):
+            yield f"{flag(name)} is not supported with a server, which is sent whole weights: remove it"
+    if served:
+        try:
+            server = RolloutServer(served.rstrip("/"), retries=0)
+            yield from server_problems(server, engine_options(run), run.roles[calls[0].role].config)
+        except RuntimeError as error:
+            yield f"{error}; is it a vLLM server with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {WORKER}?"
+
+
+def engine_calls(run: PreparedRlhf) -> list[ModelCall]:
+    """Return the calls that do not decode by ourselves."""
+    return [call for call in run.graph.calls if run.plan[call.name].engine != OWN]
+
+
+def engine_options(run: PreparedRlhf) -> EngineOptions:
+    """Return the options of the engine of a plan that has one."""
+    calls = engine_calls(run)
+    dims, spec = run.plan[calls[0].name].dims, run.roles[calls[0].role]
+    works = [call.work for call in calls if isinstance(call.work, Generate)]
+    observed = max(work.episodes.max_observation_tokens if work.episodes else 0 for work in works)
+    tokens = longest_prompt(run) + run.config.max_new_tokens + observed
+    return EngineOptions(
+        calls=", ".join(call.name for call in calls),
+        tp=dims.tp,
+        experts=dims.ep > 1,
+        dtype=spec.dtype,
+        tokens=min(tokens, spec.config.max_position_embeddings),
+        slots=run.config.slots,
+        cache_bytes=int(run.config.rollout_cache * GIB),
+        processed=not cuts(works),
+    )
 
 
 def longest_prompt(run: PreparedRlhf) -> int:

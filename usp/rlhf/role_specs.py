@@ -135,6 +135,8 @@ def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Ite
         )
     if spec.share_prefixes and facts.index_size:
         yield f"share_prefixes is not supported by {spec.source}, whose indexers choose keys by position: leave it out"
+    if spec.share_prefixes and hasattr(spec.config, "compress_rates"):
+        yield f"share_prefixes is not supported by {spec.source}, whose compressed windows it would cut: leave it out"
     if layout.mlp_tile and facts.num_experts:
         yield f"mlp_tile={layout.mlp_tile} tiles dense MLPs, and those of {spec.source} are experts: remove it"
 

@@ -1,16 +1,28 @@
-"""Models that an OpenAI-compatible HTTP server has: teachers and references whose weights do not change.
+"""Models that an OpenAI-compatible HTTP server has: teachers and references, and the policy of a rollout engine.
 
-token ids --POST URL/completions--> prompt_logprobs, the log-probability of each of them
+    token ids --POST URL/completions--> prompt_logprobs, the log-probability of each of them
+    token ids --POST URL/completions, streamed--> the next token ids and their log-probabilities
+    pieces of weights --TCP--> `Worker`, which the server's processes load --vLLM's own loaders--> its parameters
+
+It imports what a server's environment has: torch.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
+import socket
+import struct
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from queue import Empty, SimpleQueue
+from time import sleep
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -22,6 +34,11 @@ from .samples import Samples
 HTTP = ("http://", "https://")
 _PROBE = "Zwölf Boxkämpfer jagen  42 + 8 = 50;\n\tfür (x) {日本}"  # a text that tokenizers write differently
 _BYTES = 256  # of a token in a reply, at most
+_LENGTH = struct.Struct(">I")  # of what describes a piece
+WORKER = "usp.rlhf.served.Worker"  # for --worker-extension-cls
+SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")  # of a configuration: tell models apart
+
+M = TypeVar("M", bound="Model")
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,7 @@ class Model(Server):
     timeout: float = 600.0
     workers: int = 32
 
-    def named(self) -> Model:
+    def named(self: M) -> M:
         """Return this model with the name that the server has for it. Raises RuntimeError without a server."""
         return replace(self, name=self.tried(lambda: post(f"{self.url}/models", None, 10)["data"][0]["id"]))
 
@@ -107,3 +124,208 @@ def with_served(graph: DataflowGraph, urls: Mapping[str, str], encode: Callable[
 def _asking(call: ModelCall, model: Model) -> ModelCall:
     (output,) = call.outputs
     return ModelCall(call.name, "", Compute(ServedLogprobs(model, output), scalars=()), call.inputs, call.outputs)
+
+
+class Piece(NamedTuple):
+    """The part of a tensor in files that a rank has. shape: in files. sizes, where: of the tensor as a box of its
+    parameter, and the begin and end of the part in each of its dimensions."""
+
+    name: str
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    where: tuple[tuple[int, int], ...]
+    values: Tensor
+
+    def whole(self) -> Tensor:
+        """Return the tensor: nan where another rank has the values, so that whoever reads them there notices."""
+        if self.where == tuple((0, size) for size in self.sizes):
+            return self.values.reshape(self.shape)
+        whole = torch.full(self.sizes, math.nan, dtype=self.values.dtype, device=self.values.device)
+        whole[tuple(slice(*ends) for ends in self.where)] = self.values
+        return whole.reshape(self.shape)
+
+
+def send_pieces(connection: socket.socket, pieces: Iterable[Piece]) -> int:
+    """Send pieces, and their end; return the bytes of their values."""
+    total = 0
+    for name, shape, sizes, where, values in pieces:
+        header = json.dumps([name, str(values.dtype).removeprefix("torch."), shape, sizes, where]).encode()
+        data: Any = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        connection.sendall(_LENGTH.pack(len(header)) + header)
+        connection.sendall(data)
+        total += len(data)
+    connection.sendall(_LENGTH.pack(0))
+    return total
+
+
+def received_pieces(connection: socket.socket) -> Iterator[Piece]:
+    """Yield what `send_pieces` sends. Raises ConnectionError where it ends early."""
+
+    def read(size: int) -> Tensor:
+        data, place = torch.empty(size, dtype=torch.uint8), 0
+        buffer: Any = data.numpy()
+        while place < size:
+            if not (count := connection.recv_into(buffer[place:])):
+                raise ConnectionError("the trainer closed the connection")
+            place += count
+        return data
+
+    while length := _LENGTH.unpack(bytes(read(_LENGTH.size).tolist()))[0]:
+        name, dtype, shape, sizes, where = json.loads(bytes(read(length).tolist()))
+        kind, part = getattr(torch, dtype), [end - begin for begin, end in where]
+        values = read(math.prod(part) * kind.itemsize).view(kind).view(part)
+        yield Piece(name, tuple(shape), tuple(sizes), tuple(map(tuple, where)), values)
+
+
+def forget_kernels(model: torch.nn.Module) -> None:
+    """Let a vLLM model on CPUs load weights again: else it leaves experts as in files, which kernels do not read."""
+    for layer in model.modules():
+        experts: Any = getattr(layer, "quant_method", None)
+        if hasattr(experts, "moe_kernel"):
+            experts.moe_kernel = None
+
+
+class Worker:
+    """What `--worker-extension-cls` adds to each process of a vLLM server's model."""
+
+    def usp_facts(self: Any) -> dict[str, Any]:
+        """Return how the server was started."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        return {
+            "tp": parallel.tensor_parallel_size,
+            "workers": parallel.world_size_across_dp,
+            "experts": parallel.enable_expert_parallel,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "tokens": model.max_model_len,
+            "logprobs": model.logprobs_mode,
+            "defaults": model.generation_config,
+            "sizes": [getattr(model.hf_config, name, None) for name in SIZES],
+        }
+
+    def usp_receive(self: Any, addresses: Sequence[tuple[str, int]], token: str) -> None:
+        """Replace all weights by those that a trainer sends from the address of this rank. token: tells it who asks."""
+        with socket.create_connection(tuple(addresses[self.rank]), 60) as connection:
+            connection.settimeout(Model.timeout)
+            connection.sendall(token.encode())
+            if self.device.type == "cpu":
+                forget_kernels(self.model_runner.get_model())
+            weights = ((piece.name, piece.whole().to(self.device)) for piece in received_pieces(connection))
+            self.reload_weights(weights_iterator=weights)
+            for _ in weights:
+                pass
+
+
+@dataclass(frozen=True)
+class RolloutServer(Model):
+    """A vLLM server that decodes, started in its development mode with `Worker`."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `Worker.usp_facts` returns. Raises RuntimeError without a server, or one without a `Worker`."""
+        return self.tried(lambda: self._post("/collective_rpc", {"method": "usp_facts"})["results"][0])
+
+    def version(self) -> str:
+        """Return the version of the weights."""
+        return self.tried(lambda: str(self._post("/weight_info", None)["weight_version"]))
+
+    def update(self, addresses: Sequence[tuple[str, int]], token: str, version: str) -> None:
+        """Let the server's workers receive weights: it drops what it decodes, and all it has of the old ones."""
+        self._post("/pause?mode=abort&clear_cache=true", {})
+        self._post("/collective_rpc", {"method": "usp_receive", "kwargs": {"addresses": addresses, "token": token}})
+        self._post("/update_weight_version", {"new_version": version})
+        self._post("/resume", {})
+
+    def own_address(self) -> str:
+        """Return this host's address as the server can reach it: that of the loopback for one on this host."""
+        at = urlsplit(self.url)
+        family, kind, *_, address = socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+
+    def _post(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        return post(f"{self.url.removesuffix('/v1')}{path}", body, self.timeout)
+
+
+class Written(NamedTuple):
+    """Tokens of a request, with their log-probabilities. end: why there are no more; error: why there are none."""
+
+    request: str
+    tokens: list[tuple[int, float]]
+    end: str | None = None
+    error: str = ""
+
+
+class Requests:
+    """Requests that a server answers as it writes tokens. slots: at a time."""
+
+    def __init__(self, server: Model, slots: int) -> None:
+        self._server, self._pool = server, ThreadPoolExecutor(slots)
+        self._open, self._written = set[str](), SimpleQueue[Written]()
+
+    def begin(self, request: str, prompt: Sequence[int], limit: int, sampling: Mapping[str, Any]) -> None:
+        """Ask for `limit` tokens after a prompt."""
+        self._open.add(request)
+        self._pool.submit(self._ask, request, list(prompt), limit, sampling)
+
+    def step(self) -> Iterator[Written]:
+        """Yield what has come, at least one. Raises RuntimeError for a request that failed, with retries."""
+        written = self._written.get()
+        while True:
+            if written.error:
+                raise RuntimeError(f"{self._server.url} failed {1 + self._server.retries} times: {written.error}")
+            yield written
+            try:
+                written = self._written.get_nowait()
+            except Empty:
+                return
+
+    def abort(self, requests: Iterable[str]) -> None:
+        """Read no more of these requests: the server drops what loses its connection."""
+        self._open.difference_update(requests)
+
+    def close(self) -> None:
+        self._open.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, request: str, prompt: list[int], limit: int, sampling: Mapping[str, Any]) -> None:
+        """Read a request to its end. One that breaks goes on as another, whose prompt has the tokens so far."""
+        written, error = list[int](), ""
+        for attempt in range(1 + self._server.retries):
+            if attempt:
+                sleep(self._server.pause * 2 ** (attempt - 1))
+            body = {"model": self._server.name, "stream": True, **sampling}
+            body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}  # no text
+            body |= {"prompt": [*prompt, *written], "max_tokens": limit - len(written)}
+            body |= {"seed": body["seed"] + len(written)}
+            try:
+                for tokens, end in self._stream(body):
+                    if request not in self._open:
+                        return
+                    written += [token for token, _ in tokens]
+                    self._written.put(Written(request, tokens, end))
+                    if end is not None:
+                        return
+                raise ConnectionError("the reply ended early")
+            except (OSError, ValueError, LookupError, TypeError) as failed:
+                error = f"{type(failed).__name__}: {failed}"
+                if isinstance(failed, urllib.error.HTTPError):
+                    error += f": {failed.read(1000).decode(errors='replace')}"
+            if request not in self._open:
+                return
+        self._written.put(Written(request, [], error=error))
+
+    def _stream(self, body: Mapping[str, Any]) -> Iterator[tuple[list[tuple[int, float]], str | None]]:
+        asked = urllib.request.Request(
+            f"{self._server.url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(asked, timeout=self._server.timeout) as reply:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                told = json.loads(line[6:])
+                if "choices" not in told:
+                    raise ValueError(f"{told}"[:1000])
+                for choice in told["choices"]:
+                    logprobs = [math.nan if each is None else each for each in choice["logprobs"]["token_logprobs"]]
+                    yield list(zip(choice["token_ids"], logprobs, strict=True)), choice.get("finish_reason")

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import hide_progress_bars
-from usp.rlhf.generation.vllm import EngineOptions, VllmEngine
-from usp.rlhf.plan.plan import PLAN_FILE, VLLM, CallLayout, optimizer_of, to_mapping
+from usp.rlhf.generation.vllm import ServedEngine, VllmEngine
+from usp.rlhf.plan.plan import OWN, PLAN_FILE, CallLayout, optimizer_of, to_mapping
 from usp.rlhf.roles.engine_model import EngineModel
 from usp.rlhf.roles.role_model import Role, RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
@@ -44,7 +44,6 @@ from usp.rlhf.runtime.rollouts import RolloutOptions
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, StopRequest, outlast, process_group
 from usp.run.output import LineFile, warn
-from usp.run.tables import GIB
 from usp.run.watchdog import Watchdog
 from usp.train.checkpoints import (
     ADAPTER,
@@ -65,13 +64,14 @@ from .checkpoints import RlhfState
 from .config import RlhfConfig
 from .datasets import example_indices, given_samples
 from .evaluation import Evaluator
-from .graph import Generate, ModelCall, TrainStep
+from .graph import ModelCall, TrainStep
 from .prepare import (
     SFT,
     Planner,
     PreparedRlhf,
+    engine_calls,
+    engine_options,
     find_rlhf_start,
-    longest_prompt,
     prepare,
     sft_config,
     unused_layout_flags,
@@ -79,6 +79,7 @@ from .prepare import (
 from .records import SHOWN, RlhfRecord, SampleFiles
 from .replanning import Replanner, Replanning
 from .samples import Samples, derived_seed
+from .served import RolloutServer
 
 # Returns what predicts the steps of a run; raises ConfigurationError, on every rank, if they cannot be predicted.
 BuildReplanner: TypeAlias = Callable[[PreparedRlhf, Launch], Replanner]
@@ -327,7 +328,7 @@ class RlhfTrainer(TrainingLoop):
 
     def _build_role(self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         trained = call.kind == "train_step"
-        if layout.engine == VLLM:
+        if layout.engine != OWN:
             assert self._engine is not None
             return EngineModel(self.prepared.roles[call.role], layout, mesh, self._engine)
         return RoleModel(
@@ -344,25 +345,16 @@ class RlhfTrainer(TrainingLoop):
     def _start_engine(self) -> VllmEngine | None:
         """Start vLLM where calls decode with it, asleep. Collective over the world. Raises as `VllmEngine.start`."""
         run = self.prepared
-        calls = [call for call in run.graph.calls if run.plan[call.name].engine == VLLM]
+        calls = engine_calls(run)
         if not calls:
             return None
-        layout, spec = run.plan[calls[0].name], run.roles[calls[0].role]
-        works = [call.work for call in calls if isinstance(call.work, Generate)]
-        tokens = longest_prompt(run) + self.config.max_new_tokens
-        tokens += max(work.episodes.max_observation_tokens if work.episodes else 0 for work in works)
-        options = EngineOptions(
-            calls=", ".join(call.name for call in calls),
-            tp=layout.dims.tp,
-            experts=layout.dims.ep > 1,
-            dtype=spec.dtype,
-            tokens=min(tokens, spec.config.max_position_embeddings),
-            slots=self.config.slots,
-            cache_bytes=int(self.config.rollout_cache * GIB),
-            processed=not any(work.top_k or work.top_p < 1 for work in works),
-        )
+        layout, spec, options = run.plan[calls[0].name], run.roles[calls[0].role], engine_options(run)
         mesh = ParallelMesh.create(layout.dims, self.device.type, layout.ranks, self.groups)
-        engine = VllmEngine.start(spec.config, options, mesh, run.tokenizer.decode, self.watchdog.naming)
+        decode, naming = run.tokenizer.decode, self.watchdog.naming
+        if layout.served:
+            server = RolloutServer(layout.engine.rstrip("/"))
+            return ServedEngine(server.named(), options, mesh, decode, naming) if mesh.member else None
+        engine = VllmEngine.start(spec.config, options, mesh, decode, naming)
         if engine is not None:
             engine.sleep()
         return engine

@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from attention import LAYOUTS, AttentionSpec, Channel, DecodeStep, Keep, Prefill, SequenceLayout
+from attention.intervals import Array
 from parallel import ParallelMesh
 
 from .scan import Recurrence, ScanProgram, scan
@@ -104,6 +106,11 @@ class ReshardPlan:
     def inverse(self) -> ReshardPlan:
         return ReshardPlan(self.destination, self.source, self.rank, self.rows)
 
+    @property
+    def length(self) -> int:
+        """Number of tokens of this rank's rows afterwards."""
+        return self.rows * self.destination.local_len
+
     @cached_property
     def sends(self) -> tuple[Tensor, ...]:
         """The indices of this rank's tokens for each rank, in order of position."""
@@ -132,11 +139,132 @@ def _shared(own: SequenceLayout, others: SequenceLayout, rank: int, rows: int) -
     return tuple(order[owners == peer] for peer in range(own.ring * own.ulysses))
 
 
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """What a rank sends, as in `ReshardPlan`, of any tokens and each to any ranks. lengths: of its tokens, before and
+    afterwards."""
+
+    sends: tuple[Tensor, ...]
+    receives: tuple[Tensor, ...]
+    lengths: tuple[int, int]
+
+    @property
+    def inverse(self) -> Moves:
+        return Moves(self.receives, self.sends, self.lengths[::-1])
+
+    @property
+    def length(self) -> int:
+        return self.lengths[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Windows of `rate` tokens of each document, one after another from its first, each of which a layer makes an entry
+    of. What a document has beyond its last whole window is in none.
+
+    The w-th window of a document is worked on by the rank that has its token w modulo `rate`, so that in the striped
+    layout, where all ranks have parts of all windows, all have work. Where windows overlap, a rank also gets the one
+    before each of its own, at the start of a document an empty one.
+
+    Attributes:
+        tokens: from a rank's tokens, row after row, to those of its windows, of which the first is empty.
+        entries: from the entries that a rank makes to those of all ranks, by row and document.
+        shifts: (windows,) what is added to the number of each of these windows, times `rate`, for the position of its
+            first token in the document.
+        empty: (windows * rate,) whether a token is in an empty window.
+        own: the windows of which this rank makes the entries.
+        cuts: (rows, documents + 1) the first entry of each document, and the end of the last one.
+        runs: row, document, begin and end of the runs of a rank's tokens that are in one document.
+    """
+
+    tokens: Moves
+    entries: Moves
+    shifts: Tensor
+    empty: Tensor
+    own: Tensor
+    cuts: Array
+    runs: tuple[tuple[int, int, int, int], ...]
+
+    @staticmethod
+    def of(
+        layout: SequenceLayout,
+        documents: tuple[tuple[int, ...], ...] | None,
+        rows: int,
+        rank: int,
+        rate: int,
+        overlap: bool,
+        device: torch.device | str = "cpu",
+    ) -> Windows:
+        """Find what a rank works on and what it sends. Pure: all ranks derive matching plans."""
+        spec, peers = AttentionSpec(documents=documents), range(layout.ring * layout.ulysses)
+        # The last element of each is for what is in no window, number -1.
+        holder, place = np.full((2, rows * layout.seq_len + 1), -1)
+        held = [_held(layout, peer, rows) for peer in peers]
+        for peer, at in enumerate(held):
+            holder[at], place[at] = peer, np.arange(len(at))
+        bounds = np.array([spec.row_documents(row, layout.seq_len) for row in range(rows)])
+        bounds += layout.seq_len * np.arange(rows)[:, None]
+        counts = np.diff(bounds) // rate
+        ends, many = counts.cumsum().reshape(counts.shape), counts.ravel()
+        number = np.append(np.arange(many.sum()) - np.repeat((ends - counts).ravel(), many), 0)
+        first = np.append(np.repeat(bounds[:, :-1].ravel(), many), -1) + number * rate
+        owner = holder[(first + number % rate)[:-1]]
+
+        def windows_of(peer: int) -> tuple[Array, Array]:
+            """Return the windows that a rank gets, -1 for an empty one, and which of them are its own."""
+            own = np.flatnonzero(owner == peer)
+            before = np.where(number[own] == 0, -1, own - 1)
+            taken = np.ones((len(own), 2), bool)
+            taken[:, 0] = overlap & ((before < 0) | (np.diff(own, prepend=-2) > 1))
+            mine = np.broadcast_to((False, True), taken.shape)[taken]
+            return np.append(-1, np.stack((before, own), 1)[taken]), np.flatnonzero(mine) + 1
+
+        def tokens_of(windows: Array) -> Array:
+            return np.where(windows[:, None] < 0, -1, first[windows][:, None] + np.arange(rate)).ravel()
+
+        def lowered(index: Any) -> Tensor:
+            return torch.tensor(index, device=device)
+
+        windows, own = windows_of(rank)
+        wanted = [tokens_of(windows_of(peer)[0]) for peer in peers]
+        holders = holder[wanted[rank]]
+        sent = tuple(lowered(place[tokens[holder[tokens] == rank]]) for tokens in wanted)
+        received = tuple(lowered(np.flatnonzero(holders == peer)) for peer in peers)
+        of_all = tuple(lowered(np.flatnonzero(owner == peer)) for peer in peers)
+        return Windows(
+            tokens=Moves(sent, received, (rows * layout.local_len, len(holders))),
+            entries=Moves((lowered(np.arange(len(own))),) * len(peers), of_all, (len(own), len(owner))),
+            shifts=lowered((number[windows] - np.arange(len(windows))) * rate),
+            empty=lowered(holders < 0),
+            own=lowered(own),
+            cuts=np.concatenate((ends[:, :1] - counts[:, :1], ends), 1),
+            runs=tuple(_runs(np.searchsorted(bounds.ravel(), held[rank], "right") - 1, bounds.shape[1])),
+        )
+
+
+def _held(layout: SequenceLayout, rank: int, rows: int) -> Array:
+    """Return what `_positions` does, without torch."""
+    spans = [
+        row * layout.seq_len + span.start + span.step * np.arange(span.length)
+        for row in range(rows)
+        for span in layout.local_spans(*divmod(rank, layout.ulysses), row)
+    ]
+    return np.concatenate(spans)
+
+
+def _runs(documents: Array, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the runs of equal numbers, each of a row with so many columns, of which the last is of padding."""
+    for begin, end in pairwise([0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(documents)]):
+        row, document = divmod(int(documents[begin]), columns)
+        if document < columns - 1:
+            yield row, document, begin, end
+
+
 class Reshard(torch.autograd.Function):
     """`apply(x, plan, channel, keep)`: (rows, tokens, width) in the source layout -> the same in the destination's."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, plan: ReshardPlan, channel: Channel, keep: Keep) -> Tensor:
+    def forward(ctx, x: Tensor, plan: ReshardPlan | Moves, channel: Channel, keep: Keep) -> Tensor:
         ctx.inverse, ctx.channel = plan.inverse, channel
         (moved,) = keep(("reshard", x.shape), lambda: (_move(x, plan, channel),))
         return moved
@@ -147,14 +275,14 @@ class Reshard(torch.autograd.Function):
         return _move(grad, ctx.inverse, ctx.channel), None, None, None
 
 
-def _move(x: Tensor, plan: ReshardPlan, channel: Channel) -> Tensor:
-    moved = exchange(x.flatten(0, 1), plan.sends, plan.receives, len(x) * plan.destination.local_len, channel)
+def _move(x: Tensor, plan: ReshardPlan | Moves, channel: Channel) -> Tensor:
+    moved = exchange(x.flatten(0, 1), plan.sends, plan.receives, plan.length, channel)
     return moved.unflatten(0, (len(x), -1))
 
 
 def exchange(x: Tensor, sends: Sequence[Tensor], receives: Sequence[Tensor], length: int, channel: Channel) -> Tensor:
     """Send each rank its rows of x (n, width), and return the received ones, (length, width). sends, receives: for each
-    rank, the rows in x and in the result; what no rank sends is 0."""
+    rank, the rows in x and in the result; what no rank sends is 0, what several send is added."""
     out = x.new_zeros(length, x.shape[1])
     parts = [x.index_select(0, index.to(x.device)) for index in sends]
     received = [x.new_empty(len(index), x.shape[1]) for index in receives]
@@ -166,7 +294,7 @@ def exchange(x: Tensor, sends: Sequence[Tensor], receives: Sequence[Tensor], len
     with record_function("reshard"):
         channel.post(outgoing, incoming).wait()
     for index, part in zip(receives, received, strict=True):
-        out[index.to(x.device)] = part
+        out.index_add_(0, index.to(x.device), part)
     return out
 
 
@@ -211,6 +339,7 @@ class SequenceOrder(StepKeeper):
         self.halo = lru_cache(maxsize=16)(HaloProgram.lower)
         self.states = lru_cache(maxsize=16)(ScanProgram.lower)
         self.moves = lru_cache(maxsize=16)(self._moves)
+        self.windows = lru_cache(maxsize=16)(Windows.of)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceOrder:
         """Share the process groups, which cannot be copied."""

@@ -141,6 +141,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         indices: Tensor | None = None,
         return_weights: bool = False,
         mask_mod: MaskMod | None = None,
+        index_block: int = 1,
+        joint_every: int = 0,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -154,8 +156,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             window: (left, right) in global tokens, -1 for no limit.
             softcap: scores become softcap * tanh(scores / softcap).
             cu_seqlens: global boundaries of packed documents, integers, (documents + 1,) for all rows or (B, documents
-                + 1) padded by repeating the last. Tokens after the last attend to nothing and output zero. Keep it on
-                the CPU: the plan depends on it, so a GPU tensor costs a synchronization.
+                + 1) padded by repeating the last; later tokens output zero. On a GPU it costs a synchronization.
             sinks: (N,) logits that join each softmax without a value. Their gradient is this rank's share.
             prefix: for a prefix-LM mask, how many leading tokens of each document attend to each other in both
                 directions (within `window`): integers (documents,) or (B, documents). Needs causal=True.
@@ -163,18 +164,17 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             prefix_tree: (documents,) or (B, documents) integers: the index of the earlier document that each one
                 continues, or -1. Its tokens also attend to the documents it continues, so that samples with a common
                 prefix have it once. Positions and windows count from the root. Needs causal=True and cu_seqlens.
-            cu_seqlens_k: of cross attention, boundaries of the keys' documents: queries of document n see document n.
-                Needs causal=False and no window, as does any cross attention.
-            joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V); joint_q may be missing. A window does
-                not limit what they see and who sees them.
+            cu_seqlens_k: of cross attention (causal=False, no window), of the keys: document n is seen by document n.
+            joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V), without a window; joint_q may be None.
             joint_strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
             joint_cu_seqlens: boundaries of the joint tokens of each document, if there are several, or for padding.
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
-            indices: (B, S, k), the global positions in its row that each query attends to if the mask shows them;
-                negative ones for none. Ranks receive only these keys. Without prefix, prefix_tree, joint tokens.
+            indices: (B, S, k), or (B, S, K, k) by KV head without sinks: global positions to attend to if the mask
+                shows them, each the first of `index_block`; negative for none. No prefix, prefix_tree, joint tokens.
             return_weights: also return the weights of the keys at `indices`, summed over the heads, without gradients.
             mask_mod: FlexAttention's function of row, head, query and key position; both the mask (pass causal=False)
                 and it must show a pair. It is evaluated once: another mask needs another function.
+            joint_every: if not 0, joint key j is seen from its document's token (j + 1) * joint_every - 1 on.
 
         Returns:
             (B, S, N, V) in q's dtype, or a tuple of out, joint_out, lse (B, S, N) in float32 (float64 for float64),
@@ -189,11 +189,11 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         options = (cu_seqlens, prefix, prefix_tree, causal, scale, list(_window(window)), softcap, _chunk(chunk))
         tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
         if torch.compiler.is_compiling():
-            own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod))
+            own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod, joint_every or None))
             return attend(self._handle, *own, sinks, *options)[0]
-        others: dict[str, Any] = {"front": _is_front(joint_strategy), "return_lse": return_lse, "mask_mod": mask_mod}
-        others["sparse"] = _number(indices, q, return_lse, return_weights)
-        call = self._call(tensors, sinks, *options, rows=rows, **others)
+        sparse = _sparse(indices, index_block, q, k, sinks, return_lse, return_weights)
+        others: Any = {"return_lse": return_lse, "sparse": sparse, "mask_mod": mask_mod, "every": joint_every}
+        call = self._call(tensors, sinks, *options, rows=rows, front=_is_front(joint_strategy), **others)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call, return_weights=return_weights)
         return results[0] if len(results) == 1 else tuple(results)
@@ -227,6 +227,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         indices: Tensor | None = None,
         return_weights: bool = False,
         mask_mod: MaskMod | None = None,
+        index_block: int = 1,
     ) -> WireBytes:
         """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
 
@@ -235,7 +236,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             seq_len_k: global length of the keys in cross attention, 0 for joint keys only.
             joint_len: joint tokens per row, with `joint_queries` or only with keys.
             return_lse: with lse, and its gradient in the backward.
-            indices: (batch, seq_len, k), of all queries of the sequence; with `return_weights` theirs travel too.
+            indices: (batch, seq_len, k), or (batch, seq_len, num_kv_heads, k), of all queries of the sequence; with
+                `return_weights` theirs travel too.
         """
         seq_len += 0 if cu_seqlens is None else self.axes.padding(self.layout, seq_len)
         if seq_len_k and cu_seqlens_k is not None:
@@ -250,7 +252,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             spec = with_mask_mod(spec, mask_mod, batch, num_heads, seq_len, torch.device(self.axes.device_type))
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         plan = self._plan(spec, heads, batch, layout, key_layout)
-        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, indices, return_weights)
+        sparse = indices, return_weights, index_block
+        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, *sparse)
 
     @property
     def ranks(self) -> int:
@@ -285,18 +288,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         rows: tuple[Tensor | None, Tensor | None] = (None, None),
         front: bool = True,
         return_lse: bool = False,
-        sparse: int = 0,
+        sparse: tuple[int, ...] = (),
         mask_mod: MaskMod | None = None,
+        every: int = 0,
     ) -> dict[str, Any]:
         """Check a call and count it; return its plan, its program, and the channels.
 
         tensors: q, k, v, and the joint ones. options: those of `_spec`. rows: boundaries of the keys and of the joint
-        tokens. sparse: how many indices a query has, 0 without.
+        tokens. sparse: of indices, the shape of a query's and the keys of each; empty without.
         """
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
         lse_gradient = trained and torch.is_grad_enabled()
-        others = None if sinks is None else sinks.shape, front, return_lse, lse_gradient, sparse, mask_mod
+        others = None if sinks is None else sinks.shape, front, every, return_lse, lse_gradient, sparse, mask_mod
         call = self._last_call((*rows, *options[:3]), shapes, *others, *options[3:])
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
@@ -310,16 +314,17 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         shapes: tuple[Described | None, ...],
         sinks: torch.Size | None,
         front: bool,
+        every: int,
         return_lse: bool,
         lse_gradient: bool,
-        sparse: int,
+        sparse: tuple[int, ...],
         mask_mod: MaskMod | None,
         *options: Any,
     ) -> tuple[Any, ...]:
         of_keys, of_joint, cu_seqlens, prefix, prefix_tree = tensors
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
         masked = mask_mod, *_hashable(cu_seqlens, prefix, prefix_tree, *options)
-        return self._described(shapes, sinks, *rows, front, return_lse, lse_gradient, sparse, *masked)
+        return self._described(shapes, sinks, *rows, front, every, return_lse, lse_gradient, sparse, *masked)
 
     def _describe(
         self,
@@ -328,9 +333,10 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         key_documents: Rows,
         joint_documents: Rows,
         front: bool,
+        every: int,
         return_lse: bool,
         lse_gradient: bool,
-        sparse: int,
+        sparse: tuple[int, ...],
         mask_mod: MaskMod | None,
         documents: Rows,
         *options: Any,
@@ -344,7 +350,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if k and (k[1] != q[1] or key_documents is not None):
             key_len = k[1] * self.ranks
         if joint_k:
-            joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents)
+            joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents, every)
+        elif every:
+            raise ValueError(f"joint_every={every} is of joint keys: give joint_k and joint_v")
         spec, *layouts = self._sequences(seq_len, key_len, key_documents, joint, documents, *options)
         if mask_mod is not None:
             spec = with_mask_mod(spec, mask_mod, q[0], q[2], seq_len, device)
@@ -413,7 +421,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         lse_gradient: bool,
-        sparse: int = 0,
+        sparse: tuple[int, ...] = (),
     ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
         if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
             raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
@@ -443,7 +451,11 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     ) -> SparseProgram:
         if self.kernel != "auto":
             raise ValueError(f"kernel={self.kernel!r} cannot attend to indices: use kernel='auto'")
-        program = SparseProgram.of(plan.layout, plan.spec, plan.batch, plan.ring.rank, device, kv_index, self.dkv_dtype)
+        *by_head, _, block = described[-1]
+        options: Any = device, kv_index, self.dkv_dtype, None, None, block
+        if by_head:
+            options = device, None, self.dkv_dtype, plan.sparse_heads, plan.heads.even_places(plan.ulysses_rank), block
+        program = SparseProgram.of(plan.layout, plan.spec, plan.batch, plan.ring.rank, *options)
         self.kernels.add("gather")
         call = (plan.layout, plan.spec, plan.heads, plan.batch, *map(str, described), self.dkv_dtype)
         self.axes.agree(call, "the attention call")
@@ -684,22 +696,39 @@ def _chunk(chunk: int | None) -> int:
     return chunk or 0
 
 
-def _number(indices: Tensor | None, q: Tensor, return_lse: bool, return_weights: bool) -> int:
-    """Return how many indices each query has, 0 without; raise ValueError for those that do not fit the call."""
-    if indices is None and return_weights:
-        raise ValueError("return_weights returns the weights of the keys at indices: give indices")
+def _sparse(
+    indices: Tensor | None,
+    block: int,
+    q: Tensor,
+    k: Tensor | None,
+    sinks: Tensor | None,
+    return_lse: bool,
+    return_weights: bool,
+) -> tuple[int, ...]:
+    """Return the shape of a query's indices and how many keys each stands for, empty without; raise ValueError for
+    those that do not fit the call."""
+    if indices is None and (return_weights or block != 1):
+        raise ValueError("return_weights and index_block are about the keys at indices: give indices")
     if indices is None:
-        return 0
-    violations = []
-    if indices.dim() != 3 or indices.shape[:2] != q.shape[:2] or not indices.shape[2]:
-        violations.append(f"indices {tuple(indices.shape)} must be (batch, tokens, k) for q {tuple(q.shape)}")
+        return ()
+    violations, by_head = [], indices.dim() == 4
+    heads = (q.shape[2] if k is None else k.shape[2],) * by_head
+    if indices.shape[:-1] != (*q.shape[:2], *heads) or not indices.shape[-1]:
+        violations.append(
+            f"indices {tuple(indices.shape)} must be (batch, tokens, k) or (batch, tokens, num_kv_heads, k) for q "
+            f"{tuple(q.shape)}"
+        )
+    if block < 1:
+        violations.append(f"index_block={block} must be at least 1 position")
+    if by_head and (return_weights or sinks is not None):
+        violations.append("sinks and return_weights are not supported with indices of each KV head: leave them out")
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
         violations.append(f"indices must be int32 or int64 on {q.device}, got {indices.dtype} on {indices.device}")
     if return_lse:
         violations.append("return_lse is not supported with indices: leave one of them out")
     if violations:
         raise ValueError("; ".join(violations))
-    return indices.shape[2]
+    return *indices.shape[2:], block
 
 
 def _hashable(

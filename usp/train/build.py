@@ -25,7 +25,7 @@ from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
 from usp.hf.experts import expert_modules
 from usp.hf.float8 import apply_float8
 from usp.hf.images import encoder_blocks, encoder_parts
-from usp.hf.indexers import indexers, train_indexers
+from usp.hf.indexers import compressors, indexers, train_indexers
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora import Lora, apply_lora, initialise_adapters
 from usp.hf.mixers import sharded_mixers
@@ -289,7 +289,7 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
 
 def _eager_modules(model: nn.Module, recipe: EngineRecipe) -> Iterator[nn.Module]:
     experts, mixers = set(expert_modules(model)), sharded_mixers(model)
-    sparse = bool(indexers(model))
+    sparse = bool(indexers(model) or compressors(model))
     for name, module in model.named_modules():
         # The block around experts holds their router too, whose hooks collect statistics.
         if (

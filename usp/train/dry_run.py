@@ -21,6 +21,7 @@ from attention import AttentionSpec
 from parallel import ParallelMesh, local_tensor
 from parallel.wire import SentBytes
 from usp.config import TrainConfig
+from usp.hf.experts import expert_tables
 from usp.hf.models import ModelConfig, materialise
 from usp.hf.stage import CausalLMStage
 from usp.predict.fake_world import HostMemory, fake_world, kernel_for, stand_ins
@@ -114,6 +115,8 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
         ):
             for stage in stages:
                 materialise(stage, torch.device("cpu"))
+                for table, experts in expert_tables(stage):
+                    meter.known.tables[table] = experts
             engine = fsdp2_engine(stages, recipe, mesh)
             label_state(engine.stages, engine, meter.memory)
             if config.optim_offload:

@@ -278,7 +278,9 @@ def job_of(
 def _approximations(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
     if model.model_type not in FAMILIES:
         yield f"activations of model_type={model.model_type} are estimated from its matrices"
-    if hasattr(model, "index_topk"):
+    if hasattr(model, "compress_rates"):
+        yield "compressed keys, and what is sent for them, are left out"
+    elif hasattr(model, "index_topk") or hasattr(model, "index_topk_blocks"):
         yield "ranks are assumed to receive all keys that the mask shows, and not only those that indexers choose"
     if config.lora_rank:
         yield "what frozen weights need not save is estimated"

@@ -313,7 +313,9 @@ def _indexers(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
         return
     given = f"--indexer-loss-coef = {config.indexer_loss_coef:g}"
     if not facts.index_size:
-        yield f"{given} trains the indexers of sparse attention, and {facts.name} has none: remove it"
+        yield f"{given} trains indexers that choose among tokens, and {facts.name} has none: remove it"
+    if facts.index_block > 1:
+        yield f"{given} is of the score of each key, and the indexers of {facts.name} choose blocks: leave it out"
     if config.lora_rank:
         yield f"{given} trains the indexers' own weights, and --lora-rank keeps them: remove one"
     if config.tp > 1:

@@ -2,6 +2,8 @@
 
     python -m tests.usp.hf.held_out [TYPE ...] [--seeds 0 1]
 
+Types with images get an encoder that is drawn as well, and images of other sizes.
+
 `usp.hf.shrink` makes every size the same for all families. Here a seed draws sizes, heads, masks, rotary embeddings,
 experts, scales, biases and the kinds of layers, from the fields that a configuration has and the names that its
 modeling file reads. What transformers itself cannot build or run in one process is left out, found by halving. Each
@@ -26,11 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
-from usp import apply_unified_sp, shard_batch
+from tests.usp.hf import vision
+from usp import apply_unified_sp, shard_batch, shard_image_batch
+from usp.hf.images import TYPES
 from usp.hf.probe import causal_lm_types, tiny_config
 from usp.losses import causal_lm_loss, global_token_count
 from usp.sp.sequence import SpAxes
@@ -57,7 +61,7 @@ _SWITCHES_LEFT = {  # of what a forward returns or stores, or which kernels run
     *("use_associative_scan", "use_mem_eff_path", "cross_attention_hidden_size", "apply_spec_augment"),
 }
 _SCALES = ("multiplier", "softcap", "scaling_factor", "scale", "swiglu_limit", "clip", "lambda", "residual_multiplier")
-_LENGTHS = ("window", "chunk", "local_attention", "topk", "floor_scale")
+_LENGTHS = ("window", "chunk", "local_attention", "topk", "floor_scale", "block_size")
 _WIDTHS = ("lora_rank", "state_size", "d_state", "conv", "rank", "head_dim", "moe_intermediate", "latent")
 _COUNTS = ("period", "offset", "interval", "step", "every", "pattern", "first_k", "n_shared", "num_shared", "cycles")
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba", "attention")
@@ -75,10 +79,17 @@ class Drawn:
 
 def draw(model_type: str, seed: int) -> Drawn:
     """Return a configuration of random values that transformers runs in one process."""
-    rng = random.Random(f"{model_type} {seed}")
-    drawn = Drawn(_without_chance(tiny_config(model_type)))
+    rng, sees = random.Random(f"{model_type} {seed}"), model_type in TYPES
+    config = vision.tiny_config(model_type, VOCAB, VOCAB - 1) if sees else tiny_config(model_type)
+    text = config.get_text_config()
+    if sees and "head_dim" in vars(text) and not hasattr(type(text), "head_dim"):
+        del text.head_dim  # which its model does not read
+    drawn = Drawn(_without_chance(config))
     for changes in (_shapes, _details):  # which read the fields that are drawn already
-        _keep(drawn, list(changes(drawn.config.get_text_config(), rng)))
+        found = list(changes(drawn.config.get_text_config(), rng))
+        _keep(drawn, [_fitting(drawn.config, change) for change in found] if sees else found)
+    if sees:
+        _keep(drawn, list(_encoder(drawn.config, rng)))
     return drawn
 
 
@@ -102,7 +113,14 @@ def _keep(drawn: Drawn, changes: Sequence[Change]) -> None:
 
 
 def _changed(config: PretrainedConfig, change: Change) -> PretrainedConfig:
-    """Return a copy whose text part is built from its fields anew, as a user's file is read."""
+    """Return a copy whose text part is built from its fields anew, as a user's file is read. Names of fields of other
+    parts begin with theirs."""
+    if config.model_type in TYPES:
+        whole: dict[str, Any] = config.to_dict()
+        for name, value in change.items():
+            part, _, inner = (name if "." in name else f"text_config.{name}").partition(".")
+            (whole if part == "config" else whole[part])[inner] = value
+        return type(config).from_dict(whole)
     config = copy.deepcopy(config)
     text = config.get_text_config()
     built = type(text).from_dict(text.to_dict() | change)
@@ -115,7 +133,7 @@ def _changed(config: PretrainedConfig, change: Change) -> PretrainedConfig:
 
 
 def _without_chance(config: PretrainedConfig) -> PretrainedConfig:
-    for part in (config, config.get_text_config()):
+    for part in (config, config.get_text_config(), getattr(config, "vision_config", config)):
         for name, value in list(vars(part).items()):
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)
@@ -144,7 +162,7 @@ def _shapes(text: PretrainedConfig, rng: random.Random) -> Iterator[Change]:
         width |= of(("head_dim", "query_pre_attn_scalar"), head_dim)
     yield width
     if "qk_rope_head_dim" not in fields:  # latent attention has a key for each head
-        yield of(_KV_HEADS, kv_heads)
+        yield of(_KV_HEADS, kv_heads) | (of(("index_n_heads",), kv_heads) if "index_topk_blocks" in fields else {})
     yield of(_FFN, rng.choice((36, 60, 68)))
     experts = rng.choice((4, 6, 12))
     groups = rng.choice([number for number in (1, 2, 3) if experts % number == 0 and experts // number >= 2])
@@ -193,12 +211,65 @@ def _details(text: PretrainedConfig, rng: random.Random) -> Iterator[Change]:
         yield {"layer_types": rng.choices(kinds, k=len(fields["layer_types"]))}
         if "max_window_layers" in fields:  # the kinds of layers follow from it
             yield {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 7, "layer_types": None}
-    if rope := fields.get("rope_parameters"):
+    rope = fields.get("rope_parameters")
+    if rope and text.base_config_key != "vision_config":  # those of encoders have no kinds
         by_kind = {kind: part for kind, part in rope.items() if isinstance(part, dict)}
         if by_kind:
             yield {"rope_parameters": {**rope, **{kind: _rope(part, fields, rng) for kind, part in by_kind.items()}}}
         else:
             yield {"rope_parameters": _rope(rope, fields, rng)}
+
+
+def _fitting(config: PretrainedConfig, change: Change) -> Change:
+    """Return a change of the text model with those of rotary embeddings and of the encoder's outputs that it needs."""
+    encoder, rope = config.vision_config, config.get_text_config().rope_parameters or {}
+    change = dict(change)
+    if "mrope_section" in rope and "num_attention_heads" in change:
+        head_dim = change.get("head_dim") or change["hidden_size"] // change["num_attention_heads"]
+        pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        change["rope_parameters"] = {**rope, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
+    if "hidden_size" in change:
+        out = "hidden_size" if hasattr(encoder, "embed_dim") else "out_hidden_size"
+        change |= {f"vision_config.{out}": change["hidden_size"]} if hasattr(encoder, out) else {}
+    return change
+
+
+def _encoder(config: PretrainedConfig, rng: random.Random) -> Iterator[Change]:
+    """Yield fields of the encoder of images and of the whole model."""
+    fields = vars(config.vision_config)
+
+    def of(names: Sequence[str], value: Any) -> Change:
+        return {f"vision_config.{name}": value for name in names if name in fields}
+
+    heads, patch = rng.choice((2, 4, 6)), rng.choice((2, 3, 4))
+    width = ("embed_dim",) if "embed_dim" in fields else ("hidden_size",)
+    yield of(("num_heads", "num_attention_heads", "num_key_value_heads"), heads) | of(
+        width, heads * rng.choice((8, 16))
+    )
+    yield of(("intermediate_size",), rng.choice((20, 36, 52)))
+    depth = rng.randint(1, 4)
+    chosen = [rng.randrange(depth)]
+    yield of(("depth", "num_hidden_layers"), depth) | of(("deepstack_visual_indexes", "fullatt_block_indexes"), chosen)
+    sides = [rng.choice((4, 6, 8)) for _ in range(2)]
+    for across in ([side * patch for side in sides], sides[0] * patch):  # of a rectangle, or a square
+        yield of(("patch_size",), [patch] * 2 if isinstance(fields.get("patch_size"), list | tuple) else patch) | of(
+            ("image_size",), across
+        )
+    for name, values in {
+        "spatial_merge_size": (1, 3),
+        "temporal_patch_size": (1, 3),
+        "pooling_kernel_size": (1, 3),
+    }.items():
+        yield of((name,), rng.choice(values))
+    if hasattr(config, "mm_tokens_per_image"):
+        yield {"config.mm_tokens_per_image": rng.choice((1, 4))}
+    for change in _details(config.vision_config, rng):
+        yield {f"vision_config.{name}": value for name, value in change.items() if name in fields}
+    for name, value in vars(config).items():
+        if name in ("projector_hidden_size", "alignment_intermediate_size"):
+            yield {f"config.{name}": value + rng.choice((-4, 4, 8))}
+        elif isinstance(value, bool) and name.startswith(("projector", "multimodal")):
+            yield {f"config.{name}": not value}
 
 
 def _rope(rope: dict[str, Any], fields: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -227,6 +298,8 @@ def _rope(rope: dict[str, Any], fields: dict[str, Any], rng: random.Random) -> d
 
 def _modeling_source(config: PretrainedConfig) -> str:
     """Return the source of the model's classes and of its configuration."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return inspect.getsource(sys.modules[type(config).__module__])
     model = AutoModelForCausalLM._model_mapping.get(type(config), None)
     kinds = [type(config), model[0] if isinstance(model, tuple) else model]
     return "".join(inspect.getsource(sys.modules[kind.__module__]) for kind in kinds if kind is not None)
@@ -250,13 +323,21 @@ def model_of(config: PretrainedConfig) -> PreTrainedModel:
     """Return the model in float64, with weights of which none is zero or one."""
     torch.manual_seed(0)
     implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    sees = config.model_type in TYPES
+    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with InDouble():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **implementations)
+        model = kind.from_config(copy.deepcopy(config), **implementations)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if (tensor.dim() < 2 or name.endswith("bias")) and tensor.is_floating_point():
+            if sees and tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor) * 0.05)
+            elif (tensor.dim() < 2 or name.endswith("bias")) and tensor.is_floating_point():
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-    return model.double()
+    model = model.double()
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):  # lightning attention's buffers, computed in float32
+            module.query_decay, module.key_decay, module.diagonal_decay = module.decay_factors(module.slope_rate)
+    return model
 
 
 def ids() -> Tensor:
@@ -265,7 +346,8 @@ def ids() -> Tensor:
 
 @dataclass(frozen=True)
 class Result:
-    """The logits (B, S, V) or a rank's part of them, the mean loss, and the gradient of every parameter, in float64."""
+    """The logits (B, S, V), none of a model with images, the mean loss, and the gradient of every parameter, in
+    float64."""
 
     logits: Tensor
     loss: Tensor
@@ -275,6 +357,10 @@ class Result:
 def plain(config: PretrainedConfig, cuts: Sequence[int]) -> Result:
     """Return what transformers computes of each document by itself; raise ValueError if that is not finite."""
     model, own = model_of(config), ids()
+    if config.model_type in TYPES:
+        with InDouble():
+            (loss := vision.loss_alone(model, images(model))).backward()
+        return _finite(Result(torch.zeros(0), loss.detach(), _gradients(model)))
     parts, targets, total = [], 0, torch.zeros((), dtype=torch.float64)
     for begin, end in pairwise(cuts):
         with InDouble():
@@ -284,7 +370,22 @@ def plain(config: PretrainedConfig, cuts: Sequence[int]) -> Result:
         targets += len(labels)
         parts.append(logits.detach())
     (total / targets).backward()
-    result = Result(torch.cat(parts, dim=1), total.detach() / targets, _gradients(model))
+    return _finite(Result(torch.cat(parts, dim=1), total.detach() / targets, _gradients(model)))
+
+
+def images(model: PreTrainedModel) -> list[list[dict[str, Tensor]]]:
+    """Return the documents of two rows, with images of numbers and sizes that depend on the configuration."""
+    rng = random.Random(model.config.to_json_string())
+    rows: list[list[list[int | str]]] = [[["0", rng.randint(2, 9)]], []]
+    for row in (0, *rng.choices((0, 1), k=2), 1):
+        parts: list[int | str] = [rng.randint(1, 9)] * rng.randint(0, 1)
+        for _ in range(rng.randint(0, 3)):  # with text after each: mRoPE takes images without for one
+            parts += [str(rng.randrange(4)), rng.randint(1, 9)]
+        rows[row].append([*parts, rng.randint(2, 9)])
+    return vision.documents(model, rows, [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(4)])
+
+
+def _finite(result: Result) -> Result:
     if not all(value.isfinite().all() for value in (result.logits, *result.gradients)):
         raise ValueError("not finite")
     return result
@@ -308,9 +409,12 @@ def sharded(config: PretrainedConfig, degrees: tuple[int, int], layout: str, cut
     """Compare a sharded run on this job's ranks with one process."""
     mesh, model = ParallelMesh.create(ParallelDims(ring=degrees[0], ulysses=degrees[1])), model_of(config)
     batch = {"input_ids": ids(), "labels": ids(), "cu_seqlens": torch.tensor(cuts, dtype=torch.int32)}
+    sees = config.model_type in TYPES
+    with InDouble():
+        batch = vision.packed(images(model)) if sees else batch
     try:
         apply_unified_sp(model, mesh, layout)
-        local = shard_batch(batch, mesh, layout)
+        local = shard_image_batch(batch, model) if sees else shard_batch(batch, mesh, layout)
         labels = local.pop("shift_labels")
         with InDouble():
             logits = model(**local, use_cache=False).logits
@@ -323,9 +427,11 @@ def sharded(config: PretrainedConfig, degrees: tuple[int, int], layout: str, cut
     gradients = _gradients(model)
     for total in (loss, *gradients):
         dist.all_reduce(total)
-    (positions,) = axes.positions(axes.layout(layout, LENGTH))
+    (positions,) = axes.positions(axes.layout(layout, LENGTH, (tuple(cuts),)))
     largest = max(gradient.norm().item() for gradient in one.gradients)
-    errors = {"logits": _relative(logits, one.logits[:, positions]), "loss": _relative(loss, one.loss)}
+    errors = {"loss": _relative(loss, one.loss)}
+    if not sees:
+        errors["logits"] = _relative(logits, one.logits[:, positions])
     for (name, _), own, expected in zip(model.named_parameters(), gradients, one.gradients, strict=True):
         errors[name] = _relative(own, expected, 1e-3 * largest)
     where = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
@@ -348,10 +454,10 @@ def check(ranks: RankPool, config: PretrainedConfig, calls: Sequence[Any] = CALL
 
 
 def exact_types() -> list[str]:
-    """Return the types of causal LMs that docs/models.md calls exact."""
+    """Return the types that docs/models.md calls exact, and those that take images."""
     rows = [line.split(" | ") for line in TABLE.read_text().splitlines()]
     exact = {row[0].removeprefix("| ") for row in rows if row[2:3] == ["exact"]}
-    return sorted(exact & {*causal_lm_types()})
+    return sorted(exact & {*causal_lm_types()} | {*TYPES})
 
 
 def main() -> None:

@@ -166,9 +166,7 @@ def test_accepted_models_are_exact(ranks: RankPool, types: list[str]) -> None:
 REFUSED = {
     "rwkv": "RwkvSelfAttention mix tokens outside of transformers' AttentionInterface",
     "falcon": "its attention does not go through transformers' AttentionInterface",
-    "minimax": "MiniMaxLightningAttention mix tokens outside of transformers' AttentionInterface",
     "doge": "DogeAttention: its mask adds to the scores",
-    "minimax_m3_vl_text": "MiniMaxM3VLAttention passes block_indices to attention",
     "bart": "its layers depend on tokens, or on positions, that other ranks hold",
 }
 

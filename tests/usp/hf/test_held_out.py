@@ -9,8 +9,11 @@ from tests.usp.hf.held_out import check, draw, exact_types
 from usp.hf.probe import tiny_config
 
 # Windows of some layers with biases, softcaps, latent attention with groups of experts, sinks, state spaces, and rotary
-# embeddings that depend on the length, in some layers or of complex numbers.
+# embeddings that depend on the length, in some layers or of complex numbers; lightning attention, and blocks of keys.
 CHOSEN = {"qwen2": 0, "deepseek_v3": 0, "gpt_oss": 0, "laguna": 0, "llama4_text": 1}  # seeds
+CHOSEN |= {"minimax": 0, "minimax_m3_vl_text": 0}
+# With images: deeper features; in both directions, with rotary embeddings that depend on the length.
+CHOSEN |= {"qwen3_vl": 0, "gemma3": 1}
 TOLERANCE = 1e-10
 
 

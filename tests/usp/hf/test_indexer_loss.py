@@ -155,8 +155,11 @@ def test_steps_of_a_warm_up_are_those_of_one_process(ranks: RankPool, tmp_path: 
 
 def test_what_has_no_indexer_loss_is_refused(tmp_path: Path) -> None:
     asked = TrainConfig(model="tiny", tokenizer="bytes", seq_len=64, device="cpu", indexer_loss_coef=0.5)
-    with pytest.raises(ConfigurationError, match=r"trains the indexers of sparse attention, and .* has none"):
+    with pytest.raises(ConfigurationError, match=r"trains indexers that choose among tokens, and .* has none"):
         prepare(asked, Launch())
+    write("minimax_m3_vl_text", tmp_path / "blocks")
+    with pytest.raises(ConfigurationError, match=r"the score of each key, and the indexers of .* choose blocks"):
+        prepare(replace(asked, model=str(tmp_path / "blocks")), Launch())
     write("glm_moe_dsa", tmp_path / "tiny", index_topk=5)
     asked = replace(asked, model=str(tmp_path / "tiny"), indexer_loss_coef=0.0, indexer_warmup=True)
     with pytest.raises(ConfigurationError, match="--indexer-warmup trains by the loss of --indexer-loss-coef"):

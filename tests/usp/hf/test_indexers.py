@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from tests.usp.train.families.test_families import write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
 from usp.hf import indexers as module_of_indexers
-from usp.hf.indexers import indexers, train_indexers
+from usp.hf.indexers import first_positions, indexers, train_indexers
+from usp.hf.models import model_facts
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
@@ -43,8 +45,9 @@ from usp.train.dry_run import dry_run
 from usp.train.prepare import prepare
 
 # DeepSeek-V3.2, GLM-5, and with sinks, gates and rotary positions at the end of the heads Hunyuan 4
-TYPES = ["deepseek_v32", "glm_moe_dsa", "hy_v4"]
-MORE = ["axk2", "dots3_note_text"]
+# and MiniMax M3, whose blocks of keys each KV head has
+TYPES = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text"]
+BLOCKS, MORE = ("minimax_m3_vl_text",), ["axk2", "dots3_note_text"]
 LENGTH, ROWS, TOP_K = 64, 2, 5
 DOCUMENTS = [0, 23, 24, 64]
 CALLS = [("zigzag", DOCUMENTS), ("striped", [0, LENGTH]), ("contiguous", DOCUMENTS)]
@@ -56,7 +59,9 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     """A model whose queries choose few keys, some of equal scores: with two heads, a quarter of the scores is zero."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
-    config.index_topk, config.index_n_heads = TOP_K, 2
+    config.index_n_heads = 2
+    if hasattr(config, "index_topk"):
+        config.index_topk = TOP_K
     if hasattr(config, "indexer_types"):
         config.indexer_types = ["full", "shared", "full", "shared"]
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -80,15 +85,31 @@ def watched(model: PreTrainedModel) -> list[Tensor]:
 
 
 def alone(model_type: str, cuts: list[int]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return indices, loss and gradients of the unchanged model, which sees documents by their positions."""
+    """Return indices, loss and gradients of the unchanged model, which sees documents by their positions, or, if it
+    chooses blocks, each by itself."""
     model, batch = tiny_model(model_type), batch_of(cuts)
     indices, starts = watched(model), document_starts(batch["cu_seqlens"], ROWS, LENGTH)
-    logits = model(input_ids=batch["input_ids"], position_ids=torch.arange(LENGTH) - starts, use_cache=False).logits
+    if model_type in BLOCKS:
+        ids, bounds = batch["input_ids"], [*pairwise(cuts)]
+        logits = torch.cat([model(input_ids=ids[:, begin:end], use_cache=False).logits for begin, end in bounds], 1)
+        layers = len(indices) // len(bounds)
+        of_documents = [indices[layer::layers] for layer in range(layers)]
+        indices = [torch.cat([*map(blocks_of, of_layer, bounds)], 1) for of_layer in of_documents]
+    else:
+        positions = torch.arange(LENGTH) - starts
+        logits = model(input_ids=batch["input_ids"], position_ids=positions, use_cache=False).logits
     labels = batch["labels"].roll(-1, 1)
     labels[:, [cut - 1 for cut in cuts[1:]]] = -100
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     return indices, loss.detach(), torch.cat([gradient_of(parameter) for parameter in model.parameters()])
+
+
+def blocks_of(chosen: Tensor, bounds: tuple[int, int]) -> Tensor:
+    """Return where the blocks of a document begin in the sequence, as the sharded indexer does."""
+    first = first_positions(chosen, 4)
+    first = first.where(first < 0, first + bounds[0])
+    return torch.nn.functional.pad(first, (0, 2 - first.shape[-1]), value=-1)
 
 
 def errors(model_type: str, dims: ParallelDims, calls: list[tuple[str, list[int]]]) -> list[tuple[float, float, int]]:
@@ -115,6 +136,7 @@ def errors(model_type: str, dims: ParallelDims, calls: list[tuple[str, list[int]
 
 def unequal(own: Tensor, expected: Tensor, positions: Tensor, starts: Tensor) -> int:
     """Return how many queries have other indices, of those that their mask shows."""
+    own, expected = (x if x.dim() == 3 else x.flatten(2) for x in (own, expected))
     at, first = positions.view(1, -1, 1), starts.unsqueeze(-1)
     seen = [torch.where((x >= first) & (x <= at), x, -1).sort(-1).values for x in (own, expected)]
     assert all((x >= 0).any(-1).all() for x in seen)
@@ -312,14 +334,15 @@ def generated(dims: ParallelDims, layout: str) -> list[tuple[list[int], list[flo
     prompts = [torch.arange(length) * 7 % (VOCAB - 4) + 3 for length in (37, 50, 3, 20)]
     responses = generator.generate(prompts, Generate(max_new_tokens=12, temperature=0), [0] * len(prompts))
     assert generator.cache_bytes % (3 * place_bytes(generator)) == 0
+    assert model_facts("", tiny_config("hy_v4")).latent == tiny_config("hy_v4").kv_lora_rank + 8
     return [(response.tokens.tolist(), response.logprobs.tolist()) for response in responses]
 
 
 def place_bytes(generator: Generator) -> int:
-    """Return the bytes of a token in a cache: keys and values of all layers, and of two of them an indexer's keys."""
+    """Return the bytes of a token in a cache: latents of all layers, and of two of them an indexer's keys."""
     config = tiny_config("hy_v4")
-    heads = config.num_hidden_layers * config.num_key_value_heads
-    return 4 * (heads * (config.qk_head_dim + config.v_head_dim) + 2 * config.index_head_dim)
+    latents = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    return 4 * (latents + 2 * config.index_head_dim)
 
 
 def test_generation_chooses_among_equal_scores_as_one_rank_does(ranks: RankPool) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+
+from usp.hf.prune import backbone
 
 VOCAB, IMAGE = 96, 95
 TEXT = {
@@ -42,6 +44,9 @@ HALF = {"rope_parameters": {**AXES["rope_parameters"], "mrope_section": [2, 1, 1
 SLIDING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 SIGLIP = {**TOWER, "image_size": 8, "vision_use_head": False}
 SIGLIP16 = {**SIGLIP, "image_size": 16}
+BLOCKS = {"layer_types": ["minimax_m3_sparse", "full_attention"], "index_n_heads": 2, "index_head_dim": 16}
+BLOCKS |= {"index_block_size": 4, "index_topk_blocks": 3}
+BLOCKS |= {"dense_intermediate_size": 48, "shared_intermediate_size": 24}
 
 # By model type: fields of the text's configuration, of the encoder's, and of the whole.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -102,6 +107,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"vision_feature_layers": [-1, -2]},
     ),
     "glm_ocr": ({"model_type": "glm_ocr_text", **AXES}, GLM, {}),
+    "minimax_m3_vl": (
+        BLOCKS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        TOWER,
+        {"projector_hidden_size": 40},
+    ),
     "aya_vision": ({"model_type": "cohere2", **SLIDING}, {"model_type": "siglip_vision_model", **SIGLIP16}, {}),
     "cohere2_vision": (
         {"model_type": "cohere2", **SLIDING},
@@ -113,10 +123,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 ROWS = (((7,), (3, "0", 5), (2, "1", 1, "2", 4)), ((9, "3", 11), (4,)))
 
 
-def tiny_vlm(kind: str, vocab: int = VOCAB, image: int = IMAGE) -> PreTrainedModel:
-    """Return a model of a type with random weights, the same on all ranks. image: the id of its tokens for images."""
+def tiny_config(kind: str, vocab: int = VOCAB, image: int = IMAGE) -> PretrainedConfig:
+    """Return the configuration of `tiny_vlm`."""
     text, vision, whole = FAMILIES[kind]
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         kind,
         text_config={**TEXT, **text, "vocab_size": vocab},
         vision_config=vision,
@@ -124,8 +134,13 @@ def tiny_vlm(kind: str, vocab: int = VOCAB, image: int = IMAGE) -> PreTrainedMod
         tie_word_embeddings=False,
         **whole,
     )
+
+
+def tiny_vlm(kind: str, vocab: int = VOCAB, image: int = IMAGE) -> PreTrainedModel:
+    """Return a model of a type with random weights, the same on all ranks. image: the id of its tokens for images."""
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").double()
+    model = AutoModelForImageTextToText.from_config(tiny_config(kind, vocab, image), experts_implementation="eager")
+    model = model.double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # first weights of some encoders are zero, and hide errors
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -134,34 +149,47 @@ def tiny_vlm(kind: str, vocab: int = VOCAB, image: int = IMAGE) -> PreTrainedMod
     return model
 
 
-def images_of(model: PreTrainedModel) -> tuple[list[dict[str, Tensor]], list[int]]:
-    """Return four images as a processor does, and their numbers of tokens."""
+def images_of(
+    model: PreTrainedModel, sizes: Sequence[tuple[int, int]] = ()
+) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """Return four images as a processor does, and their numbers of tokens, which the model finds. sizes: (height,
+    width) of each where these may differ, in merged or pooled patches."""
     torch.manual_seed(1)
-    config = model.config.vision_config
+    config, images = model.config.vision_config, list[dict[str, Tensor]]()
     if model.config.model_type == "gemma4":
-        images = []
-        for height, width in ((4, 4), (8, 8), (4, 6), (2, 2)):
+        pool, patch = config.pooling_kernel_size, 3 * config.patch_size**2
+        for height, width in [(h * pool, w * pool) for h, w in sizes or ((2, 2), (4, 4), (2, 3), (1, 1))]:
             places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1)
-            padding = torch.full((64 - height * width, 2), -1)
+            padding = torch.full((16 * pool**2 - height * width, 2), -1)
             places = torch.cat((places.reshape(-1, 2), padding)).unsqueeze(0)
-            images.append({"pixel_values": torch.rand(1, 64, 12).double(), "image_position_ids": places})
-        return images, [4, 16, 6, 1]
-    if hasattr(config, "spatial_merge_size"):
-        grids = ((1, 4, 4), (1, 8, 14), (1, 4, 6), (1, 2, 4))
-        pixels = 3 * config.temporal_patch_size * config.patch_size**2
-        return [
-            {"pixel_values": torch.randn(h * w, pixels).double(), "image_grid_thw": torch.tensor([[1, h, w]])}
-            for _, h, w in grids
-        ], [h * w // 4 for _, h, w in grids]
-    size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-    return [{"pixel_values": torch.randn(1, 3, size, size).double()} for _ in range(4)], [16] * 4
+            images.append({"pixel_values": torch.rand(1, 16 * pool**2, patch).double(), "image_position_ids": places})
+    elif hasattr(config, "spatial_merge_size"):
+        pixels, merge = 3 * config.temporal_patch_size * config.patch_size**2, config.spatial_merge_size
+        for h, w in [(h * merge, w * merge) for h, w in sizes or ((2, 2), (4, 7), (2, 3), (1, 2))]:
+            grid = torch.tensor([[1, h, w]])
+            images.append({"pixel_values": torch.randn(h * w, pixels).double(), "image_grid_thw": grid})
+    else:
+        height, width = [config.image_size] * 2 if isinstance(config.image_size, int) else config.image_size
+        images = [{"pixel_values": torch.randn(1, 3, height, width).double()} for _ in range(4)]
+    return images, [_features(model, image) for image in images]
+
+
+@torch.no_grad()
+def _features(model: PreTrainedModel, image: dict[str, Tensor]) -> int:
+    owner = backbone(model) if hasattr(backbone(model), "get_image_features") else model
+    output: Any = type(owner).get_image_features(owner, **image)  # not that of a sharded model
+    found = output.last_hidden_state if output.get("pooler_output") is None else output.pooler_output
+    return sum(x.flatten(0, -2).shape[0] for x in (found if isinstance(found, tuple | list) else (found,)))
 
 
 def documents(
-    model: PreTrainedModel, rows: Sequence[Sequence[Sequence[int | str]]] = ROWS
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[Sequence[int | str]]] = ROWS,
+    sizes: Sequence[tuple[int, int]] = (),
 ) -> list[list[dict[str, Tensor]]]:
-    """Return the documents of each row, each a batch of its own, with labels for two thirds of its text."""
-    images, tokens = images_of(model)
+    """Return the documents of each row, each a batch of its own, with labels for two thirds of its text. sizes: of
+    images, as in `images_of`."""
+    (images, tokens), placeholder = images_of(model, sizes), model.config.image_token_id
     generator = torch.Generator().manual_seed(2)
     found: list[list[dict[str, Tensor]]] = []
     for row in rows:
@@ -170,10 +198,11 @@ def documents(
             ids: list[int] = []
             used = [images[int(part)] for part in parts if isinstance(part, str)]
             for part in parts:
-                drawn = torch.randint(1, IMAGE, (part if isinstance(part, int) else 0,), generator=generator).tolist()
-                ids += drawn if isinstance(part, int) else [IMAGE] * tokens[int(part)]
+                number = part if isinstance(part, int) else 0
+                drawn = torch.randint(1, placeholder, (number,), generator=generator).tolist()
+                ids += drawn if isinstance(part, int) else [placeholder] * tokens[int(part)]
             input_ids = torch.tensor([ids])
-            ignored = (input_ids == IMAGE) | (torch.rand(input_ids.shape, generator=generator) < 1 / 3)
+            ignored = (input_ids == placeholder) | (torch.rand(input_ids.shape, generator=generator) < 1 / 3)
             media = {name: torch.cat([image[name] for image in used]) for name in (used[0] if used else ())}
             found[-1].append({"input_ids": input_ids, "labels": input_ids.masked_fill(ignored, -100), **media})
     return found
@@ -201,16 +230,18 @@ def packed(rows: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 # The argument that tells images from text, by type.
 _KINDS = dict.fromkeys(FAMILIES, "mm_token_type_ids")
-_KINDS |= dict.fromkeys(("internvl", "llama4", "llava", "vipllava", "aya_vision", "cohere2_vision"), "")
+_KINDS |= dict.fromkeys(
+    ("internvl", "llama4", "llava", "vipllava", "aya_vision", "cohere2_vision", "minimax_m3_vl"), ""
+)
 _KINDS["gemma3"] = "token_type_ids"
 
 
 def loss_alone(model: PreTrainedModel, rows: Sequence[Sequence[dict[str, Tensor]]]) -> Tensor:
     """Return the mean loss of all labels in one process, by transformers, each document by itself."""
-    total, count = torch.zeros(()), 0
+    total, count = torch.zeros((), dtype=model.dtype), 0
     for document in (document for row in rows for document in row):
         inputs = {name: value for name, value in document.items() if name != "labels"}
-        kinds = {_KINDS[model.config.model_type]: (inputs["input_ids"] == IMAGE).int()}
+        kinds = {_KINDS[model.config.model_type]: (inputs["input_ids"] == model.config.image_token_id).int()}
         kinds = {name: value for name, value in kinds.items() if name}
         logits, targets = model(**inputs, **kinds, use_cache=False).logits[0, :-1], document["labels"][0, 1:]
         total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.rlhf.real_system import real_space
+from benchmarks.rlhf.real_search import real_space
 from tests.usp.rlhf.toy import ppo
 from usp.model.facts import ModelFacts
 from usp.planning.rlhf_search import OptionSpace, degrees, options, rank_sets

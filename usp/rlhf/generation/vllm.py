@@ -1,4 +1,4 @@
-"""vLLM as the engine of a generate call, in the processes of the run.
+"""vLLM as the engine of a generate call, in the processes of the run, or as a server elsewhere.
 
     trained layout --reallocation, a layer at a time--> this rank's shards --vLLM's own loaders--> its fused parameters
     token ids --continuous batching of vLLM--> token ids and log-probabilities
@@ -10,11 +10,13 @@ imported where an engine starts, and nowhere else.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -34,6 +36,7 @@ from usp.hf.models import ModelConfig
 from usp.rlhf.environments.sandbox import call
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed
+from usp.rlhf.served import SIZES, Piece, Requests, RolloutServer, Written, forget_kernels, send_pieces
 
 from .decoding import Decode, GeneratedResponse, Rollout, Stops
 from .turns import Turns
@@ -82,13 +85,24 @@ class EngineOptions:
     cache_bytes: int
     processed: bool
 
+    @property
+    def logprobs_mode(self) -> str:
+        """The name that vLLM has for it."""
+        return "processed_logprobs" if self.processed else "raw_logprobs"
 
-def sampling_problems(works: Iterable[Generate]) -> list[str]:
+
+def cuts(works: Iterable[Generate]) -> bool:
+    """Return whether a generate call samples with top-k or top-p, which the log-probabilities are those before."""
+    return any(work.top_k or work.top_p < 1 for work in works)
+
+
+def sampling_problems(works: Iterable[Generate], served: bool = False) -> list[str]:
     """Return why vLLM cannot sample as generate calls ask, of which it returns log-probabilities of one kind."""
-    problems = [] if find_spec("vllm") else ["the package vllm is not installed: pip install it, or use another engine"]
-    works = list(works)
+    problems, works = [], list(works)
+    if not served and not find_spec("vllm"):
+        problems.append("the package vllm is not installed: pip install it, or use another engine")
     temperatures = sorted({work.temperature for work in works})
-    if cut := any(work.top_k or work.top_p < 1 for work in works):
+    if cut := cuts(works):
         temperatures = [each for each in temperatures if each not in (0, 1)]
     elif problem := [each for each in temperatures if 0 < each < LEAST_TEMPERATURE]:
         problems.append(f"temperature={problem[0]} is below vLLM's least, {LEAST_TEMPERATURE}: use 0 or more than that")
@@ -109,11 +123,16 @@ class VllmEngine:
     """An engine of this rank. Collective over its tensor-parallel group, unless said otherwise.
 
     It has memory and weights only between `wake` and `sleep`.
+
+    receives: whether `load` takes weights on this rank.
     """
+
+    receives = True
 
     def __init__(self, engine: Any, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming) -> None:
         self._engine, self._options, self._mesh, self._decode, self._naming = engine, options, mesh, decode, naming
         self._asleep = False
+        self._together = {"tp": mesh.group("tp")} if options.tp > 1 else {}  # ranks that decode the same
 
     @staticmethod
     def start(
@@ -153,7 +172,7 @@ class VllmEngine:
                     max_model_len=options.tokens,
                     block_size=32 if mesh.device_type == "cpu" else None,  # not 128: equal prompts share whole blocks
                     max_num_seqs=options.slots,
-                    logprobs_mode="processed_logprobs" if options.processed else "raw_logprobs",
+                    logprobs_mode=options.logprobs_mode,
                     generation_config="vllm",  # no defaults of sampling from files
                     enable_sleep_mode=mesh.device_type != "cpu",
                 )
@@ -171,18 +190,18 @@ class VllmEngine:
             file.unlink(missing_ok=True)
         return VllmEngine(engine, options, mesh, decode, naming) if mesh.member else None
 
-    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Replace all weights by those that `weights` yields, by their names in files: whole tensors, of which only
-        this rank's part counts. All of them are consumed."""
-        for layer in self._model().modules() if self._mesh.device_type == "cpu" else ():
-            experts: Any = getattr(layer, "quant_method", None)
-            if hasattr(experts, "moe_kernel"):
-                experts.moe_kernel = None  # else vLLM leaves experts as in files, which kernels of CPUs do not read
+    def load(self, pieces: Iterator[Piece]) -> int:
+        """Replace all weights by those that `pieces` yields, this rank's parts. All of them are consumed. Returns the
+        bytes that left the run for it."""
+        weights = ((piece.name, piece.whole()) for piece in pieces)
+        if self._mesh.device_type == "cpu":
+            forget_kernels(self._model())
         with self._named("while its weights were updated"):
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         for _ in weights:
             pass
         self._engine.reset_prefix_cache()
+        return 0
 
     @torch.no_grad()
     def generate(
@@ -207,9 +226,9 @@ class VllmEngine:
         if long := [f"prompt {i} has {len(each)} tokens" for i, each in enumerate(prompts) if len(each) >= longest]:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
         rollouts, episodes, turns = Rollout.begin(prompts, work, seeds, begun, longest), work.episodes, None
-        tp = {"tp": self._mesh.group("tp")} if self._options.tp > 1 else {}
         if episodes is not None:
-            turns = Turns(rollouts, episodes, samples, tp, leads=self._mesh.rank("tp") == 0, context=longest)
+            leads = self._mesh.rank("tp") == 0
+            turns = Turns(rollouts, episodes, samples, self._together, leads=leads, context=longest)
         try:
             with self._named("while it decoded"):
                 self._decode_all(rollouts, work, turns, enough)
@@ -223,7 +242,7 @@ class VllmEngine:
                     f"vLLM's logits of response {number} are not finite: its weights or its activations in "
                     f"{self._options.dtype} are, or it took weights of other ranks"
                 )
-        if tp:
+        if self._together:
             self._mesh.agree([each.tokens.tolist() for each in responses], "the tokens that vLLM decoded", ("tp",))
         return responses
 
@@ -231,49 +250,59 @@ class VllmEngine:
         self, rollouts: Sequence[Rollout], work: Generate, turns: Turns | None, enough: Enough | None
     ) -> None:
         """Decode the rollouts, and those that follow their turns, until they end or are `enough`."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        engine, ended, requests = self._engine, Stops(work, self._decode), count()
+        ended, requests = Stops(work, self._decode), count()
         active, leaves = dict[str, Rollout](), False  # active: by request
 
         def begin(rollout: Rollout) -> None:
             before, request = rollout.before, str(next(requests))
-            sampling = SamplingParams(
-                temperature=work.temperature,
-                top_k=work.top_k,
-                top_p=work.top_p,
-                seed=derived_seed(rollout.seed, before) if before else rollout.seed,  # whose noise begins here
-                max_tokens=rollout.limit,
-                stop_token_ids=list(work.stop_ids),
-                ignore_eos=True,  # stop ids say where responses end
-                logprobs=0,  # those of the tokens alone
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )
+            sampling = {
+                "temperature": work.temperature,
+                "top_k": work.top_k,
+                "top_p": work.top_p,
+                "seed": derived_seed(rollout.seed, before) if before else rollout.seed,  # whose noise begins here
+                "stop_token_ids": list(work.stop_ids),
+                "ignore_eos": True,  # stop ids say where responses end
+                "logprobs": 0,  # those of the tokens alone
+            }
             active[request] = rollout
-            engine.add_request(request, {"prompt_token_ids": rollout.prompt}, sampling)
+            self._begin(request, rollout, sampling)
 
         for rollout in rollouts:
             begin(rollout)
         while not leaves and (active or (turns is not None and turns.waiting)):
             for rollout in turns.go_on(wait=not active) if turns is not None and turns.waiting else ():
                 begin(rollout)
-            for output in engine.step() if active else ():
-                if (written := active.get(output.request_id)) is None:
+            for written in self._step() if active else ():
+                if (told := active.get(written.request)) is None:
                     continue  # its stop string is complete
-                (newest,) = output.outputs
-                rows = zip(newest.token_ids, newest.logprobs, strict=True)
-                if any(written.take(token, row[token].logprob, ended) for token, row in rows):
-                    del active[output.request_id]
-                    if not output.finished:
-                        engine.abort_request([output.request_id])
+                if any(told.take(token, logprob, ended) for token, logprob in written.tokens):
+                    del active[written.request]
+                    if written.end is None:
+                        self._abort([written.request])
                     if turns is not None:
-                        turns.end_turn(written)
-                    leaves |= enough is not None and enough(written.number)
-                elif output.finished:
-                    raise RuntimeError(f"it ended a response early, for the reason {newest.finish_reason}")
-        engine.abort_request(list(active))
+                        turns.end_turn(told)
+                    leaves |= enough is not None and enough(told.number)
+                elif written.end is not None:
+                    raise RuntimeError(f"it ended a response early, for the reason {written.end}")
+        self._abort(list(active))
+
+    def _begin(self, request: str, rollout: Rollout, sampling: Mapping[str, Any]) -> None:
+        """Ask for the tokens of a rollout."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options = {"max_tokens": rollout.limit, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        self._engine.add_request(request, {"prompt_token_ids": rollout.prompt}, SamplingParams(**sampling, **options))
+
+    def _step(self) -> Iterable[Written]:
+        """Return the tokens that come next, of some requests."""
+        for output in self._engine.step():
+            (newest,) = output.outputs
+            tokens = [(token, row[token].logprob) for token, row in zip(newest.token_ids, newest.logprobs, strict=True)]
+            yield Written(output.request_id, tokens, newest.finish_reason if output.finished else None)
+
+    def _abort(self, requests: Sequence[str]) -> None:
+        self._engine.abort_request(requests)
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache, and lose both. Local. Does nothing if asleep."""
@@ -314,8 +343,7 @@ class VllmEngine:
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
         """Name the engine and its calls in what the block raises, and to torchrun if this process is killed in it."""
-        ranks, rank = format_ranks(dist.get_process_group_ranks(self._mesh.group("tp"))), dist.get_rank()
-        engine = f"the rollout engine vLLM of ranks {ranks} for {self._options.calls}"
+        engine, rank = f"{self._label()} for {self._options.calls}", dist.get_rank()
         advice = "--resume auto, and torchrun --max-restarts N by itself, go on from the last checkpoint"
         try:
             with self._naming(f"{engine} died on rank {rank} {doing}; {advice}"):
@@ -324,26 +352,172 @@ class VllmEngine:
             failed = f"{engine} failed on rank {rank} {doing}: {type(error).__name__}"
             raise RuntimeError(f"{failed}: {error}; {advice}") from error
 
+    def _label(self) -> str:
+        return f"the rollout engine vLLM of ranks {format_ranks(dist.get_process_group_ranks(self._mesh.group('tp')))}"
 
-def whole_tensors(
+
+class ServedEngine(VllmEngine):
+    """A vLLM server as the engine of the ranks of a generate call, which have no memory of it.
+
+    The ranks of the first data-parallel index are as many as the server's workers: each sends weights to one of them.
+    Of every index, the first rank sends requests.
+    """
+
+    def __init__(
+        self, server: RolloutServer, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming
+    ) -> None:
+        super().__init__(None, options, mesh, decode, naming)
+        self._server, self._version, self._updates = server, "", 0
+        self._together, self.receives = {}, mesh.rank("batch") == 0
+
+    def load(self, pieces: Iterator[Piece]) -> int:
+        self._updates += 1
+        self._mesh.agree(self._updates, "the updates of the rollout server", ("tp", "batch"))  # none decodes any more
+        told, sent = [secrets.token_hex(16)], 0
+        for axis in ("tp", "batch"):
+            dist.broadcast_object_list(told, group=self._mesh.group(axis), group_src=0)
+        self._version = f"{told[0][:8]}-{self._updates}"
+        if self.receives:
+            with self._named("while its weights were updated"):
+                sent = self._send(pieces, told[0])
+        for _ in pieces:
+            pass
+        self._mesh.agree(self._updates, "the updates of the rollout server", ("tp", "batch"))
+        return sent
+
+    def _send(self, pieces: Iterator[Piece], token: str) -> int:
+        """Send this rank's weights to its worker of the server."""
+        group, host = self._mesh.group("tp"), self._server.own_address()
+        addresses: list[Any] = [None] * group.size()
+        with socket.create_server((host, 0)) as listener, ThreadPoolExecutor(1) as pool:
+            dist.all_gather_object(addresses, (host, listener.getsockname()[1]), group=group)
+            update = None
+            if self._mesh.rank("tp") == 0:
+                update = pool.submit(self._server.update, addresses, token, self._version)
+            try:
+                with self._accepted(listener, token, update) as connection:
+                    sent = send_pieces(connection, pieces)
+            except OSError:
+                if update is not None:
+                    update.result()  # which says why
+                raise
+            if update is not None:
+                update.result()
+        return sent
+
+    def _accepted(self, listener: socket.socket, token: str, update: Future[None] | None) -> socket.socket:
+        """Return the connection of a worker that knows the token. Raises what the update raises without one."""
+        listener.settimeout(0.2)
+        until = time.monotonic() + self._server.timeout
+        while time.monotonic() < until:
+            if update is not None and update.done():
+                update.result()
+                break
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(self._server.timeout)
+            if connection.recv(len(token), socket.MSG_WAITALL) == token.encode():
+                return connection
+            connection.close()
+        raise ConnectionError("its worker did not ask for weights")
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        work: Generate,
+        seeds: Sequence[int],
+        samples: Sequence[tuple[int, int]] = (),
+        *,
+        begun: Sequence[Sequence[int]] = (),
+        enough: Enough | None = None,
+    ) -> list[GeneratedResponse]:
+        """See `VllmEngine.generate`. Tokens depend on what else the server decodes only as its kernels do."""
+        told, ends = list[Any]([None]), list[int]()
+
+        def ended(number: int) -> bool:
+            ends.append(number)
+            return enough is not None and enough(number)
+
+        leads = self._mesh.rank("tp") == 0
+        if leads:
+            self._engine = Requests(self._server, self._options.slots)
+            try:
+                responses = super().generate(prompts, work, seeds, samples, begun=begun, enough=ended)
+            finally:
+                self._engine.close()
+            with self._named("while it decoded"):
+                if (version := self._server.version()) != self._version:
+                    raise RuntimeError(
+                        f"its weights are of version {version} and not {self._version}, which this run gave it: it was "
+                        f"started again, or another run updates it"
+                    )
+            told = [(responses, ends)]
+        if self._options.tp > 1:
+            dist.broadcast_object_list(told, group=self._mesh.group("tp"), group_src=0)
+        if not leads and enough is not None:
+            for number in told[0][1]:
+                enough(number)
+        return told[0][0]
+
+    def _begin(self, request: str, rollout: Rollout, sampling: Mapping[str, Any]) -> None:
+        # Without these, the server's defaults, which may be those of a file, would hold.
+        off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+        self._engine.begin(request, rollout.prompt, rollout.limit, {**sampling, **off})
+
+    def _step(self) -> Iterable[Written]:
+        return self._engine.step()
+
+    def _abort(self, requests: Sequence[str]) -> None:
+        self._engine.abort(requests)
+
+    def sleep(self) -> None:
+        """Do nothing: the server's memory is not of this run."""
+
+    def wake(self) -> None:
+        """Do nothing, as `sleep`."""
+
+    def _label(self) -> str:
+        return f"the rollout server {self._server.url}"
+
+
+def server_problems(server: RolloutServer, options: EngineOptions, config: ModelConfig) -> list[str]:
+    """Return why a server cannot be the engine of a run. Raises RuntimeError without a server."""
+    facts, tp = server.facts(), options.tp
+    sizes = [getattr(config, name, None) for name in SIZES]
+    wanted = {  # what a server must have, and how it is started so
+        "sizes": (sizes, f"a model with {', '.join(SIZES)} = {sizes}: start it with the policy's"),
+        "tp": (tp, f"--tensor-parallel-size {tp}, the tp of its generate call"),
+        "workers": (tp, "no workers besides those of tp"),
+        "experts": (options.experts, "--enable-expert-parallel exactly where its generate call has ep"),
+        "dtype": (str(options.dtype).removeprefix("torch."), "the policy's --dtype"),
+        "logprobs": (options.logprobs_mode, f"--logprobs-mode {options.logprobs_mode}"),
+        "defaults": ("vllm", "--generation-config vllm"),
+    }
+    problems = [f"it needs {how}, and has {facts[key]}" for key, (value, how) in wanted.items() if facts[key] != value]
+    if facts["tokens"] < options.tokens:
+        problems.append(f"it needs --max-model-len {options.tokens}, and has {facts['tokens']}")
+    return problems
+
+
+def pieces_of(
     parts: Mapping[str, Tensor], boxes: Mapping[str, Box], on_disk: Mapping[str, Sequence[DiskTensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in files that this rank's parts of parameters belong to, one at a time: nan, where another rank
-    has the values, so that whoever reads them there notices.
+) -> Iterator[Piece]:
+    """Yield what this rank's parts of parameters are of the tensors in files, one at a time.
 
     Args:
         parts: by parameter, its values in `boxes`. on_disk: from `disk_layout`.
     """
     for name, part in parts.items():
         for tensor in on_disk[name]:
-            common = tensor.box.overlap(boxes[name])
-            if common == tensor.box:
-                yield tensor.name, part[common.slices(boxes[name])].reshape(tensor.shape)
+            common, box = tensor.box.overlap(boxes[name]), tensor.box
+            if common is None:
+                nothing = part.new_empty([0] * len(box.sizes))
+                yield Piece(tensor.name, tensor.shape, box.sizes, ((0, 0),) * len(box.sizes), nothing)
                 continue
-            whole = torch.full(tensor.box.sizes, math.nan, dtype=part.dtype, device=part.device)
-            if common is not None:
-                whole[common.slices(tensor.box)] = part[common.slices(boxes[name])]
-            yield tensor.name, whole.reshape(tensor.shape)
+            where = tuple((cut.start, cut.stop) for cut in common.slices(box))
+            yield Piece(tensor.name, tensor.shape, box.sizes, where, part[common.slices(boxes[name])])
 
 
 def _executor(job: str) -> type:

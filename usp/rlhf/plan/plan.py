@@ -18,6 +18,7 @@ from attention import LAYOUTS
 from parallel import ZERO_STAGES, ParallelDims, format_ranks
 from usp.config import AC_MODES
 from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
+from usp.rlhf.served import HTTP
 
 TOKENS_PER_RANK = 16384  # of a micro-batch, on each sequence-parallel rank, where the plan says nothing
 OWN, VLLM = ENGINES = ("own", "vllm")  # what a generate call decodes with
@@ -38,7 +39,7 @@ class CallLayout:
         ac, ac_offload: activation checkpointing of a train step; see `apply_activation_checkpointing`.
         mlp_tile: tokens per tile of an MLP; 0: no tiles. Calls that share weights have the same.
         loss_chunk: tokens whose logits exist at a time, of train and inference calls; 0: the run's --loss-chunk.
-        engine: one of `ENGINES`, of a generate call.
+        engine: one of `ENGINES`, or the URL of a server, of a generate call.
     """
 
     ranks: tuple[int, ...]
@@ -67,6 +68,11 @@ class CallLayout:
     def of_weights(self) -> CallLayout:
         """The layout without what concerns only one call: calls that agree in the rest use the same weights."""
         return replace(self, micro_batch_tokens=-1, ac="none", ac_offload=False, loss_chunk=0)
+
+    @property
+    def served(self) -> bool:
+        """Whether a server decodes, whose memory is not of these ranks."""
+        return self.engine.startswith(HTTP)
 
     @property
     def token_budget(self) -> int:
@@ -137,7 +143,7 @@ class ExecutionPlan:
                 layout = self.calls[call.name]
                 violations = [*_rank_violations(layout, world_size), *_kind_violations(call, layout)]
                 yield from (f"{call.name}: {text}" for text in violations)
-                engines += [layout] if layout.engine == VLLM and not violations else []
+                engines += [layout] if layout.engine != OWN and not violations else []
         yield from _engine_violations(engines, world_size)
         optimizers = tuple(map(optimizer_of, graph.trained_roles))
         for name in sorted(self.offload.difference(optimizers)):
@@ -218,14 +224,14 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
         refused |= {"micro_batch_tokens": layout.micro_batch_tokens != -1, "loss_chunk": layout.loss_chunk}
         if unsupported := [name for name, value in refused.items() if value]:
             yield f"a generate call does not support {', '.join(unsupported)}: remove them"
-    if layout.engine not in ENGINES:
-        yield f"engine={layout.engine!r} must be one of {', '.join(ENGINES)}"
+    if layout.engine not in ENGINES and not layout.served:
+        yield f"engine={layout.engine!r} must be one of {', '.join(ENGINES)}, or the URL of a server"
     elif layout.engine != OWN and kind != "generate":
         yield f"engine={layout.engine!r} decodes, which only a generate call does: remove it"
-    elif layout.engine == VLLM and ((dims.pp, dims.sp) != (1, 1) or dims.ep not in (1, dims.tp) or layout.mlp_tile):
+    elif layout.engine != OWN and ((dims.pp, dims.sp) != (1, 1) or dims.ep not in (1, dims.tp) or layout.mlp_tile):
         yield (
-            f"engine='vllm' divides a model only over tp, and its experts over as many ranks or none, got {dims} and "
-            f"mlp_tile={layout.mlp_tile}: use pp=1, ulysses=1, ring=1, ep=1 or {dims.tp}, and no mlp_tile"
+            f"engine={layout.engine!r} divides a model only over tp, and its experts over as many ranks or none, got "
+            f"{dims} and mlp_tile={layout.mlp_tile}: use pp=1, ulysses=1, ring=1, ep=1 or {dims.tp}, and no mlp_tile"
         )
     if kind != "train_step" and (layout.ac != "none" or layout.ac_offload):
         yield "ac and ac_offload keep less for a backward, which only a train_step call has: remove them"
@@ -242,10 +248,11 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
 
 
 def _engine_violations(layouts: Sequence[CallLayout], world_size: int) -> Iterator[str]:
-    """Yield why the process groups of vLLM, one set in a process, cannot be those of its calls."""
+    """Yield why the process groups of vLLM, one set in a process, cannot be those of its calls, or why a server with
+    one set of weights cannot be theirs."""
     if len({layout.of_weights for layout in layouts}) > 1:
-        yield f"calls with engine='vllm' must have one layout, got {'; '.join(map(str, dict.fromkeys(layouts)))}"
-    for layout in dict.fromkeys(layouts):
+        yield f"calls with an engine must have one layout, got {'; '.join(map(str, dict.fromkeys(layouts)))}"
+    for layout in dict.fromkeys(layout for layout in layouts if layout.engine == VLLM):
         tp = layout.dims.tp
         blocks = [list(range(group[0], group[0] + tp)) for group in layout.groups if group[0] % tp == 0]
         if world_size % tp or blocks != list(map(list, layout.groups)):

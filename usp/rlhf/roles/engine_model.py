@@ -13,7 +13,7 @@ from parallel.reallocation.boxes import local_box, local_part
 from usp.hf.disk import disk_layout, stored_tensors
 from usp.hf.lora import Lora, MergedWeights
 from usp.hf.models import empty_model
-from usp.rlhf.generation.vllm import VllmEngine, whole_tensors, whole_vocabulary
+from usp.rlhf.generation.vllm import VllmEngine, pieces_of, whole_vocabulary
 from usp.rlhf.plan.plan import CallLayout
 
 from .role_model import RoleModel, RoleSpec
@@ -35,6 +35,8 @@ class EngineModel(RoleModel):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters and persistent buffers that this rank's engine needs, without memory; or adapters."""
+        if not self._vllm.receives:
+            return {}
         return {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             if self.spec.lora is None and self._is_whole(weight)
@@ -54,11 +56,12 @@ class EngineModel(RoleModel):
         super().release()
         self._vllm.sleep()
 
-    def take(self, rounds: Iterator[Mapping[str, Tensor]]) -> None:
-        """Give the engine this rank's boxes of all weights, in rounds. Collective over the mesh."""
+    def take(self, rounds: Iterator[Mapping[str, Tensor]]) -> int:
+        """Give the engine this rank's boxes of all weights, in rounds; return the bytes that left the run for it.
+        Collective over the mesh."""
         if self.spec.lora is not None:
             rounds = self._merged(rounds, self.spec.lora)
-        self._vllm.load(pair for parts in rounds for pair in whole_tensors(parts, self._boxes, self._on_disk))
+        return self._vllm.load(piece for parts in rounds for piece in pieces_of(parts, self._boxes, self._on_disk))
 
     def _merged(self, rounds: Iterator[Mapping[str, Tensor]], lora: Lora) -> Iterator[Mapping[str, Tensor]]:
         for _ in rounds:  # which fill the adapters
@@ -82,4 +85,5 @@ class EngineModel(RoleModel):
         if self.spec.lora is not None:
             return {name: self.weights()[name] for name in names}
         weights, device = self.weights(), torch.device(self.mesh.device_type)
-        return {name: torch.empty(self._boxes[name].sizes, dtype=weights[name].dtype, device=device) for name in names}
+        held = [name for name in names if name in weights]
+        return {name: torch.empty(self._boxes[name].sizes, dtype=weights[name].dtype, device=device) for name in held}

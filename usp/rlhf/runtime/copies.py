@@ -169,7 +169,7 @@ class RoleCopies:
                 yield parts
 
         if isinstance(model, EngineModel):
-            model.take(rounds())
+            event.sent += model.take(rounds())
         else:
             for _ in rounds():
                 pass

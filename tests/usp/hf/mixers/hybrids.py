@@ -80,6 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "mamba2": {"num_heads": 6, "head_dim": 8, "state_size": 4, "n_groups": 2, "chunk_size": 8},
+    "minimax": {"layer_types": KINDS, "head_dim": 8, "block_size": 5, "num_local_experts": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     "mamba": {"state_size": 4, "time_step_rank": 4},
     "jamba": {

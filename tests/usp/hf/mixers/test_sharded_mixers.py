@@ -27,6 +27,7 @@ CHOICE = [
     ("kimi_linear", 2, 1, ("zigzag",)),
     ("bamba", 2, 2, ("zigzag",)),
     ("falcon_h1", 1, 2, ("contiguous",)),
+    ("minimax", 2, 2, ("zigzag", "striped")),
     ("lfm2", 4, 1, ("zigzag", "contiguous", "striped")),
 ]
 
@@ -179,4 +180,5 @@ def test_mixers_are_found_by_what_they_call() -> None:
     assert kinds["kimi_linear"] == {"Kimi delta attention"}
     assert kinds["nemotron_h"] == kinds["zamba2"] == {"Mamba-2"}
     assert kinds["jamba"] == {"Mamba"}
+    assert sharded_mixers(hybrid("minimax")) == {"model.layers.0.self_attn": "lightning attention"}
     assert sharded_mixers(hybrid("lfm2")) == {"model.layers.0.conv": "short convolution"}

@@ -61,11 +61,14 @@ CHOSEN = {
     "qwen3_next": ["u2 r2"],  # gated delta rule
     "falcon_h1": ["u2 r2"],  # Mamba-2 beside attention
     "mamba": ["u2 r2"],  # no attention
+    "minimax": ["u2 r2", "pp2"],  # lightning attention
     "stablelm": ["pp2 u2"],  # layers that do not pass the cache on
     "zamba2": ["u2"],  # attention layers that all call themselves layer -1
     "deepseek_v32": ["u2 r2"],  # keys that an indexer chooses
     "glm_moe_dsa": ["pp2 u2"],  # for several layers
+    "deepseek_v4": ["alone", "u2 r2", "r2", "u2"],  # compressed keys
     "hy_v4": ["r2"],
+    "minimax_m3_vl_text": ["alone", "u2 r2"],  # blocks of them for each KV head
     "longrope": ["u2"],
     "dynamic": ["u2 r2"],
 }

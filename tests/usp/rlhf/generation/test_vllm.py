@@ -15,9 +15,11 @@ import yaml
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.e2e.processes import ROOT, Ended, Run
+from tests.usp.rlhf.generation.vllm_server import vllm_server
 from usp.data.tokenizer import BYTE_EOS, BYTE_VOCAB
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
+from usp.rlhf.served import WORKER
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="the package vllm is not installed: see .ci/vllm"
@@ -67,6 +69,10 @@ TURNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"ranks": "2-3"},
     ),
 }
+SERVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {  # by a server, with as many workers as tp
+    "llama, u2 r2, a server of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
+    "qwen3_moe, ppo, tp2 pp2, a server of tp 1": ("qwen3_moe", "ppo", TP2_PP2, {"ranks": "0-3"}),
+}
 EPISODES = {"max_new_tokens": 40, "stop_ids": STOPS, "max_observation_tokens": 192, "reward_failure": "zero"}
 ENVIRONMENT = """
 import json
@@ -95,18 +101,22 @@ def odd(prompt, response, answer):
 """
 
 
+def whole_model(family: str) -> Any:
+    model = empty_model(FAMILIES[family])
+    materialise(model, torch.device("cpu"))
+    initialise(model, 0)
+    return model
+
+
 def options_of(case: tuple[str, str, dict[str, Any], dict[str, Any]], folder: Path) -> dict[str, Any]:
     """Write the model, the reward and the plan of a case; return its options."""
     family, algorithm, degrees, generate = case
-    model: Any = empty_model(FAMILIES[family])
-    materialise(model, torch.device("cpu"))
-    initialise(model, 0)
-    model.save_pretrained(folder / "model")
+    whole_model(family).save_pretrained(folder / "model")
     (folder / "reward.py").write_text(REWARD)
     train = {"ranks": "0-3"} | degrees
     inference = {key: value for key, value in train.items() if key not in ("zero", "tp_sequence_parallel")}
     calls = {
-        "actor_generate": {**generate, "engine": "vllm"},
+        "actor_generate": {"engine": "vllm", **generate},
         "actor_train": train,
         "ref_inference": inference,
         "reward": {"ranks": generate["ranks"]},
@@ -133,10 +143,37 @@ def options_of(case: tuple[str, str, dict[str, Any], dict[str, Any]], folder: Pa
 
 @pytest.mark.parametrize("name", CASES | ADAPTERS | TURNS | CHANGES)
 def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Path) -> None:
-    case = (CASES | ADAPTERS | TURNS | CHANGES)[name]
+    told = compared(name, (CASES | ADAPTERS | TURNS | CHANGES)[name], tmp_path)
+    for awake, asleep, resident in filter(None, (each["freed"] for each in told)):
+        assert awake > CACHE * 2**30 * 0.9 and asleep == 0
+        assert resident > awake * 0.9
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_responses_of_a_server_are_those_of_our_own_decoding(name: str, tmp_path: Path) -> None:
+    family, algorithm, degrees, generate = SERVED[name]
+    tp, model = generate.get("tp", 1), whole_model(family)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()  # what it is started with does not matter
+    model.save_pretrained(tmp_path / "other")
+    flags = ["--skip-tokenizer-init", "--generation-config", "vllm", "--max-model-len", "512", "--block-size", "32"]
+    flags += ["--tensor-parallel-size", str(tp), "--worker-extension-cls", WORKER]
+    flags += ["--logprobs-mode", "processed_logprobs"]
+    with vllm_server(tmp_path / "other", tmp_path / "log", *flags) as url:
+        told = compared(name, (family, algorithm, degrees, {**generate, "engine": url}), tmp_path)
+    divided = [weight.nbytes // (tp if weight.ndim > 1 else 1) for weight in model.parameters()]
+    for rank, each in enumerate(told):
+        assert each["left"] and set(each["left"]) == {sum(divided) if rank < tp else 0}
+
+
+def compared(name: str, case: tuple[str, str, dict[str, Any], dict[str, Any]], tmp_path: Path) -> list[Any]:
+    """Run a case, compare its tokens, log-probabilities and bytes; return what its ranks wrote."""
     ranks = 6 if case[3]["ranks"].startswith("4") else 4
     options = options_of(case, tmp_path) | {"eval_every": STEPS, "eval_prompts": 8, "eval_temperature": 0.0}
     options |= {"lora_rank": 4} if name in ADAPTERS else {"delta_updates": name in CHANGES}
+    if name in SERVED:
+        del options["rollout_cache"]
     if name in TURNS:
         (tmp_path / "lengths.py").write_text(ENVIRONMENT)
         del options["reward_function"]
@@ -158,9 +195,7 @@ def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Pat
     else:
         assert all(received == minimum for each in told for received, minimum in each["moved"])
     assert sum(received for each in told for received, _ in each["moved"]) > 0
-    for awake, asleep, resident in filter(None, (each["freed"] for each in told)):
-        assert awake > CACHE * 2**30 * 0.9 and asleep == 0
-        assert resident > awake * 0.9
+    return told
 
 
 def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Every rank writes how the engine's greedy responses compare with our own decoding of the trained weights in one process,
 before the first and after the last step; the drift of each step; the bytes that it received for each update, and that
-it lacked; the memory of its engine, awake and asleep, and what of the process's memory sleeping freed."""
+it lacked, and those that it sent to a server; the memory of its engine, awake and asleep, and what of the process's
+memory sleeping freed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from parallel import ParallelDims, ParallelMesh
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.generation.generate import Generator
-from usp.rlhf.generation.vllm import VllmEngine
+from usp.rlhf.generation.vllm import ServedEngine, VllmEngine
 from usp.rlhf.graph import Generate
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.prepare import prepare
@@ -34,7 +35,7 @@ from usp.rlhf.trainer import RlhfTrainer
 from usp.run.launch import Launch, StopRequest, process_group
 from usp.run.watchdog import Watchdog
 
-GENERATE, RUN = VllmEngine.generate, Executor.run
+GENERATE, LOAD, RUN = VllmEngine.generate, ServedEngine.load, Executor.run
 
 
 def resident() -> int:
@@ -65,12 +66,17 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
     works = [call.work for call in run.graph.calls if isinstance(call.work, Generate)]
     episodes = works[0].episodes and replace(works[0].episodes, examples=run.held_out, failures=[])
 
-    def recorded(self: VllmEngine, prompts: Any, work: Generate, *others: Any) -> Any:
-        responses = GENERATE(self, prompts, work, *others)
+    def recorded(self: VllmEngine, prompts: Any, work: Generate, *others: Any, **partial: Any) -> Any:
+        responses = GENERATE(self, prompts, work, *others, **partial)
         seen.append((prompts, replace(work, episodes=None), others, responses))  # of which ranks tell each other
         return responses
 
     moved: list[tuple[int, int]] = []
+    left: list[int] = []
+
+    def loading(self: ServedEngine, pieces: Any) -> int:
+        left.append(LOAD(self, pieces))
+        return left[-1]
 
     def moving(self: Executor, *others: Any) -> Any:
         result = RUN(self, *others)
@@ -106,6 +112,7 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
         process_group(launch, run.device, 300),
         Watchdog(launch, 300, None) as watchdog,
         patch.object(VllmEngine, "generate", recorded),
+        patch.object(ServedEngine, "load", loading),
         patch.object(Executor, "run", moving),
     ):
         (folder / "run").mkdir(exist_ok=True)
@@ -115,14 +122,14 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
             told["drift"].append(trainer.step(number).metrics["logprob_difference_max"])
         told["after"] = compare(trainer)
         engine = trainer._engine
-        if engine is not None:
+        if engine is not None and not isinstance(engine, ServedEngine):
             engine.wake()
             for storage in engine._storages():  # which takes memory where it is written
                 torch.empty(0, dtype=torch.uint8).set_(storage).fill_(1)
             awake, before = engine.nbytes, resident()
             engine.sleep()
             told["freed"] = [awake, engine.nbytes, before - resident()]
-        told["moved"] = moved
+        told |= {"moved": moved, "left": left}
         (folder / f"{rank}.json").write_text(json.dumps(told))
         dist.barrier()
         os._exit(0)

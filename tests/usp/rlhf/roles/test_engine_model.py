@@ -6,6 +6,7 @@ The stand-in takes what vLLM's loaders are given, keeps what vLLM's ranks would 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,7 @@ from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.runtime.copies import layer_plans
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.runtime.measure import SENT_BYTES, WHOLE_BYTES
+from usp.rlhf.served import Piece
 
 STEPS, RANKS = 3, 4
 ALL, FIRST, LAST = (0, 1, 2, 3), (0, 1), (2, 3)
@@ -69,6 +71,8 @@ LORA = Lora(rank=4, alpha=64, targets=("down_proj", "q_proj", "v_proj"))
 class StandIn:
     """Decodes with the weights of a tensor-parallel group, each part from the rank whose part it is."""
 
+    receives = True
+
     def __init__(self, spec: RoleSpec, mesh: ParallelMesh, alone: ParallelMesh) -> None:
         self.spec, self.mesh, self.awake = spec, mesh, False
         layout = CallLayout((dist.get_rank(),), ParallelDims(dp_shard=1))
@@ -83,14 +87,15 @@ class StandIn:
         for weight in self.whole.weights().values():
             weight.fill_(math.nan)
 
-    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load(self, pieces: Iterator[Piece]) -> int:
         assert self.awake
         model, group = self.whole.stage.model, self.mesh.group("tp")
         shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
         layout = disk_layout(model, shapes)
         places = {tensor.name: tensor for tensors in layout.values() for tensor in tensors}
         own = self.whole.weights()
-        for name, value in weights:
+        for piece in pieces:
+            name, value = piece.name, piece.whole()
             parts = [torch.empty_like(value) for _ in range(group.size())]
             dist.all_gather(parts, value.contiguous(), group=group)
             for part in parts:
@@ -98,6 +103,7 @@ class StandIn:
             place = places.pop(name)
             own[place.parameter][place.box.slices()] = value.view(place.box.sizes)
         assert not places, f"not given: {list(places)}"
+        return 0
 
     def generate(self, *prompts: Any, **begun: Any) -> list[GeneratedResponse]:
         assert self.awake
@@ -153,19 +159,17 @@ def plan_of(graph: DataflowGraph, train: CallLayout, generate: CallLayout) -> Ex
     return ExecutionPlan("mine", {call.name: by_kind[call.kind] for call in graph.calls})
 
 
-def swap_halves(parts: Any, boxes: Any, on_disk: Any) -> Iterator[tuple[str, Tensor]]:
+def swap_halves(parts: Any, boxes: Any, on_disk: Any) -> Iterator[Piece]:
     """As if the halves of fused parameters were taken for each other."""
-    for name, tensor in vllm.whole_tensors(parts, boxes, on_disk):
-        yield (
-            (name.replace("gate_proj", "up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_proj")),
-            tensor,
-        )
+    other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    for piece in vllm.pieces_of(parts, boxes, on_disk):
+        yield piece._replace(name=re.sub("|".join(other), lambda found: other[found[0]], piece.name))
 
 
 def run_all(broken: bool = False) -> dict[str, list[Any]]:
     groups = ProcessGroups()
     if broken:
-        with patch.object(engine_model, "whole_tensors", swap_halves):
+        with patch.object(engine_model, "pieces_of", swap_halves):
             return {"broken": [steps_of(name, VLLM, groups) for name in list(CASES)[:1]]}
     return {name: [steps_of(name, engine, groups) for engine in (OWN, VLLM)] for name in CASES}
 
@@ -251,7 +255,8 @@ def test_only_a_ranks_part_has_values() -> None:
     on_disk = {
         "w": [DiskTensor("a", "w", Box((0, 0), (3, 3)), (3, 3)), DiskTensor("b", "w", Box((3, 0), (1, 3)), (3,))]
     }
-    (_, first), (_, second) = vllm.whole_tensors({"w": torch.arange(6.0).view(2, 3)}, {"w": box}, on_disk)
+    parts = {"w": torch.arange(6.0).view(2, 3)}
+    first, second = (piece.whole() for piece in vllm.pieces_of(parts, {"w": box}, on_disk))
     assert first.isnan().all(1).tolist() == [True, True, False] and first[2].tolist() == [0, 1, 2]
     assert second.tolist() == [3, 4, 5]
 

@@ -70,16 +70,19 @@ CHOSEN = {
     "stablelm": ["u2 r2, recomputed"],  # layers that do not pass documents on to attention
     "glm4_moe": ["tp2 ep2"],  # GLM-4.5's norms of queries and keys
     "mamba": ["u2 r2"],  # no attention
+    "minimax": ["u2 r2, recomputed", "pp2 ep2"],  # lightning attention, buffers that checkpoints hold
     "cohere2": ["u2 r2"],  # parallel blocks, layers without rotary positions, logit scale
     "phi3": ["pp2 r2"],  # fused projections
     "gpt_oss": ["ep2 dp2 r2"],  # experts with biases, transposed and interleaved; sinks; balanced
     "deepseek_v3": ["pp2 ep2"],  # grouped and biased routing, shared experts, a dense layer, latent attention
     "glm_moe_dsa": ["u2 r2, recomputed"],  # keys that an indexer chooses
+    "minimax_m3_vl_text": ["u2 r2, recomputed", "pp2 ep2"],  # blocks of them
     "gemma4_text": ["u2 r2"],  # wider heads in some layers, embeddings for each layer
     "dots3_note_text": ["ep2 dp2 r2"],  # more heads in some layers
     "opt": ["pp2 r2"],  # a decoder within the backbone
     "dbrx": ["pp2 r2"],  # experts outside of the interface, balanced
     "hy_v4": ["u2 r2"],  # parameters after the layers that are on no stage
+    "deepseek_v4": ["u2 r2, recomputed"],  # compressed keys, experts by hash
     "phi4_multimodal": ["u2 r2"],  # encoders that text does not reach
 }
 

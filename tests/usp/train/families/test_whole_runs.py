@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from usp.hf.models import load_model_config, materialise
-from usp.rlhf.generation.generate import Generator
+from usp.rlhf.generation.generate import Generator, generation_problems
 from usp.rlhf.graph import Generate
 from usp.train.build import EngineRecipe, build_stages, first_weights
 from usp.train.checkpoints import CHECKPOINTS
@@ -36,16 +36,19 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "glm4_moe": EXPERTS | {"tp2 ep2": {"tp": 2, "tp_sequence_parallel": True, "ep": 2, "sp_ring": 2}},
     "gpt_oss": EXPERTS,
     "qwen3_next": EXPERTS,
+    "minimax": EXPERTS,
     "deepseek_v32": EXPERTS,
     "glm_moe_dsa": EXPERTS,
     "axk2": EXPERTS,
+    "minimax_m3_vl_text": EXPERTS,
+    "deepseek_v4": {name: EXPERTS[name] for name in ("ep2 dp2 r2", "ep4 u2 r2")},  # on no stages
 }
 TOKENS = 6
 PROMPTS = [torch.arange(3, 20), torch.arange(40, 45), torch.tensor([9])]
 
 
 def test_mixtures_checkpoints_exports_and_tokens(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
-    chosen, steps_of_a_run = (MODELS, 10) if exhaustive else (("qwen3_next",), 2)
+    chosen, steps_of_a_run = (MODELS, 10) if exhaustive else (("qwen3_next", "deepseek_v4"), 2)
     for model_type in chosen:
         folder = tmp_path / model_type
         write_tiny(model_type, folder / "tiny")
@@ -55,7 +58,8 @@ def test_mixtures_checkpoints_exports_and_tokens(ranks: RankPool, tmp_path: Path
             assert not isinstance(found[0], str), (model_type, mixture, found[0])
             assert difference(found[0], expected) <= 1e-5, (model_type, mixture, difference(found[0], expected))
         resumes_and_exports(ranks, model_type, folder, steps_of_a_run)
-        generates_as_transformers_does(ranks, folder / "resumed" / "model", exhaustive)
+        if not generation_problems(load_model_config(str(folder / "tiny"))):
+            generates_as_transformers_does(ranks, folder / "resumed" / "model", exhaustive)
 
 
 def resumes_and_exports(ranks: RankPool, model_type: str, folder: Path, steps_of_a_run: int) -> None:

@@ -1,0 +1,370 @@
+"""Rollouts by a server, here a stand-in for vLLM's: steps are those of our own decoding, errors are named.
+
+The stand-in has the interface of a vLLM server in development mode. Its workers are `Worker`s, which receive weights as
+vLLM's do, and it decodes with transformers and the noise of our own decoding.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from tests.harness.ranks import RankError, RankPool
+from tests.usp.rlhf.test_reference import begun
+from tests.usp.tiny import SIZES, drawn_model
+from usp.data.tokenizer import BYTE_VOCAB
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.dry_run import dry_run_calls
+from usp.rlhf.generation.decoding import sample, sequence_key, token_keys
+from usp.rlhf.graph import Generate
+from usp.rlhf.prepare import prepare
+from usp.rlhf.runtime.executor import Executor
+from usp.rlhf.served import Piece, Requests, RolloutServer, Worker
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+
+MODEL = LlamaConfig(**SIZES | {"vocab_size": BYTE_VOCAB, "num_key_value_heads": 4})
+RUN = Executor.run
+KEYS = token_keys(BYTE_VOCAB)
+CONFIG = RlhfConfig(
+    algorithm="grpo",
+    tokenizer="bytes",
+    max_new_tokens=6,
+    steps=3,
+    warmup_steps=0,
+    sft_steps=0,
+    learning_rate=3e-3,
+    prompts=4,
+    group_size=2,
+    zero=1,
+    device="cpu",
+    dtype="float32",
+)
+APART: dict[str, Any] = {"plan": "separation", "rollout": "tp=2", "sp_ulysses": 2}
+# ranks, tensor-parallel size of the server, options of the run
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one rank": (1, 1, {}),
+    "two data-parallel ranks": (2, 1, {}),
+    "tp 2 on ranks of its own": (4, 2, APART),
+}
+
+
+class StandIn(Worker):
+    device = torch.device("cpu")
+
+    def __init__(self, server: Stub, rank: int) -> None:
+        self.rank, self.server = rank, server
+        self.held: dict[str, Tensor] = {}
+        self.model_runner = SimpleNamespace(get_model=lambda: server.model)
+        of_model = {"dtype": torch.float32, "max_model_len": 256, "generation_config": "vllm", "hf_config": MODEL}
+        of_model |= {"logprobs_mode": "processed_logprobs"}
+        parallel = {"tensor_parallel_size": server.tp, "world_size_across_dp": server.tp}
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(**of_model),
+            parallel_config=SimpleNamespace(**parallel, enable_expert_parallel=False),
+        )
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        for number, (name, value) in enumerate(weights_iterator):
+            self.held[name] = value
+            if self.server.breaks == "worker" and number == 3:
+                raise IndexError("no such block")
+
+
+class Stub(ThreadingHTTPServer):
+    """breaks: what goes wrong. fails: how the next requests for tokens fail. sizes: bytes that arrived, by update."""
+
+    daemon_threads = True
+
+    def __init__(self, tp: int = 1) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.tp, self.model, self.version, self.paused = tp, drawn_model(MODEL, 5), "default", False
+        self.breaks, self.fails, self.sizes, self.asked = "", list[str](), list[int](), list[dict[str, Any]]()
+        self.workers = [StandIn(self, rank) for rank in range(tp)]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def rpc(self, method: str, args: dict[str, Any]) -> list[Any]:
+        with ThreadPoolExecutor(self.tp) as pool:
+            found = list(pool.map(lambda worker: getattr(worker, method)(**args), self.workers))
+        if method == "usp_receive":
+            assert self.paused
+            parts = [worker.held for worker in self.workers]
+            self.sizes.append(sum(int((~x.isnan()).sum()) * 4 for held in parts for x in held.values()))
+            whole = dict(parts[0])
+            for name, value in whole.items():
+                for part in parts[1:]:
+                    whole[name] = value = value.where(~value.isnan(), part[name])
+                assert not value.isnan().any(), name
+            self.model.load_state_dict(whole)
+        return found
+
+
+@contextmanager
+def stub(tp: int = 1) -> Iterator[Stub]:
+    server = Stub(tp)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Stub
+
+    def do_GET(self) -> None:
+        told = {"/v1/models": {"data": [{"id": "policy"}]}, "/weight_info": {"weight_version": self.server.version}}
+        self.reply(told[self.path])
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        path, _, query = self.path.partition("?")
+        if path == "/collective_rpc":
+            try:
+                self.reply({"results": self.server.rpc(asked["method"], asked.get("kwargs", {}))})
+            except Exception as error:
+                self.send_error(500, f"{type(error).__name__}: {error}")
+        elif path in ("/pause", "/resume"):
+            assert path == "/resume" or query == "mode=abort&clear_cache=true"
+            self.server.paused = path == "/pause"
+            self.reply({})
+        elif path == "/update_weight_version":
+            self.server.version = "default" if self.server.breaks == "restarted" else asked["new_version"]
+            self.reply({})
+        else:
+            assert path == "/v1/completions" and asked["model"] == "policy" and not self.server.paused
+            self.complete(asked)
+
+    def complete(self, asked: dict[str, Any]) -> None:
+        self.server.asked.append(asked)
+        fails = self.server.fails.pop(0) if self.server.fails else ""
+        if fails == "503":
+            self.send_error(503, "loading")
+            return
+        self.send_response(200)
+        self.end_headers()
+        assert asked["stream"] and asked["return_token_ids"] and asked["ignore_eos"] and asked["logprobs"] == 0
+        work = Generate(temperature=asked["temperature"], top_k=asked["top_k"], top_p=asked["top_p"])
+        ids = list(asked["prompt"])
+        for number in range(asked["max_tokens"]):
+            if number == 2 and fails == "cut":
+                return
+            with torch.no_grad():
+                logits = self.server.model(torch.tensor([ids])).logits[:, -1]
+            token, logprob = sample(logits, torch.tensor([sequence_key(asked["seed"], number)]), KEYS, work)
+            ids.append(int(token))
+            stops = ids[-1] in asked["stop_token_ids"]
+            end = "stop" if stops else "length" if number + 1 == asked["max_tokens"] else None
+            choice = {"token_ids": ids[-1:], "logprobs": {"token_logprobs": [float(logprob)]}, "finish_reason": end}
+            if fails == "nan":
+                choice["logprobs"] = {"token_logprobs": [None]}
+            self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            if stops:
+                break
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def reply(self, body: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("server")
+    drawn_model(MODEL).save_pretrained(folder / "model")
+    rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(
+        "def odd(prompt, response, answer):\n    return sum(map(ord, response)) % 5 + len(response) / 8\n"
+    )
+    (folder / "lengths.py").write_text(
+        "class Lengths:\n    def reset(self, sample):\n        self.turns = 0\n\n    def step(self, turn):\n"
+        "        self.turns += 1\n        return str(len(turn) ** 3), len(turn) % 3 / 2, self.turns == 3\n"
+    )
+    return folder
+
+
+def of(folder: Path, output: Path, **changes: Any) -> RlhfConfig:
+    files = {"data": str(folder / "questions.jsonl"), "model": str(folder / "model")}
+    files |= {"reward_function": f"{folder / 'reward.py'}:odd", "output": str(output)}
+    return replace(CONFIG, **files | changes)
+
+
+def steps_of(config: RlhfConfig) -> list[dict[str, Any]]:
+    moved: list[tuple[int, int]] = []
+
+    def moving(self: Executor, *others: Any) -> Any:
+        result = RUN(self, *others)
+        events = [] if result is None else result.events
+        updates = [event for event in events if event.kind == "reallocate" and "generate" in event.name]
+        moved.extend((event.received, event.minimum) for event in updates)
+        return result
+
+    with patch.object(Executor, "run", moving):
+        trainer = begun(config)
+        return [trainer.step(number).metrics | {"moved": moved} for number in range(1, config.steps + 1)]
+
+
+def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        for key in ("actor/loss", "actor/grad_norm", "score"):
+            assert one[key] == pytest.approx(other[key], rel=1e-5, abs=2e-6), key
+        assert one["logprob_difference_max"] < 1e-5
+        assert all(received == minimum for received, minimum in one["moved"])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_steps_are_those_of_our_own_decoding(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
+    size, tp, options = LAYOUTS[name]
+    stops = {"stop_ids": ",".join(map(str, range(0, BYTE_VOCAB, 9)))}
+    wanted = ranks.run(steps_of, 1, of(folder, tmp_path / "own", **stops))[0]
+    with stub(tp) as server:
+        config = of(folder, tmp_path / "served", rollout_engine=server.url, **stops, **options)
+        for found in ranks.run(steps_of, size, config):
+            same(found, wanted)
+    model = drawn_model(MODEL)
+    divided = [x.nbytes // (tp if x.ndim > 1 else 1) for x in model.parameters()]
+    assert server.sizes == [tp * sum(divided)] * CONFIG.steps
+    assert len(server.asked) == CONFIG.steps * CONFIG.prompts * CONFIG.group_size
+
+
+def evaluated(config: RlhfConfig) -> tuple[dict[str, float], list[list[int]]]:
+    """The metrics of an evaluation, and its responses on rank 0."""
+    trainer = begun(config)
+    assert trainer.evaluator is not None
+    metrics, samples = trainer.evaluator.run(0)
+    responses = [] if samples is None else [each.tolist() for each in samples["tokens"]]
+    return {key: value for key, value in metrics.items() if not key.endswith("seconds")}, responses
+
+
+def test_turns_go_on_and_stop_strings_end(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    """At temperature 0, where noise does not matter."""
+    turns = {"environment": f"{folder / 'lengths.py'}:Lengths", "max_observation_tokens": 40}
+    turns |= {"reward_function": RlhfConfig.reward_function, "stop_ids": ",".join(map(str, range(0, BYTE_VOCAB, 5)))}
+    strings = {"stop": json.dumps([chr(code) for code in range(32, 80)])}
+    for number, options in enumerate((turns, strings)):
+        options |= {"eval_every": 1, "eval_prompts": 4, "eval_temperature": 0.0, "max_new_tokens": 12}
+        wanted, responses = ranks.run(evaluated, 1, of(folder, tmp_path / f"own{number}", **options))[0]
+        with stub(2) as server:
+            config = of(folder, tmp_path / f"served{number}", rollout_engine=server.url, **options, **APART)
+            found = ranks.run(evaluated, 4, config)
+        assert found[0][1] == responses and responses
+        assert all(metrics == pytest.approx(wanted) for metrics, _ in found)
+
+
+def test_partial_rollouts_go_on(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    with stub(2) as server:
+        options = APART | {"staleness": 2, "partial_rollouts": True, "oversample": 1.5, "max_new_tokens": 24}
+        for found in ranks.run(steps_of, 4, of(folder, tmp_path / "run", rollout_engine=server.url, **options)):
+            assert len(found) == CONFIG.steps and all(step["actor/grad_norm"] > 0 for step in found)
+        begun = [asked for asked in server.asked if asked["max_tokens"] < 24]
+        assert begun, "no response went on"
+
+
+def answers(server: Stub, prompts: int = 1) -> Tensor:
+    """The tokens of requests, and their log-probabilities."""
+    requests, found = Requests(RolloutServer(server.url, pause=0.01).named(), 2), dict[str, list[Any]]()
+    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 3, "stop_token_ids": [], "ignore_eos": True}
+    for number in range(prompts):
+        requests.begin(str(number), range(4 + number), 5, sampling | {"logprobs": 0})
+        found[str(number)] = []
+    left = prompts
+    try:
+        while left:
+            for written in requests.step():
+                found[written.request] += written.tokens
+                left -= written.end is not None
+    finally:
+        requests.close()
+    return torch.tensor(list(found.values()))
+
+
+def test_requests_are_tried_again_and_go_on_where_they_broke() -> None:
+    with stub() as server:
+        wanted = answers(server, 5)
+        assert wanted.shape == (5, 5, 2)
+        server.fails = ["503", "cut", "503"]
+        torch.testing.assert_close(answers(server, 5), wanted)
+        assert any(asked["max_tokens"] == 3 and len(asked["prompt"]) > 5 for asked in server.asked)
+        server.fails = ["503"] * 3
+        with pytest.raises(RuntimeError, match=r"/v1 failed 3 times: HTTPError: HTTP Error 503: loading"):
+            answers(server)
+
+
+BREAKS = {
+    "worker": r"the rollout server http.*/v1 for actor_generate failed on rank 0 while its weights were updated: "
+    r"OSError: HTTP Error 500: IndexError: no such block",
+    "restarted": r"failed on rank 0 while it decoded: RuntimeError: its weights are of version default and not \w+-1",
+    "nan": r"logits of response \d+ are not finite",
+    "gone": r"the rollout server .* failed on rank 0 while it decoded: RuntimeError: http.* failed 3 times",
+}
+
+
+@pytest.mark.parametrize("breaks", BREAKS)
+def test_a_server_that_fails_is_named(ranks: RankPool, folder: Path, tmp_path: Path, breaks: str) -> None:
+    with stub() as server:
+        server.breaks = breaks
+        server.fails = {"nan": ["nan"] * 8, "gone": ["503"] * 99}.get(breaks, [])
+        begin = time.monotonic()
+        with pytest.raises(RankError, match=BREAKS[breaks]):
+            ranks.run(steps_of, 1, of(folder, tmp_path / "run", rollout_engine=server.url))
+        assert time.monotonic() - begin < 100, "noticed by the end of a request, not by a limit of time"
+
+
+def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> None:
+    def refused(said: str, tp: int = 1, size: int = 1, **changes: Any) -> None:
+        with stub() as server:
+            server.workers[0].vllm_config.parallel_config.tensor_parallel_size = tp
+            config = of(folder, tmp_path / "run", **{"rollout_engine": server.url} | changes)
+            with pytest.raises(ConfigurationError, match=said):
+                prepare(config, Launch(0, size, local_world_size=size))
+
+    refused(r"it needs --tensor-parallel-size 1, the tp of its generate call, and has 2", tp=2)
+    refused(r"it needs the policy's --dtype, and has float32", dtype="bfloat16")
+    refused(r"it needs --logprobs-mode raw_logprobs, and has processed_logprobs", top_k=5)
+    refused(r"it needs --max-model-len 256, and has 200|it needs a model with", model="tiny", dtype="float32")
+    refused(r"--lora-rank is not supported with a server", lora_rank=4)
+    refused(r"--delta-updates is not supported with a server", delta_updates=True)
+    refused(r"--rollout-cache = 2.0 is that of vLLM, which no call decodes with", rollout_cache=2.0)
+    refused(r"divides a model only over tp", size=2, sp_ulysses=2)
+    refused(r"--rollout-engine = 'sglang' must be own, vllm or the URL of a server", rollout_engine="sglang")
+    refused(r"with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls usp", rollout_engine="http://127.0.0.1:9/v1")
+    refused(r"do not predict calls with --rollout-engine = http", plan="search")
+
+
+def test_ranks_need_no_memory_for_a_server(folder: Path, tmp_path: Path) -> None:
+    with stub() as server:
+        config = of(folder, tmp_path / "run", rollout_engine=server.url, plan="separation", rollout="dp_shard=1")
+        runs = [prepare(config, Launch(rank, 2, local_world_size=2)) for rank in range(2)]
+        calls = [call for run in runs for call in dry_run_calls(run, torch.device("cpu"))]
+        (generate,) = (call for call in calls if call.call == "actor_generate")
+    of_reference = sum(weight.nbytes for weight in drawn_model(MODEL).parameters())
+    assert not generate.by_category and generate.others_bytes == of_reference
+
+
+def test_a_piece_is_a_part_of_a_tensor() -> None:
+    piece = Piece("x", (6,), (2, 3), ((1, 2), (0, 2)), torch.tensor([[1.0, 2.0]]))
+    assert piece.whole()[3:5].tolist() == [1, 2] and int(piece.whole().isnan().sum()) == 4

