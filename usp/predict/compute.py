@@ -383,6 +383,7 @@ def held_elements(job: Job, rank: int) -> int:
     return sum(stage_units(job, stage).shard for stage in job.stages(rank))
 
 
+@shared(lambda job, rank: (job.sharding, job.place("pp", rank)))
 def trained_elements(job: Job, rank: int) -> int:
     """Return the number of parameter elements that this rank updates."""
     return sum(stage_units(job, stage).trained_shard for stage in job.stages(rank))

@@ -266,6 +266,7 @@ def footprint(job: Job, rank: int) -> Footprint:
     return Footprint(*_states(job, rank), activations, rank_host_bytes(job, rank), peak_moment(job, rank))
 
 
+@shared(lambda job, rank: (job.sharding, job.place("pp", rank), job.weights, job.config.optimizer))
 def _states(job: Job, rank: int) -> tuple[int, int, int]:
     """Return the bytes of (parameters, gradients, optimizer) in the shards of `rank`."""
     gradients = FLOAT32 * (trained := trained_elements(job, rank))
