@@ -222,7 +222,7 @@ def test_causal_traffic_relative_to_a_full_ring() -> None:
 
 def test_ulysses_inside_of_hosts_crosses_between_them_as_little_as_a_double_ring_could() -> None:
     """Two hosts, 8,192 tokens. A double ring (LoongTrain, arXiv 2406.18485) sends each block between the hosts once and
-    passes it on inside of them; what it would gain over a ring of 8, a ring of 2 around Ulysses inside of each host has.
+    passes it on inside of them. What it would gain over a ring of 8, u4 r2 with Ulysses inside of each host has.
     """
     crossing = {}  # tokens, each of an equal part of the heads: those sent, and those needed on the other host
     for mask, spec in (("causal", AttentionSpec()), ("full", AttentionSpec(causal=False))):
