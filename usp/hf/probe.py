@@ -49,8 +49,9 @@ from attention.sparse import TILE
 from usp.sp.in_order import Windows
 from usp.sp.sequence import GridChannel
 
+from .compressors import CompressorRun, compressors
 from .experts import expert_modules
-from .indexers import CompressorRun, chooses_blocks, compressors, first_positions, indexers, sharded_indexer
+from .indexers import chooses_blocks, first_positions, indexers, sharded_indexer
 from .mixers import sharded_mixers
 from .positions import BY_LENGTH, Places, follow_positions, scaled_query
 from .prune import backbone, decoder, hand_on, model_parts, prune_to_stage, stage_inputs

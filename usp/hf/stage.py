@@ -26,7 +26,7 @@ from .dropout import numbers_of
 from .expert_parallel import RouterBalance
 from .integrate import run_layers
 from .prune import backbone, decoder, model_parts
-from .router_bias import RouterBias
+from .routers import RouterBias
 
 _SLOPE, _FAR = 2.0**-20, 2.0**40  # exact in every dtype: where a softcap has not begun, and where it has ended
 _CHECKED = (-300.0, -30.0, -2.0, 0.0, 0.5, 7.0, 100.0)

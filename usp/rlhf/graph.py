@@ -110,7 +110,7 @@ class Generate:
             the reward of a turn at its last token (turn_rewards).
         partial: generation may stop, and go on with other weights. Also writes the version of the weights that wrote
             each token, as `mask` does (versions): the number of steps that had trained them.
-        routed: how many numbers say which experts a token chose, see `usp.hf.router_replay`; also writes these, of one
+        routed: how many numbers say which experts a token chose, see `usp.hf.routers`; also writes these, of one
             token after another (routed_experts). 0: does not.
     """
 

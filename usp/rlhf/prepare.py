@@ -20,7 +20,7 @@ from usp.data.tokenizer import Tokenizer, same_ids
 from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import end_of_sequence_ids, is_scalar, model_facts
-from usp.hf.router_replay import replay_problem, routed_width
+from usp.hf.routers import replay_problem, routed_width
 from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.generation.decoding import Rollout, cache_violation, capacity, row_multiple, stop_problems

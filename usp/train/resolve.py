@@ -28,7 +28,7 @@ from usp.hf.models import (
     with_vocabulary,
     without_dropout,
 )
-from usp.hf.router_bias import bias_problem
+from usp.hf.routers import bias_problem
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelFacts, ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted

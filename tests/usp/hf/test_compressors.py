@@ -29,8 +29,8 @@ from tests.usp.rlhf.test_reference import REWARD, reward_of
 from tests.usp.train.families.test_families import plain_steps, steps, write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
-from usp.hf import indexers as module_of_indexers
-from usp.hf.indexers import CompressorRun, Entries, ShardedCompressor
+from usp.hf import compressors as module_of_compressors
+from usp.hf.compressors import CompressorRun, Entries, ShardedCompressor
 from usp.hf.probe import structure, tiny_config
 from usp.losses import causal_lm_loss, global_token_count
 from usp.rlhf.generation.generate import Generator
@@ -187,7 +187,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "edges": (in_order, "exchange", without_neighbours),
     "gradients": (in_order, "exchange", without_other_gradients),
     "windows": (Windows, "of", staticmethod(one_later)),
-    "seen": (module_of_indexers, "merge_parts", lambda outs, lses, sinks: outs[0]),
+    "seen": (module_of_compressors, "merge_parts", lambda outs, lses, sinks: outs[0]),
 }
 
 

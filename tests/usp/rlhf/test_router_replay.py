@@ -20,7 +20,7 @@ from tests.usp.rlhf.test_reference import CONFIG as OTHER
 from tests.usp.rlhf.test_reference import REWARD, begun, reward_of
 from tests.usp.tiny import VOCAB
 from tests.usp.train.families.test_families import write
-from usp.hf.router_replay import ChoiceRecorder, replay_choices, replay_problem, routed_width
+from usp.hf.routers import ChoiceRecorder, replay_choices, replay_problem, routed_width
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import ROUTED

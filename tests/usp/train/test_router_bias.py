@@ -16,7 +16,7 @@ from tests.usp.hf.test_every_model import tiny_model
 from tests.usp.tiny import VOCAB as IDS
 from usp.config import TrainConfig
 from usp.hf.expert_parallel import apply_ep
-from usp.hf.router_bias import BIAS, RouterBias
+from usp.hf.routers import BIAS, RouterBias
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.checkpoints import CHECKPOINTS

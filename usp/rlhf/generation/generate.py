@@ -28,7 +28,7 @@ from usp.hf.integrate import rotary_switch, run_layers
 from usp.hf.models import SEVERAL_PARTS, ModelConfig, empty_model, model_facts
 from usp.hf.probe import MaskKind, structure
 from usp.hf.prune import model_parts
-from usp.hf.router_replay import ChoiceRecorder
+from usp.hf.routers import ChoiceRecorder
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
 from usp.rlhf.environments.episodes import Episodes
