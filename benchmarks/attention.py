@@ -9,6 +9,7 @@ the last rank's end.
     python -m benchmarks.attention --quick    # about a minute; saves nothing
     python -m benchmarks.attention --cluster  # two emulated hosts of four ranks, connected by 1 Gbit/s
     python -m benchmarks.attention --cluster --timed-kernels  # on kernels that only take time; saves nothing
+    python -m benchmarks.attention --processor  # time of the processor, in kernels and outside; saves nothing
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,6 +45,7 @@ BATCH, HEAD_DIM = 1, 64
 RATE = "1gbit"  # between the hosts of --cluster
 SYSTEMS = ("ours", "yunchang", "one process")
 GROUPED = "ours in head groups"
+FORWARD = "_scaled_dot_product_flash_attention_for_cpu"  # the kernel of all systems
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,57 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool, single: bool 
         "peak": {name: peak_bytes(runner) for name, runner in runners.items() if runner},
         "difference": differences(runners, distributed) if single else dict.fromkeys(distributed, math.nan),
     }
+
+
+def processor_milliseconds(case: Case, iterations: int) -> dict[str, list[float]]:
+    """Return the time of this rank's processor for a step, and of it in the forward and in the backward kernels; by
+    system, medians."""
+    dtype, generator = getattr(torch, case.dtype), torch.Generator().manual_seed(0)
+    counts = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    whole = [torch.randn(BATCH, case.seq_len, n, HEAD_DIM, generator=generator).to(dtype) for n in counts]
+    mesh = ParallelMesh.create(ParallelDims(ulysses=case.ulysses, ring=case.ring), device_type="cpu")
+    attention = UnifiedSPAttention(mesh, layout=case.layout, kernel="auto")
+    runners = {"ours": Runner.make(attention, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole)}
+    theirs = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
+    runners["yunchang"] = Runner.make(theirs.attention, theirs.shard, whole)
+    spent = [0.0, 0.0]
+
+    def timed(number: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            begin = time.thread_time()
+            results = kernel(*args, **options)
+            spent[number] += time.thread_time() - begin
+            return results
+
+        return call
+
+    aten, backward = torch.ops.aten, f"{FORWARD}_backward"
+    kernels = timed(0, getattr(aten, FORWARD)), timed(1, getattr(aten, backward))
+    times: dict[str, list[list[float]]] = {name: [] for name in runners}
+    with mock.patch.object(aten, FORWARD, kernels[0]), mock.patch.object(aten, backward, kernels[1]):
+        for _ in range(2 + iterations):
+            for name, runner in runners.items():
+                dist.barrier()
+                spent[:], begin = [0.0, 0.0], time.thread_time()
+                runner.step()
+                times[name].append([1e3 * x for x in (time.thread_time() - begin, *spent)])
+    return {name: [statistics.median(each) for each in zip(*of[2:], strict=True)] for name, of in times.items()}
+
+
+def print_processor(chosen: Sequence[Case], iterations: int) -> None:
+    """Print the time of all ranks' processors, which other work on the machine changes less than that of the clock."""
+    with RankPool() as ranks:
+        for case in chosen:
+            by_rank = ranks.run(processor_milliseconds, case.ranks, case, iterations, timeout=600.0)
+            sums = {name: [sum(each) for each in zip(*(r[name] for r in by_rank), strict=True)] for name in by_rank[0]}
+            print(
+                f"{case.ulysses} x {case.ring}  {case.seq_len:,}  {case.heads}/{case.kv_heads}  {case.dtype}", end="  "
+            )
+            for name, (total, forward, backward) in sums.items():
+                rest = total - forward - backward
+                print(f"{name}: {total:.0f} ms, kernels {forward:.0f} + {backward:.0f}, rest {rest:.0f}", end="  ")
+            (ours, *in_kernels), (theirs, *_) = sums.values()
+            print(f"ours of yunchang's: {ours / theirs:.2f}, kernels alone {sum(in_kernels) / theirs:.2f}", flush=True)
 
 
 def measure_all(chosen: Sequence[Case], warmups: int, iterations: int, peer: bool, timed: bool) -> list[dict[str, Any]]:
@@ -317,6 +372,9 @@ def main() -> None:
     parser.add_argument(
         "--timed-kernels", action="store_true", help="with --cluster: kernels only take time; save nothing"
     )
+    parser.add_argument(
+        "--processor", action="store_true", help="time of the processors of one host's ranks, and of it in kernels"
+    )
     parser.add_argument("--no-peer", action="store_true", help="skip yunchang")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
@@ -324,10 +382,16 @@ def main() -> None:
         raise SystemExit('yunchang is not installed: pip install -c constraints.txt -e ".[bench]", or pass --no-peer')
     if args.timed_kernels and not args.cluster:
         raise SystemExit("--timed-kernels needs --cluster: without a slow link, there is little to hide")
+    if args.processor and (args.cluster or args.no_peer):
+        raise SystemExit("--processor compares with yunchang on one host: remove --cluster and --no-peer")
     reason = unavailable() if args.cluster else None
     if reason:
         raise SystemExit(f"--cluster is not available: {reason}")
     iterations = args.iterations or (3 if args.quick else 7)
+    if args.processor:
+        chosen = [case for case in cases(quick=args.quick) if case.kv_heads % case.ulysses == 0]
+        print_processor([case for case in chosen if case.layout == "zigzag"], iterations)
+        return
     os.environ["KINETO_LOG_LEVEL"] = "99"  # silences the profiler that tracks memory
     on_ranks = partial(on_two_hosts, timed=args.timed_kernels) if args.cluster else on_one_host
     rows = []

@@ -31,7 +31,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/losses": 525,
     "usp/model": 675,
     "usp/planning": 4250,
-    "usp/predict": 3300,
+    "usp/predict": 3325,
     "usp/rlhf": 13075,
     "usp/run": 1275,
     "usp/sp": 2400,

@@ -584,7 +584,7 @@ def _engine_problems(run: PreparedRlhf) -> Iterator[str]:
         try:
             server = RolloutServer(served.rstrip("/"), retries=0)
             yield from server_problems(server, engine_options(run), run.roles[calls[0].role].config)
-        except RuntimeError as error:
+        except ConnectionError as error:
             yield f"{error}; is it a vLLM server with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {WORKER}?"
 
 

@@ -50,7 +50,7 @@ class Model(Server):
     workers: int = 32
 
     def named(self: M) -> M:
-        """Return this model with the name that the server has for it. Raises RuntimeError without a server."""
+        """Return this model with the name that the server has for it. Raises ConnectionError without a server."""
         return replace(self, name=self.tried(lambda: post(f"{self.url}/models", None, 10)["data"][0]["id"]))
 
     def tokenize(self, text: str) -> list[int] | None:
@@ -61,7 +61,7 @@ class Model(Server):
         return None
 
     def logprobs(self, tokens: Tensor) -> Tensor:
-        """Return the log-probability of each next token, at temperature 1, and 0 for the last. Raises RuntimeError."""
+        """Return the log-probability of each next token, at temperature 1, and 0 last. Raises ConnectionError."""
         return self.tried(lambda: self._logprobs(tokens.tolist()))
 
     def _logprobs(self, ids: list[int]) -> Tensor:
@@ -111,7 +111,7 @@ def with_served(graph: DataflowGraph, urls: Mapping[str, str], encode: Callable[
             )
         try:
             model = Model(url.rstrip("/")).named()
-        except RuntimeError as error:
+        except ConnectionError as error:
             raise ValueError(f"{role}={url}: {error}") from error
         if (ids := model.tokenize(_PROBE)) is not None and ids != list(map(int, encode(_PROBE))):
             raise ValueError(
@@ -220,7 +220,7 @@ class RolloutServer(Model):
     """A vLLM server that decodes, started in its development mode with `Worker`."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what `Worker.usp_facts` returns. Raises RuntimeError without a server, or one without a `Worker`."""
+        """Return what `Worker.usp_facts` does. Raises ConnectionError without a server, or one without `Worker`."""
         return self.tried(lambda: self._post("/collective_rpc", {"method": "usp_facts"})["results"][0])
 
     def version(self) -> str:
@@ -268,11 +268,11 @@ class Requests:
         self._pool.submit(self._ask, request, list(prompt), limit, sampling)
 
     def step(self) -> Iterator[Written]:
-        """Yield what has come, at least one. Raises RuntimeError for a request that failed, with retries."""
+        """Yield what has come, at least one. Raises ConnectionError for a request that failed, with retries."""
         written = self._written.get()
         while True:
             if written.error:
-                raise RuntimeError(f"{self._server.url} failed {1 + self._server.retries} times: {written.error}")
+                raise ConnectionError(f"{self._server.url} failed {1 + self._server.retries} times: {written.error}")
             yield written
             try:
                 written = self._written.get_nowait()

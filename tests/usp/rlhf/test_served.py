@@ -145,7 +145,9 @@ def test_requests_are_tried_again_and_named(server: str) -> None:
     Handler.broken = 2
     assert torch.equal(model.logprobs(tokens), wanted)
     Handler.broken = 3
-    with pytest.raises(RuntimeError, match=rf"the model at {server} failed 3 times: OSError: HTTP Error 503: loading"):
+    with pytest.raises(
+        ConnectionError, match=rf"the model at {server} failed 3 times: OSError: HTTP Error 503: loading"
+    ):
         model.logprobs(tokens)
 
 
@@ -187,5 +189,5 @@ def test_a_run_goes_on_with_servers_elsewhere(folder: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the package vllm is not installed: see .ci/vllm")
 def test_vllm_serves_a_teacher(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
-    with vllm_server(folder / "teacher", tmp_path / "log", "--max-model-len", "128") as url:
-        same_steps(ranks, folder, tmp_path, url, 1e-4)
+    with vllm_server(folder / "teacher", tmp_path / "log", "--max-model-len", "128") as server:
+        same_steps(ranks, folder, tmp_path, server.url, 1e-4)

@@ -150,7 +150,7 @@ class Server:
         return self.tried(lambda: self._score(prompt, response, answer))
 
     def tried(self, ask: Callable[[], T]) -> T:
-        """Return the result of a request, with retries. Raises RuntimeError if all fail."""
+        """Return the result of a request, with retries. Raises ConnectionError if all fail."""
         error = ""
         for attempt in range(1 + self.retries):
             if attempt:
@@ -159,7 +159,8 @@ class Server:
                 return ask()
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as failed:
                 error = f"{type(failed).__name__}: {failed}"
-        raise RuntimeError(f"the {type(self).__name__.lower()} at {self.url} failed {1 + self.retries} times: {error}")
+        kind = " ".join(re.findall("[A-Z][a-z]+", type(self).__name__)).lower()
+        raise ConnectionError(f"the {kind} at {self.url} failed {1 + self.retries} times: {error}")
 
     def _score(self, prompt: str, response: str, answer: str) -> float:
         sample = {"prompt": prompt, "response": response, "answer": answer}

@@ -350,7 +350,8 @@ class VllmEngine:
                 yield
         except Exception as error:
             failed = f"{engine} failed on rank {rank} {doing}: {type(error).__name__}"
-            raise RuntimeError(f"{failed}: {error}; {advice}") from error
+            kind = ConnectionError if isinstance(error, OSError) else RuntimeError  # of a server, not of another rank
+            raise kind(f"{failed}: {error}; {advice}") from error
 
     def _label(self) -> str:
         return f"the rollout engine vLLM of ranks {format_ranks(dist.get_process_group_ranks(self._mesh.group('tp')))}"
@@ -483,7 +484,7 @@ class ServedEngine(VllmEngine):
 
 
 def server_problems(server: RolloutServer, options: EngineOptions, config: ModelConfig) -> list[str]:
-    """Return why a server cannot be the engine of a run. Raises RuntimeError without a server."""
+    """Return why a server cannot be the engine of a run. Raises ConnectionError without a server."""
     facts, tp = server.facts(), options.tp
     sizes = [getattr(config, name, None) for name in SIZES]
     wanted = {  # what a server must have, and how it is started so

@@ -7,6 +7,8 @@ vLLM's do, and it decodes with transformers and the noise of our own decoding.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -168,6 +170,8 @@ class Handler(BaseHTTPRequestHandler):
         for number in range(asked["max_tokens"]):
             if number == 2 and fails == "cut":
                 return
+            if self.server.breaks == "slow":
+                time.sleep(0.005)
             with torch.no_grad():
                 logits = self.server.model(torch.tensor([ids])).logits[:, -1]
             token, logprob = sample(logits, torch.tensor([sequence_key(asked["seed"], number)]), KEYS, work)
@@ -249,6 +253,7 @@ def test_steps_are_those_of_our_own_decoding(ranks: RankPool, folder: Path, tmp_
     divided = [x.nbytes // (tp if x.ndim > 1 else 1) for x in model.parameters()]
     assert server.sizes == [tp * sum(divided)] * CONFIG.steps
     assert len(server.asked) == CONFIG.steps * CONFIG.prompts * CONFIG.group_size
+    assert all(asked["stop_token_ids"] for asked in server.asked), "else it would decode what is thrown away"
 
 
 def evaluated(config: RlhfConfig) -> tuple[dict[str, float], list[list[int]]]:
@@ -277,7 +282,15 @@ def test_turns_go_on_and_stop_strings_end(ranks: RankPool, folder: Path, tmp_pat
 
 def test_partial_rollouts_go_on(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     with stub(2) as server:
-        options = APART | {"staleness": 2, "partial_rollouts": True, "oversample": 1.5, "max_new_tokens": 24}
+        server.breaks = "slow"
+        options = APART | {
+            "staleness": 2,
+            "partial_rollouts": True,
+            "oversample": 1.5,
+            "max_new_tokens": 24,
+            "slots": 3,
+        }
+        options |= {"stop_ids": ",".join(map(str, range(0, BYTE_VOCAB, 20)))}
         for found in ranks.run(steps_of, 4, of(folder, tmp_path / "run", rollout_engine=server.url, **options)):
             assert len(found) == CONFIG.steps and all(step["actor/grad_norm"] > 0 for step in found)
         begun = [asked for asked in server.asked if asked["max_tokens"] < 24]
@@ -310,7 +323,7 @@ def test_requests_are_tried_again_and_go_on_where_they_broke() -> None:
         torch.testing.assert_close(answers(server, 5), wanted)
         assert any(asked["max_tokens"] == 3 and len(asked["prompt"]) > 5 for asked in server.asked)
         server.fails = ["503"] * 3
-        with pytest.raises(RuntimeError, match=r"/v1 failed 3 times: HTTPError: HTTP Error 503: loading"):
+        with pytest.raises(ConnectionError, match=r"/v1 failed 3 times: HTTPError: HTTP Error 503: loading"):
             answers(server)
 
 
@@ -319,7 +332,7 @@ BREAKS = {
     r"OSError: HTTP Error 500: IndexError: no such block",
     "restarted": r"failed on rank 0 while it decoded: RuntimeError: its weights are of version default and not \w+-1",
     "nan": r"logits of response \d+ are not finite",
-    "gone": r"the rollout server .* failed on rank 0 while it decoded: RuntimeError: http.* failed 3 times",
+    "gone": r"the rollout server .* failed on rank 0 while it decoded: ConnectionError: http.* failed 3 times",
 }
 
 
@@ -351,7 +364,10 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
     refused(r"--rollout-cache = 2.0 is that of vLLM, which no call decodes with", rollout_cache=2.0)
     refused(r"divides a model only over tp", size=2, sp_ulysses=2)
     refused(r"--rollout-engine = 'sglang' must be own, vllm or the URL of a server", rollout_engine="sglang")
-    refused(r"with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls usp", rollout_engine="http://127.0.0.1:9/v1")
+    refused(
+        r"the rollout server at http://127.0.0.1:9/v1 failed 1 times.* --worker-extension-cls usp.rlhf.served.Worker",
+        rollout_engine="http://127.0.0.1:9/v1",
+    )
     refused(r"do not predict calls with --rollout-engine = http", plan="search")
 
 
@@ -363,6 +379,12 @@ def test_ranks_need_no_memory_for_a_server(folder: Path, tmp_path: Path) -> None
         (generate,) = (call for call in calls if call.call == "actor_generate")
     of_reference = sum(weight.nbytes for weight in drawn_model(MODEL).parameters())
     assert not generate.by_category and generate.others_bytes == of_reference
+
+
+def test_workers_need_torch_alone() -> None:
+    """An environment of vLLM has neither the packages of a trainer nor its versions of them."""
+    code = "import sys, usp.rlhf.served; print({'transformers', 'tyro', 'safetensors'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_a_piece_is_a_part_of_a_tensor() -> None:

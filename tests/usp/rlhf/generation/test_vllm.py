@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ SERVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {  # by a s
     "llama, u2 r2, a server of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
     "qwen3_moe, ppo, tp2 pp2, a server of tp 1": ("qwen3_moe", "ppo", TP2_PP2, {"ranks": "0-3"}),
 }
+ROLLOUTS = ["--skip-tokenizer-init", "--generation-config", "vllm", "--max-model-len", "512", "--block-size", "32"]
+ROLLOUTS += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", WORKER]
 EPISODES = {"max_new_tokens": 40, "stop_ids": STOPS, "max_observation_tokens": 192, "reward_failure": "zero"}
 ENVIRONMENT = """
 import json
@@ -157,11 +160,8 @@ def test_greedy_responses_of_a_server_are_those_of_our_own_decoding(name: str, t
         for weight in model.parameters():
             weight.zero_()  # what it is started with does not matter
     model.save_pretrained(tmp_path / "other")
-    flags = ["--skip-tokenizer-init", "--generation-config", "vllm", "--max-model-len", "512", "--block-size", "32"]
-    flags += ["--tensor-parallel-size", str(tp), "--worker-extension-cls", WORKER]
-    flags += ["--logprobs-mode", "processed_logprobs"]
-    with vllm_server(tmp_path / "other", tmp_path / "log", *flags) as url:
-        told = compared(name, (family, algorithm, degrees, {**generate, "engine": url}), tmp_path)
+    with vllm_server(tmp_path / "other", tmp_path / "log", *ROLLOUTS, "--tensor-parallel-size", str(tp)) as server:
+        told = compared(name, (family, algorithm, degrees, {**generate, "engine": server.url}), tmp_path)
     divided = [weight.nbytes // (tp if weight.ndim > 1 else 1) for weight in model.parameters()]
     for rank, each in enumerate(told):
         assert each["left"] and set(each["left"]) == {sum(divided) if rank < tp else 0}
@@ -277,3 +277,38 @@ def test_an_engine_that_dies_is_named_and_the_run_resumes(
     assert resumed.exit_code == 0 and "resumed from: deadly/checkpoints/step-0000000" in resumed.out, resumed.err
     assert steps("deadly") == steps("calm") and len(steps("calm")) == options["steps"]
     assert not list(Path("/dev/shm").glob("*-cpushm_*")), "shared memory of engines that are gone"
+
+
+def test_a_server_that_is_killed_is_named_and_the_run_resumes_with_another(tmp_path: Path) -> None:
+    whole_model("llama").save_pretrained(tmp_path / "served")
+
+    def begin(output: str, url: str, *more: str) -> Run:
+        options = options_of(("llama", "grpo", U2, {"ranks": "0-1", "engine": url}), tmp_path)
+        options |= {"steps": 4, "checkpoint_every": 1, "output": output, "dtype": "float32"}
+        del options["rollout_cache"]
+        flags = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+        return Run([*flags, *more], tmp_path, ranks=2, script=ROOT / "rlhf.py")
+
+    def steps(output: str) -> list[Any]:
+        file = tmp_path / output / "metrics.jsonl"
+        records = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+        return [(record["step"], record["score"], record["actor/loss"]) for record in records]
+
+    with vllm_server(tmp_path / "served", tmp_path / "log", *ROLLOUTS) as server:
+        with begin("calm", server.url) as run:
+            calm = run.end()
+        assert calm.exit_code == 0, calm.err
+        with begin("deadly", server.url) as run:
+            until = time.monotonic() + 200
+            while len(steps("deadly")) < 2 and time.monotonic() < until:
+                time.sleep(0.05)
+            server.kill()
+            dead = run.end()
+    assert dead.exit_code != 0 and f"the rollout server {server.url} for actor_generate failed on rank" in dead.err
+    with (
+        vllm_server(tmp_path / "served", tmp_path / "log", *ROLLOUTS) as server,
+        begin("deadly", server.url, "--resume", "auto") as run,
+    ):
+        resumed = run.end()
+    assert resumed.exit_code == 0 and "resumed from: deadly/checkpoints/step-0000000" in resumed.out, resumed.err
+    assert steps("deadly") == steps("calm") and len(steps("calm")) == 4

@@ -19,6 +19,7 @@ from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
 from usp.rlhf.generation.partial import go_on, group_samples
 from usp.rlhf.generation.vllm import EngineOptions, VllmEngine
+from usp.rlhf.served import Piece
 from usp.run.launch import leave
 
 
@@ -34,7 +35,8 @@ def main(store: str) -> None:
 
     def update(version: int) -> None:
         initialise(model, version)
-        engine.load(iter(model.state_dict().items()))
+        parts: dict[str, torch.Tensor] = model.state_dict()
+        engine.load(Piece(name, x.shape, x.shape, tuple((0, n) for n in x.shape), x) for name, x in parts.items())
 
     ids = range(len(LENGTHS) * WORK.group_size)
     stops = tuple(range(0, BYTE_VOCAB, 6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,13 +11,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from usp.rlhf.environments.ready_rewards import post
 
 
+class Served(NamedTuple):
+    """A server. url: of its API."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)  # and its engine and workers
+        self.process.wait()
+
+
 @contextmanager
-def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
-    """Serve a model on this machine, on CPUs in float32, and yield the URL of its API."""
+def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[Served]:
+    """Serve a model on this machine, on CPUs in float32."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -27,7 +40,7 @@ def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
     with log.open("w") as out:
         environment = {**os.environ, **variables, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        serve = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        serve = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
         until = time.monotonic() + 240
         while True:
@@ -37,7 +50,7 @@ def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
             except OSError:
                 assert serve.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
                 time.sleep(1)
-        yield f"http://127.0.0.1:{port}/v1"
+        yield Served(f"http://127.0.0.1:{port}/v1", serve)
     finally:
         serve.terminate()
         serve.wait()
