@@ -357,8 +357,11 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     attends = hasattr(type(config), "num_attention_heads") or not {*kinds} <= {*WITHOUT_ATTENTION}
     sizes = [_head_sizes(layer, attends) for layer in layers]
     heads, kv_heads, head_dims, v_head_dims = zip(*sizes, strict=True)
-    rank, values = getattr(config, "kv_lora_rank", 0) or 0, max(v_head_dims) or max(head_dims)
-    latent = rank + config.qk_rope_head_dim if 0 < rank < max(heads) * (config.qk_nope_head_dim + values) else 0
+    latents = [  # where a cache of them is smaller than that of keys and values
+        rank + layer.qk_rope_head_dim
+        for layer, (n, _, qk, v) in zip(layers, sizes, strict=True)
+        if 0 < (rank := getattr(layer, "kv_lora_rank", 0) or 0) < n * (layer.qk_nope_head_dim + (v or qk))
+    ]
     num_experts = _of_experts(config, _NUM_EXPERTS)
     if not isinstance(num_experts, int):
         raise ValueError(f"num_experts={num_experts} differs between layers")
@@ -396,7 +399,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         chosen=tuple(most * each for each in sparse) if any(sparse) else (),
         index_size=indexers * config.index_n_heads * config.index_head_dim if indexers else 0,
         index_block=block,
-        latent=latent,
+        latent=max(latents, default=0),
     )
 
 

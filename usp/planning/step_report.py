@@ -230,15 +230,8 @@ def _times(report: StepReport) -> Grid:
 
 def memory_parts(memory: Footprint) -> dict[str, int]:
     """Return the bytes at the peak by what takes them."""
-    peak = memory.peak
-    return {
-        "parameters": peak.parameters,
-        "optimizer states": peak.optimizer,
-        "gradients": peak.gradients,
-        "gathered parameters and gradients": peak.whole,
-        "activations": peak.activations,
-        "temporary": peak.transient,
-    }
+    names = ("parameters", "optimizer states", "gradients", "gathered parameters and gradients", "activations")
+    return dict(zip((*names, "temporary"), memory.peak[1:], strict=True))
 
 
 def _memory(report: StepReport) -> Grid:
