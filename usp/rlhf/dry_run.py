@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any
 
 import torch
 from rich.console import Group
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor
+from usp.hf.compressors import compressors
 from usp.hf.indexers import cached_latents, indexers
 from usp.hf.models import materialise, model_facts
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
@@ -197,8 +198,9 @@ def _place_bytes(model: RoleModel) -> int:
     attending = [x for x in model.stage.model.modules() if getattr(x, "unified_sp_mask", None) is not None]
     of_heads = max(1, facts.num_kv_heads // model.mesh.size("tp")) * (facts.head_dim + facts.value_dim)
     elements = sum(cached_latents(module) or of_heads for module in attending)
-    of_indexers = sum(cast(int, module.head_dim) for module in indexers(model.stage.model).values())
-    return (elements + of_indexers) * model.spec.dtype.itemsize
+    made: list[Any] = [*indexers(model.stage.model).values(), *compressors(model.stage.model).values()]
+    made += [module.indexer for module in made if getattr(module, "indexer", None) is not None]
+    return (elements + sum(module.head_dim for module in made)) * model.spec.dtype.itemsize
 
 
 def _resident(run: PreparedRlhf) -> dict[str, int]:

@@ -115,8 +115,6 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
         ):
             for stage in stages:
                 materialise(stage, torch.device("cpu"))
-                for table, experts in expert_tables(stage):
-                    meter.known.tables[table] = experts
             engine = fsdp2_engine(stages, recipe, mesh)
             label_state(engine.stages, engine, meter.memory)
             if config.optim_offload:
@@ -175,10 +173,13 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
 
 
 def follow_step(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, meter: StepMeter) -> None:
-    """Label what the stages' forwards allocate for their backwards, and the gradients before the optimizer's step."""
+    """Label what the stages' forwards allocate for their backwards, and the gradients before the optimizer's step; know
+    the experts that routers look up."""
     memory = meter.memory
     forwards: list[int] = []
     for stage in stages:
+        for table, experts in expert_tables(stage):
+            meter.known.tables[table] = experts
         stage.register_forward_pre_hook(lambda *_: forwards.append(memory.now))
         # What a forward allocates and does not free, its backward needs.
         stage.register_forward_hook(lambda *_: memory.label_since(forwards.pop(), ACTIVATIONS))

@@ -33,6 +33,7 @@ from usp.hf import compressors as module_of_compressors
 from usp.hf.compressors import CompressorRun, Entries, ShardedCompressor
 from usp.hf.probe import structure, tiny_config
 from usp.losses import causal_lm_loss, global_token_count
+from usp.rlhf.dry_run import dry_run_calls
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare as prepare_rlhf
@@ -378,7 +379,10 @@ def test_steps_of_grpo_are_those_of_one_process(ranks: RankPool, tmp_path: Path)
     reward = reward_of(files["data"])
     config = replace(GRPO, **files, reward_function=reward, output=str(tmp_path / "run"))
     (alone,) = ranks.run(rlhf_steps, 1, config)
-    for found in ranks.run(rlhf_steps, 4, replace(config, sp_ulysses=2, sp_ring=2, zero=3)):
+    sharded = replace(config, sp_ulysses=2, sp_ring=2, zero=3)
+    for found in ranks.run(rlhf_steps, 4, sharded):
         assert torch.tensor(found).allclose(torch.tensor(alone), rtol=1e-5, atol=3e-6), (found, alone)
+    calls = dry_run_calls(prepare_rlhf(sharded, Launch(rank=0, world_size=4, local_world_size=4)), torch.device("cpu"))
+    assert "actor_train" in {call.call for call in calls if call.sent}
     with pytest.raises(ConfigurationError, match=r"share_prefixes is not supported by .*, whose compressed windows"):
         prepare_rlhf(replace(config, share_prefixes=True), Launch())
