@@ -37,11 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from attention import (
-    DecodeStep,
-    Prefill,
-    token_tiles,
-)
+from attention import DecodeStep, Prefill, token_tiles
 from parallel import ParallelMesh
 from usp.sp.sequence import SpAxes, document_starts, documents_of, unshard_sequence
 from usp.sp.sp_attention import UnifiedSPAttention

@@ -154,9 +154,9 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         options = {"unit": unit(call), "budget": layout.token_budget, "at_least": mesh.size("pp")}
         rows = () if generates else pack_lengths(batch.ids, [tokens] * samples, **options)
         sent = sent_by_axis(meter.wire, mesh)
-        by_category = {} if layout.served else dict(meter.memory.at_peak)
+        by_category = dict(meter.memory.at_peak)
         if layout.served:
-            pass  # the server has all
+            by_category = {}  # the server has all
         elif layout.engine != OWN:
             by_category[KV_CACHE] = int(run.config.rollout_cache * GIB)
             if apart.lora is not None:  # the engine has what base and adapters add up to besides

@@ -13,21 +13,18 @@ import json
 import math
 import socket
 import struct
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from time import sleep
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from .environments.ready_rewards import Server, post
+from .environments.ready_rewards import Server, post, posted
 from .graph import Compute, DataflowGraph, Inference, ModelCall, Reduce
 from .samples import Samples
 
@@ -272,7 +269,7 @@ class Requests:
         written = self._written.get()
         while True:
             if written.error:
-                raise ConnectionError(f"{self._server.url} failed {1 + self._server.retries} times: {written.error}")
+                raise ConnectionError(written.error)
             yield written
             try:
                 written = self._written.get_nowait()
@@ -289,37 +286,31 @@ class Requests:
 
     def _ask(self, request: str, prompt: list[int], limit: int, sampling: Mapping[str, Any]) -> None:
         """Read a request to its end. One that breaks goes on as another, whose prompt has the tokens so far."""
-        written, error = list[int](), ""
-        for attempt in range(1 + self._server.retries):
-            if attempt:
-                sleep(self._server.pause * 2 ** (attempt - 1))
+        written = list[int]()
+
+        def read() -> None:
             body = {"model": self._server.name, "stream": True, **sampling}
             body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}  # no text
             body |= {"prompt": [*prompt, *written], "max_tokens": limit - len(written)}
             body |= {"seed": body["seed"] + len(written)}
-            try:
-                for tokens, end in self._stream(body):
-                    if request not in self._open:
-                        return
-                    written += [token for token, _ in tokens]
-                    self._written.put(Written(request, tokens, end))
-                    if end is not None:
-                        return
+            for tokens, end in self._stream(body) if request in self._open else ():
+                if request not in self._open:
+                    break
+                written.extend(token for token, _ in tokens)
+                self._written.put(Written(request, tokens, end))
+                if end is not None:
+                    return
+            if request in self._open:
                 raise ConnectionError("the reply ended early")
-            except (OSError, ValueError, LookupError, TypeError) as failed:
-                error = f"{type(failed).__name__}: {failed}"
-                if isinstance(failed, urllib.error.HTTPError):
-                    error += f": {failed.read(1000).decode(errors='replace')}"
-            if request not in self._open:
-                return
-        self._written.put(Written(request, [], error=error))
+
+        try:
+            self._server.tried(read)
+        except ConnectionError as error:
+            if request in self._open:
+                self._written.put(Written(request, [], error=str(error)))
 
     def _stream(self, body: Mapping[str, Any]) -> Iterator[tuple[list[tuple[int, float]], str | None]]:
-        asked = urllib.request.Request(
-            f"{self._server.url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(asked, timeout=self._server.timeout) as reply:
+        with posted(f"{self._server.url}/completions", body, self._server.timeout) as reply:
             for line in reply:
                 if not line.startswith(b"data: {"):
                     continue

@@ -17,14 +17,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan
-from attention import sparse as module_of_sparse
 from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf import held_out
 from tests.usp.hf.held_out import LENGTH, PACKED, ROWS, VOCAB, WHOLE, Result, ids, model_of, plain, sharded
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients
-from tests.usp.hf.test_indexers import GRPO, _Largest, rlhf_steps
+from tests.usp.hf.test_indexers import GRPO, largest_tensors, rlhf_steps
 from tests.usp.rlhf.test_reference import REWARD, reward_of
 from tests.usp.train.families.test_families import plain_steps, steps, write
 from usp import apply_unified_sp, shard_batch
@@ -244,23 +243,12 @@ def test_what_travels_is_what_the_plan_says(ranks: RankPool, layout: str) -> Non
         assert counted == planned > 0
 
 
-def largest_tensors() -> list[int]:
-    """Return the elements of the largest tensor in a forward and backward of two lengths."""
-    mesh, found = ParallelMesh.create(ParallelDims(ring=2)), []
-    module_of_sparse.TILE = 1 << 12
-    for length in (512, 1024):
-        config = config_of(max_position_embeddings=2048, hc_mult=2)
-        model = apply_unified_sp(model_of(config).float(), mesh)
-        local = shard_batch({"input_ids": torch.arange(length).unsqueeze(0) % 80 + 3}, mesh)
-        with _Largest() as largest:
-            model.model(**local, use_cache=False).last_hidden_state.sum().backward()
-        found.append(largest.elements)
-    module_of_sparse.TILE = 1 << 24
-    return found
+def of_two_streams(mesh: ParallelMesh) -> PreTrainedModel:
+    return apply_unified_sp(model_of(config_of(max_position_embeddings=2048, hc_mult=2)).float(), mesh)
 
 
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
-    for shorter, longer in ranks.run(largest_tensors, 2):
+    for shorter, longer in ranks.run(largest_tensors, 2, of_two_streams):
         assert longer <= 2 * shorter < 512 * 512
 
 

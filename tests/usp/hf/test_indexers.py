@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 from itertools import pairwise
@@ -256,18 +256,13 @@ class _Largest(TorchDispatchMode):
         return output
 
 
-def largest_tensors(warmup: bool) -> list[int]:
-    """Return the elements of the largest tensor in a forward and backward of one layer of two lengths."""
+def largest_tensors(build: Callable[..., PreTrainedModel], *args: Any) -> list[int]:
+    """Return the elements of the largest tensor in a forward and backward of a model of two lengths."""
     mesh, found = ParallelMesh.create(ParallelDims(ring=2)), []
     module_of_sparse.TILE = 1 << 12
     for length in (512, 1024):
-        torch.manual_seed(0)
-        config = tiny_config("deepseek_v32")
-        config.index_topk, config.index_n_heads, config.num_hidden_layers = TOP_K, 2, 1
-        model = apply_unified_sp(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), mesh)
-        if warmup:
-            train_indexers(model, 1.0, warmup)
-        local = shard_batch({"input_ids": torch.arange(length).unsqueeze(0) % 90 + 3}, mesh)
+        model = build(mesh, *args)
+        local = shard_batch({"input_ids": torch.arange(length).unsqueeze(0) % 80 + 3}, mesh)
         with _Largest() as largest:
             model.model(**local, use_cache=False).last_hidden_state.sum().backward()
         found.append(largest.elements)
@@ -275,12 +270,22 @@ def largest_tensors(warmup: bool) -> list[int]:
     return found
 
 
+def one_layer(mesh: ParallelMesh, warmup: bool) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = tiny_config("deepseek_v32")
+    config.index_topk, config.index_n_heads, config.num_hidden_layers = TOP_K, 2, 1
+    model = apply_unified_sp(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), mesh)
+    if warmup:
+        train_indexers(model, 1.0, warmup)
+    return model
+
+
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
-    for shorter, longer in ranks.run(largest_tensors, 2, False):
+    for shorter, longer in ranks.run(largest_tensors, 2, one_layer, False):
         # The largest is the chosen keys and values, 4 heads x (24 + 12) a token, of a share of the tokens that depends
         # on the weights: from 512 to 1,024 tokens it differs by 1%.
         assert shorter <= 512 * 144 and longer <= min(1024 * 144, 2.05 * shorter)
-    for shorter, longer in ranks.run(largest_tensors, 2, True):  # hidden layers of experts
+    for shorter, longer in ranks.run(largest_tensors, 2, one_layer, True):  # hidden layers of experts
         assert longer <= 2 * shorter < 512 * 512
 
 

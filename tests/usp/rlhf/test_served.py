@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from tests.harness.json_api import JsonHandler
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.generation.vllm_server import vllm_server
 from tests.usp.rlhf.test_supervised import metrics_of
@@ -71,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     """What is used of the API, with the log-probabilities of transformers. broken: requests that fail first."""
 
     broken = 0
@@ -81,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"data": [{"id": "teacher"}]})
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = self.asked()
         if self.path == "/tokenize":
             self.reply({"tokens": self.server.tokenizer.encode(asked["prompt"]).tolist()})
         elif Handler.broken:
@@ -94,14 +95,6 @@ class Handler(BaseHTTPRequestHandler):
                 rows = self.server.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
             told = [{str(token): {"logprob": float(row)}} for token, row in zip(asked["prompt"][1:], rows, strict=True)]
             self.reply({"choices": [{"text": "", "prompt_logprobs": [None, *told]}]})
-
-    def reply(self, body: Any) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *args: Any) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")

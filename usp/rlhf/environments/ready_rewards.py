@@ -9,7 +9,8 @@ import secrets
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -190,11 +191,18 @@ class Judge(Server):
 def post(url: str, body: Mapping[str, Any] | None, timeout: float, most: int = 1 << 20) -> Any:
     """Return the JSON reply, of `most` bytes, to a JSON request, or to one without a body. Raises OSError or ValueError
     without one."""
+    with posted(url, body, timeout) as reply:
+        return json.loads(reply.read(most))
+
+
+@contextmanager
+def posted(url: str, body: Mapping[str, Any] | None, timeout: float) -> Iterator[Any]:
+    """Open the reply to a request as of `post`. Raises OSError without one."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as reply:
-            return json.loads(reply.read(most))
+            yield reply
     except urllib.error.HTTPError as error:
         raise OSError(f"{error}: {error.read(1000).decode(errors='replace')}") from error
 

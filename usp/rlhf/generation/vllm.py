@@ -424,16 +424,7 @@ class ServedEngine(VllmEngine):
             connection.close()
         raise ConnectionError("its worker did not ask for weights")
 
-    def generate(
-        self,
-        prompts: Sequence[Tensor],
-        work: Generate,
-        seeds: Sequence[int],
-        samples: Sequence[tuple[int, int]] = (),
-        *,
-        begun: Sequence[Sequence[int]] = (),
-        enough: Enough | None = None,
-    ) -> list[GeneratedResponse]:
+    def generate(self, *args: Any, enough: Enough | None = None, **kwargs: Any) -> list[GeneratedResponse]:
         """See `VllmEngine.generate`. Tokens depend on what else the server decodes only as its kernels do."""
         told, ends = list[Any]([None]), list[int]()
 
@@ -445,7 +436,7 @@ class ServedEngine(VllmEngine):
         if leads:
             self._engine = Requests(self._server, self._options.slots)
             try:
-                responses = super().generate(prompts, work, seeds, samples, begun=begun, enough=ended)
+                responses = super().generate(*args, enough=ended, **kwargs)
             finally:
                 self._engine.close()
             with self._named("while it decoded"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.json_api import JsonHandler
 from tests.usp.rlhf.algorithms.test_rewards import make, score_with
 from tests.usp.rlhf.environments.test_sandbox import needs_protection
 from usp.rlhf.algorithms.rewards import load_reward_function
@@ -52,20 +53,15 @@ def test_code_is_tested_in_the_sandbox() -> None:
     assert reward("", "print(int(input()) * 2)", cases) == 0.5
 
 
-class Model(BaseHTTPRequestHandler):
+class Model(JsonHandler):
     """An HTTP API whose replies are the server's `replies`, one after another."""
 
     def do_POST(self) -> None:
         server: Any = self.server
-        server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        server.asked.append(self.asked())
         reply = server.replies[min(len(server.asked), len(server.replies)) - 1]
-        self.send_response(200 if reply else 500)
-        self.end_headers()
         said = {"choices": [{"message": {"content": reply}}]} if self.path.startswith("/v1/") else {"score": reply}
-        self.wfile.write(json.dumps(said).encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.reply(said, 200 if reply else 500)
 
 
 @pytest.fixture

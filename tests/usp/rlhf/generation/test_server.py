@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from tests.harness.json_api import JsonHandler
 from tests.harness.ranks import RankError, RankPool
 from tests.usp.rlhf.test_reference import begun
 from tests.usp.tiny import SIZES, drawn_model
@@ -130,7 +131,7 @@ def stub(tp: int = 1) -> Iterator[Stub]:
         server.server_close()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     server: Stub
 
     def do_GET(self) -> None:
@@ -138,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(told[self.path])
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = self.asked()
         path, _, query = self.path.partition("?")
         if path == "/collective_rpc":
             try:
@@ -185,14 +186,6 @@ class Handler(BaseHTTPRequestHandler):
             if stops:
                 break
         self.wfile.write(b"data: [DONE]\n\n")
-
-    def reply(self, body: Any) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *args: Any) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +316,9 @@ def test_requests_are_tried_again_and_go_on_where_they_broke() -> None:
         torch.testing.assert_close(answers(server, 5), wanted)
         assert any(asked["max_tokens"] == 3 and len(asked["prompt"]) > 5 for asked in server.asked)
         server.fails = ["503"] * 3
-        with pytest.raises(ConnectionError, match=r"/v1 failed 3 times: HTTPError: HTTP Error 503: loading"):
+        with pytest.raises(
+            ConnectionError, match=r"the rollout server at http.*/v1 failed 3 times: OSError: HTTP Error 503: loading"
+        ):
             answers(server)
 
 
@@ -332,7 +327,8 @@ BREAKS = {
     r"OSError: HTTP Error 500: IndexError: no such block",
     "restarted": r"failed on rank 0 while it decoded: RuntimeError: its weights are of version default and not \w+-1",
     "nan": r"logits of response \d+ are not finite",
-    "gone": r"the rollout server .* failed on rank 0 while it decoded: ConnectionError: http.* failed 3 times",
+    "gone": r"the rollout server .* failed on rank 0 while it decoded: ConnectionError: "
+    r"the rollout server at http.* failed 3 times",
 }
 
 
