@@ -5,7 +5,7 @@ steps, then steps of all plans in turn, and both again: what a shared machine gr
 over such passes are of the same minutes.
 
     python -m benchmarks.rlhf.estimates            # about twenty minutes
-    python -m benchmarks.rlhf.estimates --hosts 2  # the ranks on two emulated hosts with a shaped link between them
+    python -m benchmarks.rlhf.estimates --hosts 2  # four ranks on two emulated hosts with a shaped link between them
     python -m benchmarks.rlhf.estimates --quick    # two ranks, two plans; saves nothing
 """
 
@@ -416,7 +416,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.hosts > 1 and (reason := unavailable()):
         raise SystemExit(f"emulated hosts are not available: {reason}")
-    cases = [Case(world) for world in WORLDS]
+    cases = [Case(world) for world in WORLDS[: None if arguments.hosts == 1 else 1]]
     if arguments.quick:
         sizes = Sizes((), (4, 8), (24,), (16,), 1 / 3, 4)
         cases = [Case(2, samples=8, prompt=16, response=8, sizes=sizes, plans=2, memory=1, passes=1, calibrates=False)]
