@@ -288,7 +288,7 @@ class DispatchedOps(TorchFunctionMode):
             if chosen:
                 return aten.index_put_(x, chosen, value)
             return (aten.copy_ if value.dim() or not x.dim() else aten.fill_)(x, value)
-        if func in (torch.Tensor.copy_, torch.Tensor.contiguous):
+        if func in (torch.Tensor.copy_, torch.Tensor.contiguous, torch.Tensor.nonzero):
             return getattr(aten, func.__name__)(*args)
         if func is torch.Tensor.__invert__:
             return aten.bitwise_not(*args)
