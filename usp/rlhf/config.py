@@ -130,6 +130,8 @@ class _Rlhf:
     cache_tokens: AtLeast0 = 0
     """Maximum tokens in the KV cache of the ranks that share a sequence: where prompts and responses may be so long
     that --slots of them exceed it, fewer sequences are decoded at a time. 0: no bound."""
+    eager_decoding: bool = False
+    """Issue the operators of decode steps one by one on GPUs too, where they run as CUDA graphs otherwise."""
     rollout_engine: Annotated[str, Engine] = OWN
     """What decodes the responses. own: this toolkit, in every layout. vllm: vLLM in the processes of the generate
     call, which then has tp and data-parallel degrees only; it sleeps while other calls run. A URL such as
@@ -371,6 +373,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
     if config.cache_tokens and not samples:
         yield f"--cache-tokens is for generated responses, and {config.algorithm} has none: remove it"
+    if config.eager_decoding and not samples:
+        yield f"--eager-decoding is for generated responses, and {config.algorithm} has none: remove it"
     if config.staleness and not samples:
         yield f"--staleness = {config.staleness} is for generated responses, and {config.algorithm} has none: remove it"
     yield from _rollout_violations(config, samples)

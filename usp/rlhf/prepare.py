@@ -567,6 +567,8 @@ def _engine_problems(run: PreparedRlhf) -> Iterator[str]:
         return
     if config.cache_tokens and config.rollout_engine != OWN:
         yield f"--cache-tokens = {config.cache_tokens} is that of our own cache: use --rollout-cache instead"
+    if config.eager_decoding and config.rollout_engine != OWN:
+        yield "--eager-decoding is of our own decoding, and no call decodes with it: remove it"
     works = [call.work for call in graph.calls if isinstance(call.work, Generate)]
     if config.eval_every and config.eval_temperature >= 0:
         works += [replace(work, temperature=config.eval_temperature) for work in works]

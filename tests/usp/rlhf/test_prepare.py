@@ -39,6 +39,7 @@ def test_responses_end_as_the_tokenizer_the_generation_config_and_the_flags_say(
         ({"stop_ids": "a"}, "--stop-ids = a must be token ids"),
         ({"stop": "[3]"}, "must be a text, or a JSON list of texts"),
         ({"stop": "x", "algorithm": "sft"}, "sft generates none: remove them"),
+        ({"eager_decoding": True, "algorithm": "sft"}, "--eager-decoding is for generated responses"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(replace(config, **changes), Launch())
@@ -75,6 +76,7 @@ def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (replace(config, rollout_cache=2), "that of vLLM, which no call decodes with"),
         (replace(engine, rollout="tp=2,ep=2"), "vLLM's experts on CPUs do not know .* ep=2 divides them: use ep=1"),
         (replace(engine, cache_tokens=64), "use --rollout-cache instead"),
+        (replace(engine, eager_decoding=True), "of our own decoding, and no call decodes with it"),
         (replace(engine, delta_updates=True, lora_rank=4), "an engine is sent adapters alone"),
         (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which an engine"),
     ):
