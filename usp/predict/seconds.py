@@ -138,13 +138,13 @@ def _repeats(job: Job, part: Sent) -> bool:
 
 
 def _hiding_copies(
-    job: Job, hardware: Hardware, rank: int, compute: float, sent: Iterable[Sent]
+    job: Job, hardware: Hardware, rank: int, compute: float, sent: Sequence[Sent]
 ) -> tuple[float, float]:
     """Return the time that hides the copies of (the micro-batch that sends all parts, each of the others): `compute`,
     or overlapped messages that take longer, without the time for which messages occupy the link to the host. `sent` is
     what a pass sends in all micro-batches."""
     number, most, others = job.config.micro_batches, [0.0, 0.0], [0.0, 0.0]
-    for part in sent if any(tier.on_host_link for tier in hardware.tiers) else ():
+    for part in sent if sent and any(tier.on_host_link for tier in hardware.tiers) else ():
         if part.axis in OVERLAPS_WITH and part.nbytes > SCALARS * part.calls:
             *_, on_host = _links(job, hardware, part.axis, rank, _KINDS[part.collective][0])
             took = sent_seconds(job, hardware, part, rank), part.nbytes * on_host
