@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -122,8 +123,8 @@ def _proved(choice: Choice) -> Choice:
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
-    bare = replace(job)  # has cached nothing
-    like = _kept_by(_chosen, lambda config: changed(bare, config=config, dims=ParallelDims(*_degrees(config))))
+    bare, dims = replace(job), cache(ParallelDims)  # a job that has cached nothing
+    like = _kept_by(_chosen, lambda config: changed(bare, config=config, dims=dims(*_degrees(config))))
 
     def on_device(config: TrainConfig) -> int:
         made = like(config)  # its ends have most activations in flight, and the vocabulary loss

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
@@ -32,16 +32,17 @@ from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
-from usp.predict.meter import CATEGORIES, FSDP_COLLECTIVES
 from usp.predict.seconds import PUBLISHED_ERROR, StepTime, counted_seconds, step_seconds
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
 from usp.run.metrics import METRICS_FILE, seconds
 from usp.run.tables import GIB, Grid
-from usp.train.dry_run import DryRun, dry_run
 from usp.train.resolve import job_of, trained_model
 
 from .job_cost import JobCost, Terms, job_cost, job_grid, missing_prices
+
+if TYPE_CHECKING:  # with transformers' models it takes seconds to import
+    from usp.train.dry_run import DryRun
 
 PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound operators"  # as in `StepTime.parts`
 LAUNCHES = "kernel launches"
@@ -73,6 +74,8 @@ class StepReport:
         return max((self._counted(run) for run in self.runs), key=lambda time: time.total)
 
     def _counted(self, run: DryRun) -> StepTime:
+        from usp.predict.meter import FSDP_COLLECTIVES
+
         sent = []
         for each in run.sent:
             axes = [x for x in each.axes if "fsdp" in x and each.collective in FSDP_COLLECTIVES] or each.axes
@@ -84,6 +87,8 @@ class StepReport:
         """The memory of the pipeline stage that needs the most."""
         if not self.runs:
             return largest_footprint(self.job)[0]
+        from usp.predict.meter import CATEGORIES
+
         run = max(self.runs, key=lambda run: run.peak_bytes)
         sizes = [run.by_category[name] for name in CATEGORIES]
         parameters, gradients, optimizer, whole, activations, transient = sizes
@@ -139,6 +144,8 @@ def step_report(
         return StepReport(job, hardware, run)
     if found.router_imbalance != 1:
         raise ConfigurationError("--router-imbalance: a dry run's routers choose experts evenly: remove it")
+    from usp.train.dry_run import dry_run
+
     # The last rank of a stage has the end of the sequence: with contiguous shards, most of the attention.
     ranks = {world_size // job.dims.pp - 1, world_size - 1}
     eager = replace(config, compile=False)
