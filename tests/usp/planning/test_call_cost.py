@@ -148,8 +148,9 @@ def test_a_decode_step_takes_the_host_as_long_as_it_launches() -> None:
     for model, replayed in ((LLAMA, without), (replace(LLAMA, experts_per_token=1), found)):
         graphs = call_cost(call, layout, model, load, NODE, CallOptions(cuda_graphs=True)).seconds["decode"]
         assert graphs == pytest.approx(replayed), "a GPU launches a step at once, but not with experts"
-    cpu = replace(NODE, device="CPU")
-    assert call_cost(call, layout, LLAMA, load, cpu, CallOptions(cuda_graphs=True)).seconds["decode"] == found
+    cpu = replace(NODE, streams=False)
+    both = call_cost(call, layout, LLAMA, load, cpu, CallOptions(cuda_graphs=True)).seconds["decode"]
+    assert both > found + 0.9 * without, "a CPU issues an operator, then computes it"
 
 
 def test_passes_take_the_host_as_long_as_it_launches() -> None:
