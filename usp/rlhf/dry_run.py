@@ -225,7 +225,11 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
         for copy, model in own.items()
         if copy == trained[copy.role] and optimizer_of(copy.role) not in plan.offload
     }
-    given = sum(weights[copy] for copy in own if run.config.delta_updates and copy.layout.engine != OWN)
+    given = sum(
+        _bytes(model.weights().values())
+        for copy, model in own.items()
+        if run.config.delta_updates and copy.layout.engine != OWN and rank in copy.layout.receivers
+    )
     present = {copy for copy in own if trained[copy.role] in (None, copy) and copy.role not in plan.offload}
     others: dict[str, int] = {}
     kept = StepWeights(stay=run.config.delta_updates)

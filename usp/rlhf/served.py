@@ -2,7 +2,8 @@
 
     token ids --POST URL/completions--> prompt_logprobs, the log-probability of each of them
     token ids --POST URL/completions, streamed--> the next token ids and their log-probabilities
-    pieces of weights --TCP--> `Worker`, which the server's processes load --vLLM's own loaders--> its parameters
+    pieces of weights, or what changed in them --TCP--> `Worker`, which the server's processes load --vLLM's own
+        loaders--> its parameters
 
 It imports what a server's environment has: torch.
 """
@@ -18,11 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
+
+from parallel.reallocation.delta import Delta, apply, delta_size, encode
 
 from .environments.ready_rewards import Server, post, posted
 from .graph import Compute, DataflowGraph, Inference, ModelCall, Reduce
@@ -142,21 +145,37 @@ class Piece(NamedTuple):
         return whole.reshape(self.shape)
 
 
-def send_pieces(connection: socket.socket, pieces: Iterable[Piece]) -> int:
-    """Send pieces, and their end; return the bytes of their values."""
+Values: TypeAlias = dict[str, Tensor]  # of pieces, by name, as they were last given
+
+
+def send_pieces(connection: socket.socket, pieces: Iterable[Piece], given: Values | None = None) -> int:
+    """Send pieces, and their end; return the bytes of their values.
+
+    given: what was sent before, which the other side has; of these pieces what has changed is sent. None: it keeps
+        none.
+    """
     total = 0
     for name, shape, sizes, where, values in pieces:
-        header = json.dumps([name, str(values.dtype).removeprefix("torch."), shape, sizes, where]).encode()
-        data: Any = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        connection.sendall(_LENGTH.pack(len(header)) + header)
+        flat = values.cpu().contiguous().view(-1)
+        if given is not None and name in given:
+            delta = encode(flat, given[name])
+            given[name].copy_(flat)
+        else:
+            delta = Delta(len(flat), flat.view(torch.uint8))
+            if given is not None:
+                given[name] = flat.clone()
+        header = json.dumps([name, str(values.dtype).removeprefix("torch."), shape, sizes, where, delta.changed])
+        connection.sendall(_LENGTH.pack(len(header)) + header.encode())
+        data: Any = delta.content.numpy()
         connection.sendall(data)
         total += len(data)
     connection.sendall(_LENGTH.pack(0))
     return total
 
 
-def received_pieces(connection: socket.socket) -> Iterator[Piece]:
-    """Yield what `send_pieces` sends. Raises ConnectionError where it ends early."""
+def received_pieces(connection: socket.socket, given: Values | None = None) -> Iterator[Piece]:
+    """Yield what `send_pieces` sends, and keep it in `given` as that does. Raises ConnectionError where it ends
+    early."""
 
     def read(size: int) -> Tensor:
         data, place = torch.empty(size, dtype=torch.uint8), 0
@@ -168,9 +187,16 @@ def received_pieces(connection: socket.socket) -> Iterator[Piece]:
         return data
 
     while length := _LENGTH.unpack(bytes(read(_LENGTH.size).tolist()))[0]:
-        name, dtype, shape, sizes, where = json.loads(bytes(read(length).tolist()))
+        name, dtype, shape, sizes, where, changed = json.loads(bytes(read(length).tolist()))
         kind, part = getattr(torch, dtype), [end - begin for begin, end in where]
-        values = read(math.prod(part) * kind.itemsize).view(kind).view(part)
+        content = read(delta_size(math.prod(part), kind.itemsize, changed)[0])
+        if given is not None and name in given:
+            values = given[name]
+            apply(Delta(changed, content), values, kind)
+        else:
+            values = content.view(kind).view(part)
+            if given is not None:
+                given[name] = values
         yield Piece(name, tuple(shape), tuple(sizes), tuple(map(tuple, where)), values)
 
 
@@ -184,6 +210,8 @@ def forget_kernels(model: torch.nn.Module) -> None:
 
 class Worker:
     """What `--worker-extension-cls` adds to each process of a vLLM server's model."""
+
+    _usp_given: tuple[str, Values] = ("", {})  # the token of the last update of which it keeps the values, and these
 
     def usp_facts(self: Any) -> dict[str, Any]:
         """Return how the server was started."""
@@ -199,17 +227,28 @@ class Worker:
             "sizes": [getattr(model.hf_config, name, None) for name in SIZES],
         }
 
-    def usp_receive(self: Any, addresses: Sequence[tuple[str, int]], token: str) -> None:
-        """Replace all weights by those that a trainer sends from the address of this rank. token: tells it who asks."""
+    def usp_receive(self: Any, addresses: Sequence[tuple[str, int]], token: str, after: str | None = None) -> None:
+        """Replace all weights by those that a trainer sends from the address of this rank.
+
+        token: tells it who asks. after: that of the update that only changes are sent to, "" before the first one, and
+            the weights are kept in host memory for the next; None: they are not.
+        """
+        kept, given = self._usp_given if after else ("", {})
+        self._usp_given = ("", {})  # until all has come
+        if after and after != kept:
+            raise ValueError("the weights that changes were sent to are not this server's last update")
         with socket.create_connection(tuple(addresses[self.rank]), 60) as connection:
             connection.settimeout(Model.timeout)
             connection.sendall(token.encode())
             if self.device.type == "cpu":
                 forget_kernels(self.model_runner.get_model())
-            weights = ((piece.name, piece.whole().to(self.device)) for piece in received_pieces(connection))
+            pieces = received_pieces(connection, given if after is not None else None)
+            weights = ((piece.name, piece.whole().to(self.device)) for piece in pieces)
             self.reload_weights(weights_iterator=weights)
             for _ in weights:
                 pass
+        if after is not None:
+            self._usp_given = (token, given)
 
 
 @dataclass(frozen=True)
@@ -224,10 +263,12 @@ class RolloutServer(Model):
         """Return the version of the weights."""
         return self.tried(lambda: str(self._post("/weight_info", None)["weight_version"]))
 
-    def update(self, addresses: Sequence[tuple[str, int]], token: str, version: str) -> None:
-        """Let the server's workers receive weights: it drops what it decodes, and all it has of the old ones."""
+    def update(self, addresses: Sequence[tuple[str, int]], token: str, version: str, after: str | None) -> None:
+        """Let the server's workers receive weights: it drops what it decodes, and all it has of the old ones. See
+        `Worker.usp_receive`."""
         self._post("/pause?mode=abort&clear_cache=true", {})
-        self._post("/collective_rpc", {"method": "usp_receive", "kwargs": {"addresses": addresses, "token": token}})
+        of_workers = {"addresses": addresses, "token": token, "after": after}
+        self._post("/collective_rpc", {"method": "usp_receive", "kwargs": of_workers})
         self._post("/update_weight_version", {"new_version": version})
         self._post("/resume", {})
 

@@ -36,7 +36,7 @@ from usp.hf.models import ModelConfig
 from usp.rlhf.environments.sandbox import call
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed
-from usp.rlhf.served import SIZES, Piece, Requests, RolloutServer, Written, forget_kernels, send_pieces
+from usp.rlhf.served import SIZES, Piece, Requests, RolloutServer, Values, Written, forget_kernels, send_pieces
 
 from .decoding import Decode, GeneratedResponse, Rollout, Stops
 from .turns import Turns
@@ -74,6 +74,7 @@ class EngineOptions:
         cache_bytes: of the KV cache on a rank.
         processed: return the log-probabilities of the sampled distribution, without top-k and top-p; else those at
             temperature 1.
+        changes: a server is sent only what has changed, after the first update.
     """
 
     calls: str
@@ -84,6 +85,7 @@ class EngineOptions:
     slots: int
     cache_bytes: int
     processed: bool
+    changes: bool = False
 
     @property
     def logprobs_mode(self) -> str:
@@ -369,6 +371,8 @@ class ServedEngine(VllmEngine):
     ) -> None:
         super().__init__(None, options, mesh, decode, naming)
         self._server, self._version, self._updates = server, "", 0
+        self._given: Values | None = {} if options.changes else None
+        self._after: str | None = "" if options.changes else None  # the token of the update before
         self._together, self.receives = {}, mesh.rank("batch") == 0
 
     def load(self, pieces: Iterator[Piece]) -> int:
@@ -388,22 +392,23 @@ class ServedEngine(VllmEngine):
 
     def _send(self, pieces: Iterator[Piece], token: str) -> int:
         """Send this rank's weights to its worker of the server."""
-        group, host = self._mesh.group("tp"), self._server.own_address()
+        group, host, after = self._mesh.group("tp"), self._server.own_address(), self._after
         addresses: list[Any] = [None] * group.size()
         with socket.create_server((host, 0)) as listener, ThreadPoolExecutor(1) as pool:
             dist.all_gather_object(addresses, (host, listener.getsockname()[1]), group=group)
             update = None
             if self._mesh.rank("tp") == 0:
-                update = pool.submit(self._server.update, addresses, token, self._version)
+                update = pool.submit(self._server.update, addresses, token, self._version, after)
             try:
                 with self._accepted(listener, token, update) as connection:
-                    sent = send_pieces(connection, pieces)
+                    sent = send_pieces(connection, pieces, self._given)
             except OSError:
                 if update is not None:
                     update.result()  # which says why
                 raise
             if update is not None:
                 update.result()
+        self._after = None if after is None else token
         return sent
 
     def _accepted(self, listener: socket.socket, token: str, update: Future[None] | None) -> socket.socket:

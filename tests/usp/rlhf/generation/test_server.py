@@ -7,6 +7,7 @@ vLLM's do, and it decodes with transformers and the noise of our own decoding.
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -34,15 +35,16 @@ from usp.data.tokenizer import BYTE_VOCAB
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.dry_run import dry_run_calls
 from usp.rlhf.generation.decoding import sample, sequence_key, token_keys
+from usp.rlhf.generation.vllm import ServedEngine
 from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare
 from usp.rlhf.runtime.executor import Executor
-from usp.rlhf.served import Piece, Requests, RolloutServer, Worker
+from usp.rlhf.served import Piece, Requests, RolloutServer, Values, Worker, received_pieces, send_pieces
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
 MODEL = LlamaConfig(**SIZES | {"vocab_size": BYTE_VOCAB, "num_key_value_heads": 4})
-RUN = Executor.run
+RUN, LOAD = Executor.run, ServedEngine.load
 KEYS = token_keys(BYTE_VOCAB)
 CONFIG = RlhfConfig(
     algorithm="grpo",
@@ -74,7 +76,7 @@ class StandIn(Worker):
         self.rank, self.server = rank, server
         self.held: dict[str, Tensor] = {}
         self.model_runner = SimpleNamespace(get_model=lambda: server.model)
-        of_model = {"dtype": torch.float32, "max_model_len": 256, "generation_config": "vllm", "hf_config": MODEL}
+        of_model = {"dtype": server.model.dtype, "max_model_len": 256, "generation_config": "vllm", "hf_config": MODEL}
         of_model |= {"logprobs_mode": "processed_logprobs"}
         parallel = {"tensor_parallel_size": server.tp, "world_size_across_dp": server.tp}
         self.vllm_config = SimpleNamespace(
@@ -94,10 +96,11 @@ class Stub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, tp: int = 1) -> None:
+    def __init__(self, tp: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.tp, self.model, self.version, self.paused = tp, drawn_model(MODEL, 5), "default", False
+        self.tp, self.model, self.version, self.paused = tp, drawn_model(MODEL, 5).to(dtype), "default", False
         self.breaks, self.fails, self.sizes, self.asked = "", list[str](), list[int](), list[dict[str, Any]]()
+        self.updates = list[list[dict[str, Tensor]]]()
         self.workers = [StandIn(self, rank) for rank in range(tp)]
 
     @property
@@ -109,8 +112,11 @@ class Stub(ThreadingHTTPServer):
             found = list(pool.map(lambda worker: getattr(worker, method)(**args), self.workers))
         if method == "usp_receive":
             assert self.paused
+            for worker in self.workers if self.breaks == "forgotten" else ():
+                worker._usp_given = ("another run's", {})
             parts = [worker.held for worker in self.workers]
-            self.sizes.append(sum(int((~x.isnan()).sum()) * 4 for held in parts for x in held.values()))
+            self.updates.append([{name: x.clone() for name, x in held.items()} for held in parts])
+            self.sizes.append(sum(int((~x.isnan()).sum()) * x.itemsize for held in parts for x in held.values()))
             whole = dict(parts[0])
             for name, value in whole.items():
                 for part in parts[1:]:
@@ -121,8 +127,8 @@ class Stub(ThreadingHTTPServer):
 
 
 @contextmanager
-def stub(tp: int = 1) -> Iterator[Stub]:
-    server = Stub(tp)
+def stub(tp: int = 1, dtype: torch.dtype = torch.float32) -> Iterator[Stub]:
+    server = Stub(tp, dtype)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server
@@ -174,7 +180,7 @@ class Handler(JsonHandler):
             if self.server.breaks == "slow":
                 time.sleep(0.005)
             with torch.no_grad():
-                logits = self.server.model(torch.tensor([ids])).logits[:, -1]
+                logits = self.server.model(torch.tensor([ids])).logits[:, -1].float()
             token, logprob = sample(logits, torch.tensor([sequence_key(asked["seed"], number)]), KEYS, work)
             ids.append(int(token))
             stops = ids[-1] in asked["stop_token_ids"]
@@ -212,6 +218,7 @@ def of(folder: Path, output: Path, **changes: Any) -> RlhfConfig:
 
 def steps_of(config: RlhfConfig) -> list[dict[str, Any]]:
     moved: list[tuple[int, int]] = []
+    left: list[int] = []
 
     def moving(self: Executor, *others: Any) -> Any:
         result = RUN(self, *others)
@@ -220,9 +227,14 @@ def steps_of(config: RlhfConfig) -> list[dict[str, Any]]:
         moved.extend((event.received, event.minimum) for event in updates)
         return result
 
-    with patch.object(Executor, "run", moving):
+    def loading(self: ServedEngine, pieces: Any) -> int:
+        left.append(LOAD(self, pieces))
+        return left[-1]
+
+    with patch.object(Executor, "run", moving), patch.object(ServedEngine, "load", loading):
         trainer = begun(config)
-        return [trainer.step(number).metrics | {"moved": moved} for number in range(1, config.steps + 1)]
+        steps = [trainer.step(number).metrics for number in range(1, config.steps + 1)]
+        return [metrics | {"moved": moved, "left": left} for metrics in steps]
 
 
 def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -247,6 +259,54 @@ def test_steps_are_those_of_our_own_decoding(ranks: RankPool, folder: Path, tmp_
     assert server.sizes == [tp * sum(divided)] * CONFIG.steps
     assert len(server.asked) == CONFIG.steps * CONFIG.prompts * CONFIG.group_size
     assert all(asked["stop_token_ids"] for asked in server.asked), "else it would decode what is thrown away"
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def test_workers_are_sent_what_has_changed(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    """Training and the two workers have other layouts; most weights keep their bits in a step."""
+    updates, steps, left = [], [], []
+    for delta in (False, True):
+        with stub(2, torch.bfloat16) as server:
+            options = APART | {"delta_updates": delta, "dtype": "bfloat16", "learning_rate": 1e-5}
+            config = of(folder, tmp_path / f"{delta}", rollout_engine=server.url, **options)
+            found = ranks.run(steps_of, 4, config)
+        steps.append([[step[key] for key in ("actor/loss", "score")] for step in found[0]])
+        left.append([sum(each[0]["left"][number] for each in found) for number in range(CONFIG.steps)])
+        updates.append(server.updates)
+    assert steps[0] == steps[1]
+    for whole, changed in zip(*updates, strict=True):
+        for one, other in zip(whole, changed, strict=True):
+            assert one.keys() == other.keys() and all(torch.equal(bits(one[name]), bits(other[name])) for name in one)
+    assert any(not torch.equal(bits(x), bits(updates[1][-1][0][name])) for name, x in updates[1][0][0].items())
+    assert left[1][0] == left[0][0] > 0
+    assert all(0 < changed < 0.6 * whole for whole, changed in zip(left[0][1:], left[1][1:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pieces_have_the_bits_that_were_sent(dtype: torch.dtype) -> None:
+    """And their bytes are at most those of all values, after a hundred updates."""
+    draw = torch.Generator().manual_seed(3)
+    values = {f"{n}": torch.randn(size, generator=draw).to(dtype) for n, size in enumerate((0, 1, 63, 300, 70_000))}
+    given: tuple[Values, Values] = ({}, {})
+    nbytes = []
+    for number in range(100):
+        share = 1.0 if number % 10 == 9 else 0.3 ** (number % 10 + 1)
+        for x in values.values():
+            other = torch.rand(x.shape, generator=draw) < share
+            x[other] = torch.randn(x.shape, generator=draw).to(dtype)[other]
+        pieces = [Piece(name, x.shape, x.shape, ((0, len(x)),), x) for name, x in values.items()]
+        one, two = socket.socketpair()
+        with one, two, ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(send_pieces, one, pieces, given[0])
+            found = {piece.name: piece.whole() for piece in received_pieces(two, given[1])}
+            nbytes.append(sent.result())
+        assert all(torch.equal(bits(found[name]), bits(x)) for name, x in values.items()), number
+    whole = sum(x.nbytes for x in values.values())
+    assert nbytes[0] == whole == max(nbytes) and min(nbytes) < 0.01 * whole
+    assert given[0].keys() == given[1].keys() == values.keys()
 
 
 def evaluated(config: RlhfConfig) -> tuple[dict[str, float], list[list[int]]]:
@@ -325,6 +385,8 @@ def test_requests_are_tried_again_and_go_on_where_they_broke() -> None:
 BREAKS = {
     "worker": r"the rollout server http.*/v1 for actor_generate failed on rank 0 while its weights were updated: "
     r"OSError: HTTP Error 500: IndexError: no such block",
+    "forgotten": r"failed on rank 0 while its weights were updated: OSError: HTTP Error 500: ValueError: the weights that "
+    r"changes were sent to are not this server's last update",
     "restarted": r"failed on rank 0 while it decoded: RuntimeError: its weights are of version default and not \w+-1",
     "nan": r"logits of response \d+ are not finite",
     "gone": r"the rollout server .* failed on rank 0 while it decoded: ConnectionError: "
@@ -339,7 +401,8 @@ def test_a_server_that_fails_is_named(ranks: RankPool, folder: Path, tmp_path: P
         server.fails = {"nan": ["nan"] * 8, "gone": ["503"] * 99}.get(breaks, [])
         begin = time.monotonic()
         with pytest.raises(RankError, match=BREAKS[breaks]):
-            ranks.run(steps_of, 1, of(folder, tmp_path / "run", rollout_engine=server.url))
+            delta = breaks == "forgotten"
+            ranks.run(steps_of, 1, of(folder, tmp_path / "run", rollout_engine=server.url, delta_updates=delta))
         assert time.monotonic() - begin < 100, "noticed by the end of a request, not by a limit of time"
 
 
@@ -356,7 +419,6 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
     refused(r"it needs --logprobs-mode raw_logprobs, and has processed_logprobs", top_k=5)
     refused(r"it needs --max-model-len 256, and has 200|it needs a model with", model="tiny", dtype="float32")
     refused(r"--lora-rank is not supported with a server", lora_rank=4)
-    refused(r"--delta-updates is not supported with a server", delta_updates=True)
     refused(r"--rollout-cache = 2.0 is that of vLLM, which no call decodes with", rollout_cache=2.0)
     refused(r"divides a model only over tp", size=2, sp_ulysses=2)
     refused(r"--rollout-engine = 'sglang' must be own, vllm or the URL of a server", rollout_engine="sglang")
