@@ -577,8 +577,6 @@ def _engine_problems(run: PreparedRlhf) -> Iterator[str]:
         yield "--router-replay needs the experts that tokens chose, which an engine does not tell: remove it"
     if config.delta_updates and config.lora_rank:
         yield "--delta-updates is for whole weights, and an engine is sent adapters alone: remove it"
-    if served and config.lora_rank:
-        yield "--lora-rank is not supported with a server, which is sent whole weights: remove it"
     if served:
         try:
             server = RolloutServer(served.rstrip("/"), retries=0)
@@ -608,7 +606,7 @@ def engine_options(run: PreparedRlhf) -> EngineOptions:
         slots=run.config.slots,
         cache_bytes=int(run.config.rollout_cache * GIB),
         processed=not cuts(works),
-        changes=run.config.delta_updates,
+        changes=run.config.delta_updates or run.config.lora_rank > 0,
     )
 
 

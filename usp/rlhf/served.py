@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from parallel.reallocation.delta import Delta, apply, delta_size, encode
+from parallel.tensor import add_low_rank
 
 from .environments.ready_rewards import Server, post, posted
 from .graph import Compute, DataflowGraph, Inference, ModelCall, Reduce
@@ -128,20 +129,23 @@ def _asking(call: ModelCall, model: Model) -> ModelCall:
 
 class Piece(NamedTuple):
     """The part of a tensor in files that a rank has. shape: in files. sizes, where: of the tensor as a box of its
-    parameter, and the begin and end of the part in each of its dimensions."""
+    parameter, and the begin and end of the part in each of its dimensions. factors: of adapters, beside which values
+    stay as they are: what `add_low_rank` adds to these, or nothing; None: without adapters."""
 
     name: str
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     where: tuple[tuple[int, int], ...]
     values: Tensor
+    factors: tuple[Tensor, ...] | None = None
 
     def whole(self) -> Tensor:
         """Return the tensor: nan where another rank has the values, so that whoever reads them there notices."""
+        values = add_low_rank(self.values, self.factors) if self.factors else self.values
         if self.where == tuple((0, size) for size in self.sizes):
-            return self.values.reshape(self.shape)
-        whole = torch.full(self.sizes, math.nan, dtype=self.values.dtype, device=self.values.device)
-        whole[tuple(slice(*ends) for ends in self.where)] = self.values
+            return values.reshape(self.shape)
+        whole = torch.full(self.sizes, math.nan, dtype=values.dtype, device=values.device)
+        whole[tuple(slice(*ends) for ends in self.where)] = values
         return whole.reshape(self.shape)
 
 
@@ -155,22 +159,33 @@ def send_pieces(connection: socket.socket, pieces: Iterable[Piece], given: Value
         none.
     """
     total = 0
-    for name, shape, sizes, where, values in pieces:
-        flat = values.cpu().contiguous().view(-1)
-        if given is not None and name in given:
-            delta = encode(flat, given[name])
-            given[name].copy_(flat)
-        else:
-            delta = Delta(len(flat), flat.view(torch.uint8))
-            if given is not None:
-                given[name] = flat.clone()
-        header = json.dumps([name, str(values.dtype).removeprefix("torch."), shape, sizes, where, delta.changed])
-        connection.sendall(_LENGTH.pack(len(header)) + header.encode())
-        data: Any = delta.content.numpy()
-        connection.sendall(data)
-        total += len(data)
+    for piece in pieces:
+        delta, factors = _change(piece, given), [each.cpu().contiguous() for each in piece.factors or ()]
+        kinds = [_kind(each) for each in factors]
+        header = json.dumps([*piece[:4], _kind(piece.values)[0], delta.changed, kinds]).encode()
+        connection.sendall(_LENGTH.pack(len(header)) + header)
+        for part in (delta.content, *(each.view(-1).view(torch.uint8) for each in factors)):
+            data: Any = part.numpy()
+            connection.sendall(data)
+            total += len(data)
     connection.sendall(_LENGTH.pack(0))
     return total
+
+
+def _change(piece: Piece, given: Values | None) -> Delta:
+    """Return what is to be sent of a piece's values, and count it as given."""
+    known = None if given is None else given.get(piece.name)
+    if known is not None and piece.factors is not None:
+        return Delta(0, torch.empty(0, dtype=torch.uint8))
+    flat = piece.values.to("cpu", copy=given is not None).contiguous().view(-1)
+    delta = Delta(len(flat), flat.view(torch.uint8)) if known is None else encode(flat, known)
+    if given is not None:
+        given[piece.name] = flat if piece.factors is None else flat.new_empty(0)
+    return delta
+
+
+def _kind(x: Tensor) -> tuple[str, list[int]]:
+    return str(x.dtype).removeprefix("torch."), [*x.shape]
 
 
 def received_pieces(connection: socket.socket, given: Values | None = None) -> Iterator[Piece]:
@@ -186,8 +201,12 @@ def received_pieces(connection: socket.socket, given: Values | None = None) -> I
             place += count
         return data
 
+    def of(dtype: str, shape: Sequence[int]) -> Tensor:
+        kind = getattr(torch, dtype)
+        return read(math.prod(shape) * kind.itemsize).view(kind).view(shape)
+
     while length := _LENGTH.unpack(bytes(read(_LENGTH.size).tolist()))[0]:
-        name, dtype, shape, sizes, where, changed = json.loads(bytes(read(length).tolist()))
+        name, shape, sizes, where, dtype, changed, kinds = json.loads(bytes(read(length).tolist()))
         kind, part = getattr(torch, dtype), [end - begin for begin, end in where]
         content = read(delta_size(math.prod(part), kind.itemsize, changed)[0])
         if given is not None and name in given:
@@ -197,7 +216,8 @@ def received_pieces(connection: socket.socket, given: Values | None = None) -> I
             values = content.view(kind).view(part)
             if given is not None:
                 given[name] = values
-        yield Piece(name, tuple(shape), tuple(sizes), tuple(map(tuple, where)), values)
+        factors = [of(*each) for each in kinds]
+        yield Piece(name, tuple(shape), tuple(sizes), tuple(map(tuple, where)), values, tuple(factors))
 
 
 def forget_kernels(model: torch.nn.Module) -> None:

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from itertools import count
 from mmap import MADV_DONTNEED, PAGESIZE
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -499,22 +500,30 @@ def server_problems(server: RolloutServer, options: EngineOptions, config: Model
 
 
 def pieces_of(
-    parts: Mapping[str, Tensor], boxes: Mapping[str, Box], on_disk: Mapping[str, Sequence[DiskTensor]]
+    parts: Mapping[str, Tensor],
+    boxes: Mapping[str, Box],
+    on_disk: Mapping[str, Sequence[DiskTensor]],
+    factors: Mapping[str, tuple[Tensor, ...]] = MappingProxyType({}),
 ) -> Iterator[Piece]:
     """Yield what this rank's parts of parameters are of the tensors in files, one at a time.
 
     Args:
         parts: by parameter, its values in `boxes`. on_disk: from `disk_layout`.
+        factors: of the same parts, `Piece.factors`.
     """
     for name, part in parts.items():
         for tensor in on_disk[name]:
-            common, box = tensor.box.overlap(boxes[name]), tensor.box
+            common, box, of_adapter = tensor.box.overlap(boxes[name]), tensor.box, factors.get(name)
             if common is None:
                 nothing = part.new_empty([0] * len(box.sizes))
-                yield Piece(tensor.name, tensor.shape, box.sizes, ((0, 0),) * len(box.sizes), nothing)
+                where = ((0, 0),) * len(box.sizes)
+                yield Piece(tensor.name, tensor.shape, box.sizes, where, nothing, of_adapter and ())
                 continue
-            where = tuple((cut.start, cut.stop) for cut in common.slices(box))
-            yield Piece(tensor.name, tensor.shape, box.sizes, where, part[common.slices(boxes[name])])
+            where, own = tuple((cut.start, cut.stop) for cut in common.slices(box)), common.slices(boxes[name])
+            if of_adapter:
+                up, down, *scales = of_adapter
+                of_adapter = up[own[0]], down[:, own[1]], *(scale[own[0]] for scale in scales)
+            yield Piece(tensor.name, tensor.shape, box.sizes, where, part[own], of_adapter)
 
 
 def _executor(job: str) -> type:

@@ -33,7 +33,7 @@ from tests.usp.rlhf.test_reference import begun
 from tests.usp.tiny import SIZES, drawn_model
 from usp.data.tokenizer import BYTE_VOCAB
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.dry_run import dry_run_calls
+from usp.rlhf.dry_run import CallRun, dry_run_calls
 from usp.rlhf.generation.decoding import sample, sequence_key, token_keys
 from usp.rlhf.generation.vllm import ServedEngine
 from usp.rlhf.graph import Generate
@@ -285,6 +285,23 @@ def test_workers_are_sent_what_has_changed(ranks: RankPool, folder: Path, tmp_pa
     assert all(0 < changed < 0.6 * whole for whole, changed in zip(left[0][1:], left[1][1:], strict=True))
 
 
+@pytest.mark.parametrize("name", ["one rank", "tp 2 on ranks of its own"])
+def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
+    size, tp, options = LAYOUTS[name]
+    lora: dict[str, Any] = {"lora_rank": 4, "lora_targets": "q_proj,down_proj", "learning_rate": 3e-2}
+    wanted = ranks.run(steps_of, 1, of(folder, tmp_path / "own", **lora))[0]
+    with stub(tp) as server:
+        found = ranks.run(steps_of, size, of(folder, tmp_path / "served", rollout_engine=server.url, **lora | options))
+    for steps in found:
+        same(steps, wanted)
+    of_layer = (32 + tp * 32) + (
+        tp * 32 + 64
+    )  # numbers of q_proj's factors on all workers, and of down_proj's, by rank
+    factors = MODEL.num_hidden_layers * 4 * of_layer * 4
+    left = [sum(each[0]["left"][number] for each in found) for number in range(CONFIG.steps)]
+    assert left == [server.sizes[0] + factors, *[factors] * (CONFIG.steps - 1)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_pieces_have_the_bits_that_were_sent(dtype: torch.dtype) -> None:
     """And their bytes are at most those of all values, after a hundred updates."""
@@ -385,8 +402,8 @@ def test_requests_are_tried_again_and_go_on_where_they_broke() -> None:
 BREAKS = {
     "worker": r"the rollout server http.*/v1 for actor_generate failed on rank 0 while its weights were updated: "
     r"OSError: HTTP Error 500: IndexError: no such block",
-    "forgotten": r"failed on rank 0 while its weights were updated: OSError: HTTP Error 500: ValueError: the weights that "
-    r"changes were sent to are not this server's last update",
+    "forgotten": r"failed on rank 0 while its weights were updated: OSError: HTTP Error 500: ValueError: the weights "
+    r"that changes were sent to are not this server's last update",
     "restarted": r"failed on rank 0 while it decoded: RuntimeError: its weights are of version default and not \w+-1",
     "nan": r"logits of response \d+ are not finite",
     "gone": r"the rollout server .* failed on rank 0 while it decoded: ConnectionError: "
@@ -418,7 +435,6 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
     refused(r"it needs the policy's --dtype, and has float32", dtype="bfloat16")
     refused(r"it needs --logprobs-mode raw_logprobs, and has processed_logprobs", top_k=5)
     refused(r"it needs --max-model-len 256, and has 200|it needs a model with", model="tiny", dtype="float32")
-    refused(r"--lora-rank is not supported with a server", lora_rank=4)
     refused(r"--rollout-cache = 2.0 is that of vLLM, which no call decodes with", rollout_cache=2.0)
     refused(r"divides a model only over tp", size=2, sp_ulysses=2)
     refused(r"--rollout-engine = 'sglang' must be own, vllm or the URL of a server", rollout_engine="sglang")
@@ -430,13 +446,23 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
 
 
 def test_ranks_need_no_memory_for_a_server(folder: Path, tmp_path: Path) -> None:
-    with stub() as server:
-        config = of(folder, tmp_path / "run", rollout_engine=server.url, plan="separation", rollout="dp_shard=1")
+    """But what updates keep: the values that are compared, or the base of adapters."""
+
+    def generates(**options: Any) -> CallRun:
+        options |= {"plan": "separation", "rollout": "dp_shard=1"}
+        config = of(folder, tmp_path / "run", rollout_engine=server.url, **options)
         runs = [prepare(config, Launch(rank, 2, local_world_size=2)) for rank in range(2)]
         calls = [call for run in runs for call in dry_run_calls(run, torch.device("cpu"))]
         (generate,) = (call for call in calls if call.call == "actor_generate")
-    of_reference = sum(weight.nbytes for weight in drawn_model(MODEL).parameters())
-    assert not generate.by_category and generate.others_bytes == of_reference
+        return generate
+
+    whole = sum(weight.nbytes for weight in drawn_model(MODEL).parameters())
+    with stub() as server:
+        plain, changes = generates(), generates(delta_updates=True)
+        adapters = generates(lora_rank=4, lora_targets="q_proj")
+    assert not plain.by_category and plain.others_bytes == whole  # of the reference
+    assert not changes.by_category and changes.others_bytes == 2 * whole
+    assert adapters.own_bytes == whole + 2 * 2 * 4 * 32 * 4
 
 
 def test_workers_need_torch_alone() -> None:
