@@ -5,11 +5,12 @@
     pieces of weights, or what changed in them --TCP--> `Worker`, which the server's processes load --vLLM's own
         loaders--> its parameters
 
-It imports what a server's environment has: torch.
+It imports what a server's environment has: torch and numpy.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import socket
@@ -18,10 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import BytesIO
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,7 +163,9 @@ def send_pieces(connection: socket.socket, pieces: Iterable[Piece], given: Value
     """
     total = 0
     for piece in pieces:
-        delta, factors = _change(piece, given), [each.cpu().contiguous() for each in piece.factors or ()]
+        delta = _change(piece, given)
+        # Copied, because the memory of what numpy has seen cannot be released.
+        factors = [each.to("cpu", copy=True).contiguous() for each in piece.factors or ()]
         kinds = [_kind(each) for each in factors]
         header = json.dumps([*piece[:4], _kind(piece.values)[0], delta.changed, kinds]).encode()
         connection.sendall(_LENGTH.pack(len(header)) + header)
@@ -244,6 +249,7 @@ class Worker:
             "tokens": model.max_model_len,
             "logprobs": model.logprobs_mode,
             "defaults": model.generation_config,
+            "routed": self.vllm_config.aux_output_config.enable_return_routed_experts,
             "sizes": [getattr(model.hf_config, name, None) for name in SIZES],
         }
 
@@ -305,19 +311,22 @@ class RolloutServer(Model):
 
 
 class Written(NamedTuple):
-    """Tokens of a request, with their log-probabilities. end: why there are no more; error: why there are none."""
+    """Tokens of a request, with their log-probabilities. end: why there are no more; error: why there are none. routed:
+    the experts that all tokens of the request but the last one chose, as `Rollout.routed`."""
 
     request: str
     tokens: list[tuple[int, float]]
     end: str | None = None
     error: str = ""
+    routed: Tensor | None = None
 
 
 class Requests:
-    """Requests that a server answers as it writes tokens. slots: at a time."""
+    """Requests that a server answers as it writes tokens. slots: at a time. routed: it answers at their end, and tells
+    the experts, which it does not tell before."""
 
-    def __init__(self, server: Model, slots: int) -> None:
-        self._server, self._pool = server, ThreadPoolExecutor(slots)
+    def __init__(self, server: Model, slots: int, routed: bool = False) -> None:
+        self._server, self._pool, self._routed = server, ThreadPoolExecutor(slots), routed
         self._open, self._written = set[str](), SimpleQueue[Written]()
 
     def begin(self, request: str, prompt: Sequence[int], limit: int, sampling: Mapping[str, Any]) -> None:
@@ -350,16 +359,16 @@ class Requests:
         written = list[int]()
 
         def read() -> None:
-            body = {"model": self._server.name, "stream": True, **sampling}
+            body = {"model": self._server.name, "stream": not self._routed, **sampling}
             body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}  # no text
             body |= {"prompt": [*prompt, *written], "max_tokens": limit - len(written)}
             body |= {"seed": body["seed"] + len(written)}
-            for tokens, end in self._stream(body) if request in self._open else ():
+            for told in self._stream(body, request) if request in self._open else ():
                 if request not in self._open:
                     break
-                written.extend(token for token, _ in tokens)
-                self._written.put(Written(request, tokens, end))
-                if end is not None:
+                written.extend(token for token, _ in told.tokens)
+                self._written.put(told)
+                if told.end is not None:
                     return
             if request in self._open:
                 raise ConnectionError("the reply ended early")
@@ -370,14 +379,22 @@ class Requests:
             if request in self._open:
                 self._written.put(Written(request, [], error=str(error)))
 
-    def _stream(self, body: Mapping[str, Any]) -> Iterator[tuple[list[tuple[int, float]], str | None]]:
+    def _stream(self, body: Mapping[str, Any], request: str) -> Iterator[Written]:
         with posted(f"{self._server.url}/completions", body, self._server.timeout) as reply:
             for line in reply:
-                if not line.startswith(b"data: {"):
+                if not line.startswith((b"data: {", b"{")):
                     continue
-                told = json.loads(line[6:])
+                told = json.loads(line.removeprefix(b"data: "))
                 if "choices" not in told:
                     raise ValueError(f"{told}"[:1000])
                 for choice in told["choices"]:
                     logprobs = [math.nan if each is None else each for each in choice["logprobs"]["token_logprobs"]]
-                    yield list(zip(choice["token_ids"], logprobs, strict=True)), choice.get("finish_reason")
+                    tokens = list(zip(choice["token_ids"], logprobs, strict=True))
+                    routed = _experts(choice["routed_experts"]) if self._routed else None
+                    yield Written(request, tokens, choice.get("finish_reason"), routed=routed)
+
+
+def _experts(encoded: str) -> Tensor:
+    """Return the experts in a file of numpy's, (tokens, layers, experts per token), as `Rollout.routed`."""
+    chosen = np.load(BytesIO(base64.b64decode(encoded)))
+    return torch.from_numpy(chosen.astype(np.int16)).flatten(1) + 1

@@ -76,7 +76,7 @@ def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (replace(engine, rollout="tp=2,ep=2"), "vLLM's experts on CPUs do not know .* ep=2 divides them: use ep=1"),
         (replace(engine, cache_tokens=64), "use --rollout-cache instead"),
         (replace(engine, delta_updates=True, lora_rank=4), "an engine is sent adapters alone"),
-        (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which an engine"),
+        (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which vLLM in the run"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(changed, four)

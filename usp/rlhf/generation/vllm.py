@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import count
 from mmap import MADV_DONTNEED, PAGESIZE
@@ -76,6 +76,7 @@ class EngineOptions:
         processed: return the log-probabilities of the sampled distribution, without top-k and top-p; else those at
             temperature 1.
         changes: a server is sent only what has changed, after the first update.
+        routed: a server tells which experts tokens chose.
     """
 
     calls: str
@@ -87,6 +88,7 @@ class EngineOptions:
     cache_bytes: int
     processed: bool
     changes: bool = False
+    routed: bool = False
 
     @property
     def logprobs_mode(self) -> str:
@@ -239,6 +241,10 @@ class VllmEngine:
             if turns is not None:
                 turns.close()
         responses = turns.responses() if turns is not None else [rollout.response() for rollout in rollouts]
+        if work.routed:
+            lasts = rollouts if turns is None else [record.last for record in turns.records]
+            pairs = zip(responses, lasts, strict=True)
+            responses = [replace(each, routed=last.choices(work.routed)) if last else each for each, last in pairs]
         for number, response in enumerate(responses):
             if not bool(response.logprobs.isfinite().all()):
                 raise RuntimeError(
@@ -280,6 +286,9 @@ class VllmEngine:
                     continue  # its stop string is complete
                 if any(told.take(token, logprob, ended) for token, logprob in written.tokens):
                     del active[written.request]
+                    if written.routed is not None:  # of all that the server decoded
+                        read = torch.arange(len(told.prompt) + len(told.tokens) - 1)
+                        told.routed.append((read, written.routed[: len(read)]))
                     if written.end is None:
                         self._abort([written.request])
                     if turns is not None:
@@ -440,7 +449,7 @@ class ServedEngine(VllmEngine):
 
         leads = self._mesh.rank("tp") == 0
         if leads:
-            self._engine = Requests(self._server, self._options.slots)
+            self._engine = Requests(self._server, self._options.slots, self._options.routed)
             try:
                 responses = super().generate(*args, enough=ended, **kwargs)
             finally:
@@ -494,6 +503,8 @@ def server_problems(server: RolloutServer, options: EngineOptions, config: Model
         "defaults": ("vllm", "--generation-config vllm"),
     }
     problems = [f"it needs {how}, and has {facts[key]}" for key, (value, how) in wanted.items() if facts[key] != value]
+    if options.routed and not facts["routed"]:
+        problems.append("it needs --enable-return-routed-experts for --router-replay")
     if facts["tokens"] < options.tokens:
         problems.append(f"it needs --max-model-len {options.tokens}, and has {facts['tokens']}")
     return problems

@@ -66,8 +66,10 @@ class EngineModel(RoleModel):
     def _adapted(self, rounds: Iterator[Mapping[str, Tensor]], lora: Lora) -> Iterator[Piece]:
         for _ in rounds:  # which fill the adapters
             pass
-        merged = MergedWeights([self.stage.model], lora) if self._vllm.receives else None
-        for name, weight in merged.base.items() if merged is not None else ():
+        if not self._vllm.receives:
+            return
+        merged = MergedWeights([self.stage.model], lora)
+        for name, weight in merged.base.items():
             if self._is_whole(weight) and isinstance(weight, DTensor):
                 weight = weight.full_tensor()
             boxes = {name: local_box(weight)}

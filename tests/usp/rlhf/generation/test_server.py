@@ -6,6 +6,7 @@ vLLM's do, and it decodes with transformers and the noise of our own decoding.
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import subprocess
@@ -17,21 +18,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
+from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.harness.json_api import JsonHandler
 from tests.harness.ranks import RankError, RankPool
 from tests.usp.rlhf.test_reference import begun
 from tests.usp.tiny import SIZES, drawn_model
 from usp.data.tokenizer import BYTE_VOCAB
+from usp.hf.disk import disk_layout
+from usp.hf.routers import ChoiceRecorder
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.dry_run import CallRun, dry_run_calls
 from usp.rlhf.generation.decoding import sample, sequence_key, token_keys
@@ -43,7 +49,9 @@ from usp.rlhf.served import Piece, Requests, RolloutServer, Values, Worker, rece
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
-MODEL = LlamaConfig(**SIZES | {"vocab_size": BYTE_VOCAB, "num_key_value_heads": 4})
+OF_BYTES = SIZES | {"vocab_size": BYTE_VOCAB, "num_key_value_heads": 4}
+MODEL = LlamaConfig(**OF_BYTES)
+EXPERTS = Qwen3MoeConfig(**OF_BYTES, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 RUN, LOAD = Executor.run, ServedEngine.load
 KEYS = token_keys(BYTE_VOCAB)
 CONFIG = RlhfConfig(
@@ -76,12 +84,19 @@ class StandIn(Worker):
         self.rank, self.server = rank, server
         self.held: dict[str, Tensor] = {}
         self.model_runner = SimpleNamespace(get_model=lambda: server.model)
-        of_model = {"dtype": server.model.dtype, "max_model_len": 256, "generation_config": "vllm", "hf_config": MODEL}
+        of_model = {
+            "dtype": server.model.dtype,
+            "max_model_len": 256,
+            "generation_config": "vllm",
+            "hf_config": server.model.config,
+        }
         of_model |= {"logprobs_mode": "processed_logprobs"}
+        told = SimpleNamespace(enable_return_routed_experts=server.recorder is not None)
         parallel = {"tensor_parallel_size": server.tp, "world_size_across_dp": server.tp}
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(**of_model),
             parallel_config=SimpleNamespace(**parallel, enable_expert_parallel=False),
+            aux_output_config=told,
         )
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
@@ -96,9 +111,10 @@ class Stub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, tp: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, tp: int, dtype: torch.dtype, config: PretrainedConfig, routed: bool) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.tp, self.model, self.version, self.paused = tp, drawn_model(MODEL, 5).to(dtype), "default", False
+        self.tp, self.model, self.version, self.paused = tp, drawn_model(config, 5).to(dtype), "default", False
+        self.recorder, self.forward = ChoiceRecorder(self.model) if routed else None, threading.Lock()
         self.breaks, self.fails, self.sizes, self.asked = "", list[str](), list[int](), list[dict[str, Any]]()
         self.updates = list[list[dict[str, Tensor]]]()
         self.workers = [StandIn(self, rank) for rank in range(tp)]
@@ -117,18 +133,21 @@ class Stub(ThreadingHTTPServer):
             parts = [worker.held for worker in self.workers]
             self.updates.append([{name: x.clone() for name, x in held.items()} for held in parts])
             self.sizes.append(sum(int((~x.isnan()).sum()) * x.itemsize for held in parts for x in held.values()))
-            whole = dict(parts[0])
-            for name, value in whole.items():
+            own = self.model.state_dict()
+            for tensor in chain(*disk_layout(self.model, {name: x.shape for name, x in own.items()}).values()):
+                value = parts[0][tensor.name]
                 for part in parts[1:]:
-                    whole[name] = value = value.where(~value.isnan(), part[name])
-                assert not value.isnan().any(), name
-            self.model.load_state_dict(whole)
+                    value = value.where(~value.isnan(), part[tensor.name])
+                assert not value.isnan().any(), tensor.name
+                own[tensor.parameter][tensor.box.slices()] = value.view(tensor.box.sizes)
         return found
 
 
 @contextmanager
-def stub(tp: int = 1, dtype: torch.dtype = torch.float32) -> Iterator[Stub]:
-    server = Stub(tp, dtype)
+def stub(
+    tp: int = 1, dtype: torch.dtype = torch.float32, config: PretrainedConfig = MODEL, routed: bool = False
+) -> Iterator[Stub]:
+    server = Stub(tp, dtype, config, routed)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server
@@ -169,35 +188,57 @@ class Handler(JsonHandler):
         if fails == "503":
             self.send_error(503, "loading")
             return
-        self.send_response(200)
-        self.end_headers()
-        assert asked["stream"] and asked["return_token_ids"] and asked["ignore_eos"] and asked["logprobs"] == 0
+        if streams := asked["stream"]:
+            self.send_response(200)
+            self.end_headers()
+        assert asked["return_token_ids"] and asked["ignore_eos"] and asked["logprobs"] == 0
         work = Generate(temperature=asked["temperature"], top_k=asked["top_k"], top_p=asked["top_p"])
-        ids = list(asked["prompt"])
+        ids, logprobs = list(asked["prompt"]), []
         for number in range(asked["max_tokens"]):
             if number == 2 and fails == "cut":
                 return
             if self.server.breaks == "slow":
                 time.sleep(0.005)
-            with torch.no_grad():
-                logits = self.server.model(torch.tensor([ids])).logits[:, -1].float()
+            logits = self.logits(ids)[:, -1].float()
             token, logprob = sample(logits, torch.tensor([sequence_key(asked["seed"], number)]), KEYS, work)
             ids.append(int(token))
+            logprobs.append(None if fails == "nan" else float(logprob))
             stops = ids[-1] in asked["stop_token_ids"]
             end = "stop" if stops else "length" if number + 1 == asked["max_tokens"] else None
-            choice = {"token_ids": ids[-1:], "logprobs": {"token_logprobs": [float(logprob)]}, "finish_reason": end}
-            if fails == "nan":
-                choice["logprobs"] = {"token_logprobs": [None]}
-            self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            choice = {"token_ids": ids[-1:], "logprobs": {"token_logprobs": logprobs[-1:]}, "finish_reason": end}
+            if streams:
+                self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
             if stops:
                 break
-        self.wfile.write(b"data: [DONE]\n\n")
+        if streams:
+            self.wfile.write(b"data: [DONE]\n\n")
+            return
+        choice |= {"token_ids": ids[len(asked["prompt"]) :], "logprobs": {"token_logprobs": logprobs}}
+        self.reply({"choices": [choice | {"routed_experts": self.experts(ids[:-1])}]})
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> Tensor:
+        with self.server.forward:
+            return self.server.model(torch.tensor([ids])).logits
+
+    def experts(self, ids: list[int]) -> str:
+        """What tokens choose, as vLLM writes it."""
+        recorder, config, file = self.server.recorder, self.server.model.config, BytesIO()
+        assert recorder is not None
+        with self.server.forward, torch.no_grad():
+            self.server.model(torch.tensor([ids]))
+            chosen = recorder.take(len(ids)) - 1
+        if self.server.breaks == "experts":
+            chosen = chosen.roll(1, 0)
+        np.save(file, chosen.view(len(ids), config.num_hidden_layers, -1).numpy().astype(np.uint8))
+        return base64.b64encode(file.getvalue()).decode()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("server")
     drawn_model(MODEL).save_pretrained(folder / "model")
+    drawn_model(EXPERTS).save_pretrained(folder / "experts")
     rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "reward.py").write_text(
@@ -261,6 +302,11 @@ def test_steps_are_those_of_our_own_decoding(ranks: RankPool, folder: Path, tmp_
     assert all(asked["stop_token_ids"] for asked in server.asked), "else it would decode what is thrown away"
 
 
+def sent_by(found: list[list[dict[str, Any]]]) -> list[int]:
+    """The bytes that all ranks sent to a server, by update."""
+    return [sum(of_ranks) for of_ranks in zip(*filter(None, (steps[0]["left"] for steps in found)), strict=True)]
+
+
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
@@ -274,7 +320,7 @@ def test_workers_are_sent_what_has_changed(ranks: RankPool, folder: Path, tmp_pa
             config = of(folder, tmp_path / f"{delta}", rollout_engine=server.url, **options)
             found = ranks.run(steps_of, 4, config)
         steps.append([[step[key] for key in ("actor/loss", "score")] for step in found[0]])
-        left.append([sum(each[0]["left"][number] for each in found) for number in range(CONFIG.steps)])
+        left.append(sent_by(found))
         updates.append(server.updates)
     assert steps[0] == steps[1]
     for whole, changed in zip(*updates, strict=True):
@@ -298,8 +344,24 @@ def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, tmp_path
         tp * 32 + 64
     )  # numbers of q_proj's factors on all workers, and of down_proj's, by rank
     factors = MODEL.num_hidden_layers * 4 * of_layer * 4
-    left = [sum(each[0]["left"][number] for each in found) for number in range(CONFIG.steps)]
-    assert left == [server.sizes[0] + factors, *[factors] * (CONFIG.steps - 1)]
+    assert sent_by(found) == [server.sizes[0] + factors, *[factors] * (CONFIG.steps - 1)]
+
+
+@pytest.mark.parametrize("name", ["one rank", "tp 2 on ranks of its own"])
+def test_experts_of_a_server_are_replayed(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
+    size, tp, options = LAYOUTS[name]
+    replay: dict[str, Any] = {"model": str(folder / "experts"), "router_replay": True, "router_aux_loss_coef": 0.0}
+    replay |= {"options": "mini_batches=2,old_logprobs=recompute", "stop_ids": ",".join(map(str, range(0, 384, 9)))}
+    wanted = ranks.run(steps_of, 1, of(folder, tmp_path / "own", **replay))[0]
+    with stub(tp, config=EXPERTS, routed=True) as server:
+        config = of(folder, tmp_path / "served", rollout_engine=server.url, **replay | options)
+        for found in ranks.run(steps_of, size, config):
+            same(found, wanted)
+        server.breaks = "experts"
+        (broken, *_), *_ = ranks.run(steps_of, size, replace(config, steps=1, output=str(tmp_path / "broken")))
+        assert broken["logprob_difference_max"] > 1e-3
+    with stub(config=EXPERTS) as server, pytest.raises(ConfigurationError, match="it needs --enable-return-routed"):
+        prepare(replace(config, rollout_engine=server.url), Launch(0, size, local_world_size=size))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
