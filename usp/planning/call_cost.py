@@ -270,7 +270,8 @@ class _Calls:
             decode = 0.0
             for stretch in run.stretches:  # the cache is read up to a multiple of the places in use
                 read = min(-(-stretch.length // READ_MULTIPLE) * READ_MULTIPLE, run.places)
-                decode += stretch.steps * max(launches, fixed + per_place * read)
+                busy = fixed + per_place * read
+                decode += stretch.steps * (max(launches, busy) if self.hardware.streams else launches + busy)
             return prefill, decode
 
         of_steps = ([seconds(run) for run in of_rank.steps] for of_rank in of_ranks)

@@ -482,8 +482,9 @@ def counted_seconds(
 
 
 def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> PassSeconds:
-    """Return how much longer than `busy` seconds the host takes to launch operators one by one."""
-    waits = 0.0 if job.config.compile else operators * hardware.launch_seconds - busy
+    """Return how much longer than `busy` seconds a step takes as the host issues operators one by one: meanwhile a GPU
+    computes, and a CPU does not."""
+    waits = 0.0 if job.config.compile else operators * hardware.launch_seconds - (busy if hardware.streams else 0.0)
     return PassSeconds(Seconds(launch=max(0.0, waits)))
 
 
