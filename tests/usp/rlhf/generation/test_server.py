@@ -504,7 +504,7 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
         r"the rollout server at http://127.0.0.1:9/v1 failed 1 times.* --worker-extension-cls usp.rlhf.served.Worker",
         rollout_engine="http://127.0.0.1:9/v1",
     )
-    refused(r"do not predict calls with --rollout-engine = http", plan="search")
+    refused(r"do not predict calls with --rollout-engine = http.*, whose devices they do not know", plan="search")
 
 
 def test_ranks_need_no_memory_for_a_server(folder: Path, tmp_path: Path) -> None:
