@@ -502,7 +502,8 @@ def _engine_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
     if not samples:
         yield f"{asked} decodes responses, and {config.algorithm} generates none: remove it"
     if config.plan == SEARCH or config.replan:
-        yield f"--plan {SEARCH} and --replan do not predict calls with {asked}: give a named plan or a YAML file"
+        why = ", whose devices they do not know" if config.rollout_engine.startswith(HTTP) else ""
+        yield f"--plan {SEARCH} and --replan do not predict calls with {asked}{why}: give a named plan or a YAML file"
 
 
 def _replan_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:

@@ -575,13 +575,10 @@ def _engine_problems(run: PreparedRlhf) -> Iterator[str]:
     yield from sampling_problems(works, bool(served))
     if not served and run.device.type == "cpu" and (divided := [each.dims.ep for each in layouts if each.dims.ep > 1]):
         yield f"vLLM's experts on CPUs do not know which of them a rank has, and ep={divided[0]} divides them: use ep=1"
-    if config.router_replay:
-        yield "--router-replay needs the experts that tokens chose, which an engine does not tell: remove it"
+    if config.router_replay and not served:
+        yield "--router-replay needs the experts that tokens chose, which vLLM in the run does not tell: use a server"
     if config.delta_updates and config.lora_rank:
         yield "--delta-updates is for whole weights, and an engine is sent adapters alone: remove it"
-    for name in ("lora_rank", "delta_updates") if served else ():
-        if getattr(config, name):
-            yield f"{flag(name)} is not supported with a server, which is sent whole weights: remove it"
     if served:
         try:
             server = RolloutServer(served.rstrip("/"), retries=0)
@@ -611,6 +608,8 @@ def engine_options(run: PreparedRlhf) -> EngineOptions:
         slots=run.config.slots,
         cache_bytes=int(run.config.rollout_cache * GIB),
         processed=not cuts(works),
+        changes=run.config.delta_updates or run.config.lora_rank > 0,
+        routed=run.config.router_replay,
     )
 
 

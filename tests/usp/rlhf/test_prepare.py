@@ -78,7 +78,7 @@ def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (replace(engine, cache_tokens=64), "use --rollout-cache instead"),
         (replace(engine, eager_decoding=True), "of our own decoding, and no call decodes with it"),
         (replace(engine, delta_updates=True, lora_rank=4), "an engine is sent adapters alone"),
-        (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which an engine"),
+        (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which vLLM in the run"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(changed, four)

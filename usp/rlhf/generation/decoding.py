@@ -231,6 +231,13 @@ class Rollout:
         self.stopped = ended([*resumed, *self.tokens] if resumed else self.tokens)
         return self.stopped or len(self.tokens) == self.limit
 
+    def choices(self, width: int) -> Tensor:
+        """Return the experts in `routed`, int16 (tokens of prompt and response, width); 0 where there are none."""
+        whole = torch.zeros(len(self.prompt) + len(self.tokens), width, dtype=torch.int16)
+        for positions, chosen in self.routed:
+            whole[positions] = chosen
+        return whole
+
     def response(self) -> GeneratedResponse:
         """Return what has been decoded."""
         tokens, logprobs = torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs).float()

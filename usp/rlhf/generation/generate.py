@@ -409,11 +409,7 @@ class Generator:
         Collective over sp and pp, whose ranks have some of the tokens and layers."""
         if self._recorder is None or rollout is None:
             return torch.zeros(0, dtype=torch.int16)
-        length, width = len(rollout.prompt) + len(rollout.tokens), self._recorder.width
-        whole = torch.zeros(length, width, dtype=torch.int32)
-        for positions, chosen in rollout.routed:
-            whole[positions] = chosen.int()
-        whole = whole.to(self._device)
+        whole = rollout.choices(self._recorder.width).to(self._device, torch.int32)
         for axis in ("sp", "pp"):
             if axis in self._groups:
                 dist.all_reduce(whole, dist.ReduceOp.MAX, group=self._groups[axis])

@@ -75,6 +75,11 @@ class CallLayout:
         return self.engine.startswith(HTTP)
 
     @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that weights are for: of a server, one for each of its workers."""
+        return self.groups[0] if self.served else self.ranks
+
+    @property
     def token_budget(self) -> int:
         """The maximum tokens of a micro-batch on a data-parallel rank; 0: no limit."""
         return self.micro_batch_tokens if self.micro_batch_tokens >= 0 else TOKENS_PER_RANK * self.dims.sp
