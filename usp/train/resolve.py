@@ -199,8 +199,6 @@ def router_bias_problems(config: TrainConfig, model: ModelConfig) -> Iterator[st
         yield f"{given} updates the bias of routers, and {config.model} has none: {problem}; remove it"
     if config.lora_rank:
         yield f"{given} changes the base under adapters, which are all that is saved: remove it, or --lora-rank"
-    if config.engine == "deepspeed":
-        yield f"{given} is not supported by --engine deepspeed: use --engine fsdp2"
 
 
 def image_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:

@@ -38,7 +38,7 @@ def test_responses_end_as_the_tokenizer_the_generation_config_and_the_flags_say(
         ({"stop_ids": "400"}, "stop id 400 must be from 0 to 383"),
         ({"stop_ids": "a"}, "--stop-ids = a must be token ids"),
         ({"stop": "[3]"}, "must be a text, or a JSON list of texts"),
-        ({"stop": "x", "algorithm": "sft"}, "sft generates none: remove them"),
+        ({"stop": "x", "algorithm": "sft"}, "--stop = x is for generated responses, and sft has none"),
         ({"eager_decoding": True, "algorithm": "sft"}, "--eager-decoding is for generated responses"),
     ):
         with pytest.raises(ConfigurationError, match=text):
