@@ -30,7 +30,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/hf": 6875,
     "usp/losses": 525,
     "usp/model": 675,
-    "usp/planning": 4250,
+    "usp/planning": 4275,
     "usp/predict": 3350,
     "usp/rlhf": 13075,
     "usp/run": 1275,
