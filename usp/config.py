@@ -280,7 +280,7 @@ class CommonConfig(ComputeFlags, ParallelConfig, ModelFlags):
 
 
 @dataclass(frozen=True)
-class _Training(DocumentFlags):
+class _Training:
     """Options of train.py only."""
 
     data: Annotated[str, arg(metavar="stdlib|PATH|PATH=WEIGHT,PATH=WEIGHT,...")] = "stdlib"
@@ -386,7 +386,7 @@ class _Training(DocumentFlags):
 
 
 @dataclass(frozen=True)
-class TrainConfig(CommonConfig, _Training):
+class TrainConfig(CommonConfig, DocumentFlags, _Training):
     """Train a causal language model with Ulysses x Ring sequence parallelism, combined with data, tensor, pipeline and
     expert parallelism.
 

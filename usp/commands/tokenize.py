@@ -25,14 +25,8 @@ from usp.run.metrics import count
 from .flags import check
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizeConfig(DocumentFlags):
-    """Tokenize documents into a token store, which --data of train.py takes. After a kill, the same command goes on
-    where it was.
-
-    For example: python -m usp tokenize --data corpus/ --tokenizer ~/models/Llama-3.1-8B --output corpus.tokens
-    """
-
+@dataclass(frozen=True)
+class _Named:
     data: Annotated[str, arg(metavar="stdlib|PATH")]
     """Text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not, or a directory of them. stdlib: the source code
     of Python's standard library."""
@@ -40,6 +34,16 @@ class TokenizeConfig(DocumentFlags):
     """Local transformers tokenizer directory, the model's for chats with images. bytes: byte-level, as in ByT5."""
     output: Annotated[Path, arg(metavar="STORE")]
     """Folder of the store; created."""
+
+
+@dataclass(frozen=True)
+class TokenizeConfig(DocumentFlags, _Named):
+    """Tokenize documents into a token store, which --data of train.py takes. After a kill, the same command goes on
+    where it was.
+
+    For example: python -m usp tokenize --data corpus/ --tokenizer ~/models/Llama-3.1-8B --output corpus.tokens
+    """
+
     chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
     """Chat template (Jinja) for messages, instead of the tokenizer's own."""
     show: AtLeast0 = 0

@@ -28,13 +28,7 @@ _SENTENCE = re.compile(r".*?(?:[.!?][ \t]+|\n+|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class NeedleConfig(ComputeFlags, SequenceFlags):
-    """Find out at which lengths and depths a model finds a sentence (the needle) in a long text (the haystack), and
-    draw the heat map. Responses are generated greedily.
-
-    For example, on 8 ranks: torchrun --nproc-per-node 8 -m usp needle runs/last/model --lengths 16K,64K --sp-ulysses 8
-    """
-
+class _Probe:
     model: Annotated[Positional[str], arg(metavar="MODEL")] = ""
     """Local transformers checkpoint directory, such as RUN/model."""
     lengths: Annotated[
@@ -77,6 +71,15 @@ class NeedleConfig(ComputeFlags, SequenceFlags):
     """Length in tokens behind which the heat map gets a line, such as that of training."""
     out: Annotated[str, arg(metavar="FILE.png")] = "needle.png"
     """Heat map to write, a file that ends in .png; the results are written next to it, as .json."""
+
+
+@dataclass(frozen=True)
+class NeedleConfig(ComputeFlags, SequenceFlags, _Probe):
+    """Find out at which lengths and depths a model finds a sentence (the needle) in a long text (the haystack), and
+    draw the heat map. Responses are generated greedily.
+
+    For example, on 8 ranks: torchrun --nproc-per-node 8 -m usp needle runs/last/model --lengths 16K,64K --sp-ulysses 8
+    """
 
     @property
     def asked_depths(self) -> tuple[float, ...]:
