@@ -31,7 +31,7 @@ class Grid:
         table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for column, *cells in zip(self.columns, *self.rows, strict=True):
             numbers = all(cell.replace(".", "").replace(",", "").isdigit() for cell in cells if cell)
-            longest = max((len(word) for cell in cells for word in cell.split()), default=0)
+            longest = max((len(word) for cell in (column, *cells) for word in cell.split()), default=0)
             width = min(longest, _WORD)
             justify: Literal["left", "right"] = "right" if numbers else "left"
             table.add_column(column, overflow="fold", no_wrap=numbers, justify=justify, min_width=width)
