@@ -302,7 +302,7 @@ def _configurations(choice: Choice, candidates: Sequence[Candidate], title: str)
     for number, each in enumerate(candidates, start=1):
         place = str(number) if candidates == choice.shown else ""
         rows.append((place, *_figures(choice, each), f"{degrees(each.config)}; {memory_options(each.config)}"))
-    return Grid(title, ("", "step", "tokens/s per device", "MFU", "GiB", "host", "plan"), tuple(rows))
+    return Grid(title, ("", "step", "tokens/s per device", "MFU", "GiB", "GiB of a host", "plan"), tuple(rows))
 
 
 def _figures(choice: Choice, candidate: Candidate) -> tuple[str, ...]:
