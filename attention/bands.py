@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -423,10 +423,15 @@ def _merged(rows: Array, group: Array, add: Callable[[list[Task], Task], list[Ta
     last = np.append(first, len(group))[1:]
     parts, done = [], 0
     for start, stop in np.stack((first, last), 1)[last - first > 1].tolist():
-        merged: list[Task] = reduce(add, Tasks(rows[start:stop]), [])
-        parts += [rows[done:start], Tasks.of(merged).rows]
+        parts += [rows[done:start], _merged_group(tuple(map(tuple, rows[start:stop].tolist())), add)]
         done = stop
     return np.concatenate((*parts, rows[done:]))
+
+
+@lru_cache(maxsize=1024)  # most blocks of a ring are alike
+def _merged_group(rows: tuple[tuple[int, ...], ...], add: Callable[[list[Task], Task], list[Task]]) -> Array:
+    merged: list[Task] = reduce(add, map(_task, rows), [])
+    return Tasks.of(merged).rows
 
 
 def _append(tasks: list[Task], task: Task) -> list[Task]:

@@ -25,12 +25,12 @@ def union(starts: Array, stops: Array) -> Intervals:
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
     """Return the indices in both sets."""
-    return _selected(a, b, np.logical_and)
+    return a if a is b else _selected(a, b, np.logical_and)
 
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
     """Return the indices of `a` that are not in `b`."""
-    return _selected(a, b, np.greater)
+    return EMPTY if a is b else _selected(a, b, np.greater)
 
 
 def _selected(a: Intervals, b: Intervals, choose: Callable[..., npt.NDArray[np.bool_]]) -> Intervals:
@@ -58,6 +58,8 @@ def shifts(whole: Intervals) -> Array:
 
 def locate(part: Intervals, whole: Intervals) -> Intervals:
     """Return the positions of `part`, a subset of `whole`, in a buffer that packs `whole` in ascending order."""
+    if part is whole and len(whole):
+        return np.array([(0, size(whole))])
     inside = np.searchsorted(whole[:, 0], part[:, 0], side="right") - 1
     moved = part + shifts(whole)[inside, None]
     return union(moved[:, 0], moved[:, 1])

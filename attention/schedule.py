@@ -138,11 +138,14 @@ def ring_schedule(
 
     own = [tasks(rank, r) for r in range(layout.ring)]
 
+    different: dict[bytes, Intervals] = {}  # of many pairs, few; operations on one set with itself are fast
+
     @cache  # a plan needs few of the pairs
     def needs(q_rank: int, k_rank: int) -> Intervals:
         if q_rank == k_rank:
             return EMPTY  # a rank's own block is not sent
-        return (own[k_rank] if q_rank == rank else tasks(q_rank, k_rank)).needed_keys()
+        keys = (own[k_rank] if q_rank == rank else tasks(q_rank, k_rank)).needed_keys()
+        return different.setdefault(keys.tobytes(), keys)
 
     # Both directions have the same pairs of neighbours, except for an owner's own.
     owners = range(0, layout.ring, -(-layout.ring // SAMPLED_OWNERS))

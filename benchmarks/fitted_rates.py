@@ -1,11 +1,11 @@
-"""A hardware file fitted from a run of several ranks, and the steps of other configurations that it predicts.
+"""A hardware file fitted from a run of two ranks, and the steps of other configurations that it predicts.
 
 The machine is calibrated for its links, one configuration is trained for some steps with a trace, `usp time
 --write-hardware` fits the rates of compute by it, and then other configurations are trained and predicted, both by the
 fitted file and by the calibrated one.
 
-    python -m benchmarks.fitted_rates            # 4 ranks: about a quarter of an hour
-    python -m benchmarks.fitted_rates --quick    # 2 ranks, two configurations, from the file h100; saves nothing
+    python -m benchmarks.fitted_rates            # two ranks: about ten minutes
+    python -m benchmarks.fitted_rates --quick    # two configurations, from the file h100; saves nothing
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from typing import Any
 from benchmarks.harness.record import Record, finish
 
 ROOT = Path(__file__).parents[1]
+RANKS = 2
 MODEL = ("--model", "tiny", "--dtype", "float32")
 RUN = ("--seq-len", "2048", "--sp-ulysses", "2", "--zero", "2")
 OTHERS: tuple[tuple[str, ...], ...] = (
     ("--seq-len", "2048", "--sp-ring", "2", "--zero", "2"),
-    ("--seq-len", "4096", "--sp-ulysses", "2", "--sp-ring", "2"),
+    ("--seq-len", "4096", "--sp-ring", "2", "--zero", "1"),
+    ("--seq-len", "4096", "--sp-ulysses", "2", "--ac", "full"),
     ("--seq-len", "1024", "--zero", "3"),
     ("--seq-len", "1024", "--zero", "1", "--batch-size", "2"),
-    ("--seq-len", "2048", "--tp", "2", "--zero", "1"),
-    ("--seq-len", "2048", "--tp", "2", "--tp-sequence-parallel", "--sp-ulysses", "2"),
-    ("--seq-len", "2048", "--sp-ulysses", "4", "--ac", "full"),
+    ("--seq-len", "2048", "--zero", "3", "--ac", "full"),
+    ("--seq-len", "2048", "--tp", "2"),
+    ("--seq-len", "2048", "--tp", "2", "--tp-sequence-parallel"),
     ("--seq-len", "2048", "--sp-ulysses", "2", "--ac", "selective", "--batch-size", "2"),
     ("--seq-len", "1024", "--pp", "2", "--micro-batches", "4", "--batch-size", "4"),
-    ("--seq-len", "4096", "--sp-ring", "4", "--zero", "3", "--ac", "full"),
 )
 
 
@@ -50,13 +51,13 @@ def called(command: Sequence[str], ranks: int = 0) -> str:
     return done.stdout
 
 
-def trained(flags: Sequence[str], folder: Path, ranks: int, steps: int, *more: str) -> None:
+def trained(flags: Sequence[str], folder: Path, steps: int, *more: str) -> None:
     run = ("--device", "cpu", "--steps", str(steps), "--output", str(folder))
-    called([str(ROOT / "train.py"), *MODEL, *flags, *run, *more], ranks)
+    called([str(ROOT / "train.py"), *MODEL, *flags, *run, *more], RANKS)
 
 
-def predicted(flags: Sequence[str], hardware: Path | str, ranks: int, *more: str) -> dict[str, Any]:
-    place = ("--world-size", str(ranks), "--hardware", str(hardware), "--json")
+def predicted(flags: Sequence[str], hardware: Path | str, *more: str) -> dict[str, Any]:
+    place = ("--world-size", str(RANKS), "--hardware", str(hardware), "--json")
     found: dict[str, Any] = json.loads(called(["-m", "usp", "time", *MODEL, *flags, *place, *more]))
     return found
 
@@ -69,30 +70,30 @@ def row(flags: Sequence[str], found: Sequence[dict[str, Any]]) -> tuple[str, ...
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 ranks, two configurations; save nothing")
+    parser.add_argument("--quick", action="store_true", help="two configurations; save nothing")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     asked = parser.parse_args()
-    ranks, steps, others = (2, 14, OTHERS[:1]) if asked.quick else (4, 24, OTHERS)
+    steps, others = (14, OTHERS[:1]) if asked.quick else (24, OTHERS)
     results: list[tuple[tuple[str, ...], list[dict[str, Any]]]] = []
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         calibrated, fitted = "h100" if asked.quick else root / "calibrated.json", root / "fitted.json"
         if not asked.quick:
-            called(["-m", "usp", "calibrate", "--out", str(calibrated)], ranks)
-        trained(RUN, root / "run", ranks, steps, "--profile", "10:12")
+            called(["-m", "usp", "calibrate", "--out", str(calibrated)], RANKS)
+        trained(RUN, root / "run", steps, "--profile", "10:12")
         against = ("--against", str(root / "run"))
-        predicted(RUN, calibrated, ranks, *against, "--write-hardware", str(fitted))
+        predicted(RUN, calibrated, *against, "--write-hardware", str(fitted))
         for number, flags in enumerate((RUN, *others)):
             folder = root / str(number)
-            trained(flags, folder, ranks, steps)
-            each = [predicted(flags, file, ranks, "--against", str(folder)) for file in (fitted, calibrated)]
+            trained(flags, folder, steps)
+            each = [predicted(flags, file, "--against", str(folder)) for file in (fitted, calibrated)]
             results.append((flags, each))
             print(row(flags, each), flush=True)
     of = [[abs(one["seconds"] / one["measured"]["seconds"] - 1) for one in each] for _, each in results[1:]]
     fits, calibrates = zip(*of, strict=True)
     record = Record.of(
         "fitted_rates",
-        f"Steps on {ranks} ranks, predicted by rates that a run of {steps} steps told",
+        f"Steps on {RANKS} ranks, predicted by rates that a run of {steps} steps told",
         ("configuration", "measured (s)", "fitted (s)", "error", "calibrated (s)", "error"),
         [row(*each) for each in results],
         (

@@ -46,9 +46,10 @@ def document(records: Mapping[str, Record]) -> str:
 
 
 def _paragraph(record: Record, headline: Headline) -> str:
-    text = textwrap.fill(f"**{headline.question}** {headline.answer(record)}", 120, break_on_hyphens=False)
     figures = "table and plot" if record.name in PLOTS else "table"
-    return f"{text}\n`{record.command}`: [{figures}](benchmarks/{record.name}.md)\n"
+    sources = f"([{figures}](benchmarks/{record.name}.md), `{record.command}`)"
+    said = f"**{headline.question}** {headline.answer(record)} {sources}"
+    return textwrap.fill(said, 120, break_on_hyphens=False, break_long_words=False) + "\n"
 
 
 def table(record: Record) -> str:

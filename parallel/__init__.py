@@ -18,7 +18,7 @@ from .cluster.links import (
     realloc_seconds,
     transfer_seconds,
 )
-from .dims import SP_ORDERS, ParallelDims, divisors
+from .dims import SP_ORDERS, ZERO_STAGES, ParallelDims, divisors
 from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups, RanksDisagree, agree, format_ranks
 from .mesh import ParallelMesh, local_tensor
@@ -31,12 +31,12 @@ from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_s
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import DAMAGED, Checkpointer, complete_checkpoints, latest, set_aside, verify
     from .checkpoint.safetensors_storage import DamagedCheckpoint, read_extra
-    from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
+    from .fsdp import apply_fsdp, before_micro_batch
 
 _SLOW = {
     ".checkpoint.checkpointer": ("DAMAGED", "Checkpointer", "complete_checkpoints", "latest", "set_aside", "verify"),
     ".checkpoint.safetensors_storage": ("DamagedCheckpoint", "read_extra"),
-    ".fsdp": ("ZERO_STAGES", "apply_fsdp", "before_micro_batch"),
+    ".fsdp": ("apply_fsdp", "before_micro_batch"),
 }
 
 

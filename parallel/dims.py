@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 SP_ORDERS = ("ring-outer", "ulysses-outer")
+ZERO_STAGES = (0, 1, 2, 3)
 # Coarser views of the same ranks. Each derived axis flattens adjacent axes, in either sp_order.
 DERIVED_AXES = {
     "sp": ("ring", "ulysses"),  # sequences are sharded over it

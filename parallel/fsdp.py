@@ -27,8 +27,6 @@ from torch.distributed.tensor import Shard
 
 from .mesh import ParallelMesh, local_tensor
 
-ZERO_STAGES = (0, 1, 2, 3)
-
 
 def apply_fsdp(
     model: nn.Module,

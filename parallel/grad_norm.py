@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .mesh import ParallelMesh, local_tensor
 
@@ -67,6 +66,8 @@ def clip_grad_norm(
 
 def _copies(grad: Tensor, ranks: int) -> float:
     """Return how many of a stage's `ranks` hold each element."""
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(grad, DTensor):
         return ranks
     sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .dims import DERIVED_AXES, ParallelDims
 from .groups import ATTENTION, ProcessGroups, agree
@@ -140,5 +139,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
     Of a weight that torchao wraps, so that FSDP2 gathers it in float8, it is the tensor inside.
     """
+    from torch.distributed.tensor import DTensor  # takes half a second to import, which plans do not need
+
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(local, "_tensor", local)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,6 +107,16 @@ def split_parameters(name: str, plan: Mapping[str, str]) -> set[str]:
         for owner, _, parameter in [pattern.rpartition(".")]
         if style == "colwise" and re.fullmatch(re.escape(owner).replace(r"\*", r"[^.]+"), name)
     }
+
+
+def add_low_rank(part: Tensor, factors: Sequence[Tensor]) -> Tensor:
+    """Return a part of a weight with an adapter merged into it, float32.
+
+    factors: (rows, rank) and (rank, columns), whose product is added, and maybe what then multiplies each row.
+    """
+    up, down, *scales = factors
+    merged = part.float() + up @ down
+    return merged * scales[0].unsqueeze(1) if scales else merged
 
 
 def shard_low_rank(

@@ -140,8 +140,8 @@ STAGES = shown(
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """Parallel degrees and sharding, shared by train.py and rlhf.py."""
+class SequenceFlags:
+    """How a sequence is divided over ranks."""
 
     sp_ulysses: AtLeast1 = 1
     """Ulysses degree: sequence parallelism by all-to-all over attention heads. Best kept within a host."""
@@ -150,6 +150,45 @@ class ParallelConfig:
     sp_layout: Annotated[str, one_of(LAYOUTS)] = "zigzag"
     """Assignment of sequence positions to ranks. zigzag and striped balance the causal mask of one document, balanced
     that of packed ones; auto takes balanced for rows that zigzag divides unevenly."""
+
+
+@dataclass(frozen=True)
+class ComputeFlags:
+    """What a model computes with."""
+
+    attention_kernel: Annotated[str, one_of(KERNEL_NAMES)] = "auto"
+    """Attention kernel. auto: the fastest supported one, by its rates on this GPU. flash: the fastest flash-attn."""
+    dtype: Annotated[str, one_of(DTYPES)] = "auto"
+    """Compute dtype; weights and optimizer states stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
+    device: Annotated[str, one_of(DEVICES)] = "auto"
+    """Device type. auto: CUDA if available, otherwise CPU."""
+
+
+@dataclass(frozen=True)
+class DocumentFlags:
+    """How documents become tokens, in training and in token stores."""
+
+    data_field: Annotated[str, arg(metavar="KEY|KEY,KEY", help_behavior_hint="(optional)")] = ""
+    """Key or column of the text or the messages, or of prompts and completions; not used for text files. By default
+    messages, else text, else prompt and completion, instruction and output, and so on."""
+    bad_rows: Annotated[str, one_of(BAD_ROWS)] = "refuse"
+    """Rows of the data that cannot be read or rendered. refuse: an error. drop: left out, and counted."""
+    train_on: Annotated[str, arg(metavar="last|ROLE,ROLE,...")] = "assistant"
+    """Roles in chats whose messages are trained on. last: only the last message of the assistant."""
+    bos: Annotated[str, one_of(BOS)] = "auto"
+    """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
+    parse_special_tokens: bool = False
+    """Encode special tokens that are written out in the data, such as <|endoftext|>, as their ids instead of as text.
+    In chats they always are."""
+    add_tokens: Annotated[str, arg(metavar="TOKEN,TOKEN,...|FILE", help_behavior_hint="(optional)")] = ""
+    """Special tokens to add to the tokenizer, or a text file of them, one a line. If the model's vocabulary lacks rows
+    for them, it grows to a multiple of 64; new rows begin with the mean of the others."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig(SequenceFlags):
+    """Parallel degrees and sharding, shared by train.py and rlhf.py."""
+
     sp_order: Annotated[str, one_of(SP_ORDERS)] = "ring-outer"
     """Nesting of the two degrees. ring-outer: the ranks of a Ulysses group are neighbors."""
     dp_shard: Remaining = -1
@@ -181,7 +220,7 @@ class ModelFlags:
 
 
 @dataclass(frozen=True)
-class CommonConfig(ParallelConfig, ModelFlags):
+class CommonConfig(ComputeFlags, ParallelConfig, ModelFlags):
     """The options that train.py and rlhf.py share."""
 
     disable_dropout: bool = False
@@ -221,12 +260,6 @@ class CommonConfig(ParallelConfig, ModelFlags):
     mlp_tile: AtLeast0 = 0
     """Tokens per MLP tile, recomputed in the backward. 0: no tiling."""
 
-    attention_kernel: Annotated[str, one_of(KERNEL_NAMES)] = "auto"
-    """Attention kernel. auto: the fastest supported one, by its rates on this GPU. flash: the fastest flash-attn."""
-    dtype: Annotated[str, one_of(DTYPES)] = "auto"
-    """Compute dtype; weights and optimizer states stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
-    device: Annotated[str, one_of(DEVICES)] = "auto"
-    """Device type. auto: CUDA if available, otherwise CPU."""
     export_dtype: Annotated[str, one_of(DTYPES)] = "auto"
     """Data type of the exported model. auto: the compute dtype, or float32 for adapters. Checkpoints hold float32."""
 
@@ -253,13 +286,6 @@ class _Training:
     data: Annotated[str, arg(metavar="stdlib|PATH|PATH=WEIGHT,PATH=WEIGHT,...")] = "stdlib"
     """Token store (see `python -m usp tokenize`), or text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not,
     or a directory of them. Several are mixed by weight. stdlib: the source code of Python's standard library."""
-    data_field: Annotated[str, arg(metavar="KEY|KEY,KEY", help_behavior_hint="(optional)")] = ""
-    """Key or column of the text or the messages, or of prompts and completions; not used for text files. By default
-    messages, else text, else prompt and completion, instruction and output, and so on."""
-    bad_rows: Annotated[str, one_of(BAD_ROWS)] = "refuse"
-    """Rows of --data and --eval-data that cannot be read or rendered. refuse: an error. drop: left out, and counted."""
-    train_on: Annotated[str, arg(metavar="last|ROLE,ROLE,...")] = "assistant"
-    """Roles in chats whose messages are trained on. last: only the last message of the assistant."""
     packing: Annotated[str, one_of(PACKINGS)] = "auto"
     """How documents fill sequences. cut: one after another, cut at the end of a sequence. whole: uncut, by best fit,
     padded. auto: whole for chats and completions, otherwise cut."""
@@ -276,9 +302,6 @@ class _Training:
     """Evaluations on --eval-data without a new lowest loss after which the run ends. 0: all steps."""
     freeze_encoder: bool = False
     """Do not train the encoder of images and its projector; with adapters they never are."""
-    add_tokens: Annotated[str, arg(metavar="TOKEN,TOKEN,...|FILE", help_behavior_hint="(optional)")] = ""
-    """Special tokens to add to the tokenizer, or a text file of them, one a line. If the model's vocabulary lacks rows
-    for them, it grows to a multiple of 64; new rows begin with the mean of the others."""
     sample_prompts: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
     """Prompts to which the model responds during training, in RUN/samples.jsonl: lines of text, or JSONL with prompt or
     messages."""
@@ -288,11 +311,6 @@ class _Training:
     """Maximum tokens of such a response."""
     sample_temperature: NotNegative = 0.0
     """Temperature of such responses. 0: greedy."""
-    bos: Annotated[str, one_of(BOS)] = "auto"
-    """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
-    parse_special_tokens: bool = False
-    """Encode special tokens that are written out in the data, such as <|endoftext|>, as their ids instead of as text.
-    In chats they always are."""
     seq_len: Annotated[int, TOKENS, at_least(2, "at least 2: a token and the next one")] = 4096
     """Sequence length in tokens, before sharding over ranks; 128K is 131072, 1M is 1024K."""
     rope_scaling: Annotated[str, one_of(ROPE_SCALINGS)] = "none"
@@ -368,7 +386,7 @@ class _Training:
 
 
 @dataclass(frozen=True)
-class TrainConfig(CommonConfig, _Training):
+class TrainConfig(CommonConfig, DocumentFlags, _Training):
     """Train a causal language model with Ulysses x Ring sequence parallelism, combined with data, tensor, pipeline and
     expert parallelism.
 

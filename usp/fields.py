@@ -118,6 +118,12 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def as_given(config: Any, name: str) -> str:
+    """Return a flag with its value, as a user gives it: `--tp = 2`, `--compile`."""
+    value = getattr(config, name)
+    return flag(name) if value is True else f"{flag(name)} = {value}"
+
+
 def value_violations(config: Any, **rules: Rule) -> dict[str, str]:
     """Return what is wrong with single fields of a configuration, by field. rules: of fields that have none."""
     violations = {}
@@ -141,9 +147,14 @@ def _marks(hint: Any) -> Sequence[Any]:
     return getattr(hint, "__metadata__", ())
 
 
+def names_of(kind: Any) -> tuple[str, ...]:
+    """Return the fields of a dataclass."""
+    return tuple(field.name for field in fields(kind))
+
+
 def shared_values(source: object, kind: Any) -> dict[str, Any]:
     """Return the values of `source` for the fields of the dataclass `kind` that it has, by name."""
-    return {field.name: getattr(source, field.name) for field in fields(kind) if hasattr(source, field.name)}
+    return {name: getattr(source, name) for name in names_of(kind) if hasattr(source, name)}
 
 
 def config_from_mapping(mapping: Mapping[str, Any], kind: type[C]) -> C:

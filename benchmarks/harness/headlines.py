@@ -180,6 +180,12 @@ def _search_quality(record: Record) -> str:
     return f"A minute of one core ends {above} above the best of half an hour, in a space of {plans} plans."
 
 
+def _fitted_rates(record: Record) -> str:
+    fitted = r"(\d+) other configurations: by the fitted file (\S+) \(median\), (\S+) \(maximum\), by the .* one (.*),"
+    number, middle, most, known = noted(record, fitted)
+    return f"{number} steps are predicted within {middle} in the median ({most} at most), by a calibration {known}."
+
+
 def _estimates(record: Record) -> str:
     calls, steps, peaks = (
         noted(record, rf"(\d+) {what}: absolute error (\S+) \(median\), (\S+) \(maximum\)")
@@ -302,6 +308,7 @@ SECTIONS: dict[str, dict[str, Headline]] = {
     "Predictions": {
         "published": Headline("How far are predictions from what others measured, with nothing fitted?", _published),
         "planner": Headline("How far are they from measured steps, and is the chosen layout the fastest?", _planner),
+        "fitted_rates": Headline("Do rates that one run tells predict other configurations?", _fitted_rates),
         "paper_tables": Headline("How far are they from the USP paper's Tables 3 to 7?", _paper_tables),
         "footprint": Headline("How far is the formula for memory from a dry run of the real step?", _footprint),
         "calibration": Headline("Does calibration work beside other programs?", _calibration),

@@ -5,7 +5,7 @@ steps, then steps of all plans in turn, and both again: what a shared machine gr
 over such passes are of the same minutes.
 
     python -m benchmarks.rlhf.estimates            # about twenty minutes
-    python -m benchmarks.rlhf.estimates --hosts 2  # the ranks on two emulated hosts with a shaped link between them
+    python -m benchmarks.rlhf.estimates --hosts 2  # four ranks on two emulated hosts with a shaped link between them
     python -m benchmarks.rlhf.estimates --quick    # two ranks, two plans; saves nothing
 """
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.cluster import cluster, unavailable
-from benchmarks.harness.measure import calibrated, in_turns
+from benchmarks.harness.measure import calibrated
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ProcessGroups, load_hardware, local_tensor
 from parallel.cluster.hardware import hardware_from_mapping
@@ -53,7 +53,6 @@ from usp.train.engines.base import AdamW
 
 WORLDS = (4, 8)  # ranks of each launch
 RATE = "1gbit"  # between emulated hosts
-WARMUP = 1  # steps that are not counted
 PRESET, SLOTS = "tiny", 64
 LAYERS = {"actor": 4, "ref": 4, "critic": 2, "reward": 2}
 
@@ -191,38 +190,36 @@ class Taken:
 
 @dataclass(eq=False)
 class Running:
-    """The executor of a plan, its models on this rank, and what its steps took."""
+    """The executor of a plan, its models on this rank, how many steps it ran, and what those that count took."""
 
     executor: Executor
     models: list[RoleModel]
+    steps: int = 0
     taken: list[tuple[float, tuple[Event, ...]]] = field(default_factory=list)
 
-    def step(self, case: Case) -> None:
+    def step(self, case: Case, counts: bool = True) -> None:
         """Run the next step. Collective."""
-        number = len(self.taken)
         dist.barrier()
         begin = time.perf_counter()
-        result = self.executor.run_step(prompts(case, number), number + 1, number)
-        self.taken.append((time.perf_counter() - begin, result.events))
+        result = self.executor.run_step(prompts(case, self.steps), self.steps + 1, self.steps)
+        if counts:
+            self.taken.append((time.perf_counter() - begin, result.events))
+        self.steps += 1
 
     def peak_bytes(self, case: Case) -> int:
         """Return the peak of a further step. Collective."""
         held = resident(self.models)
         with track_memory() as use:
-            self.step(case)
-        self.taken.pop()
+            self.step(case, counts=False)
         return held + use.peak_bytes
 
 
 def start(case: Case, groups: ProcessGroups) -> list[Running]:
-    """Build the executors of all plans, and run steps that are not counted. Collective."""
+    """Build the executors of all plans. Collective."""
     found = []
     for plan in plans(case, ppo(case)):
         built: list[RoleModel] = []
         found.append(Running(executor(case, plan, groups, built), built))
-    for _ in range(WARMUP):
-        for one in found:
-            one.step(case)
     return found
 
 
@@ -230,7 +227,7 @@ def taken(case: Case, running: Sequence[Running]) -> list[Taken]:
     """Return what the counted steps of the plans took, and the memory of a further one. Collective."""
     found = []
     for number, one in enumerate(running):
-        seconds, events = zip(*one.taken[WARMUP:], strict=True)
+        seconds, events = zip(*one.taken, strict=True)
         found.append(Taken(list(seconds), list(events), one.peak_bytes(case) if number < case.memory else 0))
     return found
 
@@ -260,7 +257,8 @@ def links(case: Case) -> dict[str, Any]:
     config = load_model_config(PRESET, "lm")
     heads = config.num_attention_heads
     plan = Plan.of(torch.device("cpu"), case.world // case.hosts, heads, config.hidden_size // heads)
-    return calibrated(plan, f"{case.hosts} hosts")
+    # Where ranks share processors, a turn must span several of the slices of time in which they alternate.
+    return calibrated(replace(plan, seconds=0.05), f"{case.hosts} hosts")
 
 
 def on_a_rank(case: Case) -> tuple[Measurements, list[Taken], dict[str, Any]]:
@@ -273,8 +271,9 @@ def on_a_rank(case: Case) -> tuple[Measurements, list[Taken], dict[str, Any]]:
         say(f"{case.world} ranks, pass {number + 1}: profile")
         profiles.append(profile(case, groups))
         say("steps")
-        for _, one in in_turns(running, case.steps):
-            one.step(case)
+        for one in running:
+            for step in range(1 + case.steps):  # the first one finds the caches full of other plans
+                one.step(case, counts=step > 0)
     say("memory")
     return merged(profiles), taken(case, running), hardware
 
@@ -389,7 +388,8 @@ def record(cases: Sequence[Case], found: Sequence[Compared]) -> Record:
             *summary(found),
             f"Preset {PRESET}; policy and reference of {LAYERS['actor']} layers, critic and reward model of "
             f"{LAYERS['critic']}; {case.samples} samples of {case.prompt} + {case.response} tokens, "
-            f"{case.mini_batches} mini-batches. Medians of {case.passes * case.steps} steps, one of each plan in turn.",
+            f"{case.mini_batches} mini-batches. Medians of {case.passes * case.steps} steps, "
+            f"{case.steps} of a plan in a row after one that does not count.",
             "The profile has the models' calls in each layout alone, with other numbers of samples and other prompts. "
             f"Profile and steps take turns, {case.passes} times, for what the machine grants changes by the minute.",
             "Memory is that of the rank with most: weights and optimizer states before a step, and its allocations.",
@@ -416,7 +416,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.hosts > 1 and (reason := unavailable()):
         raise SystemExit(f"emulated hosts are not available: {reason}")
-    cases = [Case(world) for world in WORLDS]
+    cases = [Case(world) for world in WORLDS[: None if arguments.hosts == 1 else 1]]
     if arguments.quick:
         sizes = Sizes((), (4, 8), (24,), (16,), 1 / 3, 4)
         cases = [Case(2, samples=8, prompt=16, response=8, sizes=sizes, plans=2, memory=1, passes=1, calibrates=False)]

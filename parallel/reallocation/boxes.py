@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, sub
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import (
-    _compute_local_shape_and_global_offset,
-    compute_local_shape_and_global_offset,
-)
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from parallel.mesh import local_tensor
+
+if TYPE_CHECKING:  # takes half a second to import, and is needed where a tensor is at hand
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,9 @@ class Box:
 def local_box(tensor: Tensor) -> Box:
     """Return the box of a tensor that this rank holds: all of a plain tensor; of a DTensor, a part that may be empty.
     Raise ValueError for a DTensor whose local part is not a box: partial sums, or non-contiguous rows."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if not isinstance(tensor, DTensor):
         return Box.whole(tuple(tensor.shape))
     _check(tensor)
@@ -101,6 +103,8 @@ def local_box(tensor: Tensor) -> Box:
 
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     """Return the box of a DTensor that the rank at `coordinate` of its mesh holds. Raise ValueError as `local_box`."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
     _check(tensor)
     mesh = tensor.device_mesh
     sizes, offset = _compute_local_shape_and_global_offset(
@@ -116,6 +120,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def _check(tensor: DTensor) -> None:
     """Check that a rank holds one box: strided shards need the axes to their right to split the dim just as before."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     placements, sizes = tensor.placements, tensor.device_mesh.shape
     for axis, placement in enumerate(placements):
         if placement.is_partial():
@@ -134,4 +140,6 @@ def _check(tensor: DTensor) -> None:
 
 
 def _shards(placement: Placement, dim: int) -> bool:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     return placement.is_shard(dim) or (isinstance(placement, _StridedShard) and placement.dim == dim)

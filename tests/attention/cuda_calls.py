@@ -283,23 +283,37 @@ class DispatchedOps(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__setitem__:
             x, index, value = args
-            return aten.index_put_(x, [index], value)
-        if func in (torch.Tensor.copy_, torch.Tensor.contiguous):
+            x, chosen = _part(x, index)
+            value = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=x.dtype)
+            if chosen:
+                return aten.index_put_(x, chosen, value)
+            return (aten.copy_ if value.dim() or not x.dim() else aten.fill_)(x, value)
+        if func in (torch.Tensor.copy_, torch.Tensor.contiguous, torch.Tensor.nonzero):
             return getattr(aten, func.__name__)(*args)
         if func is torch.Tensor.__invert__:
             return aten.bitwise_not(*args)
         if func is not torch.Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
-        x, index = args
-        index = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in index:
-            at = index.index(Ellipsis)
-            index = (*index[:at], *[slice(None)] * (x.dim() - len(index) + 1), *index[at + 1 :])
-        for dim, part in enumerate(index):
-            if isinstance(part, torch.Tensor):
-                return aten.index(x, [None] * dim + [part])
-            x = aten.slice(x, dim, part.start, part.stop)
-        return x
+        x, chosen = _part(*args)
+        return aten.index(x, chosen) if chosen else x
+
+
+def _part(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """Return a view of `x`, and the tensors among the indices, by dimension of the view; empty if there are none."""
+    index, chosen, dim = index if isinstance(index, tuple) else (index,), dict[int, Tensor](), 0
+    for place, part in enumerate(index):
+        if part is None:
+            x = aten.unsqueeze(x, dim)
+        elif part is Ellipsis:
+            dim = x.dim() - sum(each is not None for each in index[place + 1 :]) - 1
+        elif isinstance(part, torch.Tensor):
+            chosen[dim] = part
+        elif isinstance(part, slice):
+            x = aten.slice(x, dim, part.start, part.stop, part.step or 1)
+        else:
+            x, dim = aten.select(x, dim, part), dim - 1
+        dim += 1
+    return x, [chosen.get(at) for at in range(max(chosen, default=-1) + 1)]
 
 
 class CheckCalls(TorchDispatchMode):

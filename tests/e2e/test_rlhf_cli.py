@@ -113,12 +113,15 @@ BAD = [
         ["--eval-every", "5", "--eval-samples", "2", "--eval-temperature", "0"],
         ["2 problems:", "needs prompts", "equal"],
     ),
-    (["--eval-data", "pairs.jsonl", "--keep-best"], ["--eval-data is an option of evaluations", "--keep-best is"]),
+    (["--eval-data", "pairs.jsonl", "--keep-best"], ["--eval-data is an option of --eval-every", "--keep-best is"]),
     (
         ["--eval-every", "5", "--eval-data", "pairs.jsonl"],
         ["--eval-data = pairs.jsonl: line 1: no text under 'answer'"],
     ),
-    (["--algorithm", "dpo", "--eval-every", "5", "--eval-prompts", "1"], ["samples responses, which dpo does not"]),
+    (
+        ["--algorithm", "dpo", "--eval-every", "5", "--eval-prompts", "1"],
+        ["--eval-every = 5 is for generated responses, and dpo has none"],
+    ),
     (
         ["--staleness", "1"],
         [
@@ -130,7 +133,7 @@ BAD = [
     (["--cache-tokens", "8"], ["--cache-tokens = 8 holds no sequence"]),
     (
         ["--algorithm", "dpo", "--cache-tokens", "8"],
-        ["--cache-tokens is for generated responses, and dpo has none"],
+        ["--cache-tokens = 8 is for generated responses, and dpo has none"],
     ),
     (["--algorithm", "dpo", "--share-prefixes"], ["--share-prefixes is for generated responses, and dpo has none"]),
     (
@@ -168,7 +171,11 @@ BAD = [
     (["--replan", "every=0"], ["--replan = every=0: every=0 must be at least 1"]),
     (
         ["--replan", "every=150", "--lora-rank", "4", "--algorithm", "dpo"],
-        ["dpo generates none", "searches after step 150 of --steps = 150", "no predictions of calls with adapters"],
+        [
+            "is for generated responses, and dpo has none",
+            "searches after step 150 of --steps = 150",
+            "no predictions of calls with adapters",
+        ],
     ),
     (["--replan", "gain=5%", "--sft-steps", "0"], ["--replan = gain=5%: --hardware auto does not know a CPU: measure"]),
     (["--hardware", "a100"], ["--hardware = a100 is only used by --plan search and --replan: give one, or remove it"]),

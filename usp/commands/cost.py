@@ -14,8 +14,7 @@ from tyro.conf import arg
 
 from parallel import load_hardware
 from usp.config import AC_MODES, FP8, TrainConfig
-from usp.fields import TOKENS, flag, one_of
-from usp.run.failures import nearest
+from usp.fields import TOKENS, AtLeast1, at_least, one_of, value_violations
 
 from .flags import DataFlags, JobFlags, Node, data_of, output_problem, terms_of
 
@@ -34,13 +33,13 @@ class CostConfig(JobFlags, DataFlags):
 
     model: Annotated[str, arg(metavar="PRESET|PATH")] = "llama3-8b"
     """Model preset or local transformers checkpoint directory."""
-    seq_len: Annotated[int, TOKENS] = 2**17
+    seq_len: Annotated[int, TOKENS, at_least(1)] = 2**17
     """Sequence length in tokens; 128K is 131072, 1M is 1024K."""
-    global_batch_size: Annotated[int, arg(metavar="N")] = 1
+    global_batch_size: AtLeast1 = 1
     """Sequences per step over all devices."""
-    micro_batch: Annotated[int, arg(metavar="N")] = 1
+    micro_batch: AtLeast1 = 1
     """Sequences of a micro-batch on one data-parallel rank, the same in every method."""
-    world_size: Annotated[int, arg(metavar="N")] = 16
+    world_size: AtLeast1 = 16
     """Number of devices."""
     methods: Annotated[str, arg(metavar="M,M,...", help_behavior_hint="(default: all)")] = ""
     """Methods to compare, such as usp+zero1,tp-sp8+ring2."""
@@ -62,7 +61,9 @@ class CostConfig(JobFlags, DataFlags):
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the comparison that `argv` asks for; raise ValueError naming all invalid arguments."""
     asked = tyro.cli(CostConfig, args=argv, prog=prog)
-    if invalid := _problems(asked):
+    both = "--json and --markdown are mutually exclusive: give one" if asked.json and asked.markdown else None
+    outputs = output_problem("--plot", asked.plot, ".png"), output_problem("--html", asked.html, ".html")
+    if invalid := [*value_violations(asked).values(), *filter(None, (both, *outputs))]:
         raise ValueError("; ".join(invalid))
     from usp.hf.models import formula_violation, load_model_config, model_facts
     from usp.planning.comparison import (
@@ -119,15 +120,3 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if asked.html is not None:
         facts = (f"Activation checkpointing: {asked.ac}. Bytes are per rank and optimizer step.", CONVENTIONS)
         asked.html.write_text(page(title, facts, judged, problems, [*jobs, *comparison_tables(compared)], panels))
-
-
-def _problems(asked: CostConfig) -> list[str]:
-    counts = {name: getattr(asked, name) for name in ("seq_len", "global_batch_size", "micro_batch", "world_size")}
-    problems = [f"{flag(name)} {value} must be at least 1" for name, value in counts.items() if value < 1]
-    for name, choices in (("ac", AC_MODES), ("fp8", FP8)):
-        if (value := getattr(asked, name)) not in choices:
-            problems.append(f"{flag(name)} {value} must be one of {', '.join(choices)}{nearest(value, choices)}")
-    if asked.json and asked.markdown:
-        problems.append("--json and --markdown are mutually exclusive: give one")
-    outputs = (output_problem("--plot", asked.plot, ".png"), output_problem("--html", asked.html, ".html"))
-    return [*problems, *filter(None, outputs)]

@@ -29,7 +29,6 @@ class DryRunConfig(TrainConfig):
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
-    """Print the dry run that `argv` asks for."""
     asked = parse(argv, DryRunConfig, prog, leading_config=True, without=UNPREDICTED)
     check_world_size(asked.world_size)
     from usp.train.dry_run import dry_run, dry_run_json, render_dry_run

@@ -21,7 +21,7 @@ import yaml
 from tyro.conf import Fixed, Suppress, arg
 
 from parallel import node_names
-from usp.fields import CORPUS, config_from_mapping, flag, shared_values, token_count
+from usp.fields import CORPUS, NotNegative, at_least, config_from_mapping, shared_values, token_count, value_violations
 from usp.model.facts import ModelFacts
 from usp.run.failures import INTERRUPTED, ConfigurationError, end, ending_of
 from usp.run.launch import (
@@ -72,15 +72,15 @@ class JobFlags:
 
     price: Annotated[str, arg(metavar="PRICE|PATH", help_behavior_hint="(optional)")] = ""
     """Price of a device-hour, or a JSON or YAML file of prices by hardware name, such as h100: 2.5."""
-    train_tokens: Annotated[int, CORPUS] = 0
+    train_tokens: Annotated[int, CORPUS, at_least(0)] = 0
     """Tokens that times and costs are for, such as 300B or 15T. 0: a billion."""
-    deadline: Annotated[float, arg(metavar="HOURS", help_behavior_hint="(optional)")] = 0.0
+    deadline: Annotated[NotNegative, arg(metavar="HOURS", help_behavior_hint="(optional)")] = 0.0
     """Hours of wall-clock time that the job may take, restarts included."""
-    failures: Annotated[float, arg(help_behavior_hint="(default: 0.0197)")] = 0.0
+    failures: Annotated[NotNegative, arg(help_behavior_hint="(default: 0.0197)")] = 0.0
     """Failures in 1,000 device-hours. The default is that of Llama 3 (arXiv 2407.21783, section 3.3.4)."""
-    checkpoint_minutes: float = 30.0
+    checkpoint_minutes: NotNegative = 30.0
     """Minutes between checkpoints; a failure loses half of them."""
-    restart_minutes: float = 15.0
+    restart_minutes: NotNegative = 15.0
     """Minutes from a failure to the next step."""
 
 
@@ -88,15 +88,7 @@ def terms_of(asked: JobFlags) -> Terms:
     """Return what the flags ask of a job. Raises ConfigurationError for wrong values, and a file that has no prices."""
     from usp.planning.job_cost import FAILURES, Terms
 
-    names = ("train_tokens", "deadline", "failures", "checkpoint_minutes", "restart_minutes")
-    values = {name: getattr(asked, name) for name in names}
-    check(
-        *(
-            f"{flag(name)} = {value:g} must be at least 0 and finite"
-            for name, value in values.items()
-            if not 0 <= value < math.inf
-        )
-    )
+    check(*value_violations(as_kind(asked, JobFlags)).values())
     return Terms(
         asked.train_tokens,
         prices_of(asked.price),

@@ -28,7 +28,6 @@ class LossByPositionConfig:
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
-    """Print the table of the runs' losses, and write their plot."""
     asked = tyro.cli(LossByPositionConfig, args=argv, prog=prog)
     from usp.evaluation.curves import chosen_curves, plot_positions, position_table
 

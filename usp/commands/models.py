@@ -11,9 +11,9 @@ import tyro
 from tyro.conf import arg
 
 from usp.hf.images import TRAINED, sees_images
-from usp.hf.integrate import dropouts
 from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, training_problems
 from usp.hf.probe import RELEASES, causal_lm_types, structure, tiny_config, verdict
+from usp.hf.shrink import dropouts
 from usp.hf.tensor_parallel import tp_problems
 from usp.rlhf.generation.generate import generation_problems
 from usp.run.tables import Grid

@@ -34,7 +34,6 @@ class RlhfDryRunConfig(RlhfConfig):
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
-    """Print the dry run that `argv` asks for."""
     asked = parse(argv, RlhfDryRunConfig, prog, leading_config=True, without=RLHF_UNPREDICTED)
     check_world_size(asked.world_size)
     if not 0 <= asked.rank < asked.world_size:

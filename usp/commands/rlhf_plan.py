@@ -224,6 +224,7 @@ def _question(asked: RlhfPlanConfig) -> Question:
             asked.slots,
             share_prefixes=asked.share_prefixes,
             cache_tokens=asked.cache_tokens,
+            cuda_graphs=True,
             ahead=Ahead((1 + asked.staleness) / 2, asked.staleness) if asked.staleness > 1 else None,
         ),
         max_sequence=asked.max_sp,

@@ -25,7 +25,6 @@ class RlhfSamplesConfig:
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
-    """Write the page of a run's samples."""
     asked = tyro.cli(RlhfSamplesConfig, args=argv, prog=prog)
     from usp.rlhf.records import read_samples, sample_page
 

@@ -33,7 +33,6 @@ class RlhfTraceConfig:
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
-    """Print the table of a run's timeline, and write its trace and plot."""
     asked = tyro.cli(RlhfTraceConfig, args=argv, prog=prog)
     from usp.rlhf.runtime.timeline import read_events
     from usp.rlhf.runtime.trace import by_step, path_table, plot, rank_table, summary_table, write_chrome_trace

@@ -54,7 +54,6 @@ class TimeConfig(JobFlags, DataFlags, TrainConfig):
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
-    """Print the prediction that `argv` asks for, and write its plot."""
     asked = parse(argv, TimeConfig, prog, leading_config=True, without=UNPREDICTED - {"train_tokens"})
     check_world_size(asked.world_size)
     picture, fit = (Path(path).expanduser() if path else None for path in (asked.plot, asked.write_hardware))

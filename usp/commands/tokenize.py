@@ -13,26 +13,20 @@ import numpy as np
 import tyro
 from tyro.conf import arg
 
-from usp.config import BAD_ROWS, BOS
+from usp.config import DocumentFlags
 from usp.data.cache import special_tokens_line
 from usp.data.chats import excerpt
 from usp.data.documents import keys_of
 from usp.data.sources import find_files
 from usp.data.store import TokenStore, is_store
-from usp.fields import AtLeast0, one_of, value_violations
+from usp.fields import AtLeast0, value_violations
 from usp.run.metrics import count
 
 from .flags import check
 
 
 @dataclass(frozen=True)
-class TokenizeConfig:
-    """Tokenize documents into a token store, which --data of train.py takes. After a kill, the same command goes on
-    where it was.
-
-    For example: python -m usp tokenize --data corpus/ --tokenizer ~/models/Llama-3.1-8B --output corpus.tokens
-    """
-
+class _Named:
     data: Annotated[str, arg(metavar="stdlib|PATH")]
     """Text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not, or a directory of them. stdlib: the source code
     of Python's standard library."""
@@ -40,22 +34,18 @@ class TokenizeConfig:
     """Local transformers tokenizer directory, the model's for chats with images. bytes: byte-level, as in ByT5."""
     output: Annotated[Path, arg(metavar="STORE")]
     """Folder of the store; created."""
-    data_field: Annotated[str, arg(metavar="KEY|KEY,KEY", help_behavior_hint="(optional)")] = ""
-    """Key or column of the text or the messages, or of prompts and completions; not used for text files. By default
-    messages, else text, else prompt and completion, instruction and output, and so on."""
-    bad_rows: Annotated[str, one_of(BAD_ROWS)] = "refuse"
-    """Rows that cannot be read or rendered. refuse: an error. drop: left out, and counted."""
-    train_on: Annotated[str, arg(metavar="last|ROLE,ROLE,...")] = "assistant"
-    """Roles in chats whose messages are trained on. last: only the last message of the assistant."""
-    bos: Annotated[str, one_of(BOS)] = "auto"
-    """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
-    parse_special_tokens: bool = False
-    """Turn special tokens that are written out in the data, such as <|endoftext|>, into their ids instead of text. In
-    chats they always are."""
+
+
+@dataclass(frozen=True)
+class TokenizeConfig(DocumentFlags, _Named):
+    """Tokenize documents into a token store, which --data of train.py takes. After a kill, the same command goes on
+    where it was.
+
+    For example: python -m usp tokenize --data corpus/ --tokenizer ~/models/Llama-3.1-8B --output corpus.tokens
+    """
+
     chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
     """Chat template (Jinja) for messages, instead of the tokenizer's own."""
-    add_tokens: Annotated[str, arg(metavar="TOKEN,TOKEN,...|FILE", help_behavior_hint="(optional)")] = ""
-    """Special tokens that the tokenizer gets if it lacks them, as --add-tokens of train.py; a file has one a line."""
     show: AtLeast0 = 0
     """Documents to print at the end, the first ones, with what is trained on in color."""
     processes: AtLeast0 = 0

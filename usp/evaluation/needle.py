@@ -17,9 +17,7 @@ from typing import Annotated
 import numpy as np
 from tyro.conf import Positional, arg
 
-from attention import LAYOUTS
-from attention.kernels.select import KERNEL_NAMES
-from usp.config import DEVICES, DTYPES, ROPE_SCALINGS
+from usp.config import ROPE_SCALINGS, ComputeFlags, SequenceFlags
 from usp.data.sources import TEXT_FIELD
 from usp.data.tokenizer import Ids, Tokenizer, as_document
 from usp.fields import AtLeast1, one_of, token_count, value_violations
@@ -30,13 +28,7 @@ _SENTENCE = re.compile(r".*?(?:[.!?][ \t]+|\n+|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class NeedleConfig:
-    """Find out at which lengths and depths a model finds a sentence (the needle) in a long text (the haystack), and
-    draw the heat map. Responses are generated greedily.
-
-    For example, on 8 ranks: torchrun --nproc-per-node 8 -m usp needle runs/last/model --lengths 16K,64K --sp-ulysses 8
-    """
-
+class _Probe:
     model: Annotated[Positional[str], arg(metavar="MODEL")] = ""
     """Local transformers checkpoint directory, such as RUN/model."""
     lengths: Annotated[
@@ -71,27 +63,23 @@ class NeedleConfig:
     """Also take lengths beyond the model's limit with its rotary positions as they are, to see where it fails."""
     seed: int = 0
     """Seed of keys and haystacks."""
-    sp_ulysses: int = 1
-    """Ulysses degree: sequence parallelism by all-to-all over attention heads. Best kept within a host."""
-    sp_ring: int = 1
-    """Ring degree: sequence parallelism by passing keys and values around a ring. May span hosts."""
-    sp_layout: Annotated[str, one_of(LAYOUTS)] = "zigzag"
-    """Assignment of sequence positions to ranks. zigzag and striped balance the causal mask of one document, balanced
-    that of packed ones; auto takes balanced for rows that zigzag divides unevenly."""
     tp: int = 1
     """Tensor-parallel degree. All ranks that the degrees leave over divide the prompts."""
     pp: int = 1
     """Pipeline-parallel degree."""
-    attention_kernel: Annotated[str, one_of(KERNEL_NAMES)] = "auto"
-    """Attention kernel. auto: the fastest that can, by the rates of this GPU; flash: the fastest flash-attn."""
-    dtype: Annotated[str, one_of(DTYPES)] = "auto"
-    """Compute dtype. auto: bfloat16 on CUDA, float32 on CPU."""
-    device: Annotated[str, one_of(DEVICES)] = "auto"
-    """Device type. auto: CUDA if available, otherwise CPU."""
     mark: Annotated[str, arg(metavar="N", help_behavior_hint="(optional)")] = ""
     """Length in tokens behind which the heat map gets a line, such as that of training."""
     out: Annotated[str, arg(metavar="FILE.png")] = "needle.png"
     """Heat map to write, a file that ends in .png; the results are written next to it, as .json."""
+
+
+@dataclass(frozen=True)
+class NeedleConfig(ComputeFlags, SequenceFlags, _Probe):
+    """Find out at which lengths and depths a model finds a sentence (the needle) in a long text (the haystack), and
+    draw the heat map. Responses are generated greedily.
+
+    For example, on 8 ranks: torchrun --nproc-per-node 8 -m usp needle runs/last/model --lengths 16K,64K --sp-ulysses 8
+    """
 
     @property
     def asked_depths(self) -> tuple[float, ...]:

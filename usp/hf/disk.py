@@ -21,17 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from parallel.reallocation.boxes import Box
 
 from .prune import backbone, decoder, name_of
+
+if TYPE_CHECKING:  # takes seconds to import
+    from transformers import PreTrainedModel
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 5
@@ -54,6 +55,8 @@ def disk_layout(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> 
 
     Raises ValueError if files hold something else than parts of single tensors.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     whole = {name: _Part(name, Box.whole(tuple(shape)), len(shape)) for name, shape in shapes.items()}
     layout: dict[str, list[DiskTensor]] = defaultdict(list)
     try:

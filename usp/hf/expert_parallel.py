@@ -34,14 +34,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from parallel import ParallelMesh, local_tensor
 from parallel.expert import ExpertRows, grouped_linear, mix_experts, sorted_by_expert
 from usp.model.facts import ep_violations
 
-from .experts import expert_modules, has_balancing_loss, logits_index, router_modules
+from .experts import expert_modules, logits_index, router_modules
 from .models import experts_per_token, model_facts
 
 NAME = "expert_parallel"
@@ -135,16 +135,6 @@ def _divided(mix: Callable[..., Tensor], groups: Sequence[dist.ProcessGroup], *t
         dist.all_gather_single(gathered, mixed, group=group)
         mixed = gathered
     return mixed[:total]
-
-
-def aux_loss_coefficient(config: PretrainedConfig, coefficient: float) -> float:
-    """Return the weight of the auxiliary loss: `coefficient`, or for -1 the configuration's; 0 for a model without one.
-    A model has one where transformers defines it: not DeepSeek-V3 and its like, which balance by other means."""
-    if not model_facts("", config).num_experts:
-        return 0.0  # hybrids without experts have a coefficient even so
-    if coefficient != -1:
-        return coefficient
-    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if has_balancing_loss(config) else 0.0
 
 
 def own_real(real: Tensor | None, tp_group: dist.ProcessGroup | None) -> Tensor | None:

@@ -6,14 +6,17 @@ that is registered. Of a model with a load-balancing loss, `_can_record_outputs`
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.utils.output_capturing import OutputRecorder
 
 from .shrink import VOCAB, shrink
+
+if TYPE_CHECKING:  # takes seconds to import
+    from transformers import PreTrainedModel
 
 _PARAMETERS = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
 
@@ -46,6 +49,8 @@ def logits_index(model: PreTrainedModel) -> int:
 
 def has_balancing_loss(config: PretrainedConfig) -> bool:
     """Return whether transformers defines a load-balancing loss for the causal LM of `config`."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return kind is not None and hasattr(sys.modules[cast(type, kind).__module__], "load_balancing_loss_func")
 

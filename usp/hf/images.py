@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from attention import OF_DOCUMENTS, Channel, SequenceLayout
 from parallel import ParallelMesh
@@ -37,6 +37,9 @@ from usp.sp.sequence import GridChannel, documents_of, select_tokens, shard_batc
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .prune import HANDED, backbone, decoder
+
+if TYPE_CHECKING:  # takes seconds to import
+    from transformers import PreTrainedModel
 
 PLAN = "image_plan"  # the argument of a forward that holds an `ImagePlan`
 GRIDS = "image_grid_thw"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
 from .prune import HANDED, OtherStagesLayer, backbone, decoder, hand_on, model_parts, stage_inputs
+from .shrink import dropouts
 
 NAME = "unified_sp"
 _MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
@@ -174,15 +175,6 @@ def _fewest_heads(config: PretrainedConfig) -> int:
     """Return the query heads of the layers, or of that with the fewest if layers differ (dots3)."""
     layers = getattr(config, "per_layer_config", None)
     return min(layer.num_attention_heads for layer in layers) if layers else config.num_attention_heads
-
-
-def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
-    """Yield the fields of a configuration that make layers drop activations: ranks would draw different ones."""
-    for name, value in vars(config.get_text_config()).items():
-        drops = "dropout" in name or name.endswith(("pdrop", "layerdrop"))
-        of_layers = drops and not name.startswith(("classifier", "summary"))
-        if of_layers and isinstance(value, float) and value > 0:
-            yield name, value
 
 
 class _ForwardGuard:

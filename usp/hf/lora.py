@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh, local_tensor
 from parallel.reallocation.boxes import Box, local_box, local_part
-from parallel.tensor import module_styles, shard_low_rank
+from parallel.tensor import add_low_rank, module_styles, shard_low_rank
 from usp.config import ALL_LINEAR
 
 from .disk import DiskTensor, base_parameters, is_adapter, kept_names, persistent_buffers
@@ -378,30 +378,39 @@ class MergedWeights(Mapping[str, Tensor]):
             self._weights.update(persistent_buffers(model))
             for name, parameter in adapter_parameters(model):
                 self._factors[name] = _whole(parameter.detach())
+        self._norms = dict[str, Tensor]()
         self._norms = {
-            linear: row_norms(self._weights[f"{linear}.weight"], self._update(linear))
+            linear: row_norms(self._weights[f"{linear}.weight"], torch.matmul(*self.factors(f"{linear}.weight")))
             for linear, _, kind in (name.partition(".lora_") for name in self._factors)
             if kind.startswith("magnitude")
         }
 
-    def _update(self, linear: str) -> Tensor:
-        """Return this rank's part of what is added to the weight of a linear."""
-        rows, columns = local_box(self._weights[f"{linear}.weight"]).slices()
-        up, down = (self._factors[f"{linear}.lora_{kind}.{ADAPTER}.weight"] for kind in "BA")
-        return self._scale * (up[rows] @ down[:, columns])
+    @property
+    def base(self) -> Mapping[str, Tensor]:
+        """The weights that the updates are added to."""
+        return self._weights
+
+    def factors(self, name: str) -> tuple[Tensor, ...]:
+        """Return what `add_low_rank` adds to this rank's part of a weight: (B, A), and with DoRA what multiplies its
+        rows; nothing for a weight without an adapter."""
+        linear = name.removesuffix(".weight")
+        if f"{linear}.lora_A.{ADAPTER}.weight" not in self._factors:
+            return ()
+        rows, columns = local_box(self._weights[name]).slices()
+        up, down = (self._factors[f"{linear}.lora_{kind}.{ADAPTER}.weight"].float() for kind in "BA")
+        pair = self._scale * up[rows], down[:, columns]
+        if linear not in self._norms:
+            return pair
+        magnitudes = self._factors[f"{linear}.lora_magnitude_vector.{ADAPTER}.weight"]
+        return *pair, magnitudes[rows] / self._norms[linear]
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._weights[name]
-        linear = name.removesuffix(".weight")
-        if f"{linear}.lora_A.{ADAPTER}.weight" not in self._factors:
+        weight, factors = self._weights[name], self.factors(name)
+        if not factors:
             return weight
         merged = weight.clone().float()
-        local_part(merged).add_(self._update(linear))
-        if linear in self._norms:
-            magnitudes = self._factors[f"{linear}.lora_magnitude_vector.{ADAPTER}.weight"]
-            factors = magnitudes[local_box(weight).slices()[0]] / self._norms[linear]
-            local_part(merged).mul_(factors.unsqueeze(1))
+        local_part(merged).copy_(add_low_rank(local_part(weight), factors))
         return merged
 
     def __iter__(self) -> Iterator[str]:

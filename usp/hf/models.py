@@ -12,23 +12,12 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
+import transformers  # its models, which take seconds to import, are attributes, imported on first use
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.modeling_layers import GenericForSequenceClassification
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import logging
 
 from usp.model.facts import NO_ATTENTION, ModelFacts
@@ -38,9 +27,13 @@ from usp.run.failures import nearest
 from .disk import disk_layout, kept_names
 from .experts import expert_problems, has_balancing_loss
 from .images import sees_images
-from .integrate import dropouts
-from .probe import Structure, structure
 from .prune import decoder, model_parts
+from .shrink import dropouts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .probe import Structure
 
 # Families with formulas of activation memory (`usp.predict`).
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -155,10 +148,12 @@ def training_problems(config: PretrainedConfig, images: bool = False) -> str:
         empty_model(with_layers(config, 1), causal=True)
         return ""
     images = images and sees_images(config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not images:
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not images:
         return "transformers has no causal language model of this type"
     if config.get_text_config() is not config and not images:
         return SEVERAL_PARTS
+    from .probe import structure
+
     model = empty_model(without_dropout(config), causal=True)
     known = structure(type(model), model.config)
     problems = list(known.problems)
@@ -231,7 +226,9 @@ def is_scalar(config: PretrainedConfig) -> bool:
 
 def scalar_violation(config: PretrainedConfig) -> str | None:
     """Return why the model of `config` cannot have a scalar head; None if it can."""
-    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is not None and issubclass(cast(type, kind), GenericForSequenceClassification):
         return None
     return f"transformers has no {_SCALAR} with a linear head for model_type={config.model_type!r}"
@@ -240,7 +237,7 @@ def scalar_violation(config: PretrainedConfig) -> str | None:
 def scalar_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the same model with a scalar head instead of a causal LM's."""
     config = copy.deepcopy(config)
-    config.architectures = [cast(type, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]).__name__]
+    config.architectures = [cast(type, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]).__name__]
     config.num_labels = 1
     return config
 
@@ -390,7 +387,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         intermediate_size=_dense_width(config) if attends and (has_dense_mlps or not num_experts) else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
-        balancing_loss=has_balancing_loss(config),
+        balancing_loss=num_experts > 0 if config.model_type in FAMILIES else has_balancing_loss(config),
         tied=bool(whole.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=max(v_head_dims),
         in_stages=config.model_type in FAMILIES or (whole is config and _structure(config).in_stages),
@@ -413,13 +410,26 @@ def _head_sizes(config: PretrainedConfig, attends: bool) -> tuple[int, int, int,
 
 
 def _structure(config: PretrainedConfig) -> Structure:
-    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    return structure(kind[type(config)], config)
+    from .probe import structure
+
+    kind = "IMAGE_TEXT_TO_TEXT" if sees_images(config) else "CAUSAL_LM"
+    return structure(getattr(transformers, f"MODEL_FOR_{kind}_MAPPING")[type(config)], config)
 
 
 def experts_per_token(config: PretrainedConfig) -> int:
     """Return how many experts a token is routed to; 0 for a dense model."""
     return _of_experts(config, _EXPERTS_PER_TOKEN)
+
+
+def aux_loss_coefficient(config: PretrainedConfig, coefficient: float) -> float:
+    """Return the weight of the auxiliary loss: `coefficient`, or for -1 the configuration's; 0 for a model without one.
+    A model has one where transformers defines it: not DeepSeek-V3 and its like, which balance by other means."""
+    facts = model_facts("", config)
+    if not facts.num_experts:
+        return 0.0  # hybrids without experts have a coefficient even so
+    if coefficient != -1:
+        return coefficient
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if facts.balancing_loss else 0.0
 
 
 def _of_experts(config: PretrainedConfig, names: Sequence[str]) -> int:
@@ -442,8 +452,8 @@ def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedMod
 
     causal: build a causal LM even if the configuration asks for a scalar head.
     """
-    kind: Any = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
-    kind = AutoModelForSequenceClassification if is_scalar(config) and not causal else kind
+    kind: Any = transformers.AutoModelForImageTextToText if sees_images(config) else transformers.AutoModelForCausalLM
+    kind = transformers.AutoModelForSequenceClassification if is_scalar(config) and not causal else kind
     with torch.device("meta"):
         return kind.from_config(copy.deepcopy(config), dtype=torch.float32)
 

@@ -30,6 +30,13 @@ class Places:
     last: Callable[[], Tensor]
 
 
+def turns_by_length(module: nn.Module) -> bool:
+    """Return whether a module is a rotary embedding whose frequencies or scales depend on a text's length."""
+    kinds = getattr(module, "rope_type", None)
+    scaled = kinds and SCALE in (getattr(getattr(module, "config", None), "rope_parameters", None) or {})
+    return bool(scaled or BY_LENGTH & set(kinds.values() if isinstance(kinds, dict) else [kinds]))
+
+
 def follow_positions(base: nn.Module, places: Places) -> None:
     """Let a backbone's layers read `places`, which each forward sets, in place of what they count, in place.
 
@@ -37,9 +44,7 @@ def follow_positions(base: nn.Module, places: Places) -> None:
     """
     counting = False
     for name, module in base.named_modules():
-        kinds = getattr(module, "rope_type", None)  # of a rotary embedding
-        scaled = kinds and SCALE in (getattr(getattr(module, "config", None), "rope_parameters", None) or {})
-        if scaled or BY_LENGTH & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+        if turns_by_length(module):
             module.forward = partial(_turned_by_length, module, module.forward, places)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             module.attn_temperature_tuning, module.scale_by_position = False, True

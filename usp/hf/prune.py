@@ -12,12 +12,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GenericForSequenceClassification
+
+if TYPE_CHECKING:  # takes seconds to import
+    from transformers import PreTrainedModel
 
 HANDED = ("position_ids", "cu_seqlens", "prefix_tree", "prefix", "kv_cache")
 
@@ -65,6 +66,8 @@ class Parts:
 
 def backbone(model: PreTrainedModel) -> Any:
     """Return the model below the output head, which returns hidden states: itself, if it has no head."""
+    from transformers import PreTrainedModel
+
     inner = model._modules.get("language_model")
     if isinstance(inner, PreTrainedModel) and inner.get_output_embeddings() is not None:  # Llama 4
         return backbone(inner)
@@ -120,6 +123,8 @@ def model_parts(model: PreTrainedModel) -> Parts:
     known = getattr(model, "parts", None)
     if isinstance(known, Parts):  # of a stage, which lacks some
         return known
+    from transformers.modeling_layers import GenericForSequenceClassification
+
     base, depth = decoder(model), model.config.get_text_config().num_hidden_layers
     names, before, after = dict[str, str](), list[str](), list[str]()
     for name, module in base.named_children():

@@ -64,6 +64,15 @@ _NO_LENGTHS = {*_SIZES, *_AT_MOST, *_KV_HEADS, *LAYERS, "qk_head_dim"} - set(POS
 _NO_LENGTH_PARTS = ("layer", "token", "theta", "vocab", "idx", "_ids")
 
 
+def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
+    """Yield the fields of a configuration that make layers drop activations: ranks would draw different ones."""
+    for name, value in vars(config.get_text_config()).items():
+        drops = "dropout" in name or name.endswith(("pdrop", "layerdrop"))
+        of_layers = drops and not name.startswith(("classifier", "summary"))
+        if of_layers and isinstance(value, float) and value > 0:
+            yield name, value
+
+
 def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedConfig:
     """Return a tiny copy of `config`, at most `layers` layers deep; None keeps the depth. Where layers differ, those
     that are kept are of as many kinds as fit."""

@@ -9,6 +9,7 @@ The data-parallel rank with most tokens sets the pace. Nothing is measured: rate
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,14 +28,13 @@ from usp.predict.job import Job, Output
 from usp.predict.memory import footprint, forward_memory
 from usp.predict.seconds import rank_launches, rank_seconds, sent_seconds, step_seconds
 from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, expert_traffic, merged
-from usp.rlhf.generation.decoding import row_multiple
+from usp.rlhf.generation.decoding import read_length, row_multiple
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.rows import pack_lengths
 from usp.rlhf.samples import balance, kept_together
 
 from .workload import (
-    READ_MULTIPLE,
     Ahead,
     AheadBatchings,
     Batching,
@@ -84,6 +84,7 @@ class CallOptions:
     share_prefixes: bool = False  # --share-prefixes
     ahead: Ahead | None = None  # of a run whose prompts are begun before their step
     cache_tokens: int = 0  # --cache-tokens
+    cuda_graphs: bool = False  # have decode steps, where they can
 
 
 @dataclass(frozen=True)
@@ -270,8 +271,8 @@ class _Calls:
             fixed, per_place, launches = step(run.slots)
             decode = 0.0
             for stretch in run.stretches:  # the cache is read up to a multiple of the places in use
-                read = min(-(-stretch.length // READ_MULTIPLE) * READ_MULTIPLE, run.places)
-                decode += stretch.steps * max(launches, fixed + per_place * read)
+                busy = fixed + per_place * min(read_length(math.ceil(stretch.length)), run.places)
+                decode += stretch.steps * (max(launches, busy) if self.hardware.streams else launches + busy)
             return prefill, decode
 
         of_steps = ([seconds(run) for run in of_rank.steps] for of_rank in of_ranks)
@@ -313,6 +314,9 @@ class _Calls:
             sum(each) if micro_batches == 1 else micro_batches * max(each) for each in zip(*stages, strict=True)
         )
         per_place = self.hardware.memory_seconds(rows * read)
+        graphs = self.options.cuda_graphs and self.hardware.streams
+        if graphs and job.dims.pp == 1 and not job.model.experts_per_token:
+            launched = 1.0
         return fixed, per_place, launched * self.hardware.launch_seconds
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -122,8 +123,7 @@ def _proved(choice: Choice) -> Choice:
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
-    bare = replace(job)  # has cached nothing
-    like = _kept_by(_chosen, lambda config: changed(bare, config=config, dims=ParallelDims(*_degrees(config))))
+    like = _variants(job)
 
     def on_device(config: TrainConfig) -> int:
         made = like(config)  # its ends have most activations in flight, and the vocabulary loss
@@ -140,6 +140,13 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
         _kept_by(_chosen, on_device),
         _kept_by(_chosen, on_host),
     )
+
+
+@lru_cache(maxsize=1)  # for all hardware that a what-if supposes
+def _variants(job: Job) -> Callable[[TrainConfig], Job]:
+    """Return a function that makes the job of a configuration."""
+    bare, dims = replace(job), cache(ParallelDims)  # a job that has cached nothing
+    return _kept_by(_chosen, lambda config: changed(bare, config=config, dims=dims(*_degrees(config))))
 
 
 def _kept_by(key: Callable[[TrainConfig], object], function: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:

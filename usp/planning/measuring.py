@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import model_facts, with_layers
-from usp.hf.tensor_parallel import model_shape
+from usp.hf.shapes import shape_of
 from usp.predict.compute import dtype_name
 from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS
@@ -39,7 +39,7 @@ class Asked:
     def part(self) -> Part:
         """Return what is measured; of generation, its decode steps."""
         config = self.spec.config
-        key = model_key(model_shape(model_facts(self.spec.source, config), config), self.spec.dtype)
+        key = model_key(shape_of(model_facts(self.spec.source, config), config), self.spec.dtype)
         return Part(key, work_of(self.call), layout_key(self.layout))
 
 

@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from parallel import format_ranks
 from usp.fields import parse_options
 from usp.hf.models import ModelConfig, ModelHead, formula_violation, load_model_config, model_facts
-from usp.hf.tensor_parallel import model_shape
+from usp.hf.shapes import shape_of
 from usp.model.facts import ModelShape
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
 from usp.rlhf.algorithms.rewards import ScoreWith
@@ -343,7 +343,7 @@ def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, Mo
         if violation := formula_violation(source, config):
             raise ValueError(f"the {role}'s model: {violation}")
         key = repr((source, config.to_dict()))
-        by_role[role] = shapes[key] = shapes.get(key) or model_shape(model_facts(source, config), config)
+        by_role[role] = shapes[key] = shapes.get(key) or shape_of(model_facts(source, config), config)
     return by_role
 
 

@@ -126,6 +126,7 @@ def question_of(run: PreparedRlhf) -> Question:
             share_prefixes=config.share_prefixes,
             ahead=ahead,
             cache_tokens=config.cache_tokens,
+            cuda_graphs=not config.eager_decoding,
         ),
         staleness=config.staleness,
         allowed=allowed,

@@ -261,8 +261,9 @@ class Search:
         while queue and (len(best) < keep or queue[0][0] <= limit):
             least, _, state, config, candidate = heappop(queue)
             # What is reached from a layout or an option has as many degrees, offloads and recomputations, or more.
-            simplest = changed(config, zero=1)
-            simpler = least <= limit and (preferred is None or simple(simplest) < simple(preferred.config))
+            simpler = least <= limit and (
+                preferred is None or simple(changed(config, zero=1)) < simple(preferred.config)
+            )
             if (family(config) in best or len(best) >= keep) and not simpler:
                 continue
             if candidate:
@@ -325,7 +326,14 @@ class Search:
         def lowest(stages: list[TrainConfig]) -> list[TrainConfig]:
             return list(islice(filter(fits, stages), 1)) if any(map(fits, stages[:1] + stages[-1:])) else []
 
-        fits = partial(self.predictor.fits, usable=self.usable)
+        too_large: set[tuple[int, bool]] = set()  # also with more replicas
+
+        def fits(each: TrainConfig) -> bool:
+            kind = each.zero, each.optim_offload
+            if kind not in too_large and not self.predictor.fits(each, self.usable):
+                too_large.add(kind)
+            return kind not in too_large
+
         for replicas in replications(config):
             stages = shardings(config, replicas)
             least = changed(stages[-1], optim_offload=self.can_offload)

@@ -3,8 +3,9 @@ of a machine by a run, the hardware file by which the run's step is predicted to
 
 A run of one configuration tells few numbers apart. The duration of its steps gives one, a factor of all compute. A
 trace of some steps (--profile) also tells what matrix products and attention took, which gives up to three factors: of
-matrix products, of attention, and of the rest, which is bound by memory. Links, launches and copies to the host keep
-the rates of the file that the fit begins with: in a step their time is mixed with waiting for other ranks."""
+matrix products, of attention, and of the rest, which is bound by memory. On a CPU it tells the other operators' time as
+well, and the rest is the host's, which issues them. Links and copies to the host keep the rates of the file that the
+fit begins with, and so do launches of a GPU: in a step their time is mixed with waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import itemgetter
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
@@ -31,19 +32,21 @@ from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
-from usp.predict.meter import CATEGORIES, FSDP_COLLECTIVES
 from usp.predict.seconds import PUBLISHED_ERROR, StepTime, counted_seconds, step_seconds
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
 from usp.run.metrics import METRICS_FILE, seconds
 from usp.run.tables import GIB, Grid
-from usp.train.dry_run import DryRun, dry_run
 from usp.train.resolve import job_of, trained_model
 
 from .job_cost import JobCost, Terms, job_cost, job_grid, missing_prices
 
+if TYPE_CHECKING:  # with transformers' models it takes seconds to import
+    from usp.train.dry_run import DryRun
+
 PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound operators"  # as in `StepTime.parts`
-COMPUTE = (PRODUCTS, ATTENTION, MEMORY, "optimizer")
+LAUNCHES = "kernel launches"
+ISSUED = 1e-5  # seconds of a launch on a CPU, where the fit begins
 FEWEST_STEPS = 10
 LEAST = 0.05  # part of a step that a component takes if its rate can be told from that of the others
 ROUNDS, TOLERANCE = 100, 1e-4  # of the fit, which converges by a constant factor in each round
@@ -51,6 +54,7 @@ _OPERATORS = {  # by names of torch's operators on a CPU, and of kernels on a GP
     ATTENTION: re.compile(r"aten::_(scaled_dot_product|flash)_\w*attention\w*$|flash|fmha|cudnn\w*sdpa"),
     PRODUCTS: re.compile(r"aten::(addmm|mm|bmm|baddbmm|_grouped_mm|_scaled_mm)$|gemm|nvjet"),
 }
+_STEP = re.compile(r"step \d+")  # of train.py's annotations
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 
 
@@ -70,6 +74,8 @@ class StepReport:
         return max((self._counted(run) for run in self.runs), key=lambda time: time.total)
 
     def _counted(self, run: DryRun) -> StepTime:
+        from usp.predict.meter import FSDP_COLLECTIVES
+
         sent = []
         for each in run.sent:
             axes = [x for x in each.axes if "fsdp" in x and each.collective in FSDP_COLLECTIVES] or each.axes
@@ -81,6 +87,8 @@ class StepReport:
         """The memory of the pipeline stage that needs the most."""
         if not self.runs:
             return largest_footprint(self.job)[0]
+        from usp.predict.meter import CATEGORIES
+
         run = max(self.runs, key=lambda run: run.peak_bytes)
         sizes = [run.by_category[name] for name in CATEGORIES]
         parameters, gradients, optimizer, whole, activations, transient = sizes
@@ -136,6 +144,8 @@ def step_report(
         return StepReport(job, hardware, run)
     if found.router_imbalance != 1:
         raise ConfigurationError("--router-imbalance: a dry run's routers choose experts evenly: remove it")
+    from usp.train.dry_run import dry_run
+
     # The last rank of a stage has the end of the sequence: with contiguous shards, most of the attention.
     ranks = {world_size // job.dims.pp - 1, world_size - 1}
     eager = replace(config, compile=False)
@@ -290,7 +300,7 @@ def fitted(
     """Fit the rates in the `values` of a hardware file so that `predict` gives the seconds of a run's step; return the
     new values, and by how much they differ.
 
-    traced: the parts of a step in matrix products and attention, empty without a trace. where: the folder of the run.
+    traced: of `traced_parts`. where: the folder of the run.
     Raise ConfigurationError if the run does not determine the rates.
     """
     if run.steps < FEWEST_STEPS:
@@ -298,20 +308,26 @@ def fitted(
             f"--write-hardware: {where} has {run.steps} steps after the first ones, and a median of at least "
             f"{FEWEST_STEPS} determines rates: let it run longer"
         )
-    told = {name: share * run.seconds for name, share in traced.items() if share > LEAST}
+    told = {name: took for name, took in traced.items() if took > LEAST * run.seconds}
     factors = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY), 1.0)
+    if MEMORY in traced and run.seconds - sum(traced.values()) > LEAST * run.seconds:
+        factors[LAUNCHES] = 1.0
+        values = {**values, "launch_seconds": values.get("launch_seconds") or ISSUED}
+    else:
+        told.pop(MEMORY, None)
     for _ in range(ROUNDS):
         time = predict(hardware_from_mapping(scaled(values, factors), where))
-        parts = time.parts
-        compute = run.seconds - (time.total - sum(parts[name] for name in COMPUTE))
+        parts = {name: time.parts[name] for name in factors}
+        parts[MEMORY] += time.parts["optimizer"]
+        compute = run.seconds - (time.total - sum(parts.values()))
         rest = compute - sum(told.values())
         if rest <= LEAST * compute:
             raise ConfigurationError(
                 f"--write-hardware: by the rates of --hardware, what {where} does besides "
-                f"{'matrix products and attention' if told else 'compute'} takes all of its {run.seconds:.3g} s: "
+                f"{' and '.join(told) or 'compute'} takes all of its {run.seconds:.3g} s: "
                 "calibrate the machine, or give a run that computes more and communicates less"
             )
-        others = sum(parts[name] for name in COMPUTE if name not in told)
+        others = sum(parts[name] for name in factors if name not in told)
         changes = {name: parts[name] / told[name] if name in told else others / rest for name in factors}
         factors = {name: factors[name] * changes[name] for name in factors}
         if max(abs(change - 1) for change in changes.values()) < TOLERANCE:
@@ -322,10 +338,11 @@ def fitted(
         )
     before, same = values.get("source", []), [name for name in factors if name not in told]
     source = [f"compute by the steps of {where}", *([before] if isinstance(before, str) else before)]
-    named = {**{name: factors[name] for name in told}, " and ".join(same): factors[MEMORY]}
-    text = ", ".join(f"{name} {factor:.2f}" for name, factor in named.items())
-    words = f"times the rates of before: {text}; links, launches and the host keep theirs"
-    return {**scaled(values, factors), "source": source}, words
+    named = {**{name: factors[name] for name in told}, " and ".join(same): factors[same[-1]]}
+    text = ", ".join(f"{name} {factor:.2f}" for name, factor in named.items() if name != LAUNCHES)
+    found = {**scaled(values, factors), "source": source}
+    launches = f"take {1e6 * found['launch_seconds']:.3g} us each" if LAUNCHES in factors else "keep theirs"
+    return found, f"times the rates of before: {text}; launches {launches}, links and copies to the host keep theirs"
 
 
 def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str, Any]:
@@ -346,6 +363,7 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
         **values,
         "peak_flops": {dtype: above * peak for dtype, peak in peaks.items()},
         "memory_bytes_per_second": factors[MEMORY] * values["memory_bytes_per_second"],
+        "launch_seconds": values.get("launch_seconds", 0.0) / factors.get(LAUNCHES, 1.0),
         "efficiency": {
             **efficiency,
             "matmul": curves(products, 1 / above),
@@ -355,19 +373,25 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
 
 
 def traced_parts(folder: Path) -> dict[str, float]:
-    """Return the parts of a step that matrix products and attention take, by the trace of rank 0 in the folder of a
-    run; empty without a trace."""
+    """Return the seconds of a step in matrix products, in attention and, on a CPU, in memory-bound operators, by the
+    trace of rank 0 in the folder of a run; empty without a trace."""
     path = folder / "profile" / "rank-0.json.gz"
     if not path.exists():
         return {}
     events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event.get("dur")]
-    kind = "kernel" if any(event.get("cat") == "kernel" for event in events) else "cpu_op"
-    steps, found, ends = 0.0, dict.fromkeys(_OPERATORS, 0.0), Counter[Any]()  # ends by thread or stream
-    for event in sorted(events, key=itemgetter("ts")):
+    steps = sum(bool(_STEP.fullmatch(event["name"])) for event in events if event.get("cat") == "user_annotation")
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    found: dict[str, float] = dict.fromkeys(_OPERATORS if on_gpu else (*_OPERATORS, MEMORY), 0.0)
+    ends = Counter[Any]()  # by thread or stream
+    events = [event for event in events if event.get("cat") == ("kernel" if on_gpu else "cpu_op")]
+    events.sort(key=lambda event: (event["tid"], event["ts"], -event["dur"]))
+    for event, following in pairwise([*events, {"tid": None}]):
         name = next((name for name, pattern in _OPERATORS.items() if pattern.search(event["name"])), "")
-        if event.get("cat") == "user_annotation" and re.fullmatch(r"step \d+", event["name"]):
-            steps += event["dur"]
-        elif event.get("cat") == kind and name and event["ts"] >= ends[event["tid"]]:  # not inside of another
-            found[name] += event["dur"]
-            ends[event["tid"]] = event["ts"] + event["dur"]
+        end = event["ts"] + event["dur"]
+        alone = following["tid"] != event["tid"] or following["ts"] >= end  # calls no other operator
+        if not name and not on_gpu and alone and event["name"].startswith("aten::"):
+            name = MEMORY
+        if name and event["ts"] >= ends[event["tid"]]:  # not inside of another
+            found[name] += 1e-6 * event["dur"]
+            ends[event["tid"]] = end
     return {name: took / steps for name, took in found.items()} if steps else {}

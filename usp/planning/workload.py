@@ -15,7 +15,7 @@ import numpy as np
 from usp.rlhf.generation.decoding import Rollout, Slots, capacity, fitting_slots
 from usp.rlhf.rollout_queue import QueueRules, RolloutQueue, choose
 
-PREFILL_TOKENS, READ_MULTIPLE = 16384, 64  # as in usp.rlhf.generation.generate
+PREFILL_TOKENS = 16384  # as in usp.rlhf.generation.generate
 _LENGTHS = 128  # of responses that are begun ahead, rounded to as many different ones
 _COUNTED_STEPS = 4  # in the middle of a run
 

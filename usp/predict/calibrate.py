@@ -84,9 +84,9 @@ class LinkTier:
         shard = torch.zeros(nbytes // (self.ranks - 1) // FLOAT32, device=device)
         whole, gathered = shard.repeat(self.ranks), shard.repeat(self.ranks)
         if kind == "gather":
-            return lambda: dist.all_gather_into_tensor(gathered, shard, group=self.group)
+            return lambda: dist.all_gather_single(gathered, shard, group=self.group)
         if kind == "reduce":
-            return lambda: dist.reduce_scatter_tensor(shard, whole, group=self.group)
+            return lambda: dist.reduce_scatter_single(shard, whole, group=self.group)
         return lambda: dist.all_to_all_single(gathered, whole, group=self.group)
 
     def _message(self, device: torch.device, nbytes: int) -> Callable[[], list[dist.Work]]:

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 from itertools import compress, pairwise
 from operator import add
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from attention import AttentionSpec, RingSchedule, Task, band_pairs
+from attention import AttentionSpec, RingSchedule, band_pairs
 from parallel import Hardware
 from usp.model.facts import FLOAT8_DIMS, NO_ATTENTION, LayerShape, ParameterShape, training_flops, visible_pairs
 from usp.sp.kernel_choice import kernel_on
@@ -34,7 +34,6 @@ aten = torch.ops.aten
 
 FORWARD, BACKWARD = 2, 5  # products
 VALUES = {FORWARD: 1, BACKWARD: 2}  # of these, products over the head dim of the values
-_visible = lru_cache(maxsize=2**16)(Task.visible)
 Read = Callable[[Tensor], list[int]]
 IN_PLACE: Mapping[Any, Any] = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # torch's formulas lack them
 
@@ -244,11 +243,31 @@ def head_products(job: Job) -> tuple[list[Product], list[Product]]:
     return {"loss": (passes * logits, []), "logprobs": (logits, passes * logits)}.get(job.output, ([], []))
 
 
-def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, Task]]]:
-    """Return the tasks of a sequence by ring step, each with the FLOPs of it in all sequences of a micro-batch, both
-    head dims padded to the larger, as the kernels do."""
-    per_pair = 2.0 * products * heads * max(job.model.facts.head_dim, job.model.facts.value_dim) * job.rows
-    return [[(per_pair * _visible(task), task) for task in step.tasks] for step in ring.steps]
+def flops_per_pair(job: Job, heads: int, products: int) -> float:
+    """Return the FLOPs of attention for each visible pair in all sequences of a micro-batch, both head dims padded to
+    the larger, as the kernels do."""
+    return 2.0 * products * heads * max(job.model.facts.head_dim, job.model.facts.value_dim) * job.rows
+
+
+class RingWork(NamedTuple):
+    """A ring step of one sequence: (visible pairs, shorter side, whether nothing is masked) of each task, and the
+    tokens whose keys arrive for it and whose gradients leave it."""
+
+    tasks: tuple[tuple[int, int, bool], ...]
+    arriving: int
+    leaving: int
+
+
+@lru_cache(maxsize=256)
+def ring_work(ring: RingSchedule) -> tuple[tuple[RingWork, ...], tuple[int, ...]]:
+    """Return (the steps that differ, the number among these of each step): of a thousand steps, few do."""
+    numbers: dict[RingWork, int] = {}
+    order = []
+    for step in ring.steps:
+        tasks = tuple((task.visible(), min(task.rows, task.columns), task.full) for task in step.tasks)
+        moved = (sum(message.tokens for message in messages) for messages in (step.receive, step.grad_send))
+        order.append(numbers.setdefault(RingWork(tasks, *moved), len(numbers)))
+    return tuple(numbers), tuple(order)
 
 
 class LayerSeconds(NamedTuple):
@@ -368,14 +387,13 @@ def ring_step_seconds(
         nbytes = merge_bytes(itemsize, backward, hardware.streams)
         sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * nbytes)
 
-    @cache  # most tasks of a ring have the same shape
-    def seconds(flops: float, side: int, full: bool) -> float:
-        return hardware.attention_seconds(kernel, flops, side, dtype_name(job.dtype), backward=backward, full=full)
-
-    return [
-        sum(seconds(flops, min(task.rows, task.columns), task.full) for flops, task in tasks) + (sums if tasks else 0.0)
-        for tasks in attention_work(job, ring, heads, products)
+    rate = partial(hardware.attention_seconds, kernel, dtype=dtype_name(job.dtype), backward=backward)
+    per_pair, (different, order) = flops_per_pair(job, heads, products), ring_work(ring)
+    each = [
+        sum(rate(per_pair * pairs, side, full=full) for pairs, side, full in step.tasks) + (sums if step.tasks else 0.0)
+        for step in different
     ]
+    return [each[number] for number in order]
 
 
 def held_elements(job: Job, rank: int) -> int:

@@ -279,19 +279,20 @@ def peak_moment(job: Job, rank: int) -> Moment:
     """Return the highest of a step's peaks on the device."""
     parameters, shards, optimizer = _states(job, rank)
     config, stages, most = job.config, job.stages(rank), shards
-    # Hidden states that torch's pipeline keeps for all micro-batches: of both neighbours, if there are two.
-    neighbours = sum((stage > 0) + (stage < job.last_stage) for stage in stages)
-    buffers = config.micro_batches * neighbours * max(stage_bytes(job, stage).handed for stage in stages)
+    buffers = 0
+    if job.dims.pp > 1:  # hidden states that torch keeps for all micro-batches: of both neighbours, if there are two
+        neighbours = sum((stage > 0) + (stage < job.last_stage) for stage in stages)
+        buffers = config.micro_batches * neighbours * max(stage_bytes(job, stage).handed for stage in stages)
     if config.optim_offload and not (config.zero >= 2 and config.micro_batches > 1 and job.dims.dp_replicate > 1):
         # A gradient goes to the host once it is reduced, over replicas as well.
-        most = FLOAT32 * max(unit.trained_shard for stage in stages for unit in stage_units(job, stage).all)
-
-    def reduced(moment: Moment, later: bool) -> int:
-        return min(most, shards if later and config.zero >= 2 else moment.gradients)
-
-    peaks = ((rest + reduced(moment, later), moment, later) for rest, moment, later in _peaks(job, rank))
-    total, moment, later = max(peaks, key=itemgetter(0))
-    moment = moment._replace(gradients=reduced(moment, later), transient=moment.transient + buffers)
+        most = FLOAT32 * max(stage_units(job, stage).largest_gradient for stage in stages)
+    peaks, shares = _peaks(job, rank), config.zero >= 2
+    # What is reduced by then: with ZeRO-2 and 3 after another backward, all of it.
+    reduced = [min(most, shards if shares and later else gradients) for _, later, gradients, *_ in peaks]
+    totals = [rest + gradients for (rest, *_), gradients in zip(peaks, reduced, strict=True)]
+    highest = totals.index(total := max(totals))
+    *_, name, whole, saved, work = peaks[highest]
+    moment = Moment(name, 0, 0, reduced[highest], whole, saved, work + buffers)
     if config.optim_offload:
         return moment
     muon = 0
@@ -305,9 +306,9 @@ def peak_moment(job: Job, rank: int) -> Moment:
 
 
 @shared(lambda job, rank: (job.work, job.sharding, job.config.zero, job.schedule(rank)))
-def _peaks(job: Job, rank: int) -> list[tuple[int, Moment, bool]]:
-    """Return the peaks of a rank's backwards, with `gradients` as by `_backward`: each with the bytes of the rest, and
-    whether others have run before."""
+def _peaks(job: Job, rank: int) -> list[tuple[int, bool, int, str, int, int, int]]:
+    """Return the peaks of a rank's backwards: each with the bytes besides gradients, whether others have run before,
+    gradients as by `_backward`, and the name and the rest of a `Moment`."""
     found, stages = [], {stage: stage_bytes(job, stage) for stage in job.stages(rank)}
     bytes_of = {stage: here.saved for stage, here in stages.items()}
     bytes_of |= {~stage: here.left for stage, here in stages.items()}
@@ -321,7 +322,7 @@ def _peaks(job: Job, rank: int) -> list[tuple[int, Moment, bool]]:
             moments = iter([("split backward", 0, _idle(job, stage, True), bytes_of[stage], work)])
         for name, gradients, whole, saved, work in moments:
             rest = whole + idle + saved + others + work
-            found.append((rest, Moment(name, 0, 0, gradients, whole + idle, saved + others, work), later))
+            found.append((rest, later, gradients, name, whole + idle, saved + others, work))
     return found
 
 

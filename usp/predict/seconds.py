@@ -39,6 +39,7 @@ from .compute import (
     model_flops,
     optimizer_seconds,
     ring_step_seconds,
+    ring_work,
     sharing,
     trained_elements,
 )
@@ -137,13 +138,13 @@ def _repeats(job: Job, part: Sent) -> bool:
 
 
 def _hiding_copies(
-    job: Job, hardware: Hardware, rank: int, compute: float, sent: Iterable[Sent]
+    job: Job, hardware: Hardware, rank: int, compute: float, sent: Sequence[Sent]
 ) -> tuple[float, float]:
     """Return the time that hides the copies of (the micro-batch that sends all parts, each of the others): `compute`,
     or overlapped messages that take longer, without the time for which messages occupy the link to the host. `sent` is
     what a pass sends in all micro-batches."""
     number, most, others = job.config.micro_batches, [0.0, 0.0], [0.0, 0.0]
-    for part in sent if any(tier.on_host_link for tier in hardware.tiers) else ():
+    for part in sent if sent and any(tier.on_host_link for tier in hardware.tiers) else ():
         if part.axis in OVERLAPS_WITH and part.nbytes > SCALARS * part.calls:
             *_, on_host = _links(job, hardware, part.axis, rank, _KINDS[part.collective][0])
             took = sent_seconds(job, hardware, part, rank), part.nbytes * on_host
@@ -232,7 +233,7 @@ def attention_kernels(job: Job, hardware: Hardware, rank: int, index: int) -> At
     plan, facts = attention_plan(job, rank, window), job.model.facts
     per_token = job.rows * plan.heads.kv_width(plan.ulysses_rank) * (facts.head_dim + facts.value_dim)
     heads, kernel = plan.heads.q_width(plan.ulysses_rank), attention_kernel(job, hardware, plan.spec)
-    steps = plan.ring.steps[1:]
+    different, (_, *steps) = ring_work(plan.ring)
     if reach != window:  # an indexer scores all pairs in the forward, and attention has those that it chooses
         cut, scored = torch.tensor([job.boundaries]), index_size / sum(map(bool, facts.chosen))
         share = visible_pairs(cut, reach) / visible_pairs(cut, window)
@@ -244,11 +245,18 @@ def attention_kernels(job: Job, hardware: Hardware, rank: int, index: int) -> At
     return AttentionKernels(
         forward=forward,
         backward=backward,
-        arriving=tuple(per_token * sum(message.tokens for message in step.receive) for step in steps),
-        leaving=tuple(per_token * sum(message.tokens for message in step.grad_send) for step in steps),
+        arriving=tuple(per_token * different[step].arriving for step in steps),
+        leaving=tuple(per_token * different[step].leaving for step in steps),
     )
 
 
+def _exchanging(job: Job, hardware: Hardware, rank: int, index: int) -> Hashable:
+    """Return what determines the attention of a micro-batch on `rank` and its messages."""
+    links = _links(job, hardware, "ring", rank, "send")
+    return _attending(job, hardware, rank), _mask(job, index), links
+
+
+@shared(_exchanging)
 def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tuple[Attention, Attention]:
     """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
     kernels = attention_kernels(job, hardware, rank, index)
@@ -321,6 +329,12 @@ def _held(job: Job, rank: int) -> Hashable:
     """Return which layers a rank computes, and whether it has the head."""
     stages = job.stages(rank)
     return job.kinds(*stages), job.last_stage in stages
+
+
+@shared(lambda job: (job.model, job.dims.pp, job.config.pp_schedule))
+def _differing(job: Job) -> tuple[int, ...]:
+    """Return the places of pipeline ranks that compute different things, the last of each kind."""
+    return tuple({_held(job, rank): place for place, rank in enumerate(job.slowest_ranks)}.values())
 
 
 @shared(lambda job, hardware, rank: (job.work, _attending(job, hardware, rank), _held(job, rank)))
@@ -482,8 +496,9 @@ def counted_seconds(
 
 
 def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> PassSeconds:
-    """Return how much longer than `busy` seconds the host takes to launch operators one by one."""
-    waits = 0.0 if job.config.compile else operators * hardware.launch_seconds - busy
+    """Return how much longer than `busy` seconds a step takes as the host issues operators one by one: meanwhile a GPU
+    computes, and a CPU does not."""
+    waits = 0.0 if job.config.compile else operators * hardware.launch_seconds - (busy if hardware.streams else 0.0)
     return PassSeconds(Seconds(launch=max(0.0, waits)))
 
 
@@ -518,7 +533,8 @@ def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> flo
     number = job.config.micro_batches
     rest = 1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)
     most = 0.0
-    for rank in {_held(job, rank): rank for rank in job.slowest_ranks}.values():
+    for place in _differing(job):
+        rank = job.slowest_ranks[place]
         hides = _hides(compute := _compute(job, hardware, rank))
         transfers = [host_copies(job, hardware, rank, hides["forward"], hides["backward"])]
         for kind, sent in fsdp_traffic(job, rank).items() if sharded else ():

@@ -102,6 +102,11 @@ class StageUnits:
         return self.numel * itemsize - self.float8 * (itemsize - 1)
 
     @cached_property
+    def largest_gradient(self) -> int:
+        """The most elements of a unit's reduced gradient on a rank."""
+        return max(unit.trained_shard for unit in self.all)
+
+    @cached_property
     def repeated(self) -> Counter[Unit]:
         """How many equal units the layers have."""
         return Counter(chain(*self.layers))

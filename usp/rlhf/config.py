@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from tyro.conf import arg
 
@@ -24,8 +24,10 @@ from usp.fields import (
     NotNegative,
     Rule,
     among,
+    as_given,
     at_least,
     flag,
+    names_of,
     one_of,
     parse_options,
     shown,
@@ -130,6 +132,8 @@ class _Rlhf:
     cache_tokens: AtLeast0 = 0
     """Maximum tokens in the KV cache of the ranks that share a sequence: where prompts and responses may be so long
     that --slots of them exceed it, fewer sequences are decoded at a time. 0: no bound."""
+    eager_decoding: bool = False
+    """Issue the operators of decode steps one by one on GPUs too, where they run as CUDA graphs otherwise."""
     rollout_engine: Annotated[str, Engine] = OWN
     """What decodes the responses. own: this toolkit, in every layout. vllm: vLLM in the processes of the generate
     call, which then has tp and data-parallel degrees only; it sleeps while other calls run. A URL such as
@@ -332,8 +336,23 @@ class ReplanOptions:
         return options
 
 
+# Fields that concern generated responses, which algorithms on given ones do not have.
+_OF_RESPONSES = (
+    *("stop", "stop_ids", "rollout_engine", "cache_tokens", "eager_decoding", "share_prefixes"),
+    *("router_replay", "delta_updates"),
+    *("staleness", "partial_rollouts", "oversample", "environment", "eval_every", "replan"),
+)
+# Fields that have an effect only beside another one.
+_OPTIONS: Mapping[str, Sequence[str]] = {
+    "reward_processes": ("reward_timeout",),
+    "ref_update_every": ("ref_update_weight",),
+    "eval_every": names_of(EvaluationConfig),
+    "environment": names_of(EnvironmentConfig),
+    "supervised_data": names_of(SupervisedConfig),
+}
+
+
 def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Iterator[str]:
-    """Yield one message per violation."""
     yield from value_violations(config, algorithm=among(tuple(algorithms))).values()
     yield from common_violations(config)
     algorithm = algorithms.get(config.algorithm)
@@ -342,43 +361,34 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     if config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
         needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
         yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
-    for name in ("long_prompts", "bad_rows") if config.data == STDLIB else ():
-        if getattr(config, name) != getattr(RlhfConfig, name) and (name == "long_prompts" or not config.eval_data):
+    for name in given(config, ("long_prompts", "bad_rows")) if config.data == STDLIB else ():
+        if name == "long_prompts" or not config.eval_data:
             yield f"{flag(name)} = drop requires a --data file: built-in prompts are good, remove it"
+    for name in () if samples else given(config, _OF_RESPONSES):
+        yield f"{as_given(config, name)} is for generated responses, and {config.algorithm} has none: remove it"
+    for name, options in _OPTIONS.items():
+        for option in () if getattr(config, name) else given(config, options):
+            yield f"{flag(option)} is an option of {flag(name)}: give both or neither"
     yield from _search_violations(config)
-    yield from _evaluation_violations(config, samples)
-    yield from _replan_violations(config, samples)
-    yield from _environment_violations(config, samples)
+    yield from _evaluation_violations(config)
+    yield from _replan_violations(config)
+    yield from _environment_violations(config)
     yield from _supervised_violations(config, algorithm)
-    if config.rollout_engine != OWN:
-        yield from _engine_violations(config, samples)
-    if (config.stop or config.stop_ids) and not samples:
-        yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
-    if config.reward_timeout != RlhfConfig.reward_timeout and not config.reward_processes:
-        yield "--reward-timeout is an option of --reward-processes: give both or neither"
-    if config.ref_update_weight != RlhfConfig.ref_update_weight and not config.ref_update_every:
-        yield "--ref-update-weight is an option of --ref-update-every: give both or neither"
+    if config.rollout_engine != OWN and (config.plan == SEARCH or config.replan):
+        asked = f"--rollout-engine = {config.rollout_engine}"
+        why = ", whose devices they do not know" if config.rollout_engine.startswith(HTTP) else ""
+        yield f"--plan {SEARCH} and --replan do not predict calls with {asked}{why}: give a named plan or a YAML file"
     if config.ref_update_every and config.lora_rank:
         yield (
             f"--ref-update-every = {config.ref_update_every} is not supported with --lora-rank, where the reference is "
             f"the policy without its adapters: remove one"
         )
-    if config.router_replay and not samples:
-        yield f"--router-replay is for generated responses, and {config.algorithm} has none: remove it"
     if config.router_replay and config.begins_ahead:
         yield "--router-replay is not supported with --partial-rollouts and --oversample: remove one"
-    if config.share_prefixes and not samples:
-        yield f"--share-prefixes is for generated responses, and {config.algorithm} has none: remove it"
-    if config.cache_tokens and not samples:
-        yield f"--cache-tokens is for generated responses, and {config.algorithm} has none: remove it"
-    if config.staleness and not samples:
-        yield f"--staleness = {config.staleness} is for generated responses, and {config.algorithm} has none: remove it"
-    yield from _rollout_violations(config, samples)
+    yield from _rollout_violations(config)
     if config.delta_updates and (config.plan == SEARCH or config.replan):
         other = "--replan" if config.replan else f"--plan {SEARCH}"
         yield f"--delta-updates keeps copies in memory, which {other} does not predict: remove one"
-    if config.delta_updates and not samples:
-        yield f"--delta-updates is for weights that generate, and {config.algorithm} generates nothing: remove it"
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
         yield (
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
@@ -386,9 +396,9 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         )
 
 
-def given(config: RlhfConfig, kind: Any) -> list[str]:
-    """Return the fields of a part of the configuration that differ from their defaults."""
-    return [field.name for field in fields(kind) if getattr(config, field.name) != field.default]
+def given(config: RlhfConfig, names: Iterable[str]) -> list[str]:
+    """Return which of these fields differ from their defaults."""
+    return [name for name in names if getattr(config, name) != getattr(RlhfConfig, name)]
 
 
 def texts(value: str, flag_name: str, apart: str = "") -> list[str]:
@@ -404,7 +414,7 @@ def texts(value: str, flag_name: str, apart: str = "") -> list[str]:
     return listed
 
 
-def _rollout_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
+def _rollout_violations(config: RlhfConfig) -> Iterator[str]:
     if config.staleness > 1 and not config.partial_rollouts:
         yield (
             f"--staleness = {config.staleness}: whole rollouts are made one step ahead, and earlier ones would only be "
@@ -423,8 +433,6 @@ def _rollout_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
     if not config.begins_ahead:
         return
     asked = "--partial-rollouts" if config.partial_rollouts else f"--oversample = {config.oversample:g}"
-    if not samples:
-        yield f"{asked} is for generated responses, and {config.algorithm} has none: remove it"
     if config.environment:
         yield f"{asked} stops responses, and an --environment cannot be stopped and go on: remove one"
     if config.replan:
@@ -448,13 +456,9 @@ def _search_violations(config: RlhfConfig) -> Iterator[str]:
         )
 
 
-def _evaluation_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
+def _evaluation_violations(config: RlhfConfig) -> Iterator[str]:
     if not config.eval_every:
-        for name in given(config, EvaluationConfig):
-            yield f"{flag(name)} is an option of evaluations, but --eval-every is 0: set it, or remove this"
         return
-    if not samples:
-        yield f"--eval-every = {config.eval_every} samples responses, which {config.algorithm} does not: remove it"
     if not config.eval_data and not config.eval_prompts:
         yield f"--eval-every = {config.eval_every} needs prompts: give --eval-data, or --eval-prompts to hold out"
     if config.eval_data == STDLIB:
@@ -465,27 +469,20 @@ def _evaluation_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
         yield "--keep-best keeps a checkpoint, but --checkpoint-every is 0: set it, or remove --keep-best"
 
 
-def _environment_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
+def _environment_violations(config: RlhfConfig) -> Iterator[str]:
     if not config.environment:
-        for name in given(config, EnvironmentConfig):
-            yield f"{flag(name)} is an option of --environment: give both or neither"
         return
-    if not samples:
-        yield f"--environment answers responses, and {config.algorithm} generates none: remove it"
     if bool(config.tools) != (config.environment == TOOLS):
         yield f"--tools = {config.tools} are those of --environment {TOOLS}: give both or neither"
     unused = ["reward_model", "reward_retries", "reward_processes", "reward_timeout"]
-    for name in unused if config.environment == TOOLS else [*unused, "reward_function"]:
-        if getattr(config, name) != getattr(RlhfConfig, name):
-            yield f"{flag(name)} is not used with --environment, which scores the responses: remove one"
+    for name in given(config, unused if config.environment == TOOLS else [*unused, "reward_function"]):
+        yield f"{flag(name)} is not used with --environment, which scores the responses: remove one"
     if config.replan:
         yield "--replan does not predict how often an environment answers: remove it, or --environment"
 
 
 def _supervised_violations(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str]:
     if not config.supervised_data:
-        for name in given(config, SupervisedConfig):
-            yield f"{flag(name)} is an option of --supervised-data: give both or neither"
         return
     if algorithm is not None and algorithm.data == "answers":
         yield f"--supervised-data: {config.algorithm} trains on nothing else, give its samples in --data"
@@ -493,15 +490,7 @@ def _supervised_violations(config: RlhfConfig, algorithm: Algorithm | None) -> I
         yield f"--plan {SEARCH} and --replan do not predict --supervised-data: give a named plan or a YAML file"
 
 
-def _engine_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
-    asked = f"--rollout-engine = {config.rollout_engine}"
-    if not samples:
-        yield f"{asked} decodes responses, and {config.algorithm} generates none: remove it"
-    if config.plan == SEARCH or config.replan:
-        yield f"--plan {SEARCH} and --replan do not predict calls with {asked}: give a named plan or a YAML file"
-
-
-def _replan_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
+def _replan_violations(config: RlhfConfig) -> Iterator[str]:
     if not config.replan:
         return
     try:
@@ -509,10 +498,8 @@ def _replan_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if not samples:
-        yield f"--replan = {config.replan} follows the lengths of responses, and {config.algorithm} generates none"
     if options.every >= config.steps:
         yield f"--replan = {config.replan} searches after step {options.every} of --steps = {config.steps}: too late"
-    for name, calls in (("lora_rank", "calls with adapters"), ("ep", "calls with expert parallelism")):
-        if getattr(config, name) != getattr(RlhfConfig, name):
-            yield f"--replan = {config.replan} has no predictions of {calls}: remove it, or {flag(name)}"
+    for name in given(config, ("lora_rank", "ep")):
+        calls = "calls with adapters" if name == "lora_rank" else "calls with expert parallelism"
+        yield f"--replan = {config.replan} has no predictions of {calls}: remove it, or {flag(name)}"

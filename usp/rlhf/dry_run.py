@@ -155,8 +155,10 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         rows = () if generates else pack_lengths(batch.ids, [tokens] * samples, **options)
         sent = sent_by_axis(meter.wire, mesh)
         by_category = dict(meter.memory.at_peak)
-        if layout.served:
-            by_category = {}  # the server has all
+        if layout.served:  # which has the rest
+            adapts = apart.lora is not None and run.launch.rank in layout.receivers
+            kept = [*model.frozen().values(), *model.weights().values()] if adapts else []
+            by_category = {PARAMETERS: _bytes(kept)} if kept else {}
         elif layout.engine != OWN:
             by_category[KV_CACHE] = int(run.config.rollout_cache * GIB)
             if apart.lora is not None:  # the engine has what base and adapters add up to besides
@@ -211,21 +213,26 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
     with fake_world(world_size, rank):
         groups = ProcessGroups()
         for copy, calls in weight_copies(graph, plan).items():
-            if rank in copy.layout.ranks:
+            if rank in copy.layout.receivers:
                 mesh = ParallelMesh.create(copy.layout.dims, "cpu", copy.layout.ranks, groups)
                 trains = copy == trained[copy.role]
                 models[copy] = RoleModel(run.roles[copy.role], plan[calls[-1].name], mesh, trained=trains)
 
     aliases = frozenset(copy for copy in models if shares_memory(copy, trained[copy.role]))
     own = {copy: model for copy, model in models.items() if copy not in aliases}
-    weights = {copy: 0 if copy.layout.served else _bytes(model.weights().values()) for copy, model in own.items()}
+    elsewhere = {copy for copy in own if copy.layout.served and run.roles[copy.role].lora is None}
+    weights = {copy: 0 if copy in elsewhere else _bytes(model.weights().values()) for copy, model in own.items()}
     frozen = {copy: _bytes(model.frozen().values()) for copy, model in own.items()}
     states = {
         copy: 2 * _bytes(parameter for parameter in model.stage.parameters() if parameter.requires_grad)
         for copy, model in own.items()
         if copy == trained[copy.role] and optimizer_of(copy.role) not in plan.offload
     }
-    given = sum(weights[copy] for copy in own if run.config.delta_updates and copy.layout.engine != OWN)
+    given = sum(
+        _bytes(model.weights().values())
+        for copy, model in own.items()
+        if run.config.delta_updates and copy.layout.engine != OWN
+    )
     present = {copy for copy in own if trained[copy.role] in (None, copy) and copy.role not in plan.offload}
     others: dict[str, int] = {}
     kept = StepWeights(stay=run.config.delta_updates)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import yaml
@@ -17,7 +17,7 @@ from parallel import ParallelDims, latest
 from usp.config import ParallelConfig
 from usp.data.sources import STDLIB
 from usp.data.tokenizer import Tokenizer, same_ids
-from usp.fields import flag, parse_options, shared_values
+from usp.fields import flag, names_of, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import end_of_sequence_ids, is_scalar, model_facts
 from usp.hf.routers import replay_problem, routed_width
@@ -51,7 +51,7 @@ from usp.train.validate import parallel_dims
 
 from .algorithms.algorithm import Algorithm, Options
 from .algorithms.registry import ALGORITHMS, build_graph, with_outside
-from .algorithms.rewards import RewardFunction, ScoreWith, load_reward_function
+from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
 from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, given, texts, violations
 from .datasets import Example, Examples, Supervised, hold_out, open_examples
@@ -105,6 +105,9 @@ class PreparedRlhf:
     drawn: int
     plan: ExecutionPlan
     supervised: Supervised | None = None  # samples beside those of the algorithm
+
+
+T = TypeVar("T")
 
 
 class _Data(NamedTuple):
@@ -343,20 +346,20 @@ def _open_examples(
 
 def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
     """Return the function that scores responses, or None if a reward model does, or nothing is scored."""
-    name = config.reward_function
     if config.environment:
         return None
     if algorithm.data != "prompts" or config.reward_model:
-        unused = given(config, RewardConfig)
+        unused = given(config, names_of(RewardConfig))
         if not unused:
             return None
         flags = ", ".join(f"{flag(name)} = {getattr(config, name)}" for name in unused)
         if algorithm.data != "prompts":
             raise ValueError(f"{flags} is not used: {config.algorithm} does not score responses, remove it")
         raise ValueError(f"{flags} is not used with --reward-model, which scores the responses: remove one")
-    pool = Processes(REWARD, config.reward_timeout, {"reward": name}) if config.reward_processes else None
+    settings = {"reward": config.reward_function}
+    pool = Processes(REWARD, config.reward_timeout, settings) if config.reward_processes else None
     return ScoreWith(
-        _load_reward(name),
+        _about("--reward-function = ", lambda: load_reward_function(config.reward_function)),
         tokenizer.decode,
         lambda index: examples[index].answer,
         retries=config.reward_retries,
@@ -366,20 +369,17 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
     )
 
 
-def _load_reward(name: str) -> RewardFunction:
-    """Return the reward function of a name. Raises ValueError if it cannot work on this machine."""
+def _about(given: str, load: Callable[[], T]) -> T:
+    """Return `load()`, whose errors begin with what was given. Raises ValueError."""
     try:
-        return load_reward_function(name)
+        return load()
     except ValueError as error:
-        raise ValueError(f"--reward-function = {error}") from error
+        raise ValueError(f"{given}{error}") from error
 
 
 def _toolbox(config: RlhfConfig) -> list[dict[str, Any]]:
-    """Return the schemas of --tools. Raises ValueError where one cannot work on this machine."""
-    try:
-        return Toolbox(texts(config.tools, "--tools", apart=",")).check()
-    except ValueError as error:
-        raise ValueError(f"--tools = {error}") from error
+    """Return the schemas of --tools."""
+    return _about("--tools = ", lambda: Toolbox(texts(config.tools, "--tools", apart=",")).check())
 
 
 def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> Episodes | None:
@@ -388,16 +388,13 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> E
         return None
     settings: dict[str, Any] = {}
     if config.environment == TOOLS:
-        _load_reward(config.reward_function)
+        _about("--reward-function = ", lambda: load_reward_function(config.reward_function))
         settings = {"tools": texts(config.tools, "--tools", apart=","), "reward": config.reward_function}
         settings["chat"] = tokenizer.chats is not None
     else:
-        try:
-            environment = load_from_file(config.environment, "class")
-            if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
-                raise ValueError(f"{config.environment} has no method {' and no method '.join(missing)}")
-        except ValueError as error:
-            raise ValueError(f"--environment = {error}") from error
+        environment = _about("--environment = ", lambda: load_from_file(config.environment, "class"))
+        if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
+            raise ValueError(f"--environment = {config.environment} has no method {' and no method '.join(missing)}")
     return Episodes(
         Processes(config.environment, config.environment_timeout, settings),
         examples,
@@ -567,19 +564,18 @@ def _engine_problems(run: PreparedRlhf) -> Iterator[str]:
         return
     if config.cache_tokens and config.rollout_engine != OWN:
         yield f"--cache-tokens = {config.cache_tokens} is that of our own cache: use --rollout-cache instead"
+    if config.eager_decoding and config.rollout_engine != OWN:
+        yield "--eager-decoding is of our own decoding, and no call decodes with it: remove it"
     works = [call.work for call in graph.calls if isinstance(call.work, Generate)]
     if config.eval_every and config.eval_temperature >= 0:
         works += [replace(work, temperature=config.eval_temperature) for work in works]
     yield from sampling_problems(works, bool(served))
     if not served and run.device.type == "cpu" and (divided := [each.dims.ep for each in layouts if each.dims.ep > 1]):
         yield f"vLLM's experts on CPUs do not know which of them a rank has, and ep={divided[0]} divides them: use ep=1"
-    if config.router_replay:
-        yield "--router-replay needs the experts that tokens chose, which an engine does not tell: remove it"
+    if config.router_replay and not served:
+        yield "--router-replay needs the experts that tokens chose, which vLLM in the run does not tell: use a server"
     if config.delta_updates and config.lora_rank:
         yield "--delta-updates is for whole weights, and an engine is sent adapters alone: remove it"
-    for name in ("lora_rank", "delta_updates") if served else ():
-        if getattr(config, name):
-            yield f"{flag(name)} is not supported with a server, which is sent whole weights: remove it"
     if served:
         try:
             server = RolloutServer(served.rstrip("/"), retries=0)
@@ -609,6 +605,8 @@ def engine_options(run: PreparedRlhf) -> EngineOptions:
         slots=run.config.slots,
         cache_bytes=int(run.config.rollout_cache * GIB),
         processed=not cuts(works),
+        changes=run.config.delta_updates or run.config.lora_rank > 0,
+        routed=run.config.router_replay,
     )
 
 
@@ -652,6 +650,4 @@ def unused_layout_flags(config: RlhfConfig) -> dict[str, Any]:
     if config.plan in NAMED_PLANS and config.plan != "heuristic":
         return {}
     others = () if config.plan in NAMED_PLANS else ("micro_batch_tokens", "ac", "ac_offload", "mlp_tile")
-    names = (*(field.name for field in fields(ParallelConfig)), *others)
-    defaults = {name: getattr(RlhfConfig, name) for name in names}
-    return {name: value for name, value in defaults.items() if getattr(config, name) != value}
+    return {name: getattr(RlhfConfig, name) for name in given(config, (*names_of(ParallelConfig), *others))}

@@ -8,8 +8,15 @@ from dataclasses import replace
 import torch
 
 from usp.fields import flag, shared_values
-from usp.hf.expert_parallel import aux_loss_coefficient
-from usp.hf.models import ModelHead, empty_model, load_model_config, model_facts, scalar_violation, without_dropout
+from usp.hf.models import (
+    ModelHead,
+    aux_loss_coefficient,
+    empty_model,
+    load_model_config,
+    model_facts,
+    scalar_violation,
+    without_dropout,
+)
 from usp.hf.tensor_parallel import tp_problems
 from usp.model.facts import ep_violations, pp_violations
 from usp.presets import PRESETS

@@ -2,13 +2,15 @@
 
     token ids --POST URL/completions--> prompt_logprobs, the log-probability of each of them
     token ids --POST URL/completions, streamed--> the next token ids and their log-probabilities
-    pieces of weights --TCP--> `Worker`, which the server's processes load --vLLM's own loaders--> its parameters
+    pieces of weights, or what changed in them --TCP--> `Worker`, which the server's processes load --vLLM's own
+        loaders--> its parameters
 
-It imports what a server's environment has: torch.
+It imports what a server's environment has: torch and numpy.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import socket
@@ -17,12 +19,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import BytesIO
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from parallel.reallocation.delta import Delta, apply, delta_size, encode
+from parallel.tensor import add_low_rank
 
 from .environments.ready_rewards import Server, post, posted
 from .graph import Compute, DataflowGraph, Inference, ModelCall, Reduce
@@ -125,38 +132,70 @@ def _asking(call: ModelCall, model: Model) -> ModelCall:
 
 class Piece(NamedTuple):
     """The part of a tensor in files that a rank has. shape: in files. sizes, where: of the tensor as a box of its
-    parameter, and the begin and end of the part in each of its dimensions."""
+    parameter, and the begin and end of the part in each of its dimensions. factors: of adapters, beside which values
+    stay as they are: what `add_low_rank` adds to these, or nothing; None: without adapters."""
 
     name: str
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     where: tuple[tuple[int, int], ...]
     values: Tensor
+    factors: tuple[Tensor, ...] | None = None
 
     def whole(self) -> Tensor:
         """Return the tensor: nan where another rank has the values, so that whoever reads them there notices."""
+        values = add_low_rank(self.values, self.factors) if self.factors else self.values
         if self.where == tuple((0, size) for size in self.sizes):
-            return self.values.reshape(self.shape)
-        whole = torch.full(self.sizes, math.nan, dtype=self.values.dtype, device=self.values.device)
-        whole[tuple(slice(*ends) for ends in self.where)] = self.values
+            return values.reshape(self.shape)
+        whole = torch.full(self.sizes, math.nan, dtype=values.dtype, device=values.device)
+        whole[tuple(slice(*ends) for ends in self.where)] = values
         return whole.reshape(self.shape)
 
 
-def send_pieces(connection: socket.socket, pieces: Iterable[Piece]) -> int:
-    """Send pieces, and their end; return the bytes of their values."""
+Values: TypeAlias = dict[str, Tensor]  # of pieces, by name, as they were last given
+
+
+def send_pieces(connection: socket.socket, pieces: Iterable[Piece], given: Values | None = None) -> int:
+    """Send pieces, and their end; return the bytes of their values.
+
+    given: what was sent before, which the other side has; of these pieces what has changed is sent. None: it keeps
+        none.
+    """
     total = 0
-    for name, shape, sizes, where, values in pieces:
-        header = json.dumps([name, str(values.dtype).removeprefix("torch."), shape, sizes, where]).encode()
-        data: Any = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    for piece in pieces:
+        delta = _change(piece, given)
+        # Copied, because the memory of what numpy has seen cannot be released.
+        factors = [each.to("cpu", copy=True).contiguous() for each in piece.factors or ()]
+        kinds = [_kind(each) for each in factors]
+        header = json.dumps([*piece[:4], _kind(piece.values)[0], delta.changed, kinds]).encode()
         connection.sendall(_LENGTH.pack(len(header)) + header)
-        connection.sendall(data)
-        total += len(data)
+        for part in (delta.content, *(each.view(-1).view(torch.uint8) for each in factors)):
+            data: Any = part.numpy()
+            connection.sendall(data)
+            total += len(data)
     connection.sendall(_LENGTH.pack(0))
     return total
 
 
-def received_pieces(connection: socket.socket) -> Iterator[Piece]:
-    """Yield what `send_pieces` sends. Raises ConnectionError where it ends early."""
+def _change(piece: Piece, given: Values | None) -> Delta:
+    """Return what is to be sent of a piece's values, and count it as given."""
+    known = None if given is None else given.get(piece.name)
+    if known is not None and piece.factors is not None:
+        return Delta(0, torch.empty(0, dtype=torch.uint8))
+    flat = piece.values.to("cpu", copy=given is not None).contiguous().view(-1)
+    delta = Delta(len(flat), flat.view(torch.uint8)) if known is None else encode(flat, known)
+    if given is not None:
+        given[piece.name] = flat if piece.factors is None else flat.new_empty(0)
+    return delta
+
+
+def _kind(x: Tensor) -> tuple[str, list[int]]:
+    return str(x.dtype).removeprefix("torch."), [*x.shape]
+
+
+def received_pieces(connection: socket.socket, given: Values | None = None) -> Iterator[Piece]:
+    """Yield what `send_pieces` sends, and keep it in `given` as that does. Raises ConnectionError where it ends
+    early."""
 
     def read(size: int) -> Tensor:
         data, place = torch.empty(size, dtype=torch.uint8), 0
@@ -167,11 +206,23 @@ def received_pieces(connection: socket.socket) -> Iterator[Piece]:
             place += count
         return data
 
+    def of(dtype: str, shape: Sequence[int]) -> Tensor:
+        kind = getattr(torch, dtype)
+        return read(math.prod(shape) * kind.itemsize).view(kind).view(shape)
+
     while length := _LENGTH.unpack(bytes(read(_LENGTH.size).tolist()))[0]:
-        name, dtype, shape, sizes, where = json.loads(bytes(read(length).tolist()))
+        name, shape, sizes, where, dtype, changed, kinds = json.loads(bytes(read(length).tolist()))
         kind, part = getattr(torch, dtype), [end - begin for begin, end in where]
-        values = read(math.prod(part) * kind.itemsize).view(kind).view(part)
-        yield Piece(name, tuple(shape), tuple(sizes), tuple(map(tuple, where)), values)
+        content = read(delta_size(math.prod(part), kind.itemsize, changed)[0])
+        if given is not None and name in given:
+            values = given[name]
+            apply(Delta(changed, content), values, kind)
+        else:
+            values = content.view(kind).view(part)
+            if given is not None:
+                given[name] = values
+        factors = [of(*each) for each in kinds]
+        yield Piece(name, tuple(shape), tuple(sizes), tuple(map(tuple, where)), values, tuple(factors))
 
 
 def forget_kernels(model: torch.nn.Module) -> None:
@@ -185,6 +236,8 @@ def forget_kernels(model: torch.nn.Module) -> None:
 class Worker:
     """What `--worker-extension-cls` adds to each process of a vLLM server's model."""
 
+    _usp_given: tuple[str, Values] = ("", {})  # the token of the last update of which it keeps the values, and these
+
     def usp_facts(self: Any) -> dict[str, Any]:
         """Return how the server was started."""
         model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
@@ -196,20 +249,32 @@ class Worker:
             "tokens": model.max_model_len,
             "logprobs": model.logprobs_mode,
             "defaults": model.generation_config,
+            "routed": self.vllm_config.aux_output_config.enable_return_routed_experts,
             "sizes": [getattr(model.hf_config, name, None) for name in SIZES],
         }
 
-    def usp_receive(self: Any, addresses: Sequence[tuple[str, int]], token: str) -> None:
-        """Replace all weights by those that a trainer sends from the address of this rank. token: tells it who asks."""
+    def usp_receive(self: Any, addresses: Sequence[tuple[str, int]], token: str, after: str | None = None) -> None:
+        """Replace all weights by those that a trainer sends from the address of this rank.
+
+        token: tells it who asks. after: that of the update that only changes are sent to, "" before the first one, and
+            the weights are kept in host memory for the next; None: they are not.
+        """
+        kept, given = self._usp_given if after else ("", {})
+        self._usp_given = ("", {})  # until all has come
+        if after and after != kept:
+            raise ValueError("the weights that changes were sent to are not this server's last update")
         with socket.create_connection(tuple(addresses[self.rank]), 60) as connection:
             connection.settimeout(Model.timeout)
             connection.sendall(token.encode())
             if self.device.type == "cpu":
                 forget_kernels(self.model_runner.get_model())
-            weights = ((piece.name, piece.whole().to(self.device)) for piece in received_pieces(connection))
+            pieces = received_pieces(connection, given if after is not None else None)
+            weights = ((piece.name, piece.whole().to(self.device)) for piece in pieces)
             self.reload_weights(weights_iterator=weights)
             for _ in weights:
                 pass
+        if after is not None:
+            self._usp_given = (token, given)
 
 
 @dataclass(frozen=True)
@@ -224,10 +289,12 @@ class RolloutServer(Model):
         """Return the version of the weights."""
         return self.tried(lambda: str(self._post("/weight_info", None)["weight_version"]))
 
-    def update(self, addresses: Sequence[tuple[str, int]], token: str, version: str) -> None:
-        """Let the server's workers receive weights: it drops what it decodes, and all it has of the old ones."""
+    def update(self, addresses: Sequence[tuple[str, int]], token: str, version: str, after: str | None) -> None:
+        """Let the server's workers receive weights: it drops what it decodes, and all it has of the old ones. See
+        `Worker.usp_receive`."""
         self._post("/pause?mode=abort&clear_cache=true", {})
-        self._post("/collective_rpc", {"method": "usp_receive", "kwargs": {"addresses": addresses, "token": token}})
+        of_workers = {"addresses": addresses, "token": token, "after": after}
+        self._post("/collective_rpc", {"method": "usp_receive", "kwargs": of_workers})
         self._post("/update_weight_version", {"new_version": version})
         self._post("/resume", {})
 
@@ -244,19 +311,22 @@ class RolloutServer(Model):
 
 
 class Written(NamedTuple):
-    """Tokens of a request, with their log-probabilities. end: why there are no more; error: why there are none."""
+    """Tokens of a request, with their log-probabilities. end: why there are no more; error: why there are none. routed:
+    the experts that all tokens of the request but the last one chose, as `Rollout.routed`."""
 
     request: str
     tokens: list[tuple[int, float]]
     end: str | None = None
     error: str = ""
+    routed: Tensor | None = None
 
 
 class Requests:
-    """Requests that a server answers as it writes tokens. slots: at a time."""
+    """Requests that a server answers as it writes tokens. slots: at a time. routed: it answers at their end, and tells
+    the experts, which it does not tell before."""
 
-    def __init__(self, server: Model, slots: int) -> None:
-        self._server, self._pool = server, ThreadPoolExecutor(slots)
+    def __init__(self, server: Model, slots: int, routed: bool = False) -> None:
+        self._server, self._pool, self._routed = server, ThreadPoolExecutor(slots), routed
         self._open, self._written = set[str](), SimpleQueue[Written]()
 
     def begin(self, request: str, prompt: Sequence[int], limit: int, sampling: Mapping[str, Any]) -> None:
@@ -289,16 +359,16 @@ class Requests:
         written = list[int]()
 
         def read() -> None:
-            body = {"model": self._server.name, "stream": True, **sampling}
+            body = {"model": self._server.name, "stream": not self._routed, **sampling}
             body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}  # no text
             body |= {"prompt": [*prompt, *written], "max_tokens": limit - len(written)}
             body |= {"seed": body["seed"] + len(written)}
-            for tokens, end in self._stream(body) if request in self._open else ():
+            for told in self._stream(body, request) if request in self._open else ():
                 if request not in self._open:
                     break
-                written.extend(token for token, _ in tokens)
-                self._written.put(Written(request, tokens, end))
-                if end is not None:
+                written.extend(token for token, _ in told.tokens)
+                self._written.put(told)
+                if told.end is not None:
                     return
             if request in self._open:
                 raise ConnectionError("the reply ended early")
@@ -309,14 +379,22 @@ class Requests:
             if request in self._open:
                 self._written.put(Written(request, [], error=str(error)))
 
-    def _stream(self, body: Mapping[str, Any]) -> Iterator[tuple[list[tuple[int, float]], str | None]]:
+    def _stream(self, body: Mapping[str, Any], request: str) -> Iterator[Written]:
         with posted(f"{self._server.url}/completions", body, self._server.timeout) as reply:
             for line in reply:
-                if not line.startswith(b"data: {"):
+                if not line.startswith((b"data: {", b"{")):
                     continue
-                told = json.loads(line[6:])
+                told = json.loads(line.removeprefix(b"data: "))
                 if "choices" not in told:
                     raise ValueError(f"{told}"[:1000])
                 for choice in told["choices"]:
                     logprobs = [math.nan if each is None else each for each in choice["logprobs"]["token_logprobs"]]
-                    yield list(zip(choice["token_ids"], logprobs, strict=True)), choice.get("finish_reason")
+                    tokens = list(zip(choice["token_ids"], logprobs, strict=True))
+                    routed = _experts(choice["routed_experts"]) if self._routed else None
+                    yield Written(request, tokens, choice.get("finish_reason"), routed=routed)
+
+
+def _experts(encoded: str) -> Tensor:
+    """Return the experts in a file of numpy's, (tokens, layers, experts per token), as `Rollout.routed`."""
+    chosen = np.load(BytesIO(base64.b64decode(encoded)))
+    return torch.from_numpy(chosen.astype(np.int16)).flatten(1) + 1

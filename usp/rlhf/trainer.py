@@ -35,6 +35,7 @@ from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import hide_progress_bars
+from usp.rlhf.generation.graphs import decoding_notes
 from usp.rlhf.generation.vllm import ServedEngine, VllmEngine
 from usp.rlhf.plan.plan import OWN, PLAN_FILE, CallLayout, optimizer_of, to_mapping
 from usp.rlhf.roles.engine_model import EngineModel
@@ -339,6 +340,7 @@ class RlhfTrainer(TrainingLoop):
             slots=self.config.slots,
             cache_tokens=self.config.cache_tokens,
             decode=self.prepared.tokenizer.decode,
+            eager=self.config.eager_decoding,
             offload_optimizer=trained and optimizer_of(call.role) in self.prepared.plan.offload,
         )
 
@@ -483,5 +485,8 @@ class RlhfTrainer(TrainingLoop):
             yield f"ranks: {dist.get_world_size()}, plan {plan.name}{ahead}"
             yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
         yield self.prepared.kernel_choice
+        if self.device.type == "cuda":
+            configs = {role: spec.config for role, spec in roles.items()}
+            yield from decoding_notes(self.prepared.graph, plan, configs, self.config.eager_decoding)
         if self.prepared.saved is not None:
             yield f"resumed from: {self.prepared.start.checkpoint}"

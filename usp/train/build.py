@@ -22,7 +22,7 @@ from usp.config import CommonConfig, TrainConfig
 from usp.fields import shared_values
 from usp.hf.compressors import compressors
 from usp.hf.dropout import CurrentTokens, tell_tokens
-from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
+from usp.hf.expert_parallel import RouterBalance, apply_ep
 from usp.hf.experts import expert_modules
 from usp.hf.float8 import apply_float8
 from usp.hf.images import encoder_blocks, encoder_parts
@@ -30,7 +30,15 @@ from usp.hf.indexers import indexers, train_indexers
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora import Lora, apply_lora, initialise_adapters
 from usp.hf.mixers import sharded_mixers
-from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise, model_facts
+from usp.hf.models import (
+    ModelConfig,
+    aux_loss_coefficient,
+    empty_model,
+    is_scalar,
+    load_generation_config,
+    materialise,
+    model_facts,
+)
 from usp.hf.probe import structure
 from usp.hf.prune import prune_to_stage
 from usp.hf.routers import RouterBias, replay_choices

@@ -7,20 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attention import OF_DOCUMENTS
 from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.fields import flag
-from usp.hf.expert_parallel import aux_loss_coefficient
-from usp.hf.float8 import float8_problems
 from usp.hf.images import bidirectional, sees_images
-from usp.hf.lora import Lora, adapted_part, frozen_ends, lora_targets, modules_to_save
-from usp.hf.mixers import sharded_mixers
 from usp.hf.models import (
     FAMILIES,
     ModelConfig,
+    aux_loss_coefficient,
     empty_model,
     load_model_config,
     model_facts,
@@ -28,14 +25,16 @@ from usp.hf.models import (
     with_vocabulary,
     without_dropout,
 )
-from usp.hf.routers import bias_problem
-from usp.hf.tensor_parallel import model_shape
+from usp.hf.shapes import shape_of
 from usp.model.facts import ModelFacts, ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
 from usp.presets import LORA_RATE, PRESETS, settled_rate
 from usp.run.failures import ConfigurationError, listed
 
 from .validate import parallel_dims, settle_batch, violations, with_flags
+
+if TYPE_CHECKING:  # with transformers' models it takes seconds to import
+    from usp.hf.lora import Lora
 
 C = TypeVar("C", bound=CommonConfig)
 
@@ -88,7 +87,7 @@ class Resolved:
     def shape(self) -> ModelShape:
         """The model's parameters as shapes, built once."""
         assert self.facts is not None and self.model_config is not None
-        return model_shape(self.facts, self.model_config)
+        return shape_of(self.facts, self.model_config)
 
     def valid(self, problems: Iterable[str] = ()) -> tuple[TrainConfig, ModelConfig, ModelFacts, ParallelDims]:
         """Return the configuration, its model's configuration and facts, and the degrees of the first stage. Raises
@@ -157,6 +156,9 @@ def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
     ValueError for targets that get no adapters, and for what the model does not support beside them."""
     if not config.lora_rank:
         return None
+    from usp.hf.lora import Lora, adapted_part, frozen_ends, lora_targets, modules_to_save
+    from usp.hf.mixers import sharded_mixers
+
     lora = Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
     if not isinstance(config, TrainConfig):
         return lora
@@ -190,13 +192,13 @@ def router_bias_problems(config: TrainConfig, model: ModelConfig) -> Iterator[st
     """Yield why the bias of a model's routers cannot follow the experts' loads."""
     if not config.router_bias_update_rate:
         return
+    from usp.hf.routers import bias_problem
+
     given = f"--router-bias-update-rate = {config.router_bias_update_rate:g}"
     if problem := bias_problem(empty_model(model)):
         yield f"{given} updates the bias of routers, and {config.model} has none: {problem}; remove it"
     if config.lora_rank:
         yield f"{given} changes the base under adapters, which are all that is saved: remove it, or --lora-rank"
-    if config.engine == "deepspeed":
-        yield f"{given} is not supported by --engine deepspeed: use --engine fsdp2"
 
 
 def image_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
@@ -222,6 +224,8 @@ def image_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
 def _float8_problems(resolved: Resolved, stage: ResolvedStage) -> Iterator[str]:
     """Yield why a model cannot be trained in float8 with the degrees of a stage."""
     if stage.config.fp8 != "none" and stage.dims.dp_shard > 0:  # not of a stage that has ended
+        from usp.hf.float8 import float8_problems
+
         assert resolved.model_config is not None
         dims, gathers = stage.dims, stage.config.fp8 == "tensor" and stage.config.zero > 0
         shards = dims.dp_shard * dims.ring * dims.ulysses if gathers else 1

@@ -27,13 +27,19 @@ FIRST = 16  # tokens before a target, at most, in the first range of positions
 POSITION = "position"
 
 
-def part_of(mesh: ParallelMesh, config: TrainConfig, balanced: bool = False, images: Any = None) -> Part:
+def part_of(
+    mesh: ParallelMesh,
+    config: TrainConfig,
+    balanced: bool = False,
+    images: Any = None,
+    windows: tuple[int, ...] = (0,),
+) -> Part:
     """Return which rows of a global batch this rank trains on, and which of their tokens; the others as in `Part`."""
     axes = SpAxes.of(mesh)
     layout = SequenceLayout(config.sp_layout, config.padded_len, axes.ring, axes.ulysses)  # of rows, not decided yet
     first = mesh.rank("batch") * config.batch_size
     ranks = axes.ring_rank, axes.ulysses_rank
-    return Part(layout, *ranks, first, config.batch_size, balanced, config.micro_batches, images)
+    return Part(layout, *ranks, first, config.batch_size, balanced, config.micro_batches, images, windows)
 
 
 def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.device) -> list[float]:

@@ -226,7 +226,8 @@ class Trainer(TrainingLoop):
 
     def _reader(self) -> BatchReader:
         config = self.config
-        return BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows, self.images))
+        windows = self.prepared.shape.facts.windows
+        return BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows, self.images, windows))
 
     def _read_batch(self) -> Batch:
         """Return this rank's part of the next batch. Raises ConfigurationError on every rank if an image cannot be read

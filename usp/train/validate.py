@@ -16,8 +16,13 @@ from typing import Any, cast
 
 from parallel import ParallelDims, divisors, micro_batch_violation, stages_per_rank
 from usp.config import ALL_LINEAR, CommonConfig, TrainConfig, by_stage
-from usp.fields import flag, shared_values, value_violations
+from usp.fields import as_given, flag, shared_values, value_violations
 from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
+
+_NOT_BY_DEEPSPEED = (
+    *("tp", "pp", "ep", "dp_replicate", "lora_rank", "compile", "fp8", "optimizer", "sample_every"),
+    *("indexer_loss_coef", "router_bias_update_rate"),
+)
 
 
 def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, ended: int = 0) -> list[str]:
@@ -63,7 +68,6 @@ class _ValidFields:
 
 
 def curriculum_violations(config: TrainConfig) -> Iterator[str]:
-    """Yield which flags contradict a curriculum."""
     total = sum(stage.steps for stage in config.curriculum)
     if config.steps not in (TrainConfig.steps, total):
         yield f"--steps = {config.steps} and --curriculum, of {total} steps, both set the length of the run: give one"
@@ -191,8 +195,6 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
     if not config.sample_every:
         return
     given = f"--sample-every = {config.sample_every} generates one token at a time"
-    if config.engine == "deepspeed":
-        yield f"{given}, which --engine deepspeed does not support: use --engine fsdp2"
     if config.compile:
         yield f"{given}, for which --compile would compile each layer again and again: remove one"
     if config.fp8 != "none":
@@ -234,15 +236,11 @@ def common_violations(config: CommonConfig) -> Iterator[str]:
 def _engine(config: TrainConfig) -> Iterator[str]:
     if config.engine != "deepspeed":
         return
-    if config.lora_rank:
-        yield f"--lora-rank = {config.lora_rank} is not supported by --engine deepspeed: use --engine fsdp2"
     if config.optim_offload and config.zero == 0:
         yield "--optim-offload offloads what ZeRO shards, and --zero 0 shards nothing: use --zero 1, or --engine fsdp2"
-    if config.compile:
-        yield "--compile is not supported by --engine deepspeed: remove it, or use --engine fsdp2"
-    for name in ("tp", "pp", "ep", "dp_replicate"):
-        if (degree := getattr(config, name)) > 1:
-            yield f"{flag(name)} = {degree} is not supported by --engine deepspeed: use 1, or --engine fsdp2"
+    for name in _NOT_BY_DEEPSPEED:
+        if getattr(config, name) != getattr(TrainConfig, name):
+            yield f"{as_given(config, name)} is not supported by --engine deepspeed: remove it, or use --engine fsdp2"
 
 
 def _optimizer(config: TrainConfig) -> Iterator[str]:
@@ -250,8 +248,6 @@ def _optimizer(config: TrainConfig) -> Iterator[str]:
         if config.muon_momentum != TrainConfig.muon_momentum:
             yield f"--muon-momentum = {config.muon_momentum:g} is an option of --optimizer muon: remove it"
         return
-    if config.engine == "deepspeed":
-        yield "--optimizer muon is not supported by --engine deepspeed: use --engine fsdp2"
     if config.optim_offload:
         yield "--optimizer muon multiplies matrices, slowly on the host: --optim-offload needs --optimizer adamw"
     if config.tp > 1 and config.ep > 1:
@@ -265,8 +261,6 @@ def _float8(config: TrainConfig) -> Iterator[str]:
             yield "--fp8-emulate is an option of --fp8, which is none: give --fp8, or remove it"
         return
     given = f"--fp8 {config.fp8}"
-    if config.engine == "deepspeed":
-        yield f"{given} is not supported by --engine deepspeed: use --engine fsdp2"
     if config.pp > 1 and config.pp_schedule == "zero-bubble":
         yield f"{given} computes both gradients of a linear at once, zero-bubble apart: use another --pp-schedule"
     if config.fp8 == "tensor" and config.optim_offload:
@@ -322,8 +316,6 @@ def _indexers(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
         yield f"{given} sums attention weights over all heads, which --tp = {config.tp} divides: use --tp 1"
     if config.pp > 1 and config.pp_schedule == "zero-bubble":
         yield f"{given} is a loss within layers, whose backwards zero-bubble divides: use another --pp-schedule"
-    if config.engine == "deepspeed":
-        yield f"{given} is not supported by --engine deepspeed: use --engine fsdp2"
 
 
 def balance_violations(config: CommonConfig, facts: ModelFacts) -> Iterator[str]:

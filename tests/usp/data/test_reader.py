@@ -26,6 +26,7 @@ from usp.data.batches import (
     BatchStream,
     MixedRows,
     Part,
+    causal_pairs,
     even_rows,
     parse_mixture,
     read_batch,
@@ -359,3 +360,35 @@ def test_balanced_rows_of_all_ranks_are_the_batch(store: TokenStore) -> None:
     work = [float((each**2).sum()) for each in lengths]
     ends = whole.cu_seqlens.diff().double().square().sum(1).view(4, 2).sum(1)
     assert max(work) / min(work) < float(ends.max() / ends.min())
+
+
+def test_rows_are_dealt_by_what_windows_show(store: TokenStore) -> None:
+    """Five layers have a window, one has none, as in Gemma 3: a long document has hardly more work than short ones."""
+    windows = (16,) * 5 + (0, -1)
+    draw = np.random.default_rng(2864)
+    cuts = [np.sort(draw.choice(np.arange(1, 256), draw.integers(0, 20), replace=False)) for _ in range(12)]
+    rows = [np.diff(np.concatenate(([0], cut, [256]))) for cut in cuts]
+
+    def visible(lengths: np.ndarray) -> int:
+        """Pairs counted from the mask of each layer."""
+        documents, place = np.repeat(np.arange(len(lengths)), lengths), np.arange(256)
+        behind = place[:, None] - place
+        seen = (documents[:, None] == documents) & (behind >= 0)
+        return sum(int((seen & (behind < (window or 256))).sum()) for window in windows if window >= 0)
+
+    work = [visible(lengths) for lengths in rows]
+    assert work == [causal_pairs(lengths, windows) for lengths in rows]
+    uneven = {}
+    for name, of in (("windows", windows), ("full", (0,))):
+        loads = [sum(work[row] for row in each) for each in even_rows([causal_pairs(x, of) for x in rows], 4)]
+        uneven[name] = max(loads) / (sum(loads) / 4)
+    assert uneven["windows"] < 1.038 < uneven["full"]
+    packed, config = WholeRows(store, 512, seed=1), TrainConfig(seq_len=512, batch_size=2)
+    dealt = []
+    for rank in range(3):
+        with fake_world(3, rank):
+            mesh = ParallelMesh.create(ParallelDims(dp_shard=3), device_type="cpu")
+            part = part_of(mesh, config, True, windows=windows)
+        dealt.append(list(read_batch(packed, range(6), part).own))
+    pairs = [causal_pairs(np.diff(packed.row(number).boundaries), windows) for number in range(6)]
+    assert dealt == even_rows(pairs, 3)

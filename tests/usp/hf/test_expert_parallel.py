@@ -33,10 +33,10 @@ from tests.usp.tiny import (
 )
 from tests.usp.train.test_parity import largest_difference
 from usp import apply_unified_sp, shard_batch
-from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
+from usp.hf.expert_parallel import RouterBalance, apply_ep
 from usp.hf.experts import expert_modules, expert_problems, has_balancing_loss, router_modules
 from usp.hf.integrate import decoder_layers
-from usp.hf.models import load_model_config, model_facts
+from usp.hf.models import aux_loss_coefficient, load_model_config, model_facts
 from usp.hf.probe import causal_lm_types
 from usp.hf.tensor_parallel import apply_tp, model_shape
 from usp.losses import causal_lm_loss, global_token_count

@@ -17,12 +17,15 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     MixtralConfig,
+    PretrainedConfig,
     Qwen3MoeConfig,
 )
 
 from tests.usp.tiny import drawn_model
+from usp.hf.experts import has_balancing_loss
 from usp.hf.export import save_weights
-from usp.hf.models import load_model_config, model_facts
+from usp.hf.models import FAMILIES, load_model_config, model_facts, scalar_config, with_layers
+from usp.hf.shapes import shape_of
 from usp.hf.shrink import shrink
 from usp.hf.tensor_parallel import model_shape
 from usp.hf.weights import load_weights
@@ -84,6 +87,26 @@ def test_a_saved_model_loads_in_transformers(tmp_path: Path, preset: str) -> Non
     assert type(loaded) is type(model)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
+
+
+KNOWN: dict[str, PretrainedConfig] = {name: with_layers(load_model_config(name), 2) for name in PRESETS} | {
+    "biases": AutoConfig.for_model("llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True),
+    "biases beside head norms": AutoConfig.for_model("qwen3", num_hidden_layers=2, attention_bias=True),
+    "a bias that the family ignores": AutoConfig.for_model("mistral", num_hidden_layers=2, attention_bias=True),
+    "tied": AutoConfig.for_model("qwen2", num_hidden_layers=2, tie_word_embeddings=True),
+    "a scalar head": scalar_config(with_layers(load_model_config("tiny"), 2)),
+    "dense layers by number": AutoConfig.for_model("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[1]),
+    "dense layers by step": AutoConfig.for_model("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_shapes_of_families_without_a_model_are_those_of_the_model(name: str) -> None:
+    config = KNOWN[name]
+    facts = model_facts(name, config)
+    assert config.model_type in FAMILIES
+    assert shape_of(facts, config) == model_shape(facts, config)
+    assert facts.balancing_loss == has_balancing_loss(config)
 
 
 def test_weights_load_from_a_directory(tmp_path: Path) -> None:

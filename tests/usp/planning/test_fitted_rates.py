@@ -57,9 +57,13 @@ def write_run(folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bo
             times = [{"ts": 1e12 * (at + len(events)), "dur": 2e6 * time.parts[part] / 4} for at in range(4)]
             events += [{"cat": "kernel", "name": name, "tid": 7, **each} for each in times]
         events.append({"cat": "cpu_op", "name": "aten::mm", "dur": 5e6, "ts": 0, "tid": 1})  # only launches a kernel
-        (folder / "profile").mkdir()
-        (folder / "profile" / "rank-0.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+        write_trace(folder, events)
     return time
+
+
+def write_trace(folder: Path, events: list[dict[str, Any]]) -> None:
+    (folder / "profile").mkdir(exist_ok=True)
+    (folder / "profile" / "rank-0.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +86,38 @@ def test_a_run_tells_the_rates_of_its_machine(
         expected = predicted(config, world_size, true).total
         assert predicted(config, world_size, fitted).total == pytest.approx(expected, rel=5e-3)
         assert predicted(config, world_size, load_hardware("h100")).total != pytest.approx(expected, rel=0.05)
+
+
+def test_a_trace_of_a_cpu_tells_what_its_operators_take_besides_their_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no operator takes is the host's, which issues them: as much for short sequences as for long ones."""
+    cpu = {**hardware_values("h100"), "streams": False, "launch_seconds": 0.0}
+    (tmp_path / "cpu.json").write_text(json.dumps(cpu))
+    truth = {**scaled(cpu, UNLIKE), "launch_seconds": 3e-4}
+    time = write_run(tmp_path, truth, trace=False)
+    events: list[dict[str, Any]] = [{"cat": "user_annotation", "name": "step 5", "dur": 2e6 * time.total, "ts": 0}]
+    at = 1.0
+    for outer, name, seconds in (
+        ("aten::linear", "aten::addmm", time.parts[PRODUCTS]),
+        ("aten::scaled_dot_product_attention", "aten::_flash_attention_forward_for_cpu", time.parts[ATTENTION]),
+        ("autograd::engine::evaluate_function: CrossEntropy", "aten::mul", time.parts[MEMORY]),
+        ("aten::_foreach_add", "aten::add_", time.parts["optimizer"]),
+    ):
+        took = 1e6 * seconds
+        events += [{"name": outer, "ts": at, "dur": 1.1 * took}, {"name": name, "ts": at + 0.05 * took, "dur": took}]
+        at += 2 * took
+    events.append({"name": "c10d::allreduce_", "ts": at, "dur": 5e6})
+    write_trace(tmp_path, [{"cat": "cpu_op", "tid": 7, **event} for event in events])
+    file = tmp_path / "fitted.json"
+    base = [*FLAGS, "--hardware", str(tmp_path / "cpu.json")]
+    assert main(["time", *base, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "memory-bound operators 0.80; launches take 300 us each" in said, said
+    fitted, true = load_hardware(str(file)), hardware_from_mapping(truth, "truth")
+    for config, world_size in OTHERS:
+        expected = predicted(config, world_size, true).total
+        assert predicted(config, world_size, fitted).total == pytest.approx(expected, rel=5e-3)
 
 
 def test_one_factor_is_not_three(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from usp.predict.compute import (
     BACKWARD,
     FORWARD,
     Product,
-    attention_work,
+    flops_per_pair,
     head_products,
     held_elements,
     layer_products,
@@ -83,10 +83,8 @@ def step_flops(job: Job, rank: int) -> float:
         for index, number in job.kinds(stage):
             products, again = (sum(p.flops for p in some) for some in layer_products(job, job.model.layers[index]))
             plan = attention_plan(job, rank, job.model.facts.windows[index])
-            forward, backward = (
-                sum(flops for tasks in attention_work(job, plan.ring, plan.heads.q_width(0), n) for flops, _ in tasks)
-                for n in (FORWARD, BACKWARD)
-            )
+            pairs = sum(task.visible() for step in plan.ring.steps for task in step.tasks)
+            forward, backward = (pairs * flops_per_pair(job, plan.heads.q_width(0), n) for n in (FORWARD, BACKWARD))
             flops += number * (3 * products + again + forward * (2 if job.config.ac == "full" else 1) + backward)
             flops += number * (products + forward) * job.counts_choices
         if stage == len(job.stage_layers) - 1:

@@ -105,7 +105,7 @@ def test_a_failing_environment_stops_the_run_or_leaves_the_sample_out(
         ({"environment": f"{FILE}:Nothing"}, "has no class Nothing"),
         ({"environment": f"{FILE}:Silent"}, "Silent has no method reset and no method step"),
         ({"environment": "", "max_turns": 3}, "--max-turns is an option of --environment: give both or neither"),
-        ({"algorithm": "sft"}, "--environment answers responses, and sft generates none"),
+        ({"algorithm": "sft"}, "is for generated responses, and sft has none"),
         ({"reward_model": "models/reward"}, "--reward-model is not used with --environment"),
         ({"reward_retries": 1}, "--reward-retries is not used with --environment"),
         ({"tools": "calculator"}, "--tools = calculator are those of --environment tools: give both or neither"),

@@ -38,7 +38,8 @@ def test_responses_end_as_the_tokenizer_the_generation_config_and_the_flags_say(
         ({"stop_ids": "400"}, "stop id 400 must be from 0 to 383"),
         ({"stop_ids": "a"}, "--stop-ids = a must be token ids"),
         ({"stop": "[3]"}, "must be a text, or a JSON list of texts"),
-        ({"stop": "x", "algorithm": "sft"}, "sft generates none: remove them"),
+        ({"stop": "x", "algorithm": "sft"}, "--stop = x is for generated responses, and sft has none"),
+        ({"eager_decoding": True, "algorithm": "sft"}, "--eager-decoding is for generated responses"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(replace(config, **changes), Launch())
@@ -75,8 +76,9 @@ def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         (replace(config, rollout_cache=2), "that of vLLM, which no call decodes with"),
         (replace(engine, rollout="tp=2,ep=2"), "vLLM's experts on CPUs do not know .* ep=2 divides them: use ep=1"),
         (replace(engine, cache_tokens=64), "use --rollout-cache instead"),
+        (replace(engine, eager_decoding=True), "of our own decoding, and no call decodes with it"),
         (replace(engine, delta_updates=True, lora_rank=4), "an engine is sent adapters alone"),
-        (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which an engine"),
+        (replace(config, plan=str(file), router_replay=True), "the experts that tokens chose, which vLLM in the run"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(changed, four)

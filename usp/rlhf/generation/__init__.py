@@ -1,4 +1,4 @@
 """Sampling responses with continuous batching. Each file imports only earlier ones:
 
-decoding, turns, vllm, generate, partial.
+decoding, turns, vllm, graphs, generate, partial.
 """

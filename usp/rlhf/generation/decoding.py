@@ -183,7 +183,7 @@ class Rollout:
         limit: maximum tokens in the response.
         number: of the response. before: tokens of the response that are in the prompt, with those of an environment;
             the last `resumed` of these are of the same turn, whose generation had stopped.
-        cached: prompt tokens in this rank's cache.
+        cached: prompt tokens in this rank's cache. most_cached: in that of any rank, at most.
         unread: tokens after these that decode steps have been issued for.
         routed: positions, and the experts that their tokens chose in this rank's layers; with `Generate.routed`.
     """
@@ -194,6 +194,7 @@ class Rollout:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cached: int = 0
+    most_cached: int = 0
     unread: int = 0
     stopped: bool = False
     number: int = 0
@@ -229,6 +230,13 @@ class Rollout:
         resumed = self.prompt[-self.resumed :] if self.resumed else []
         self.stopped = ended([*resumed, *self.tokens] if resumed else self.tokens)
         return self.stopped or len(self.tokens) == self.limit
+
+    def choices(self, width: int) -> Tensor:
+        """Return the experts in `routed`, int16 (tokens of prompt and response, width); 0 where there are none."""
+        whole = torch.zeros(len(self.prompt) + len(self.tokens), width, dtype=torch.int16)
+        for positions, chosen in self.routed:
+            whole[positions] = chosen
+        return whole
 
     def response(self) -> GeneratedResponse:
         """Return what has been decoded."""
@@ -307,7 +315,8 @@ class Slots:
 
         Returns:
             int64 (4, slots): token, or -1 for that of the step before; position; place in this rank's cache; whether
-            this rank caches it; zeros for empty slots. And the places in use in this rank's cache, with this step's.
+            this rank caches it; zeros for empty slots. And the most places in use in any rank's cache, with this
+            step's: all ranks read as many.
         """
         columns, length = [], 1
         for rollout in self.active:
@@ -318,7 +327,7 @@ class Slots:
             token = -1 if rollout.unread else (rollout.tokens or rollout.prompt)[-1]
             place, own = rollout.cached + decoded // ranks, decoded % ranks == rank
             columns.append((token, len(rollout.prompt) - 1 + decoded, place, own))
-            length = max(length, place + 1)
+            length = max(length, rollout.most_cached + decoded // ranks + 1)
         return torch.tensor(columns).T, length
 
     def issue(self) -> tuple[Rollout | None, ...]:
@@ -351,6 +360,13 @@ def row_multiple(layout: str, ring: int, ulysses: int) -> int:
     """Return what prompts are padded to a multiple of, in a `SequenceLayout` of this name."""
     multiple = SequenceLayout.multiple_of(layout, ring, ulysses)
     return multiple * -(-_ROW_MULTIPLE // multiple)
+
+
+def read_length(places: int, multiple: int = 64) -> int:
+    """Return how many places of a cache a step reads where so many are in use: rounded up to a multiple, and further to
+    one of eight lengths between powers of two, to limit the number of shapes."""
+    multiple = max(multiple, (1 << (places - 1).bit_length()) // 16)
+    return -(-places // multiple) * multiple
 
 
 def fitting_slots(slots: int, cache_tokens: int, places: int, ranks: int) -> int:

@@ -12,7 +12,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -46,11 +47,13 @@ from .decoding import (
     cache_violation,
     capacity,
     fitting_slots,
+    read_length,
     row_multiple,
     sample,
     sequence_key,
     token_keys,
 )
+from .graphs import StepGraphs, eager_reason
 from .turns import Turns
 from .vllm import Enough, RolloutEngine
 
@@ -85,9 +88,20 @@ def cache_problems(masks: Collection[MaskKind]) -> list[str]:
 
 
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
-_READ_MULTIPLE = 64  # the cache is read up to a multiple of this, to limit the number of shapes
+_GRAPH_MULTIPLE = 256  # of the places that a captured step reads: few graphs, where reading takes no time
 # The sequences in a decode step; its tokens and log-probabilities on the host, after an event; and chosen experts.
 _Step = tuple[Sequence[Rollout | None], tuple[Tensor, torch.cuda.Event | None], Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Static:
+    """What decode steps read and write, in the same memory: a cache, inputs (5, slots) int64, the rows of
+    `Slots.decode_inputs` and the keys of the noise, and the next tokens and their log-probabilities (2, slots), in
+    float64, which is exact for every id."""
+
+    cache: KVCache
+    inputs: Tensor
+    chosen: Tensor
 
 
 class Generator:
@@ -103,6 +117,7 @@ class Generator:
         transform: from `logit_transform`, for models with one.
         decode: of the tokenizer, for stop strings.
         gathered: weights that are sharded with FSDP2 have been gathered.
+        eager: issue the operators of decode steps one by one on a GPU too, where CUDA graphs could have them.
 
     cache_bytes: size of this rank's KV cache in the last call.
 
@@ -121,6 +136,7 @@ class Generator:
         transform: LogitTransform = UNCHANGED,
         decode: Decode | None = None,
         gathered: bool = False,
+        eager: bool = False,
     ) -> None:
         if violations := _model_violations(model, mesh, gathered):
             raise ValueError("; ".join(violations))
@@ -130,6 +146,7 @@ class Generator:
         self._head = getattr(model, model_parts(self._model).head)  # DBRX's own method finds none without the embedding
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
+        self._captures = self._device.type == "cuda" and not (eager or eager_reason(model, mesh.dims))
         self._context = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
         self._switch = rotary_switch(self._model.config)
         self._sp, self._sp_rank = mesh.size("sp"), mesh.rank("sp")
@@ -154,10 +171,11 @@ class Generator:
         decode: Decode | None = None,
         gathered: bool = False,
         cache_tokens: int = 0,
+        eager: bool = False,
     ) -> Generator:
         """Return a generator with a pipeline stage."""
         place: dict[str, Any] = {"first": stage.first, "last": stage.last, "transform": stage.transform}
-        options: dict[str, Any] = {"slots": slots, "decode": decode, "gathered": gathered}
+        options: dict[str, Any] = {"slots": slots, "decode": decode, "gathered": gathered, "eager": eager}
         return Generator(stage.model, mesh, cache_tokens=cache_tokens, **options, **place)
 
     @torch.inference_mode()
@@ -255,8 +273,12 @@ class Generator:
             self._recorder = ChoiceRecorder(self._model)
         most = fitting_slots(self._slots, self._cache_tokens, places, self._sp)
         slots, ended = Slots(rollouts, most), Stops(work, self._decode_text)
-        cache = KVCache.allocate(len(slots.active), places, self._device)
-        chosen, steps = torch.zeros(2, len(slots.active), device=self._device), deque[_Step]()
+        number, steps, device = len(slots.active), deque[_Step](), self._device
+        inputs = torch.zeros(5, number, dtype=torch.int64, device=device)
+        chosen = torch.zeros(2, number, dtype=torch.float64, device=device)
+        static = _Static(cache := KVCache.allocate(number, places, device), inputs, chosen)
+        step: Callable[[int, int], None] = partial(self._step, static, work)
+        step = StepGraphs(step, device) if self._captures else step
         while True:
             if turns is not None and turns.waiting:
                 slots.add(turns.go_on(wait=not (slots.pending or steps)))
@@ -277,10 +299,8 @@ class Generator:
                 cache.clear(_to_device(torch.tensor(admitted), self._device))
             for group in groups:
                 self._prefill(cache, group, slots.active)
-            chosen = self._decode(cache, slots, work, chosen)
-            routed = (
-                None if self._recorder is None else self._recorder.take(chosen.shape[1]).to("cpu", non_blocking=True)
-            )
+            self._decode(static, slots, work, step)
+            routed = None if self._recorder is None else self._recorder.take(number).to("cpu", non_blocking=True)
             steps.append((slots.issue(), _to_host(chosen), routed))
             if len(steps) > 1:  # the device has the next one to do
                 self._read(slots, steps.popleft(), ended, turns, enough)
@@ -312,10 +332,11 @@ class Generator:
         axes = self._attention.axes
         (local,) = axes.positions(axes.layout(self._attention.layout, group.padded))
         lengths = torch.tensor([len(group.prompts[row]) for row in group.rows])
-        for slot, cached in zip(group.slots, (local < lengths.unsqueeze(1)).sum(1).tolist(), strict=True):
+        cached = (local < lengths.unsqueeze(1)).sum(1).tolist(), lengths.clamp(max=len(local)).tolist()
+        for slot, *numbers in zip(group.slots, *cached, strict=True):
             rollout = active[slot]
             assert rollout is not None
-            rollout.cached = cached
+            rollout.cached, rollout.most_cached = numbers
         slots, rows, lengths, own_there = (
             _to_device(x, self._device) for x in (torch.tensor(group.slots), torch.tensor(group.rows), lengths, local)
         )
@@ -327,29 +348,35 @@ class Generator:
                 inside = local < len(group.prompts[row])
                 cast(Rollout, active[slot]).routed.append((local[inside], routed[row, inside]))
 
-    def _decode(self, cache: KVCache, slots: Slots, work: Generate, before: Tensor) -> Tensor:
-        """Decode one step of every slot; return the next tokens and log-probabilities (2, slots), as `before` of it."""
+    def _decode(self, static: _Static, slots: Slots, work: Generate, step: Callable[[int, int], None]) -> None:
+        """Decode one token of every slot with `step`, which is `_step`."""
         columns, places = slots.decode_inputs(self._sp, self._sp_rank)
-        tokens = int(columns[1].max()) + 1
         keys = [
             1 if r is None or work.temperature == 0 else sequence_key(r.seed, r.before + r.decoded)
             for r in slots.active
         ]
-        token, position, place, own, keys_B = _to_device(torch.cat((columns, torch.tensor([keys]))), self._device)
-        token = token.where(token >= 0, before[0].long())
-        length = min(-(-places // _READ_MULTIPLE) * _READ_MULTIPLE, cache.positions.shape[1])
-        group = self._groups.get("sp")
+        inputs = _pinned(torch.cat((columns, torch.tensor([keys]))), self._device)
+        static.inputs.copy_(inputs, non_blocking=True)
+        read = read_length(places, _GRAPH_MULTIPLE) if self._captures else read_length(places)
+        length, tokens = min(read, static.cache.positions.shape[1]), int(columns[1].max()) + 1
+        step(length, 0 if self._captures else tokens)
+
+    def _step(self, static: _Static, work: Generate, length: int, tokens: int) -> None:
+        """Decode one token of every slot, without the host: all that differs between steps of one length is `static`.
+
+        length: of the cache that is read. tokens: of the longest sequence, where an indexer chooses keys.
+        """
+        token, position, place, own, keys_B = static.inputs
+        token, group = token.where(token >= 0, static.chosen[0].long()), self._groups.get("sp")
         cached_here = None if group is None else own.bool()
-        step = DecodeStep(cache, position, place, cached_here, length=length, group=group, tokens=tokens)
+        step = DecodeStep(static.cache, position, place, cached_here, length=length, group=group, tokens=tokens)
         hidden = self._forward(token.unsqueeze(1), position.unsqueeze(1), step)
         logits = self._logits(hidden[:, 0]) if self._last and self._sp_rank == 0 else None
-        chosen = torch.zeros(2, len(slots.active), dtype=torch.float64, device=self._device)  # exact for every id
         if logits is not None and self._samples:
-            chosen[0], chosen[1] = sample(logits, keys_B, self._token_keys, work)
+            static.chosen[0], static.chosen[1] = sample(logits, keys_B, self._token_keys, work)
         # Broadcast from the rank that sampled, axis by axis, so that ranks cannot diverge.
         for axis, group in self._groups.items():
-            dist.broadcast(chosen, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
-        return chosen
+            dist.broadcast(static.chosen, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
 
     def _read(self, slots: Slots, step: _Step, ended: Stops, turns: Turns | None, enough: Enough | None) -> None:
         """Give a step's tokens, once they are on the host, to the sequences that it was issued for, and the turns that
@@ -382,11 +409,7 @@ class Generator:
         Collective over sp and pp, whose ranks have some of the tokens and layers."""
         if self._recorder is None or rollout is None:
             return torch.zeros(0, dtype=torch.int16)
-        length, width = len(rollout.prompt) + len(rollout.tokens), self._recorder.width
-        whole = torch.zeros(length, width, dtype=torch.int32)
-        for positions, chosen in rollout.routed:
-            whole[positions] = chosen.int()
-        whole = whole.to(self._device)
+        whole = rollout.choices(self._recorder.width).to(self._device, torch.int32)
         for axis in ("sp", "pp"):
             if axis in self._groups:
                 dist.all_reduce(whole, dist.ReduceOp.MAX, group=self._groups[axis])
@@ -423,13 +446,18 @@ class Generator:
 
 def _to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Begin to copy to the host, from a device to pinned memory; return the copy, and its end on the device."""
-    copy = x.to("cpu", non_blocking=True)
+    copy = x.to("cpu", non_blocking=True, copy=True)
     return copy, None if x.device.type == "cpu" else torch.cuda.current_stream(x.device).record_event()
+
+
+def _pinned(x: Tensor, device: torch.device) -> Tensor:
+    """Return `x` in memory from which it can be copied without waiting for the device."""
+    return x if device.type == "cpu" else x.pin_memory()
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the host without waiting for the device."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+    return _pinned(x, device).to(device, non_blocking=True)
 
 
 def _pass(operation: Callable[..., Any], x: Tensor, pp: dist.ProcessGroup | None, by: int) -> None:

@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import count
 from mmap import MADV_DONTNEED, PAGESIZE
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -36,7 +37,7 @@ from usp.hf.models import ModelConfig
 from usp.rlhf.environments.sandbox import call
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed
-from usp.rlhf.served import SIZES, Piece, Requests, RolloutServer, Written, forget_kernels, send_pieces
+from usp.rlhf.served import SIZES, Piece, Requests, RolloutServer, Values, Written, forget_kernels, send_pieces
 
 from .decoding import Decode, GeneratedResponse, Rollout, Stops
 from .turns import Turns
@@ -74,6 +75,8 @@ class EngineOptions:
         cache_bytes: of the KV cache on a rank.
         processed: return the log-probabilities of the sampled distribution, without top-k and top-p; else those at
             temperature 1.
+        changes: a server is sent only what has changed, after the first update.
+        routed: a server tells which experts tokens chose.
     """
 
     calls: str
@@ -84,6 +87,8 @@ class EngineOptions:
     slots: int
     cache_bytes: int
     processed: bool
+    changes: bool = False
+    routed: bool = False
 
     @property
     def logprobs_mode(self) -> str:
@@ -236,6 +241,10 @@ class VllmEngine:
             if turns is not None:
                 turns.close()
         responses = turns.responses() if turns is not None else [rollout.response() for rollout in rollouts]
+        if work.routed:
+            lasts = rollouts if turns is None else [record.last for record in turns.records]
+            pairs = zip(responses, lasts, strict=True)
+            responses = [replace(each, routed=last.choices(work.routed)) if last else each for each, last in pairs]
         for number, response in enumerate(responses):
             if not bool(response.logprobs.isfinite().all()):
                 raise RuntimeError(
@@ -277,6 +286,9 @@ class VllmEngine:
                     continue  # its stop string is complete
                 if any(told.take(token, logprob, ended) for token, logprob in written.tokens):
                     del active[written.request]
+                    if written.routed is not None:  # of all that the server decoded
+                        read = torch.arange(len(told.prompt) + len(told.tokens) - 1)
+                        told.routed.append((read, written.routed[: len(read)]))
                     if written.end is None:
                         self._abort([written.request])
                     if turns is not None:
@@ -369,6 +381,8 @@ class ServedEngine(VllmEngine):
     ) -> None:
         super().__init__(None, options, mesh, decode, naming)
         self._server, self._version, self._updates = server, "", 0
+        self._given: Values | None = {} if options.changes else None
+        self._after: str | None = "" if options.changes else None  # the token of the update before
         self._together, self.receives = {}, mesh.rank("batch") == 0
 
     def load(self, pieces: Iterator[Piece]) -> int:
@@ -388,22 +402,23 @@ class ServedEngine(VllmEngine):
 
     def _send(self, pieces: Iterator[Piece], token: str) -> int:
         """Send this rank's weights to its worker of the server."""
-        group, host = self._mesh.group("tp"), self._server.own_address()
+        group, host, after = self._mesh.group("tp"), self._server.own_address(), self._after
         addresses: list[Any] = [None] * group.size()
         with socket.create_server((host, 0)) as listener, ThreadPoolExecutor(1) as pool:
             dist.all_gather_object(addresses, (host, listener.getsockname()[1]), group=group)
             update = None
             if self._mesh.rank("tp") == 0:
-                update = pool.submit(self._server.update, addresses, token, self._version)
+                update = pool.submit(self._server.update, addresses, token, self._version, after)
             try:
                 with self._accepted(listener, token, update) as connection:
-                    sent = send_pieces(connection, pieces)
+                    sent = send_pieces(connection, pieces, self._given)
             except OSError:
                 if update is not None:
                     update.result()  # which says why
                 raise
             if update is not None:
                 update.result()
+        self._after = None if after is None else token
         return sent
 
     def _accepted(self, listener: socket.socket, token: str, update: Future[None] | None) -> socket.socket:
@@ -434,7 +449,7 @@ class ServedEngine(VllmEngine):
 
         leads = self._mesh.rank("tp") == 0
         if leads:
-            self._engine = Requests(self._server, self._options.slots)
+            self._engine = Requests(self._server, self._options.slots, self._options.routed)
             try:
                 responses = super().generate(*args, enough=ended, **kwargs)
             finally:
@@ -488,28 +503,38 @@ def server_problems(server: RolloutServer, options: EngineOptions, config: Model
         "defaults": ("vllm", "--generation-config vllm"),
     }
     problems = [f"it needs {how}, and has {facts[key]}" for key, (value, how) in wanted.items() if facts[key] != value]
+    if options.routed and not facts["routed"]:
+        problems.append("it needs --enable-return-routed-experts for --router-replay")
     if facts["tokens"] < options.tokens:
         problems.append(f"it needs --max-model-len {options.tokens}, and has {facts['tokens']}")
     return problems
 
 
 def pieces_of(
-    parts: Mapping[str, Tensor], boxes: Mapping[str, Box], on_disk: Mapping[str, Sequence[DiskTensor]]
+    parts: Mapping[str, Tensor],
+    boxes: Mapping[str, Box],
+    on_disk: Mapping[str, Sequence[DiskTensor]],
+    factors: Mapping[str, tuple[Tensor, ...]] = MappingProxyType({}),
 ) -> Iterator[Piece]:
     """Yield what this rank's parts of parameters are of the tensors in files, one at a time.
 
     Args:
         parts: by parameter, its values in `boxes`. on_disk: from `disk_layout`.
+        factors: of the same parts, `Piece.factors`.
     """
     for name, part in parts.items():
         for tensor in on_disk[name]:
-            common, box = tensor.box.overlap(boxes[name]), tensor.box
+            common, box, of_adapter = tensor.box.overlap(boxes[name]), tensor.box, factors.get(name)
             if common is None:
                 nothing = part.new_empty([0] * len(box.sizes))
-                yield Piece(tensor.name, tensor.shape, box.sizes, ((0, 0),) * len(box.sizes), nothing)
+                where = ((0, 0),) * len(box.sizes)
+                yield Piece(tensor.name, tensor.shape, box.sizes, where, nothing, of_adapter and ())
                 continue
-            where = tuple((cut.start, cut.stop) for cut in common.slices(box))
-            yield Piece(tensor.name, tensor.shape, box.sizes, where, part[common.slices(boxes[name])])
+            where, own = tuple((cut.start, cut.stop) for cut in common.slices(box)), common.slices(boxes[name])
+            if of_adapter:
+                up, down, *scales = of_adapter
+                of_adapter = up[own[0]], down[:, own[1]], *(scale[own[0]] for scale in scales)
+            yield Piece(tensor.name, tensor.shape, box.sizes, where, part[own], of_adapter)
 
 
 def _executor(job: str) -> type:

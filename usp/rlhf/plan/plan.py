@@ -10,13 +10,14 @@ calls:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, make_dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from attention import LAYOUTS
 from parallel import ZERO_STAGES, ParallelDims, format_ranks
 from usp.config import AC_MODES
+from usp.fields import config_from_mapping, names_of, shared_values
 from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
 from usp.rlhf.served import HTTP
 
@@ -75,6 +76,11 @@ class CallLayout:
         return self.engine.startswith(HTTP)
 
     @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that weights are for: of a server, one for each of its workers."""
+        return self.groups[0] if self.served else self.ranks
+
+    @property
     def token_budget(self) -> int:
         """The maximum tokens of a micro-batch on a data-parallel rank; 0: no limit."""
         return self.micro_batch_tokens if self.micro_batch_tokens >= 0 else TOKENS_PER_RANK * self.dims.sp
@@ -107,7 +113,7 @@ class CallLayout:
         return f"ranks {format_ranks(self.ranks)} ({self.dims}{zero})"
 
 
-_OPTIONS = tuple(field.name for field in fields(CallLayout) if field.name not in ("ranks", "dims"))
+_OPTIONS = tuple(name for name in names_of(CallLayout) if name not in ("ranks", "dims"))
 
 
 @dataclass(frozen=True)
@@ -263,15 +269,15 @@ def _engine_violations(layouts: Sequence[CallLayout], world_size: int) -> Iterat
 
 
 PLAN_FILE = "plan.yaml"  # in the folder of a run
-_DEGREES = tuple(field.name for field in fields(ParallelDims))
 
 
 def _values(layout: CallLayout) -> dict[str, Any]:
-    degrees = {key: getattr(layout.dims, key) for key in _DEGREES}
-    return degrees | {key: getattr(layout, key) for key in _OPTIONS}
+    return shared_values(layout.dims, ParallelDims) | {key: getattr(layout, key) for key in _OPTIONS}
 
 
 _DEFAULTS = _values(CallLayout((), ParallelDims(dp_shard=1)))
+_CHOSEN = _DEFAULTS | {"dp_shard": -1}
+_Values: Any = make_dataclass("_Values", [(name, type(value), value) for name, value in _CHOSEN.items()])
 
 
 def parse_ranks(value: object) -> tuple[int, ...]:
@@ -325,18 +331,10 @@ def from_mapping(mapping: object) -> ExecutionPlan:
 def _layout(entry: object) -> CallLayout:
     if not isinstance(entry, dict) or "ranks" not in entry:
         raise ValueError(f"{entry!r} must be a mapping with `ranks`")
-    violations = [f"unknown key {key!r}" for key in entry if key != "ranks" and key not in _DEFAULTS]
-    values = {key: value for key, value in entry.items() if key in _DEFAULTS}
-    violations += [
-        f"{key}: {value!r} must be {type(_DEFAULTS[key]).__name__}"
-        for key, value in values.items()
-        if type(value) is not type(_DEFAULTS[key])
-    ]
-    if violations:
-        raise ValueError("; ".join(violations))
+    values = config_from_mapping({key: value for key, value in entry.items() if key != "ranks"}, _Values)
     ranks = parse_ranks(entry["ranks"])
-    dims = ParallelDims(**{key: value for key, value in values.items() if key in _DEGREES})
+    dims = ParallelDims(**shared_values(values, ParallelDims))
     # Degrees that do not fit stay unresolved: `ExecutionPlan.violations` reports them with everything else.
     fits = dims.dp_shard == -1 and ranks and len(ranks) % (dims.pp * dims.dp_replicate * dims.sp * dims.tp) == 0
     dims = dims.resolve(len(ranks)) if fits else dims
-    return CallLayout(ranks, dims, **{key: value for key, value in values.items() if key in _OPTIONS})
+    return CallLayout(ranks, dims, **{key: getattr(values, key) for key in _OPTIONS})

@@ -15,6 +15,7 @@ from usp.hf.lora import Lora, MergedWeights
 from usp.hf.models import empty_model
 from usp.rlhf.generation.vllm import VllmEngine, pieces_of, whole_vocabulary
 from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.served import Piece
 
 from .role_model import RoleModel, RoleSpec
 
@@ -23,7 +24,7 @@ class EngineModel(RoleModel):
     """A `RoleModel` that decodes with an engine, which has the memory: between `allocate` and `release`.
 
     Its own tensors never have any: they say which box of each parameter this rank needs. `take` gives the engine the
-    values. With adapters, this copy has its base and them as any other has, and the engine takes what they add up to.
+    values. With adapters, this copy has its base and them as any other has where the engine takes what they add up to.
     """
 
     def __init__(self, spec: RoleSpec, layout: CallLayout, mesh: ParallelMesh, engine: VllmEngine) -> None:
@@ -48,7 +49,7 @@ class EngineModel(RoleModel):
         raise RuntimeError(f"{self.spec.role} is not trained, and an engine takes its weights from a trained copy")
 
     def allocate(self) -> None:
-        if self.spec.lora is not None:
+        if self.spec.lora is not None and self._vllm.receives:
             super().allocate()
         self._vllm.wake()
 
@@ -59,18 +60,20 @@ class EngineModel(RoleModel):
     def take(self, rounds: Iterator[Mapping[str, Tensor]]) -> int:
         """Give the engine this rank's boxes of all weights, in rounds; return the bytes that left the run for it.
         Collective over the mesh."""
-        if self.spec.lora is not None:
-            rounds = self._merged(rounds, self.spec.lora)
-        return self._vllm.load(piece for parts in rounds for piece in pieces_of(parts, self._boxes, self._on_disk))
+        pieces = (piece for parts in rounds for piece in pieces_of(parts, self._boxes, self._on_disk))
+        return self._vllm.load(pieces if self.spec.lora is None else self._adapted(rounds, self.spec.lora))
 
-    def _merged(self, rounds: Iterator[Mapping[str, Tensor]], lora: Lora) -> Iterator[Mapping[str, Tensor]]:
+    def _adapted(self, rounds: Iterator[Mapping[str, Tensor]], lora: Lora) -> Iterator[Piece]:
         for _ in rounds:  # which fill the adapters
             pass
-        for name, weight in MergedWeights([self.stage.model], lora).items():
+        if not self._vllm.receives:
+            return
+        merged = MergedWeights([self.stage.model], lora)
+        for name, weight in merged.base.items():
             if self._is_whole(weight) and isinstance(weight, DTensor):
                 weight = weight.full_tensor()
-            self._boxes[name] = local_box(weight)
-            yield {name: local_part(weight)}
+            boxes = {name: local_box(weight)}
+            yield from pieces_of({name: local_part(weight)}, boxes, self._on_disk, {name: merged.factors(name)})
 
     def _is_whole(self, weight: Tensor) -> bool:
         """Return whether each of the engine's ranks needs all of a weight."""
@@ -82,8 +85,8 @@ class EngineModel(RoleModel):
 
     def parts(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Allocate this rank's boxes of some weights, for a round; adapters stay where they are."""
-        if self.spec.lora is not None:
-            return {name: self.weights()[name] for name in names}
         weights, device = self.weights(), torch.device(self.mesh.device_type)
         held = [name for name in names if name in weights]
+        if self.spec.lora is not None:
+            return {name: weights[name] for name in held}
         return {name: torch.empty(self._boxes[name].sizes, dtype=weights[name].dtype, device=device) for name in held}

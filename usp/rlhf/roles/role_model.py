@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import fmean as mean
 from typing import Protocol, TypeAlias
@@ -142,7 +143,7 @@ class RoleModel:
     Args:
         trained: this copy is the one that the optimizer updates. It is sharded with FSDP2, as is any copy with zero
             above 0; the others have plain parameters, or DTensors over tp (and ep) only.
-        slots, cache_tokens, decode: of its `Generator`.
+        slots, cache_tokens, decode, eager: of its `Generator`.
         offload_optimizer: the optimizer's states are in host memory except during train steps.
 
     learning_rate: for the next train steps; may be set between them.
@@ -161,6 +162,7 @@ class RoleModel:
         slots: int = 32,
         cache_tokens: int = 0,
         decode: Decode | None = None,
+        eager: bool = False,
         offload_optimizer: bool = False,
     ) -> None:
         self.spec, self.layout, self.mesh, self.trained = spec, layout, mesh, trained
@@ -172,7 +174,9 @@ class RoleModel:
         self._allocated = False
         self._memory = WeightMemory()
         self._moments, self._offload_optimizer = WeightMemory(self._optimizer_states), offload_optimizer
-        self._slots, self._cache_tokens, self._decode = slots, cache_tokens, decode
+        self._new_generator = partial(
+            Generator.of, self.stage, mesh, slots, decode, cache_tokens=cache_tokens, eager=eager
+        )
         self.supervised: tuple[Sequence[Samples], float] = (), 0.0
         self._generator: Generator | None = None
 
@@ -349,9 +353,7 @@ class RoleModel:
 
     def _generates(self) -> RolloutEngine:
         if self._generator is None:
-            self._generator = Generator.of(
-                self.stage, self.mesh, slots=self._slots, decode=self._decode, cache_tokens=self._cache_tokens
-            )
+            self._generator = self._new_generator()
         return self._generator
 
     def state(self) -> dict[str, Tensor]:

@@ -6,7 +6,9 @@ vLLM's do, and it decodes with transformers and the noise of our own decoding.
 
 from __future__ import annotations
 
+import base64
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -16,33 +18,41 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
+from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.harness.json_api import JsonHandler
 from tests.harness.ranks import RankError, RankPool
 from tests.usp.rlhf.test_reference import begun
 from tests.usp.tiny import SIZES, drawn_model
 from usp.data.tokenizer import BYTE_VOCAB
+from usp.hf.disk import disk_layout
+from usp.hf.routers import ChoiceRecorder
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.dry_run import dry_run_calls
+from usp.rlhf.dry_run import CallRun, dry_run_calls
 from usp.rlhf.generation.decoding import sample, sequence_key, token_keys
+from usp.rlhf.generation.vllm import ServedEngine
 from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare
 from usp.rlhf.runtime.executor import Executor
-from usp.rlhf.served import Piece, Requests, RolloutServer, Worker
+from usp.rlhf.served import Piece, Requests, RolloutServer, Values, Worker, received_pieces, send_pieces
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
-MODEL = LlamaConfig(**SIZES | {"vocab_size": BYTE_VOCAB, "num_key_value_heads": 4})
-RUN = Executor.run
+OF_BYTES = SIZES | {"vocab_size": BYTE_VOCAB, "num_key_value_heads": 4}
+MODEL = LlamaConfig(**OF_BYTES)
+EXPERTS = Qwen3MoeConfig(**OF_BYTES, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+RUN, LOAD = Executor.run, ServedEngine.load
 KEYS = token_keys(BYTE_VOCAB)
 CONFIG = RlhfConfig(
     algorithm="grpo",
@@ -74,12 +84,19 @@ class StandIn(Worker):
         self.rank, self.server = rank, server
         self.held: dict[str, Tensor] = {}
         self.model_runner = SimpleNamespace(get_model=lambda: server.model)
-        of_model = {"dtype": torch.float32, "max_model_len": 256, "generation_config": "vllm", "hf_config": MODEL}
+        of_model = {
+            "dtype": server.model.dtype,
+            "max_model_len": 256,
+            "generation_config": "vllm",
+            "hf_config": server.model.config,
+        }
         of_model |= {"logprobs_mode": "processed_logprobs"}
+        told = SimpleNamespace(enable_return_routed_experts=server.recorder is not None)
         parallel = {"tensor_parallel_size": server.tp, "world_size_across_dp": server.tp}
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(**of_model),
             parallel_config=SimpleNamespace(**parallel, enable_expert_parallel=False),
+            aux_output_config=told,
         )
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
@@ -94,10 +111,12 @@ class Stub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, tp: int = 1) -> None:
+    def __init__(self, tp: int, dtype: torch.dtype, config: PretrainedConfig, routed: bool) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.tp, self.model, self.version, self.paused = tp, drawn_model(MODEL, 5), "default", False
+        self.tp, self.model, self.version, self.paused = tp, drawn_model(config, 5).to(dtype), "default", False
+        self.recorder, self.forward = ChoiceRecorder(self.model) if routed else None, threading.Lock()
         self.breaks, self.fails, self.sizes, self.asked = "", list[str](), list[int](), list[dict[str, Any]]()
+        self.updates = list[list[dict[str, Tensor]]]()
         self.workers = [StandIn(self, rank) for rank in range(tp)]
 
     @property
@@ -109,20 +128,26 @@ class Stub(ThreadingHTTPServer):
             found = list(pool.map(lambda worker: getattr(worker, method)(**args), self.workers))
         if method == "usp_receive":
             assert self.paused
+            for worker in self.workers if self.breaks == "forgotten" else ():
+                worker._usp_given = ("another run's", {})
             parts = [worker.held for worker in self.workers]
-            self.sizes.append(sum(int((~x.isnan()).sum()) * 4 for held in parts for x in held.values()))
-            whole = dict(parts[0])
-            for name, value in whole.items():
+            self.updates.append([{name: x.clone() for name, x in held.items()} for held in parts])
+            self.sizes.append(sum(int((~x.isnan()).sum()) * x.itemsize for held in parts for x in held.values()))
+            own = self.model.state_dict()
+            for tensor in chain(*disk_layout(self.model, {name: x.shape for name, x in own.items()}).values()):
+                value = parts[0][tensor.name]
                 for part in parts[1:]:
-                    whole[name] = value = value.where(~value.isnan(), part[name])
-                assert not value.isnan().any(), name
-            self.model.load_state_dict(whole)
+                    value = value.where(~value.isnan(), part[tensor.name])
+                assert not value.isnan().any(), tensor.name
+                own[tensor.parameter][tensor.box.slices()] = value.view(tensor.box.sizes)
         return found
 
 
 @contextmanager
-def stub(tp: int = 1) -> Iterator[Stub]:
-    server = Stub(tp)
+def stub(
+    tp: int = 1, dtype: torch.dtype = torch.float32, config: PretrainedConfig = MODEL, routed: bool = False
+) -> Iterator[Stub]:
+    server = Stub(tp, dtype, config, routed)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server
@@ -163,35 +188,57 @@ class Handler(JsonHandler):
         if fails == "503":
             self.send_error(503, "loading")
             return
-        self.send_response(200)
-        self.end_headers()
-        assert asked["stream"] and asked["return_token_ids"] and asked["ignore_eos"] and asked["logprobs"] == 0
+        if streams := asked["stream"]:
+            self.send_response(200)
+            self.end_headers()
+        assert asked["return_token_ids"] and asked["ignore_eos"] and asked["logprobs"] == 0
         work = Generate(temperature=asked["temperature"], top_k=asked["top_k"], top_p=asked["top_p"])
-        ids = list(asked["prompt"])
+        ids, logprobs = list(asked["prompt"]), []
         for number in range(asked["max_tokens"]):
             if number == 2 and fails == "cut":
                 return
             if self.server.breaks == "slow":
                 time.sleep(0.005)
-            with torch.no_grad():
-                logits = self.server.model(torch.tensor([ids])).logits[:, -1]
+            logits = self.logits(ids)[:, -1].float()
             token, logprob = sample(logits, torch.tensor([sequence_key(asked["seed"], number)]), KEYS, work)
             ids.append(int(token))
+            logprobs.append(None if fails == "nan" else float(logprob))
             stops = ids[-1] in asked["stop_token_ids"]
             end = "stop" if stops else "length" if number + 1 == asked["max_tokens"] else None
-            choice = {"token_ids": ids[-1:], "logprobs": {"token_logprobs": [float(logprob)]}, "finish_reason": end}
-            if fails == "nan":
-                choice["logprobs"] = {"token_logprobs": [None]}
-            self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            choice = {"token_ids": ids[-1:], "logprobs": {"token_logprobs": logprobs[-1:]}, "finish_reason": end}
+            if streams:
+                self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
             if stops:
                 break
-        self.wfile.write(b"data: [DONE]\n\n")
+        if streams:
+            self.wfile.write(b"data: [DONE]\n\n")
+            return
+        choice |= {"token_ids": ids[len(asked["prompt"]) :], "logprobs": {"token_logprobs": logprobs}}
+        self.reply({"choices": [choice | {"routed_experts": self.experts(ids[:-1])}]})
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> Tensor:
+        with self.server.forward:
+            return self.server.model(torch.tensor([ids])).logits
+
+    def experts(self, ids: list[int]) -> str:
+        """What tokens choose, as vLLM writes it."""
+        recorder, config, file = self.server.recorder, self.server.model.config, BytesIO()
+        assert recorder is not None
+        with self.server.forward, torch.no_grad():
+            self.server.model(torch.tensor([ids]))
+            chosen = recorder.take(len(ids)) - 1
+        if self.server.breaks == "experts":
+            chosen = chosen.roll(1, 0)
+        np.save(file, chosen.view(len(ids), config.num_hidden_layers, -1).numpy().astype(np.uint8))
+        return base64.b64encode(file.getvalue()).decode()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("server")
     drawn_model(MODEL).save_pretrained(folder / "model")
+    drawn_model(EXPERTS).save_pretrained(folder / "experts")
     rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "reward.py").write_text(
@@ -212,6 +259,7 @@ def of(folder: Path, output: Path, **changes: Any) -> RlhfConfig:
 
 def steps_of(config: RlhfConfig) -> list[dict[str, Any]]:
     moved: list[tuple[int, int]] = []
+    left: list[int] = []
 
     def moving(self: Executor, *others: Any) -> Any:
         result = RUN(self, *others)
@@ -220,9 +268,14 @@ def steps_of(config: RlhfConfig) -> list[dict[str, Any]]:
         moved.extend((event.received, event.minimum) for event in updates)
         return result
 
-    with patch.object(Executor, "run", moving):
+    def loading(self: ServedEngine, pieces: Any) -> int:
+        left.append(LOAD(self, pieces))
+        return left[-1]
+
+    with patch.object(Executor, "run", moving), patch.object(ServedEngine, "load", loading):
         trainer = begun(config)
-        return [trainer.step(number).metrics | {"moved": moved} for number in range(1, config.steps + 1)]
+        steps = [trainer.step(number).metrics for number in range(1, config.steps + 1)]
+        return [metrics | {"moved": moved, "left": left} for metrics in steps]
 
 
 def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -247,6 +300,92 @@ def test_steps_are_those_of_our_own_decoding(ranks: RankPool, folder: Path, tmp_
     assert server.sizes == [tp * sum(divided)] * CONFIG.steps
     assert len(server.asked) == CONFIG.steps * CONFIG.prompts * CONFIG.group_size
     assert all(asked["stop_token_ids"] for asked in server.asked), "else it would decode what is thrown away"
+
+
+def sent_by(found: list[list[dict[str, Any]]]) -> list[int]:
+    """The bytes that all ranks sent to a server, by update."""
+    return [sum(of_ranks) for of_ranks in zip(*filter(None, (steps[0]["left"] for steps in found)), strict=True)]
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def test_workers_are_sent_what_has_changed(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    """Training and the two workers have other layouts; most weights keep their bits in a step."""
+    updates, steps, left = [], [], []
+    for delta in (False, True):
+        with stub(2, torch.bfloat16) as server:
+            options = APART | {"delta_updates": delta, "dtype": "bfloat16", "learning_rate": 1e-5}
+            config = of(folder, tmp_path / f"{delta}", rollout_engine=server.url, **options)
+            found = ranks.run(steps_of, 4, config)
+        steps.append([[step[key] for key in ("actor/loss", "score")] for step in found[0]])
+        left.append(sent_by(found))
+        updates.append(server.updates)
+    assert steps[0] == steps[1]
+    for whole, changed in zip(*updates, strict=True):
+        for one, other in zip(whole, changed, strict=True):
+            assert one.keys() == other.keys() and all(torch.equal(bits(one[name]), bits(other[name])) for name in one)
+    assert any(not torch.equal(bits(x), bits(updates[1][-1][0][name])) for name, x in updates[1][0][0].items())
+    assert left[1][0] == left[0][0] > 0
+    assert all(0 < changed < 0.6 * whole for whole, changed in zip(left[0][1:], left[1][1:], strict=True))
+
+
+@pytest.mark.parametrize("name", ["one rank", "tp 2 on ranks of its own"])
+def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
+    size, tp, options = LAYOUTS[name]
+    lora: dict[str, Any] = {"lora_rank": 4, "lora_targets": "q_proj,down_proj", "learning_rate": 3e-2}
+    wanted = ranks.run(steps_of, 1, of(folder, tmp_path / "own", **lora))[0]
+    with stub(tp) as server:
+        found = ranks.run(steps_of, size, of(folder, tmp_path / "served", rollout_engine=server.url, **lora | options))
+    for steps in found:
+        same(steps, wanted)
+    of_layer = (32 + tp * 32) + (
+        tp * 32 + 64
+    )  # numbers of q_proj's factors on all workers, and of down_proj's, by rank
+    factors = MODEL.num_hidden_layers * 4 * of_layer * 4
+    assert sent_by(found) == [server.sizes[0] + factors, *[factors] * (CONFIG.steps - 1)]
+
+
+@pytest.mark.parametrize("name", ["one rank", "tp 2 on ranks of its own"])
+def test_experts_of_a_server_are_replayed(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
+    size, tp, options = LAYOUTS[name]
+    replay: dict[str, Any] = {"model": str(folder / "experts"), "router_replay": True, "router_aux_loss_coef": 0.0}
+    replay |= {"options": "mini_batches=2,old_logprobs=recompute", "stop_ids": ",".join(map(str, range(0, 384, 9)))}
+    wanted = ranks.run(steps_of, 1, of(folder, tmp_path / "own", **replay))[0]
+    with stub(tp, config=EXPERTS, routed=True) as server:
+        config = of(folder, tmp_path / "served", rollout_engine=server.url, **replay | options)
+        for found in ranks.run(steps_of, size, config):
+            same(found, wanted)
+        server.breaks = "experts"
+        (broken, *_), *_ = ranks.run(steps_of, size, replace(config, steps=1, output=str(tmp_path / "broken")))
+        assert broken["logprob_difference_max"] > 1e-3
+    with stub(config=EXPERTS) as server, pytest.raises(ConfigurationError, match="it needs --enable-return-routed"):
+        prepare(replace(config, rollout_engine=server.url), Launch(0, size, local_world_size=size))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pieces_have_the_bits_that_were_sent(dtype: torch.dtype) -> None:
+    """And their bytes are at most those of all values, after a hundred updates."""
+    draw = torch.Generator().manual_seed(3)
+    values = {f"{n}": torch.randn(size, generator=draw).to(dtype) for n, size in enumerate((0, 1, 63, 300, 70_000))}
+    given: tuple[Values, Values] = ({}, {})
+    nbytes = []
+    for number in range(100):
+        share = 1.0 if number % 10 == 9 else 0.3 ** (number % 10 + 1)
+        for x in values.values():
+            other = torch.rand(x.shape, generator=draw) < share
+            x[other] = torch.randn(x.shape, generator=draw).to(dtype)[other]
+        pieces = [Piece(name, x.shape, x.shape, ((0, len(x)),), x) for name, x in values.items()]
+        one, two = socket.socketpair()
+        with one, two, ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(send_pieces, one, pieces, given[0])
+            found = {piece.name: piece.whole() for piece in received_pieces(two, given[1])}
+            nbytes.append(sent.result())
+        assert all(torch.equal(bits(found[name]), bits(x)) for name, x in values.items()), number
+    whole = sum(x.nbytes for x in values.values())
+    assert nbytes[0] == whole == max(nbytes) and min(nbytes) < 0.01 * whole
+    assert given[0].keys() == given[1].keys() == values.keys()
 
 
 def evaluated(config: RlhfConfig) -> tuple[dict[str, float], list[list[int]]]:
@@ -325,6 +464,8 @@ def test_requests_are_tried_again_and_go_on_where_they_broke() -> None:
 BREAKS = {
     "worker": r"the rollout server http.*/v1 for actor_generate failed on rank 0 while its weights were updated: "
     r"OSError: HTTP Error 500: IndexError: no such block",
+    "forgotten": r"failed on rank 0 while its weights were updated: OSError: HTTP Error 500: ValueError: the weights "
+    r"that changes were sent to are not this server's last update",
     "restarted": r"failed on rank 0 while it decoded: RuntimeError: its weights are of version default and not \w+-1",
     "nan": r"logits of response \d+ are not finite",
     "gone": r"the rollout server .* failed on rank 0 while it decoded: ConnectionError: "
@@ -339,7 +480,8 @@ def test_a_server_that_fails_is_named(ranks: RankPool, folder: Path, tmp_path: P
         server.fails = {"nan": ["nan"] * 8, "gone": ["503"] * 99}.get(breaks, [])
         begin = time.monotonic()
         with pytest.raises(RankError, match=BREAKS[breaks]):
-            ranks.run(steps_of, 1, of(folder, tmp_path / "run", rollout_engine=server.url))
+            delta = breaks == "forgotten"
+            ranks.run(steps_of, 1, of(folder, tmp_path / "run", rollout_engine=server.url, delta_updates=delta))
         assert time.monotonic() - begin < 100, "noticed by the end of a request, not by a limit of time"
 
 
@@ -355,8 +497,6 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
     refused(r"it needs the policy's --dtype, and has float32", dtype="bfloat16")
     refused(r"it needs --logprobs-mode raw_logprobs, and has processed_logprobs", top_k=5)
     refused(r"it needs --max-model-len 256, and has 200|it needs a model with", model="tiny", dtype="float32")
-    refused(r"--lora-rank is not supported with a server", lora_rank=4)
-    refused(r"--delta-updates is not supported with a server", delta_updates=True)
     refused(r"--rollout-cache = 2.0 is that of vLLM, which no call decodes with", rollout_cache=2.0)
     refused(r"divides a model only over tp", size=2, sp_ulysses=2)
     refused(r"--rollout-engine = 'sglang' must be own, vllm or the URL of a server", rollout_engine="sglang")
@@ -364,17 +504,27 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
         r"the rollout server at http://127.0.0.1:9/v1 failed 1 times.* --worker-extension-cls usp.rlhf.served.Worker",
         rollout_engine="http://127.0.0.1:9/v1",
     )
-    refused(r"do not predict calls with --rollout-engine = http", plan="search")
+    refused(r"do not predict calls with --rollout-engine = http.*, whose devices they do not know", plan="search")
 
 
 def test_ranks_need_no_memory_for_a_server(folder: Path, tmp_path: Path) -> None:
-    with stub() as server:
-        config = of(folder, tmp_path / "run", rollout_engine=server.url, plan="separation", rollout="dp_shard=1")
+    """But what updates keep: the values that are compared, or the base of adapters."""
+
+    def generates(**options: Any) -> CallRun:
+        options |= {"plan": "separation", "rollout": "dp_shard=1"}
+        config = of(folder, tmp_path / "run", rollout_engine=server.url, **options)
         runs = [prepare(config, Launch(rank, 2, local_world_size=2)) for rank in range(2)]
         calls = [call for run in runs for call in dry_run_calls(run, torch.device("cpu"))]
         (generate,) = (call for call in calls if call.call == "actor_generate")
-    of_reference = sum(weight.nbytes for weight in drawn_model(MODEL).parameters())
-    assert not generate.by_category and generate.others_bytes == of_reference
+        return generate
+
+    whole = sum(weight.nbytes for weight in drawn_model(MODEL).parameters())
+    with stub() as server:
+        plain, changes = generates(), generates(delta_updates=True)
+        adapters = generates(lora_rank=4, lora_targets="q_proj")
+    assert not plain.by_category and plain.others_bytes == whole  # of the reference
+    assert not changes.by_category and changes.others_bytes == 2 * whole
+    assert adapters.own_bytes == whole + 2 * 2 * 4 * 32 * 4
 
 
 def test_workers_need_torch_alone() -> None:

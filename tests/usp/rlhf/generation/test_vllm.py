@@ -70,9 +70,14 @@ TURNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"ranks": "2-3"},
     ),
 }
-SERVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {  # by a server, with as many workers as tp
-    "llama, u2 r2, a server of tp 2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
-    "qwen3_moe, ppo, tp2 pp2, a server of tp 1": ("qwen3_moe", "ppo", TP2_PP2, {"ranks": "0-3"}),
+# by server, which runs ask one after another: with as many workers as the tp of their generate calls
+SERVED: dict[str, dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
+    "llama, tp 2": {
+        "whole weights, u2 r2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
+        "turns, changed weights alone, ppo, tp2 pp2": ("llama", "ppo", TP2_PP2, {"ranks": "0-3", "tp": 2}),
+        "adapters, u2 r2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
+    },
+    "qwen3_moe, tp 1": {"whole weights, ppo, tp2 pp2": ("qwen3_moe", "ppo", TP2_PP2, {"ranks": "0-3"})},
 }
 ROLLOUTS = ["--skip-tokenizer-init", "--generation-config", "vllm", "--max-model-len", "512", "--block-size", "32"]
 ROLLOUTS += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", WORKER]
@@ -154,27 +159,41 @@ def test_greedy_responses_are_those_of_our_own_decoding(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", SERVED)
 def test_greedy_responses_of_a_server_are_those_of_our_own_decoding(name: str, tmp_path: Path) -> None:
-    family, algorithm, degrees, generate = SERVED[name]
+    """One server for runs that follow each other; and responses that stop and go on, where it has one worker."""
+    cases = SERVED[name]
+    family, _, _, generate = next(iter(cases.values()))
     tp, model = generate.get("tp", 1), whole_model(family)
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()  # what it is started with does not matter
     model.save_pretrained(tmp_path / "other")
+    whole = sum(weight.nbytes // (tp if weight.ndim > 1 else 1) for weight in model.parameters())
     with vllm_server(tmp_path / "other", tmp_path / "log", *ROLLOUTS, "--tensor-parallel-size", str(tp)) as server:
-        told = compared(name, (family, algorithm, degrees, {**generate, "engine": server.url}), tmp_path)
-    divided = [weight.nbytes // (tp if weight.ndim > 1 else 1) for weight in model.parameters()]
-    for rank, each in enumerate(told):
-        assert each["left"] and set(each["left"]) == {sum(divided) if rank < tp else 0}
+        for number, (case, (*others, rollouts)) in enumerate(cases.items()):
+            (folder := tmp_path / f"{number}").mkdir()
+            told = compared(case, (*others, {**rollouts, "engine": server.url}), folder, served=True)
+            for first, *rest in (each["left"] for each in told[:tp]):
+                if "adapters" in case:  # with the first factors
+                    assert whole < first < 1.1 * whole and {*rest} == {first - whole}
+                else:
+                    assert first == whole
+                    assert {*rest} == {whole} if "whole" in case else 0 < max(rest) <= whole
+            assert not any(sent for each in told[tp:] for sent in each["left"])
+        if tp == 1:
+            goes_on(tmp_path, family, server.url)
 
 
-def compared(name: str, case: tuple[str, str, dict[str, Any], dict[str, Any]], tmp_path: Path) -> list[Any]:
+def compared(
+    name: str, case: tuple[str, str, dict[str, Any], dict[str, Any]], tmp_path: Path, served: bool = False
+) -> list[Any]:
     """Run a case, compare its tokens, log-probabilities and bytes; return what its ranks wrote."""
+    adapters, changes, turns = (word in name for word in ("adapters", "changed weights", "turns"))
     ranks = 6 if case[3]["ranks"].startswith("4") else 4
     options = options_of(case, tmp_path) | {"eval_every": STEPS, "eval_prompts": 8, "eval_temperature": 0.0}
-    options |= {"lora_rank": 4} if name in ADAPTERS else {"delta_updates": name in CHANGES}
-    if name in SERVED:
+    options |= {"lora_rank": 4} if adapters else {"delta_updates": changes}
+    if served:
         del options["rollout_cache"]
-    if name in TURNS:
+    if turns:
         (tmp_path / "lengths.py").write_text(ENVIRONMENT)
         del options["reward_function"]
         options |= EPISODES | {"environment": f"{tmp_path / 'lengths.py'}:Lengths"}
@@ -185,12 +204,12 @@ def compared(name: str, case: tuple[str, str, dict[str, Any], dict[str, Any]], t
     for moment in ("before", "after"):
         assert all(told[0][moment]["same"]) and told[0][moment]["same"], moment
         assert told[0][moment]["difference"] < 1e-4
-        if name in TURNS:  # two of eight prompts have an environment that dies, and no other episode is part of that
+        if turns:  # two of eight prompts have an environment that dies, and no other episode is part of that
             answered = told[0][moment]["answered"]
             assert 4 * answered.count(0) == len(answered) and max(answered) == 5, answered
             assert told[0][moment]["failures"] == answered.count(0)
     assert max(told[0]["drift"]) < 1e-4
-    if name in CHANGES:  # with their numbers
+    if changes:  # with their numbers
         assert all(received <= 1.001 * minimum for each in told for received, minimum in each["moved"])
     else:
         assert all(received == minimum for each in told for received, minimum in each["moved"])
@@ -198,10 +217,14 @@ def compared(name: str, case: tuple[str, str, dict[str, Any], dict[str, Any]], t
     return told
 
 
-def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT.with_name("vllm_partial.py")), str(tmp_path / "store")]
+def goes_on(tmp_path: Path, *engine: str) -> None:
+    command = [sys.executable, str(SCRIPT.with_name("vllm_partial.py")), str(tmp_path / "store"), *engine]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(tmp_path: Path) -> None:
+    goes_on(tmp_path, "llama")
 
 
 # How an engine ends: the degrees of training, its layout, the rank that it dies on, options. A step has a checkpoint by
@@ -282,9 +305,9 @@ def test_an_engine_that_dies_is_named_and_the_run_resumes(
 def test_a_server_that_is_killed_is_named_and_the_run_resumes_with_another(tmp_path: Path) -> None:
     whole_model("llama").save_pretrained(tmp_path / "served")
 
-    def begin(output: str, url: str, *more: str) -> Run:
+    def begin(output: str, url: str, *more: str, **others: Any) -> Run:
         options = options_of(("llama", "grpo", U2, {"ranks": "0-1", "engine": url}), tmp_path)
-        options |= {"steps": 4, "checkpoint_every": 1, "output": output, "dtype": "float32"}
+        options |= {"steps": 4, "checkpoint_every": 1, "output": output, "dtype": "float32"} | others
         del options["rollout_cache"]
         flags = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
         return Run([*flags, *more], tmp_path, ranks=2, script=ROOT / "rlhf.py")
@@ -298,6 +321,12 @@ def test_a_server_that_is_killed_is_named_and_the_run_resumes_with_another(tmp_p
         with begin("calm", server.url) as run:
             calm = run.end()
         assert calm.exit_code == 0, calm.err
+        ahead = {"plan": "separation", "rollout_engine": server.url, "staleness": 2, "stop_ids": STOPS}
+        with begin("ahead", server.url, "--partial-rollouts", **ahead) as run:
+            partial = run.end()
+        assert partial.exit_code == 0 and len(steps("ahead")) == 4, partial.err
+        lags = [json.loads(line)["staleness_max"] for line in (tmp_path / "ahead/metrics.jsonl").open()]
+        assert max(lags) > 0, "no token is of earlier weights"
         with begin("deadly", server.url) as run:
             until = time.monotonic() + 200
             while len(steps("deadly")) < 2 and time.monotonic() < until:

@@ -126,7 +126,7 @@ def test_all_violations_of_a_file_are_reported_at_once() -> None:
         "offload: 'ref' must be a list of roles, or of optimizers such as actor.optimizer",
         "a: ranks: '0-3-5' must be ranks and ranges, such as 0-3,6",
         "b: {'tp': 2} must be a mapping with `ranks`",
-        "c: unknown key 'cp'; tp: '2' must be int; zero: True must be int",
+        "c: tp = '2' must be an integer; unknown key 'cp'; zero = True must be an integer",
     ):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="must be a mapping with `calls`"):

@@ -193,7 +193,7 @@ def test_what_has_no_muon_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     config = config_of(tmp_path)
     for changes, said in (
-        ({"engine": "deepspeed"}, "--optimizer muon is not supported by --engine deepspeed"),
+        ({"engine": "deepspeed"}, "--optimizer = muon is not supported by --engine deepspeed"),
         ({"tp": 2, "ep": 2, "tp_sequence_parallel": True}, "use --tp 1 or --ep 1, or --optimizer adamw"),
         ({"optimizer": "adamw", "muon_momentum": 0.9}, "--muon-momentum = 0.9 is an option of --optimizer muon"),
         ({"optimizer": "Muon"}, "--optimizer = 'Muon' must be one of adamw, muon"),

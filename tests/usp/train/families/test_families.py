@@ -21,9 +21,8 @@ from tests.usp.tiny import whole_loss
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.disk import stored_tensors
-from usp.hf.expert_parallel import aux_loss_coefficient
 from usp.hf.experts import has_balancing_loss
-from usp.hf.models import FAMILIES, load_model_config, model_facts, training_problems
+from usp.hf.models import FAMILIES, aux_loss_coefficient, load_model_config, model_facts, training_problems
 from usp.hf.prune import tied_ends
 from usp.hf.shrink import VOCAB
 from usp.run.failures import ConfigurationError
