@@ -2,6 +2,6 @@
 
 Each file imports only earlier ones:
 
-grpo_systems, grpo_step, staleness, estimates, search_quality, real_rows, real_host, real_system, real_search,
+grpo_systems, grpo_step, staleness, estimates, search_quality, real_rows, real_system, real_search,
 real_figure, long_rollouts, searched_plans, replan, long_tails, delta_updates, shared_prefixes, tool_use.
 """

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.rlhf.real_rows import PROMPT, Cell
-from benchmarks.rlhf.real_system import HOST, OFFLOADED, RealEstimates, pieces, real_layout
+from benchmarks.rlhf.real_system import HOST, OFFLOADED, RealEstimates, real_layout
 from parallel import ParallelDims
 from usp.model.facts import ModelShape
 from usp.planning.rlhf_search import OptionSpace, options
@@ -90,13 +90,9 @@ class ReaLsSeconds:
         return (sum(parts.values()) / pp * (pp + micro_batches - 1) + last) * factor * (1 + 0.01 * pp * (pp > HOST))
 
     def of_reallocation(self, elements: int, has: ParallelDims, wants: ParallelDims, near: bool) -> float:
-        """Return the time in which each shard comes at 200 Gbit/s for every host that receives it, or, `near`, at 1,800
-        within a host, wherever the devices are."""
-        if (has.pp, has.tp, has.batch) == (wants.pp, wants.tp, wants.batch):
-            return 0.0
-        hosts = [ceil(dims.batch * dims.tp / HOST) for dims in (has, wants)]  # of a stage
-        rate = 1800e9 if near else 200e9 / ceil(hosts[1] / hosts[0])
-        return 16 * elements / (wants.pp * wants.tp) / rate + self.real.constants.piece * pieces(has, wants)
+        """Return the time of a reallocation wherever the devices are, none between equal degrees."""
+        same = (has.pp, has.tp, has.batch) == (wants.pp, wants.tp, wants.batch)
+        return 0.0 if same else self.real.constants.moves(elements, has, wants, near)
 
 
 class Options(NamedTuple):

@@ -4,9 +4,14 @@ micro-batches   one where there is one pipeline stage; otherwise as many as stag
 generation      all samples at a time, a micro-batch for each pipeline stage
 training        activations recomputed, Megatron's sequence parallelism, optimizer states sharded over dp
 heuristic       tp 8, a pipeline stage on each host, every call on all devices; ref and reward offloaded
+gradients       reduced after all backward passes, where nothing hides them (its engines for pipelines and Megatron)
+weights         broadcast to a train step before it, and back after it, because a reallocation deletes the copy that it
+                reads (`param_realloc` hooks of a train step, `build_reparallelized_layers_async`)
 decoding        eager, without CUDA graphs: the host issues 16 to 20 operators a layer, and with tp two all-reduces from
-                Python; a token of a micro-batch is sampled with about 60 launches on the last stage, and pp stages
-                decode pp - 1 tokens more (code of openpsi-project/ReaLHF, state deb5cd41)
+                Python; a token of a micro-batch is sampled with about 60 launches and a full sort on the last stage,
+                and pp stages decode pp - 1 tokens more
+
+All this is in the code of openpsi-project/ReaLHF, state deb5cd41.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import ceil
 
 import numpy as np
 
@@ -46,22 +52,26 @@ class Constants:
         layer: operators of a layer's forward.
         collective: what the host does for a collective over 8 ranks, in operators as the toolkit counts them, until the
             slowest of them has launched it, too.
+        delay: mean of the exponential delays with which ranks reach a collective, of which the slowest counts: eager
+            decoding of CodeLlama-34B, with 96 all-reduces a token, takes 29.39 ms on 2 A100 and 32.06 on 4
+            (huggingface/text-generation-inference, issue 1315).
         sampling: launches that sample a token of a micro-batch.
+        sorted: logits that are sorted in a second: 1,024 rows of 32,768 in 7.53 ms (vllm, pull request 32234).
         message: seconds of the host between a decoding stage's output and its next input: two blocking messages.
         call: seconds of a call besides its work: the master polls every 10 ms, retries every 100, and moves the data.
         piece: seconds of each received piece of a reallocation, as in its estimator.
-        branch: of what tp adds to the host's operators, those for each collective (benchmarks/rlhf/real_host.py).
     """
 
     products: float = 1.0
     operator: float = 25e-6
     layer: int = 18
     collective: float = CallOptions().collective_launches
+    delay: float = 48e-6
     sampling: int = 60
+    sorted: float = 4.4e9
     message: float = 2e-3
     call: float = 0.5
     piece: float = 0.03
-    branch: float = 5.3
 
     def hardware(self) -> Hardware:
         """Return the node with these constants."""
@@ -74,10 +84,19 @@ class Constants:
         )
 
     def launches(self, ranks: int) -> float:
-        """Return the operators of a collective over fewer ranks: those of launching it, and of waiting for the slowest,
-        which takes as long as the largest of so many exponential delays exceeds their mean."""
-        own = self.branch * COUNTED / self.layer
-        return own + (self.collective - own) * _late(ranks) / _late(HOST)
+        """Return the operators of a collective over fewer ranks, which waits less for the slowest: as long as the
+        largest of so many exponential delays exceeds their mean."""
+        fewer = self.delay * (_late(HOST) - _late(ranks))
+        return max(0.0, self.collective - fewer * COUNTED / (self.operator * self.layer))
+
+    def moves(self, elements: int, has: ParallelDims, wants: ParallelDims, near: bool) -> float:
+        """Return the time of a reallocation as ReaL counts it, who hold it against timed ones (profiler,
+        param_sync_cost.py): a rank receives its whole shard, the first rank of a host that has a shard broadcasts all
+        of it, at 200 Gbit/s for every host that receives, or, `near`, at 1,800 within a host."""
+        hosts = [ceil(dims.batch * dims.tp / HOST) for dims in (has, wants)]  # of a stage
+        rate = 1800e9 if near else 200e9 / ceil(hosts[1] / hosts[0])
+        shards = sum(elements / (dims.pp * dims.tp) for dims in (has, wants))
+        return 16 * shards / rate + self.piece * pieces(has, wants)
 
     def __str__(self) -> str:
         collective = self.collective * self.operator * self.layer / COUNTED
@@ -113,7 +132,7 @@ class RealEstimates(Estimates):
 
     def cost_of(self, call: str, layout: CallLayout, workload: Workload) -> CallCost:
         launches = self.constants.launches(layout.dims.tp)
-        how = CallOptions(slots=len(workload.samples), pipelined=True, collective_launches=launches)
+        how = CallOptions(slots=len(workload.samples), pipelined=True, collective_launches=launches, prefetches=False)
         return call_cost(self.graph[call], layout, self.models[self.graph[call].role], workload, self.hardware, how)
 
     def _call_seconds(self, call: str, layout: CallLayout) -> float:
@@ -122,17 +141,26 @@ class RealEstimates(Estimates):
             tokens = work.max_new_tokens + stages - 1
             seconds *= tokens / work.max_new_tokens
             each = self.constants.sampling * self.constants.operator + self.constants.message * (stages > 1)
-            seconds += tokens * stages * each
+            logits = len(self.workload.samples) / layout.dims.batch * self.models["actor"].facts.vocab_size
+            seconds += tokens * (stages * each + logits / self.constants.sorted)
         return seconds + self.constants.call if seconds else 0.0
 
     def _fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
-        seconds = super()._fill_seconds(source, copy)
-        return seconds + self.constants.piece * pieces(source.layout.dims, copy.layout.dims) if seconds else 0.0
+        if source.layout.of_weights == copy.layout.of_weights:
+            return 0.0
+        layouts = source.layout, copy.layout
+        near = len({rank // HOST for layout in layouts for rank in layout.ranks}) == 1
+        ways = (layouts, layouts[::-1])
+        return sum(
+            self.constants.moves(self.models[copy.role].numel, has.dims, wants.dims, near) for has, wants in ways
+        )
 
 
 def pieces(has: ParallelDims, wants: ParallelDims) -> int:
-    """Return how many pieces of weights a rank receives in a reallocation."""
-    return max(1, has.tp // wants.tp) * max(1, has.pp // wants.pp)
+    """Return how many pieces of weights a rank receives in a reallocation: one from each shard of each stage that has
+    some of its layers."""
+    stages = max(ceil((stage + 1) * has.pp / wants.pp) - stage * has.pp // wants.pp for stage in range(wants.pp))
+    return max(1, has.tp // wants.tp) * stages
 
 
 class RealSimulator(Simulator):

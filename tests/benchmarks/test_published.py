@@ -45,6 +45,7 @@ def test_every_error_is_printed_and_other_rows_leave_the_mean_alone() -> None:
     assert made.notes == (
         f"All bfloat16 rows: {words}",
         f"All from 2024 on: {words}",
+        "From 2024 on beyond 15%, each explained below: us, b (-20%); us, c (-100%).",
         f"us: {words}",
         "us: there.",
         "A note.",

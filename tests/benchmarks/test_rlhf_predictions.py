@@ -13,9 +13,10 @@ from benchmarks.rlhf.long_rollouts import Case, Searched, layouts
 from benchmarks.rlhf.real_figure import Result, gain, spearman
 from benchmarks.rlhf.real_rows import Cell, cells, models, ppo
 from benchmarks.rlhf.real_search import ReaLsSeconds, bytes_by_rule, real_space, reals_plan
-from benchmarks.rlhf.real_system import Constants, heuristic, heuristic_seconds, real_layout, simulator
+from benchmarks.rlhf.real_system import Constants, heuristic, heuristic_seconds, pieces, real_layout, simulator
 from parallel import ParallelDims, load_hardware
 from usp.planning.rlhf_search import options
+from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
 
 CELL = Cell(7, 7, 16, 128, 24.0, 14.6)
@@ -50,8 +51,33 @@ def test_reals_micro_batches_its_baseline_and_collectives() -> None:
     slower = replace(constants, collective=100.0)
     assert heuristic_seconds(CELL, slower) > 1.5 * heuristic_seconds(CELL, constants)
     assert slower.launches(8) == pytest.approx(100.0)
-    own = slower.launches(1)  # of n exponential delays the largest is 1 / 2 + ... + 1 / n means above the mean
-    assert (slower.launches(2) - own) / (100.0 - own) == pytest.approx(0.5 / sum(1 / n for n in range(2, 9)))
+    # of n exponential delays the largest is 1 / 2 + ... + 1 / n means above the mean
+    late = {ranks: sum(1 / n for n in range(2, ranks + 1)) for ranks in (2, 4, 8)}
+    growth = [100.0 - slower.launches(ranks) for ranks in (2, 4)]
+    assert growth[0] / growth[1] == pytest.approx((late[8] - late[2]) / (late[8] - late[4]))
+
+
+def test_reals_reallocations_go_there_and_back() -> None:
+    def dims(pp: int, tp: int, dp: int) -> ParallelDims:
+        return ParallelDims(pp=pp, tp=tp, dp_shard=dp)
+
+    # A sixth of the layers is in two sevenths, a third in up to four tenths; a shard of tp 2 comes from two of tp 4.
+    assert pieces(dims(7, 4, 1), dims(6, 2, 1)) == 2 * 2 and pieces(dims(1, 1, 8), dims(4, 8, 1)) == 1
+    assert pieces(dims(10, 1, 1), dims(3, 1, 1)) == 4
+    constants, numel = Constants(), models(7, 7)["actor"].numel
+    there = constants.moves(numel, dims(1, 8, 1), dims(2, 1, 8), near=False)
+    assert there == pytest.approx(16 * numel * (1 / 8 + 1 / 2) / 200e9 + 8 * 0.03)
+    assert constants.moves(numel, dims(1, 8, 1), dims(2, 1, 8), near=True) == pytest.approx(
+        16 * numel * (1 / 8 + 1 / 2) / 1800e9 + 8 * 0.03
+    )
+    trained, copy = (
+        WeightCopy("actor", CallLayout(tuple(range(16)), degrees)) for degrees in (dims(2, 8, 1), dims(2, 1, 8))
+    )
+    estimates = simulator(CELL, constants).estimates
+    back = constants.moves(numel, dims(2, 1, 8), dims(2, 8, 1), near=False)
+    there = constants.moves(numel, dims(2, 8, 1), dims(2, 1, 8), near=False)
+    assert estimates.fill_seconds(trained, copy) == pytest.approx(there + back)
+    assert estimates.fill_seconds(trained, trained) == 0
 
 
 def test_reals_rule_of_memory() -> None:

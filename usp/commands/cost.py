@@ -16,7 +16,7 @@ from parallel import load_hardware
 from usp.config import AC_MODES, FP8, TrainConfig
 from usp.fields import TOKENS, AtLeast1, at_least, one_of, value_violations
 
-from .flags import DataFlags, Node, data_of, output_problem
+from .flags import DataFlags, JobFlags, Node, data_of, output_problem, terms_of
 
 CONVENTIONS = (
     "On the wire: payload bytes as this implementation sends them, which tests hold against real process groups. "
@@ -25,7 +25,7 @@ CONVENTIONS = (
 
 
 @dataclass(frozen=True)
-class CostConfig(DataFlags):
+class CostConfig(JobFlags, DataFlags):
     """Compare the time, communication and memory of parallelization methods.
 
     For example: python -m usp cost --model llama3-8b --seq-len 128K --world-size 16 --methods usp+zero1,tp-sp8+ring2
@@ -71,6 +71,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         compare,
         comparison_json,
         comparison_tables,
+        job_tables,
         judge,
         page,
         plot,
@@ -80,6 +81,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.planning.methods import DEFAULT, Method
     from usp.run.metrics import short
 
+    terms = terms_of(asked)
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
     model_config = load_model_config(asked.model, weights=False)
     if violation := formula_violation(asked.model, model_config):
@@ -96,9 +98,10 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     compared, problems = compare(methods, setting)
     judged = judge(compared, setting)
     shown = [verdict_table(judged, setting.hardware.name)] if judged else []
-    shown += comparison_tables(compared, problems)
+    jobs = job_tables(judged, terms)
+    shown += [*jobs, *comparison_tables(compared, problems)]
     if asked.json:
-        print(json.dumps(comparison_json(methods, judged, problems), indent=1))
+        print(json.dumps(comparison_json(methods, judged, problems, terms), indent=1))
     elif asked.markdown:
         print("\n".join(table.markdown() for table in shown), end="")
     else:
@@ -116,4 +119,4 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         figure.savefig(asked.plot)
     if asked.html is not None:
         facts = (f"Activation checkpointing: {asked.ac}. Bytes are per rank and optimizer step.", CONVENTIONS)
-        asked.html.write_text(page(title, facts, judged, problems, comparison_tables(compared), panels))
+        asked.html.write_text(page(title, facts, judged, problems, [*jobs, *comparison_tables(compared)], panels))

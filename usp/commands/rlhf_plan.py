@@ -78,13 +78,11 @@ class RlhfPlanConfig:
     """Number of devices."""
     hardware: Node = "h100"
     profile: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
-    """Seconds measured by python -m usp rlhf-profile, for the calls in layouts that it has; those of others follow from
-    the rates of --hardware, and the plan says which."""
+    """Seconds measured by python -m usp rlhf-profile; what it has not follows from --hardware, and the plan says so."""
     max_sp: AtLeast1 = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
-    """Seconds of the whole command. Layouts that are not predicted by then are left out; with too few seconds, only the
-    named plans are compared."""
+    """Seconds of the whole command. What is not predicted by then is left out, first all but the named plans."""
     seed: int = 0
     """Seed of the search."""
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""

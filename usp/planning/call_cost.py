@@ -80,6 +80,7 @@ class CallOptions:
     kernel: str = "auto"  # --attention-kernel
     pipelined: bool = False  # stages decode a micro-batch each at once, as in ReaL; in rlhf.py one after another
     collective_launches: float = 2.0  # of the host for a collective, in operators: DTensor's launches it and a wait
+    prefetches: bool = True  # compute hides the traffic of parameters and gradients in training
     share_prefixes: bool = False  # --share-prefixes
     ahead: Ahead | None = None  # of a run whose prompts are begun before their step
     cache_tokens: int = 0  # --cache-tokens
@@ -249,7 +250,7 @@ class _Calls:
         share = self.options.share_prefixes
         for rows, number in mini_batch_rows(work, self.layout, self.workload, share=share).items():
             job = self._of_rows(work.objective.head, rows, trained=True)
-            step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
+            step = step_seconds(job, self.hardware, self.options.prefetches, self.options.collective_launches)
             parts = {"passes": step.total - step.bubble - step.optimizer, "bubble": step.bubble}
             for part, value in {**parts, "update": step.optimizer}.items():
                 seconds[part] += number * work.epochs * value

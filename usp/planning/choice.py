@@ -309,7 +309,7 @@ def _configurations(choice: Choice, candidates: Sequence[Candidate], title: str)
     for number, each in enumerate(candidates, start=1):
         place = str(number) if candidates == choice.shown else ""
         rows.append((place, *_figures(choice, each), f"{degrees(each.config)}; {memory_options(each.config)}"))
-    return Grid(title, ("", "step", "tokens/s", "MFU", "GiB", "host", "plan"), tuple(rows))
+    return Grid(title, ("", "step", "tokens/s per device", "MFU", "GiB", "GiB of a host", "plan"), tuple(rows))
 
 
 def _figures(choice: Choice, candidate: Candidate) -> tuple[str, ...]:
@@ -330,7 +330,7 @@ def compare_choices(choices: Mapping[str, Choice | str], terms: Terms) -> tuple[
         plan = f"{degrees(choice.best.config)}; {memory_options(choice.best.config)}"
         rows.append((name, *_figures(choice, choice.best)[:4], plan))
         jobs.append((name, choice.job_cost(choice.best, terms)))
-    grids = [Grid("The plan of each", ("devices", "step", "tokens/s", "MFU", "GiB", "plan"), tuple(rows))]
+    grids = [Grid("The plan of each", ("devices", "step", "tokens/s per device", "MFU", "GiB", "plan"), tuple(rows))]
     if jobs:
         grids.append(job_grid(terms, jobs))
         lines = [*verdicts(terms, jobs), *lines]

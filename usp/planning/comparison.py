@@ -29,6 +29,7 @@ from usp.run.tables import AND, GIB, Grid
 from usp.train.resolve import job_of
 
 from .choice import degrees, memory_options
+from .job_cost import Terms, job_grid
 from .methods import Method, PaperCost, paper_cost
 from .question import Devices
 from .search import MLP_TILE
@@ -224,17 +225,23 @@ def verdict_table(judged: Iterable[Compared], hardware: str) -> Grid:
     return Grid(f"A step on {hardware}, the fastest that fits first", columns, tuple(rows))
 
 
+def job_tables(judged: Iterable[Compared], terms: Terms) -> list[Grid]:
+    """Return the table of a job with each method that fits, if `terms` ask for any."""
+    jobs = [(each.method, each.step.job_cost(terms)) for each in judged if each.step.fits]
+    return [job_grid(terms, jobs)] if terms.asked and jobs else []
+
+
 def comparison_json(
-    methods: Iterable[Method], judged: Iterable[Compared], problems: Mapping[str, str]
+    methods: Iterable[Method], judged: Iterable[Compared], problems: Mapping[str, str], terms: Terms
 ) -> list[dict[str, Any]]:
     """Return everything as JSON values: seconds, bytes and fractions; in the order of `methods`."""
-    lines = {each.method: _json(each) for each in judged}
+    lines = {each.method: _json(each, terms) for each in judged}
     lines |= {name: {"method": name, "problem": problem} for name, problem in problems.items()}
     return [lines[method.name] for method in methods]
 
 
-def _json(compared: Compared) -> dict[str, Any]:
-    memory, step = compared.step.memory, report_json(compared.step)
+def _json(compared: Compared, terms: Terms) -> dict[str, Any]:
+    memory, step = compared.step.memory, report_json(compared.step, terms)
     traffic = {"block_parameters": compared.block_parameters, "block_activations": compared.block_activations}
     return {
         **{name: getattr(compared, name) for name in ("method", "rank", "sender", "degrees", "reason")},
@@ -243,6 +250,7 @@ def _json(compared: Compared) -> dict[str, Any]:
         "sent": compared.sent_bytes,
         "memory": asdict(memory) | {"moment": memory.peak._asdict(), "peak": memory.peak.total},
         **{name: step[name] for name in ("seconds", "parts", "kernels", "mfu", "memory_limit_bytes", "fits")},
+        **({"job": step["job"]} if "job" in step else {}),
     }
 
 

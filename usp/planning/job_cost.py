@@ -84,8 +84,9 @@ def job_grid(terms: Terms, jobs: Sequence[tuple[str, JobCost]], title: str = "")
         f"{title}{'The whole job' if terms.tokens else 'Each job'}: {tokens}, {1000 * terms.failures:.3g} failures in "
         f"1,000 device-hours, a checkpoint every {terms.checkpoint_minutes:g} and restarts of "
         f"{terms.restart_minutes:g} minutes"
+        f"{'; cost in the unit of --price' if terms.prices else ''}"
     )
-    return Grid(heading, ("", "wall-clock", "device-hours", "lost", "cost", "deadline"), tuple(rows))
+    return Grid(heading, ("", "wall-clock", "device-hours", "lost to failures", "cost", "deadline"), tuple(rows))
 
 
 def _cells(job: JobCost, terms: Terms) -> tuple[str, ...]:

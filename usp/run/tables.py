@@ -28,13 +28,15 @@ class Grid:
 
     def table(self) -> Table:
         """Return the table for rich, numbers aligned to the right."""
-        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(
+            title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        )
         for column, *cells in zip(self.columns, *self.rows, strict=True):
             numbers = all(cell.replace(".", "").replace(",", "").isdigit() for cell in cells if cell)
-            longest = max((len(word) for cell in cells for word in cell.split()), default=0)
+            longest = max((len(word) for cell in (column, *cells) for word in cell.split()), default=0)
             width = min(longest, _WORD)
             justify: Literal["left", "right"] = "right" if numbers else "left"
-            table.add_column(column, overflow="fold", no_wrap=numbers, justify=justify, min_width=width)
+            table.add_column(column, overflow="fold", justify=justify, min_width=width)
         for row in self.rows:
             table.add_row(*(cell.replace(AND, "\n") for cell in row))
         return table

@@ -170,6 +170,16 @@ def test_passes_take_the_host_as_long_as_it_launches() -> None:
         assert sums >= 2 * 32 and sums == pytest.approx(round(sums))
 
 
+def test_gradients_are_exposed_where_nothing_is_prefetched() -> None:
+    layout = CallLayout(tuple(range(8)), ParallelDims(dp_shard=8), zero=1)
+    call, two = ModelCall("train", "actor", WORKS["train"], ()), 2  # mini-batches
+    hidden, exposed = (
+        call_cost(call, layout, LLAMA, LOAD, A100, CallOptions(prefetches=by)).seconds["passes"] for by in (True, False)
+    )
+    sent = two * 2 * 7 / 8 * 2 * LLAMA.numel / 300e9  # a reduction and a gather, in bfloat16
+    assert exposed - hidden == pytest.approx(sent, rel=0.5)
+
+
 def test_pipelined_generation_keeps_all_stages_busy() -> None:
     """A step reads all weights, but at each of four stages a fourth of the cache."""
     layout = CallLayout(tuple(range(4)), ParallelDims(pp=4, dp_shard=1))
