@@ -25,6 +25,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    core_model_loading,
 )
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
@@ -301,7 +302,9 @@ def test_experts_travel_between_layouts(ranks: RankPool, tmp_path: Path, request
 def test_files_of_other_than_parts_are_refused(
     monkeypatch: pytest.MonkeyPatch, joined: Callable[..., Any], said: str
 ) -> None:
-    monkeypatch.setattr(disk, "revert_weight_conversion", lambda _, parts: {"all": joined([*parts.values()])})
+    monkeypatch.setattr(
+        core_model_loading, "revert_weight_conversion", lambda _, parts: {"all": joined([*parts.values()])}
+    )
     with pytest.raises(ValueError, match=f"files hold .*{said}"):
         disk.disk_layout(empty_model(config_of("llama")), {"first": (2, 3), "second": (2, 3)})
 
