@@ -447,6 +447,8 @@ _EMPTY = torch.library.Library("aten", "IMPL", "PrivateUse1")
 def register() -> None:
     """Make `DEVICE` a device of this process, for good."""
     if not hasattr(torch, DEVICE):
+        # After a fork, the first call makes torch's pool of threads anew, which autograd's threads must not do at once.
+        torch.set_num_threads(torch.get_num_threads())
         backend_registration._setup_privateuseone_for_python_backend(DEVICE, BACKEND)
         dist.Backend.default_device_backend_map[DEVICE] = dist.Backend.FAKE
         dist.Backend.backend_capability[dist.Backend.FAKE].append(DEVICE)
