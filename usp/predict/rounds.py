@@ -84,8 +84,12 @@ class Rounds:
 
     def estimates(self, turns: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
         """Return the estimates from what `turns` returned, each turn on its slowest rank. Collective over all ranks."""
+        return {name: Estimate.of(of_all) for name, of_all in self.on_slowest_rank(turns).items()}
+
+    def on_slowest_rank(self, turns: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """Return what `turns` returned, each turn on its slowest rank. Collective over all ranks."""
         every = iter(slowest([*chain(*turns.values())], self.device))
-        return {name: Estimate.of(list(islice(every, len(each)))) for name, each in turns.items()}
+        return {name: list(islice(every, len(each))) for name, each in turns.items()}
 
 
 def slowest(values: Sequence[float], device: torch.device) -> list[float]:
