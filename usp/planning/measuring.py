@@ -96,8 +96,8 @@ class _Run:
             self.model.fill()
 
     def seconds(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """Return the seconds of calls, timed in turns: their medians, because the ranks of a step wait for each other as
-        these do. Collective over the world."""
+        """Return the seconds of calls, timed in turns: medians, because a step's ranks wait for each other as these do.
+        Collective over the world."""
         turns = self.rounds.turns([Timed(str(key), call if self.model else None, 1) for key, call in calls.items()])
         took = self.rounds.on_slowest_rank(turns).values()
         return {key: median(of_all) for key, of_all in zip(calls, took, strict=True)}
