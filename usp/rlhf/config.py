@@ -29,15 +29,16 @@ from usp.fields import (
     flag,
     names_of,
     one_of,
+    parameter_violations,
     parse_options,
     shown,
     value_violations,
 )
-from usp.rlhf.plan.plan import ENGINES, OWN, TOKENS_PER_RANK
+from usp.rlhf.plan.plan import ENGINE, OWN, TOKENS_PER_RANK
 from usp.rlhf.served import HTTP
 from usp.train.validate import common_violations
 
-from .algorithms.algorithm import Algorithm
+from .algorithms.algorithm import Above0, Algorithm
 from .algorithms.registry import ALGORITHMS
 from .environments.tools import NAME as TOOLS
 
@@ -55,12 +56,7 @@ EvalTemperature = Annotated[
     float, Rule(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the default")
 ]
 
-Engine = shown(
-    "{own,vllm}|URL",
-    str,
-    str,
-    rule=Rule(lambda value: value in ENGINES or value.startswith(HTTP), f"{', '.join(ENGINES)} or the URL of a server"),
-)
+Engine = shown("{own,vllm}|URL", str, str, rule=ENGINE)
 Oversample = Annotated[float, Rule(lambda value: value == 0 or 1 <= value < math.inf, "at least 1, or 0")]
 
 
@@ -314,9 +310,9 @@ class ReplanOptions:
         budget: seconds of a search, in which no rank trains.
     """
 
-    every: int = 10
-    gain: float = 0.05
-    budget: float = 5.0
+    every: AtLeast1 = 10
+    gain: Annotated[float, Rule(lambda value: 0 <= value < 1, "from 0 to 100%")] = 0.05
+    budget: Above0 = 5.0
 
     @staticmethod
     def parse(text: str) -> ReplanOptions:
@@ -326,12 +322,7 @@ class ReplanOptions:
         """
         as_fraction = re.sub(r"([\d.]+)%", lambda match: repr(float(match[1]) / 100), text)
         options = ReplanOptions(**parse_options(as_fraction, ReplanOptions, "--replan"))
-        rules = {
-            f"every={options.every} must be at least 1": options.every >= 1,
-            f"gain={options.gain} must be from 0 to 100%": 0 <= options.gain < 1,
-            f"budget={options.budget} must be above 0": 0 < options.budget < math.inf,
-        }
-        if problems := [message for message, holds in rules.items() if not holds]:
+        if problems := list(parameter_violations(options)):
             raise ValueError(f"--replan = {text}: {'; '.join(problems)}")
         return options
 

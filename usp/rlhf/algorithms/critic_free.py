@@ -8,15 +8,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import get_args
 
 import torch
 from torch import Tensor
 
+from usp.fields import AtLeast1, NotNegative
 from usp.rlhf.graph import Generate, ModelCall, Reduce
 from usp.rlhf.samples import Samples
 
-from .algorithm import Algorithm, at_least, fraction, one_of
+from .algorithm import Algorithm, Share
 from .objectives import Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator
 from .policy import SPARE, Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums, moments, per_sample, whitened
@@ -50,9 +50,9 @@ class GRPO(PolicyOptions):
     kl_estimator: Estimator = "k3"
     scale_by_std: bool = True
     drop_equal_groups: bool = False
-    oversample: int = 1
+    oversample: AtLeast1 = 1
     overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
+    overlong_penalty: NotNegative = 1.0
 
     @property
     def kl_in_reward(self) -> bool:
@@ -70,11 +70,8 @@ class GRPO(PolicyOptions):
 
     def violations(self) -> Iterator[str]:
         yield from super().violations()
-        yield from at_least(self, 0, "overlong_penalty")
-        yield from at_least(self, 1, "oversample")
         if self.oversample > 1 and not self.drop_equal_groups:
             yield f"oversample={self.oversample} needs drop_equal_groups=True: all groups would be trained on"
-        yield from one_of(self, "kl_estimator", get_args(Estimator))
         longest = self.generate.max_new_tokens
         if not 0 <= self.overlong_buffer <= longest:
             yield f"overlong_buffer={self.overlong_buffer} must be from 0 to generate.max_new_tokens={longest}"
@@ -207,11 +204,7 @@ class ReinforcePlusPlus(PolicyOptions):
     """Options of REINFORCE++ (Hu, arXiv 2501.03262): PPO's clipping and KL penalty, without a critic."""
 
     kl: float = 0.01
-    gamma: float = 1.0
-
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        yield from fraction(self, "gamma")
+    gamma: Share = 1.0
 
 
 @dataclass(frozen=True)
