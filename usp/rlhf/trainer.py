@@ -39,7 +39,7 @@ from usp.rlhf.generation.graphs import decoding_notes
 from usp.rlhf.generation.vllm import ServedEngine, VllmEngine
 from usp.rlhf.plan.plan import OWN, PLAN_FILE, CallLayout, optimizer_of, to_mapping
 from usp.rlhf.roles.engine_model import EngineModel
-from usp.rlhf.roles.role_model import Role, RoleModel
+from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
 from usp.rlhf.runtime.rollouts import RolloutOptions
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
@@ -215,10 +215,10 @@ class RlhfTrainer(TrainingLoop):
     @property
     def trained(self) -> dict[str, RoleModel]:
         """The models that this rank trains, by role."""
-        return {role: model for role, model in self.executor.trained.items() if isinstance(model, RoleModel)}
+        return self.executor.trained
 
     @property
-    def _updated(self) -> list[Role]:
+    def _updated(self) -> list[RoleModel]:
         """This rank's models whose weights change without being trained."""
         return self.executor.of_role("ref") if self.config.ref_update_every else []
 

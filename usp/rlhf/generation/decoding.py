@@ -163,6 +163,7 @@ class GeneratedResponse:
             wrote all. score: of an episode. rewards: of its turns.
         complete: False if generation stopped before its end.
         routed: int16, the experts that the tokens of prompt and response chose, (tokens, `Generate.routed`).
+        versions: int64, of the weights that wrote each token; of partial rollouts.
     """
 
     tokens: Tensor
@@ -173,6 +174,7 @@ class GeneratedResponse:
     rewards: Sequence[float] = ()
     complete: bool = True
     routed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int16))
+    versions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 @dataclass(eq=False)

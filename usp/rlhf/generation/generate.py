@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ from .decoding import (
 )
 from .graphs import StepGraphs, eager_reason
 from .turns import Turns
-from .vllm import Enough, RolloutEngine
+from .vllm import Enough, VllmEngine
 
 
 def generation_problems(config: ModelConfig) -> str:
@@ -467,6 +467,9 @@ def _pass(operation: Callable[..., Any], x: Tensor, pp: dist.ProcessGroup | None
         work.wait()
 
 
+RolloutEngine: TypeAlias = Generator | VllmEngine
+
+
 def generate_samples(prompts: Samples, work: Generate, seed: int, generator: RolloutEngine) -> Samples:
     """Generate `work.group_size` samples for each prompt p, with the ids p * group_size + k.
 
@@ -485,7 +488,7 @@ def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Rol
 
 
 def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
-    """Return a sample's values by the keys of `GENERATED`, but for its versions."""
+    """Return a sample's values by the keys of `GENERATED`."""
     tokens = torch.cat((prompt.cpu(), response.tokens.cpu()))
     # Entry t is about token t + 1, so the first of the response belongs to the last token of the prompt.
     predicted = slice(len(prompt) - 1, len(tokens) - 1)
@@ -494,6 +497,8 @@ def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tens
     turns, rewards = torch.zeros(len(tokens), dtype=torch.int64), torch.zeros(len(tokens))
     turns[predicted] = 1 if response.turns is None else response.turns
     mask[predicted] = (turns[predicted] > 0).float()
+    versions = torch.zeros_like(turns)
+    versions[predicted] = response.versions if len(response.versions) else 0
     for number, reward in enumerate(response.rewards, start=1):
         rewards[torch.nonzero(turns == number).max()] = reward
     return {
@@ -505,6 +510,7 @@ def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tens
         "finished": torch.tensor(response.finished),
         "prompt_length": torch.tensor(len(prompt)),
         "score": torch.tensor(response.score),
+        "versions": versions,
         ROUTED: response.routed.flatten(),
     }
 

@@ -24,7 +24,7 @@ from itertools import count
 from mmap import MADV_DONTNEED, PAGESIZE
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -46,22 +46,6 @@ LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
 Enough: TypeAlias = Callable[[int], bool]  # see `Generator.generate`
 Naming: TypeAlias = Callable[[str], AbstractContextManager[Any]]  # see `Watchdog.naming`
-
-
-class RolloutEngine(Protocol):
-    """What a generate call decodes with."""
-
-    def generate(
-        self,
-        prompts: Sequence[Tensor],
-        work: Generate,
-        seeds: Sequence[int],
-        samples: Sequence[tuple[int, int]] = (),
-        *,
-        begun: Sequence[Sequence[int]] = (),
-        enough: Enough | None = None,
-    ) -> list[GeneratedResponse]:
-        """Return one response per prompt, the same on every rank of a data-parallel group. See `Generator.generate`."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import fmean as mean
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,8 @@ from usp.hf.weights import fill_buffers
 from usp.losses.output_heads import Head, LastHidden
 from usp.rlhf.algorithms.objectives import NextToken
 from usp.rlhf.generation.decoding import Decode
-from usp.rlhf.generation.generate import Generator, generate_samples
+from usp.rlhf.generation.generate import Generator, RolloutEngine, generate_samples
 from usp.rlhf.generation.partial import Group, go_on
-from usp.rlhf.generation.vllm import RolloutEngine
 from usp.rlhf.graph import Generate, Inference, ModelCall, Objective, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
@@ -93,52 +92,10 @@ class RoleSpec:
         return EngineRecipe(**shared_values(self, EngineRecipe) | shared_values(layout, EngineRecipe) | different)
 
 
-class Role(Protocol):
-    """One copy of a role's weights in the layout of a call, without memory at first.
-
-    Every rank of the mesh makes the same calls. Only the ranks in `CallLayout.leaders` return samples.
-    """
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return parameters and persistent buffers by global names, without those that training leaves as they are."""
-
-    def fill(self) -> None:
-        """Allocate and initialize the weights."""
-
-    def allocate(self) -> None:
-        """Allocate the weights without initializing them. Frozen ones are initialized the first time, and stay."""
-
-    def release(self) -> None:
-        """Free the memory of the weights."""
-
-    def offload(self) -> None:
-        """Move the weights to the host."""
-
-    def load(self) -> None:
-        """Move the weights back to the device."""
-
-    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        """Respond to prompts, by prompt id: samples p * group_size + k, with the keys of `GENERATED`."""
-
-    def go_on(
-        self, groups: Mapping[int, Group], work: Generate, version: int, enough: Callable[[Sequence[int]], bool]
-    ) -> tuple[dict[int, Group], list[int]]:
-        """Go on with this data-parallel rank's responses: `partial.go_on`, on every rank."""
-
-    def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
-        """Return the samples with only the key `output`; see `RoleModel.inference`."""
-
-    def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> Mapping[str, float]:
-        """Train on this data-parallel rank's part of each mini-batch; return the same metrics on every rank."""
-
-
-# The call, with its layout, is the role's train step for the copy that the optimizer updates, else the first call that
-# uses the copy.
-BuildRole: TypeAlias = Callable[[ModelCall, CallLayout, ParallelMesh], Role]
-
-
 class RoleModel:
-    """A `Role` on a transformers model. Every rank of the mesh calls every method, in the same order.
+    """One copy of a role's weights, a transformers model in the layout of a call; without memory at first.
+
+    Every rank of the mesh calls every method, in the same order. Only ranks in `CallLayout.leaders` return samples.
 
     Args:
         trained: this copy is the one that the optimizer updates. It is sharded with FSDP2, as is any copy with zero
@@ -194,7 +151,7 @@ class RoleModel:
         return {name: weight for name, weight in self._stored() if adapted and not is_adapter(name)}
 
     def allocate(self) -> None:
-        """Allocate the weights, if they have no memory. Buffers keep theirs."""
+        """Allocate the weights, if they have no memory, without values; buffers and frozen ones keep theirs."""
         if self._allocated:
             self._memory.allocate()
             return
@@ -209,6 +166,7 @@ class RoleModel:
             self.engine = fsdp2_engine([self.stage], self._recipe, self.mesh)
 
     def fill(self) -> None:
+        """Allocate and initialize the weights."""
         self.allocate()
         if self.spec.lora is None:
             self._load()
@@ -229,12 +187,15 @@ class RoleModel:
         )
 
     def release(self) -> None:
+        """Free the memory of the weights."""
         self._memory.release()
 
     def offload(self) -> None:
+        """Move the weights to the host."""
         self._memory.offload()
 
     def load(self) -> None:
+        """Move the weights back to the device."""
         self._memory.load()
 
     def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
@@ -349,6 +310,7 @@ class RoleModel:
     def go_on(
         self, groups: Mapping[int, Group], work: Generate, version: int, enough: Callable[[Sequence[int]], bool]
     ) -> tuple[dict[int, Group], list[int]]:
+        """Go on with this data-parallel rank's responses: `partial.go_on`, on every rank."""
         return go_on(groups, work, version, enough, self._generates())
 
     def _generates(self) -> RolloutEngine:
@@ -469,6 +431,11 @@ class RoleModel:
         if (head == "values") != self._scalar:
             actual = "a scalar head" if self._scalar else "a causal LM head"
             raise ValueError(f"{self.spec.role} cannot compute {head}, it has {actual}")
+
+
+# The call, with its layout, is the role's train step for the copy that the optimizer updates, else the first call that
+# uses the copy.
+BuildRole: TypeAlias = Callable[[ModelCall, CallLayout, ParallelMesh], RoleModel]
 
 
 def _is_largest(name: str) -> bool:

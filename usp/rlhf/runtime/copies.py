@@ -25,7 +25,7 @@ from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
 from usp.rlhf.plan.plan import OWN, ExecutionPlan
 from usp.rlhf.roles.engine_model import EngineModel
-from usp.rlhf.roles.role_model import BuildRole, Role, RoleModel
+from usp.rlhf.roles.role_model import BuildRole, RoleModel
 
 from .timeline import Event
 
@@ -40,9 +40,9 @@ class RoleCopies:
 
     Args:
         ranks_per_host: for reallocation, which prefers sources on the same host.
-        before: the copies of another plan, between two steps; their models must be of the class `RoleModel`. What both
-            plans have stays, and from the others weights and optimizer states move here, exactly, so that `before`
-            cannot be used afterwards. Of one role at a time, a rank holds what it had and what it gets.
+        before: the copies of another plan, between two steps. What both plans have stays, and from the others weights
+            and optimizer states move here, exactly, so that `before` cannot be used afterwards. Of one role at a time,
+            a rank holds what it had and what it gets.
         event: is filled in with what this rank sends and receives then; given with `before`.
         delta_updates: copies keep their memory from step to step, and receive what has changed; for an engine the
             values stay here that it was given last.
@@ -68,7 +68,7 @@ class RoleCopies:
         # By which reallocation each copy was last filled, or each round of an engine's; what delta updates gave it.
         self._filled: dict[tuple[WeightCopy, int], Reallocation] = {}
         self._given: dict[tuple[WeightCopy, int], Mapping[str, Tensor]] = {}
-        self._models: dict[WeightCopy, Role] = {}
+        self._models: dict[WeightCopy, RoleModel] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         self._uses = weight_copies(graph, plan)
         staying = kept_copies(graph, before._plan, plan) if before else frozenset()
@@ -95,7 +95,7 @@ class RoleCopies:
         self.aliases: frozenset[WeightCopy] = shared.union(c for c in unsure if self._share(c, frozen))
 
     @property
-    def trained(self) -> dict[str, Role]:
+    def trained(self) -> dict[str, RoleModel]:
         """The models that this rank trains, by role."""
         return {role: self._models[copy] for role, copy in self._trained.items() if copy in self._models}
 
@@ -110,7 +110,7 @@ class RoleCopies:
             self._reallocations[copy, step.sources[copy]] = reallocations
         return step
 
-    def of_role(self, role: str) -> list[Role]:
+    def of_role(self, role: str) -> list[RoleModel]:
         """Return this rank's models of a role."""
         return [model for copy, model in self._models.items() if copy.role == role]
 
@@ -137,7 +137,7 @@ class RoleCopies:
             if copy in self._models and role in self._plan.offload:
                 self._models[copy].offload()
 
-    def model(self, copy: WeightCopy) -> Role:
+    def model(self, copy: WeightCopy) -> RoleModel:
         """Return the model of a copy that this rank has a part of."""
         return self._models[copy]
 
@@ -220,7 +220,6 @@ class RoleCopies:
         model = self._models.get(copy)
         if model is None or not states:
             return self._weights(copy)
-        assert isinstance(model, RoleModel), f"{copy.role} cannot change its layout"
         return model.state()
 
     def _weights(self, copy: WeightCopy) -> Mapping[str, Tensor]:

@@ -33,7 +33,7 @@ from usp.rlhf.graph import (
 )
 from usp.rlhf.plan.operations import Operation, copy_of, schedule
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
-from usp.rlhf.roles.role_model import BuildRole, Role
+from usp.rlhf.roles.role_model import BuildRole, RoleModel
 from usp.rlhf.samples import Samples, derived_seed, fingerprint
 from usp.run.failures import UserCodeFailed
 
@@ -171,7 +171,7 @@ class StepRunner:
         if self._rank in layout.leaders:
             self.step.put(call, ids, result)
 
-    def _model(self, call: ModelCall) -> Role:
+    def _model(self, call: ModelCall) -> RoleModel:
         return self._context.copies.model(copy_of(self._context.graph, self._context.plan, call))
 
     def _run_work(self, call: ModelCall, samples: Samples, recorded: Event) -> Samples:
@@ -290,7 +290,7 @@ class Executor:
                 copies.model(operation.copy).offload()
 
     @property
-    def trained(self) -> dict[str, Role]:
+    def trained(self) -> dict[str, RoleModel]:
         """The models that this rank trains, by role."""
         return self._context.copies.trained
 
@@ -319,7 +319,7 @@ class Executor:
             gc.collect()  # models refer to themselves
         self.timeline.take()
 
-    def of_role(self, role: str) -> list[Role]:
+    def of_role(self, role: str) -> list[RoleModel]:
         """Return this rank's models of a role."""
         return self._context.copies.of_role(role)
 
