@@ -36,7 +36,7 @@ class RlhfState:
         functions: state of functions of samples, by call name.
         config: the resolved configuration.
         evaluations: `Evaluations.to_extra()`.
-        in_flight: `InFlight.to_extra()`; empty without samples in flight.
+        in_flight: `StepData.to_extra()`; empty without samples in flight.
         rollouts: `Rollouts.to_extra()`; empty without.
         running: with --replan, the plan that runs, as `to_mapping`, and the number of ranks.
     """

@@ -41,7 +41,8 @@ from usp.rlhf.plan.plan import OWN, PLAN_FILE, CallLayout, optimizer_of, to_mapp
 from usp.rlhf.roles.engine_model import EngineModel
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
-from usp.rlhf.runtime.rollouts import RolloutOptions
+from usp.rlhf.runtime.rollouts import RolloutOptions, Rollouts
+from usp.rlhf.runtime.transfer import StepData
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, StopRequest, outlast, process_group
 from usp.run.output import LineFile, warn
@@ -86,7 +87,6 @@ from .served import RolloutServer
 BuildReplanner: TypeAlias = Callable[[PreparedRlhf, Launch], Replanner]
 
 MOST = 0.5  # share of clipped rewards above which the run warns
-_IN_FLIGHT, _ROLLOUTS = "in_flight", "rollouts"  # prefixes of the names of samples in a checkpoint
 _COLLECTED = (
     *("tokens", "prompt_length", "score", "finished", "turns", "turn_rewards"),
     *("reward", "advantages", "logprobs", "old_logprobs"),
@@ -221,6 +221,12 @@ class RlhfTrainer(TrainingLoop):
     def _updated(self) -> list[RoleModel]:
         """This rank's models whose weights change without being trained."""
         return self.executor.of_role("ref") if self.config.ref_update_every else []
+
+    @property
+    def _ahead(self) -> dict[str, StepData | Rollouts]:
+        """What is made of later steps, by its name in checkpoints."""
+        made = {"in_flight": self.executor.in_flight, "rollouts": self.executor.rollouts}
+        return {name: samples for name, samples in made.items() if samples is not None}
 
     def step(self, number: int) -> RlhfRecord:
         """Run step `number` (from 1): from prompts to new weights."""
@@ -362,16 +368,13 @@ class RlhfTrainer(TrainingLoop):
         return engine
 
     def state(self) -> dict[str, Tensor]:
-        trained, in_flight = self.trained.items(), self.executor.in_flight
+        trained = self.trained.items()
         state = {f"{role}.{name}": tensor for role, model in trained for name, tensor in model.state().items()}
         for model in self._updated:
             model.load()
             state |= {f"ref.{name}": weight for name, weight in model.weights().items()}
-        if in_flight is not None:
-            state |= {f"{_IN_FLIGHT}.{key}": joined for key, joined in in_flight.whole(self.device).items()}
-        if self.executor.rollouts is not None:
-            whole = self.executor.rollouts.whole(self.device)
-            state |= {f"{_ROLLOUTS}.{key}": joined for key, joined in whole.items()}
+        for name, samples in self._ahead.items():
+            state |= {f"{name}.{key}": joined for key, joined in samples.whole(self.device).items()}
         return state
 
     def _save(self) -> None:
@@ -387,28 +390,23 @@ class RlhfTrainer(TrainingLoop):
 
     def extra(self) -> dict[str, Any]:
         evaluations = self.evaluator.past.to_extra() if self.evaluator else {}
-        in_flight = self.executor.in_flight.to_extra() if self.executor.in_flight else {}
         config, functions = asdict(self.config), self.executor.function_states()
         running = {"plan": to_mapping(self.prepared.plan), "world_size": dist.get_world_size()}
         running = running if self.replanning else {}
-        rollouts = self.executor.rollouts.to_extra() if self.executor.rollouts else {}
-        return asdict(RlhfState(self.done, self.taken, functions, config, evaluations, in_flight, rollouts, running))
+        ahead = {name: samples.to_extra() for name, samples in self._ahead.items()}
+        return asdict(RlhfState(self.done, self.taken, functions, config, evaluations, running=running, **ahead))
 
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None
-        rollouts = self.executor.rollouts if saved.rollouts else None
-        samples = self.executor.saved_in_flight(saved.in_flight) if saved.in_flight else None
-        values, begun = samples.blank(self.device) if samples else {}, dict[str, Tensor]()
-        if rollouts is not None:
-            rollouts.read_extra(saved.rollouts)
-            begun = rollouts.blank(self.device)
-        more = {f"{prefix}.{key}": of[key] for prefix, of in ((_IN_FLIGHT, values), (_ROLLOUTS, begun)) for key in of}
+        if saved.in_flight:
+            self.executor.in_flight = self.executor.saved_in_flight(saved.in_flight)
+        if saved.rollouts and self.executor.rollouts is not None:
+            self.executor.rollouts.read_extra(saved.rollouts)
+        values = {name: samples.blank(self.device) for name, samples in self._ahead.items()}
+        more = {f"{name}.{key}": blank for name, of in values.items() for key, blank in of.items()}
         self.restore(self.prepared.start.checkpoint, more)
-        if samples is not None:
-            samples.fill(values)
-            self.executor.in_flight = samples
-        if rollouts is not None:
-            rollouts.fill(begun)
+        for name, samples in self._ahead.items():
+            samples.fill(values[name])
         for name, function in stateful(self.prepared.graph).items():
             function.load_state_dict(saved.functions[name])
         self.done, self.taken = saved.step, saved.examples

@@ -41,7 +41,7 @@ from .copies import RoleCopies
 from .measure import SENT_BYTES, WHOLE_BYTES, Summary, merge, numbers_of, summarize, with_measures
 from .rollouts import RolloutOptions, Rollouts
 from .timeline import Event, Timeline, clock_offset
-from .transfer import InFlight, PendingTransfer, StepData, batch_violations, plan_transfer
+from .transfer import PendingTransfer, StepData, batch_violations, plan_transfer
 
 TRANSFER_LANE = "transfer"  # transfers overlap with calls, whose communication must not wait for them
 
@@ -274,7 +274,7 @@ class Executor:
         self._progress, self._before_changes = progress, before_changes
         self._failure: UserCodeFailed | None = None
         self._checked: Mapping[str, float] = {}
-        self.in_flight: InFlight | None = None
+        self.in_flight: StepData | None = None
         self._collected: list[Samples] = []
         assert dist.group.WORLD
         self._world = [dist.group.WORLD]
@@ -411,7 +411,7 @@ class Executor:
             raise self._failure
         due, runners = self.in_flight, dict[int, StepRunner]()
         if due is not None:
-            runners[0] = StepRunner(self._context, due.step, seed=0)
+            runners[0] = StepRunner(self._context, due, seed=0)
             self.timeline.step = due.number
         if asked is not None:
             runners[self._staleness] = self._begin(asked)
@@ -440,19 +440,19 @@ class Executor:
                 samples, events = self._take_collected(), self.timeline.take()
                 return StepResult(metrics, samples, events, step.lengths, numbers, step.tickets)
             step.store = {key: step.store[key] for key in step.readers() if key in step.store}
-            self.in_flight = InFlight(asked.number, step, metrics)
+            step.metrics, self.in_flight = metrics, step
         if due is None:
             return None
         metrics = due.metrics | merge([summaries[0] for summaries in told], {})
         samples, events = self._take_collected(), self.timeline.take()
-        return StepResult(metrics, samples, events, due.step.lengths, tickets=due.step.tickets)
+        return StepResult(metrics, samples, events, due.lengths, tickets=due.tickets)
 
-    def saved_in_flight(self, extra: Mapping[str, Any]) -> InFlight:
+    def saved_in_flight(self, extra: Mapping[str, Any]) -> StepData:
         """Return samples in flight of a checkpoint, to be filled and then set as `in_flight`."""
         step = StepData(self._context.graph, self._context.plan, extra["samples"])
         step.lengths.update(extra["lengths"])
-        step.tickets = extra.get("tickets")
-        return InFlight(extra["step"], step, dict(extra["metrics"]))
+        step.number, step.metrics, step.tickets = extra["step"], dict(extra["metrics"]), extra.get("tickets")
+        return step
 
     def _begin(self, asked: StepInput) -> StepRunner:
         context = self._context

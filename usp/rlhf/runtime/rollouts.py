@@ -23,7 +23,7 @@ from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.rollout_queue import QueueRules, RolloutQueue, choose
 from usp.rlhf.samples import Samples, derived_seed
 
-from .transfer import PROMPTS, StepData
+from .transfer import PROMPTS, StepData, whole_of_parts
 
 # By ticket, of each response: its tokens so far, whether it is complete, whether it ended by itself.
 States = Mapping[int, Sequence[tuple[int, bool, bool]]]
@@ -140,10 +140,7 @@ class Rollouts:
             for (ticket, k), piece in self._pieces(joined):
                 if self._leads and ticket in self._groups:
                     piece.copy_(getattr(self._groups[ticket].responses[k], key))
-            bytes_of_one_rank = joined.view(torch.uint8).to(device)
-            dist.all_reduce(bytes_of_one_rank)
-            whole[key] = bytes_of_one_rank.view(joined.dtype)
-        return whole
+        return whole_of_parts(whole, device)
 
     def read_extra(self, extra: Mapping[str, Any]) -> None:
         """Take what `to_extra` returned; `fill` must follow."""
