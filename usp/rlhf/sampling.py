@@ -49,7 +49,7 @@ class Sampler:
         stage.eval()
         try:
             with gathered(stage, self.zero):
-                generator = Generator.of(stage, mesh, SLOTS, self.tokenizer.decode, gathered=True)
+                generator = Generator.of(stage, mesh, slots=SLOTS, decode=self.tokenizer.decode, gathered=True)
                 prompts = [torch.from_numpy(self.prompts[number]) for number in numbers]
                 seeds = [derived_seed(self.seed, number) for number in numbers]
                 found = generator.generate(prompts, self.work, seeds)

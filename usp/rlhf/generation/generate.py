@@ -164,19 +164,10 @@ class Generator:
         self._recorder: ChoiceRecorder | None = None
 
     @staticmethod
-    def of(
-        stage: CausalLMStage,
-        mesh: ParallelMesh,
-        slots: int,
-        decode: Decode | None = None,
-        gathered: bool = False,
-        cache_tokens: int = 0,
-        eager: bool = False,
-    ) -> Generator:
-        """Return a generator with a pipeline stage."""
-        place: dict[str, Any] = {"first": stage.first, "last": stage.last, "transform": stage.transform}
-        options: dict[str, Any] = {"slots": slots, "decode": decode, "gathered": gathered, "eager": eager}
-        return Generator(stage.model, mesh, cache_tokens=cache_tokens, **options, **place)
+    def of(stage: CausalLMStage, mesh: ParallelMesh, **options: Any) -> Generator:
+        """Return a generator with a pipeline stage. options: of `Generator`."""
+        place = {"first": stage.first, "last": stage.last}
+        return Generator(stage.model, mesh, **place, transform=stage.transform, **options)
 
     @torch.inference_mode()
     def generate(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import fmean as mean
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
 from usp.losses.output_heads import Head, LastHidden
 from usp.rlhf.algorithms.objectives import NextToken
-from usp.rlhf.generation.decoding import Decode
 from usp.rlhf.generation.generate import Generator, RolloutEngine, generate_samples
 from usp.rlhf.generation.partial import Group, go_on
 from usp.rlhf.graph import Generate, Inference, ModelCall, Objective, TrainStep
@@ -100,8 +99,8 @@ class RoleModel:
     Args:
         trained: this copy is the one that the optimizer updates. It is sharded with FSDP2, as is any copy with zero
             above 0; the others have plain parameters, or DTensors over tp (and ep) only.
-        slots, cache_tokens, decode, eager: of its `Generator`.
         offload_optimizer: the optimizer's states are in host memory except during train steps.
+        generation: options of its `Generator`.
 
     learning_rate: for the next train steps; may be set between them.
     supervised: `Supervised.of_step` of the next train step, or nothing, and the weight of its cross-entropy.
@@ -116,11 +115,8 @@ class RoleModel:
         mesh: ParallelMesh,
         *,
         trained: bool = False,
-        slots: int = 32,
-        cache_tokens: int = 0,
-        decode: Decode | None = None,
-        eager: bool = False,
         offload_optimizer: bool = False,
+        **generation: Any,
     ) -> None:
         self.spec, self.layout, self.mesh, self.trained = spec, layout, mesh, trained
         self._scalar = is_scalar(spec.config)
@@ -131,9 +127,7 @@ class RoleModel:
         self._allocated = False
         self._memory = WeightMemory()
         self._moments, self._offload_optimizer = WeightMemory(self._optimizer_states), offload_optimizer
-        self._new_generator = partial(
-            Generator.of, self.stage, mesh, slots, decode, cache_tokens=cache_tokens, eager=eager
-        )
+        self._new_generator = partial(Generator.of, self.stage, mesh, **generation)
         self.supervised: tuple[Sequence[Samples], float] = (), 0.0
         self._generator: Generator | None = None
 
