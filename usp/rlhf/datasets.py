@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -75,18 +75,12 @@ class Example:
     sequences: tuple[tuple[Ids, Mask], ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class FileExamples:
+class FileExamples(list[Example]):
     """The examples of a file. notes: lines that say which keys are read, and what was left out."""
 
-    examples: Sequence[Example]
-    notes: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.examples[index]
+    def __init__(self, examples: Iterable[Example], notes: tuple[str, ...] = ()) -> None:
+        super().__init__(examples)
+        self.notes = notes
 
 
 @dataclass(frozen=True, eq=False)

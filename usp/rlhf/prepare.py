@@ -277,24 +277,15 @@ def _open_data(
     tools: list[dict[str, Any]] | None,
 ) -> _Data:
     """Open --data, --eval-data and --supervised-data. tools: schemas of what responses may call."""
-
-    def opened(
-        name: str, algorithm: Algorithm, specs: dict[str, RoleSpec], tools: list[dict[str, Any]] | None
-    ) -> tuple[Examples, tuple[str, ...]]:
-        try:
-            found = _open_examples(replace(config, data=getattr(config, name)), algorithm, 0, specs, tokenizer, tools)
-        except ValueError as error:
-            raise ValueError(str(error).replace("--data", flag(name), 1)) from error
-        return found, tuple(f"{flag(name)}: {note}" for note in found.notes)
-
-    examples, supervised = _open_examples(config, algorithm, sft_steps, specs, tokenizer, tools), None
-    notes = tuple(f"data: {note}" for note in examples.notes)
+    examples, notes = _open_examples(config, "data", algorithm, sft_steps, specs, tokenizer, tools)
+    supervised = None
     if config.supervised_data:
-        found, more = opened("supervised_data", ALGORITHMS["sft"], {"actor": specs["actor"]}, None)
+        actor = {"actor": specs["actor"]}
+        found, more = _open_examples(config, "supervised_data", ALGORITHMS["sft"], 0, actor, tokenizer, None)
         seed, sizes = derived_seed(config.seed, "supervised"), (config.supervised_samples, config.supervised_every)
         supervised, notes = Supervised(found, tokenizer, *sizes, config.supervised_weight, seed), notes + more
     if config.eval_data:
-        found, more = opened("eval_data", algorithm, specs, tools)
+        found, more = _open_examples(config, "eval_data", algorithm, 0, specs, tokenizer, tools)
         held_out = [found[index] for index in range(len(found))][: config.eval_prompts or None]
         return _Data(examples, held_out, notes + more, supervised)
     if config.eval_prompts >= len(examples):
@@ -308,12 +299,14 @@ def _open_data(
 
 def _open_examples(
     config: RlhfConfig,
+    field: str,
     algorithm: Algorithm,
     sft_steps: int,
     specs: dict[str, RoleSpec],
     tokenizer: Tokenizer,
     tools: list[dict[str, Any]] | None,
-) -> Examples:
+) -> tuple[Examples, tuple[str, ...]]:
+    """Open what a field names; return its examples, and notes on them."""
     sampled = algorithm.data == "prompts"
     models = [spec.config for spec in specs.values()]
     switches = filter(None, map(rotary_switch, models)) if sampled else ()
@@ -325,8 +318,8 @@ def _open_examples(
         keys.append("answer")
     unread = scored_by_answer and not sft_steps and asks_none  # a function or an environment may need none
     try:
-        return open_examples(
-            config.data,
+        examples = open_examples(
+            getattr(config, field),
             keys,
             tokenizer,
             prompt_tokens=config.prompt_tokens,
@@ -341,7 +334,10 @@ def _open_examples(
         )
     except ValueError as error:
         names = r"\b(data|prompt_tokens|long_prompts|tokenizer|chat_template)="
-        raise ValueError(re.sub(names, lambda match: f"{flag(match[1])} = ", str(error))) from error
+        named = re.sub(names, lambda match: f"{flag(field if match[1] == 'data' else match[1])} = ", str(error))
+        raise ValueError(named) from error
+    shown = field if field == "data" else flag(field)
+    return examples, tuple(f"{shown}: {note}" for note in examples.notes)
 
 
 def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:

@@ -151,14 +151,12 @@ def sample_record(sample: Mapping[str, Tensor], decode: Callable[[list[int]], st
     an episode, see `turns_of`, whose tokens of the environment have no log-probabilities.
     """
     ids, cut = sample["tokens"].tolist(), int(sample["prompt_length"])
-    score = float(sample["score"])
     record: dict[str, Any] = {"prompt": decode(ids[:cut]), "response": decode(ids[cut:])}
-    record["score"] = score if math.isfinite(score) else None  # the reward function failed
+    for key in ("score", "reward"):
+        if key in sample:
+            record[key] = float(sample[key]) if sample[key].isfinite() else None  # the reward function failed
     if "finished" in sample:
         record["finished"] = bool(sample["finished"])
-    if "reward" in sample:
-        reward = float(sample["reward"])
-        record["reward"] = reward if math.isfinite(reward) else None
     if "advantages" in sample:
         record["advantage"] = float(sample["advantages"][cut - 1 : len(ids) - 1].mean())
     if "logprobs" in sample:

@@ -172,7 +172,9 @@ class RlhfTrainer(TrainingLoop):
         self._warned: set[str] = set()
         decode, failure = prepared.tokenizer.decode, self.config.reward_failure
         self.samples = SampleFiles(self.folder, prepared.graph, decode, self.device, failure, self._warn_once)
-        keys = {*prepared.graph.given, *prepared.graph.producers}
+        keys, config = {*prepared.graph.given, *prepared.graph.producers}, self.config
+        ahead = config.staleness if config.partial_rollouts else 0
+        rollouts = RolloutOptions(prepared.drawn, config.begun, ahead, config.steps, self._draw, config.seed)
         try:
             self._engine = self._start_engine()
             self.executor = Executor(
@@ -188,7 +190,7 @@ class RlhfTrainer(TrainingLoop):
                 collect=tuple(key for key in _COLLECTED if key in keys) if {"score", "prompt_length"} <= keys else (),
                 first=SHOWN,
                 staleness=min(1, self.config.staleness),
-                rollouts=self._rollout_options() if self.config.begins_ahead else None,
+                rollouts=rollouts if config.begins_ahead else None,
                 delta_updates=self.config.delta_updates,
             )
         except ValueError as error:
@@ -281,17 +283,12 @@ class RlhfTrainer(TrainingLoop):
 
     def _draw(self, tickets: Sequence[int]) -> Samples:
         """Return the given samples of the examples at some positions of the stream."""
-        prepared, begin, count = self.prepared, min(tickets, default=0), 0
-        if len(tickets):
-            count = max(tickets) + 1 - begin
+        prepared, begin = self.prepared, min(tickets, default=0)
+        count = max(tickets, default=begin - 1) + 1 - begin
         stream = example_indices(begin, count, len(prepared.examples), self.config.seed)
         indices = [stream[ticket - begin] for ticket in tickets]
         examples, pairs = [prepared.examples[index] for index in indices], prepared.algorithm.data == "pairs"
         return given_samples(examples, indices, prepared.graph.given, prepared.tokenizer, pairs)
-
-    def _rollout_options(self) -> RolloutOptions:
-        config, ahead = self.config, self.config.staleness if self.config.partial_rollouts else 0
-        return RolloutOptions(self.prepared.drawn, config.begun, ahead, config.steps, self._draw, config.seed)
 
     def _evaluate(self, number: int) -> dict[str, float]:
         """Return the metrics of an evaluation, if one follows this step."""

@@ -328,7 +328,9 @@ class VllmEngine:
         return 0 if self._asleep else sum(storage.nbytes() for storage in self._storages())
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        return _distinct([*self._runner().kv_caches, *self._model().parameters()])
+        """Return the storages of KV cache and weights, each once."""
+        storages = (x.untyped_storage() for x in (*self._runner().kv_caches, *self._model().parameters()))
+        return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
     def _model(self) -> torch.nn.Module:
         return self._runner().get_model()
@@ -556,8 +558,3 @@ def _give_back(storage: torch.UntypedStorage) -> None:
     begin, end = -(-storage.data_ptr() // PAGESIZE), (storage.data_ptr() + storage.nbytes()) // PAGESIZE
     if begin < end:
         call("madvise", begin * PAGESIZE, (end - begin) * PAGESIZE, MADV_DONTNEED)
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors, each once."""
-    return list({storage.data_ptr(): storage for x in tensors if (storage := x.untyped_storage()).nbytes()}.values())

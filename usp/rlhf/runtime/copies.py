@@ -62,7 +62,8 @@ class RoleCopies:
         event: Event | None = None,
         delta_updates: bool = False,
     ) -> None:
-        self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
+        self._device, self._groups = device, groups
+        self._limits = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}  # of a reallocation
         self._plan, self._event, self.delta_updates = plan, event, delta_updates
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], list[Reallocation]] = {}
         # By which reallocation each copy was last filled, or each round of an engine's; what delta updates gave it.
@@ -101,7 +102,7 @@ class RoleCopies:
 
     def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan, staleness: int = 0) -> StepWeights:
         """Plan how the copies of a step are filled, and get ready for it. Collective over the world."""
-        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host, "staleness": staleness}
+        options = {**self._limits, "staleness": staleness}
         step = plan_weights(graph, plan, self._layouts, self.aliases, **options, stay=self.delta_updates)
         for copy, fill in step.fills.items():
             parts = [fill] if copy.layout.engine == OWN else layer_plans(fill)
@@ -125,8 +126,7 @@ class RoleCopies:
             if copy in self._models:
                 self._models[copy].load()
             weights = self._weights(copy)
-            layouts, hosts = (self._layouts[source], self._layouts[copy]), self._ranks_per_host
-            for part in layer_plans(plan_realloc(*layouts, bucket_bytes=_BUCKET_BYTES, ranks_per_host=hosts)):
+            for part in layer_plans(plan_realloc(self._layouts[source], self._layouts[copy], **self._limits)):
                 values = {name: torch.empty_like(weights[name]) for name in part.dst.parameters if name in weights}
                 reallocation = Reallocation(part, self._groups, self._device)
                 reallocation.run(self._weights(source), values)
@@ -206,8 +206,7 @@ class RoleCopies:
             self._models[copy].allocate()
         wanted = self._values(copy, trained)
         layouts, target = [gather_layout(values) for values in held], gather_layout(wanted)
-        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host}
-        plan = plan_realloc(layouts[0], target, copies=layouts[1:], **options)
+        plan = plan_realloc(layouts[0], target, copies=layouts[1:], **self._limits)
         reallocation = Reallocation(plan, self._groups, self._device)
         reallocation.run(held[0], wanted, held[1:])
         model = self._models.get(copy)
