@@ -1,5 +1,6 @@
 """Algorithms without a critic, by the baseline of a reward: the prompt's other responses (GRPO and its variants, RLOO),
-the step (REINFORCE++), or the greedy response (ReMax). Variants of GRPO are presets of its options, or clip otherwise.
+the step (REINFORCE++), or the greedy response (ReMax); and distillation, whose advantages are a teacher's. Variants of
+GRPO are presets of its options, or clip otherwise.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from usp.fields import AtLeast1, NotNegative
 from usp.rlhf.graph import Generate, ModelCall, Reduce
 from usp.rlhf.samples import Samples
 
-from .algorithm import Algorithm, Share
-from .objectives import Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator
+from .algorithm import Algorithm, Share, logprobs
+from .objectives import SAMPLED, Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator
 from .policy import SPARE, Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums, moments, per_sample, whitened
 from .rewards import RewardShape
@@ -25,6 +26,9 @@ from .rewards import RewardShape
 _EQUAL = 1e-6  # rewards closer than this are equal: a reward model's differ by rounding between layouts
 _GREEDY = "greedy_"  # prefix of the keys of the greedy responses
 _STD_EPSILON = 1e-4  # added to a group's standard deviation, so that such differences stay small
+TEACHER = "teacher"  # the role
+TEACHER_KL = "teacher_kl"
+_TEACHER_LOGPROBS = "teacher_logprobs"
 
 
 @dataclass(frozen=True)
@@ -280,6 +284,51 @@ def _remax_calls(options: ReMax) -> tuple[ModelCall, ...]:
     return policy_calls(options, partial(remax_advantages, options), between=between, inputs=inputs)
 
 
+@dataclass(frozen=True)
+class OnPolicyDistillation(PolicyOptions):
+    """Options of on-policy distillation: the policy's own responses, with every token scored by a teacher.
+
+    The advantage of a token is log teacher - log policy, so its expected gradient is that of the reverse KL divergence
+    KL(policy || teacher) of the token, given the text before it (GKD: Agarwal et al., arXiv 2306.13649, section 3.2; as
+    an advantage: Lu et al., "On-Policy Distillation", Thinking Machines Lab, 2025). Rewards are metrics alone. The
+    teacher is the reference: there is no other one, so `kl` is 0.
+    """
+
+    kl: float = 0.0
+
+    @property
+    def policy_key(self) -> str:
+        """Return the key of the policy's log-probabilities: as the loss has them, else those at sampling."""
+        return self.old_key or SAMPLED
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        if self.kl:
+            yield f"kl={self.kl}: the teacher is the reference of a distillation, use 0"
+        if self.shape() != RewardShape():
+            yield "reward_bias, reward_scaling, max_reward_clip and zero_unfinished have no effect: remove them"
+
+
+def distillation_advantages(options: OnPolicyDistillation, samples: Samples, reduce: Reduce) -> Samples:
+    """Return log teacher - log policy of every token. Also `teacher_kl`: its negative mean over a response, which
+    estimates the reverse KL divergence per token; nan for samples that are dropped or have no tokens."""
+    batch = Batch.of(samples, options)
+    advantages_NR = batch.responses.rows(samples[_TEACHER_LOGPROBS]) - batch.responses.rows(samples[options.policy_key])
+    lengths_N = batch.responses.lengths_N
+    kl_N = (-advantages_NR.sum(1) / lengths_N.clamp(min=1)).where(lengths_N > 0, math.nan)
+    return Samples(samples.ids, batch.result(advantages_NR, reduce) | {TEACHER_KL: per_sample(kl_N)})
+
+
+def _distillation_calls(options: OnPolicyDistillation) -> tuple[ModelCall, ...]:
+    return policy_calls(
+        options,
+        partial(distillation_advantages, options),
+        between=(logprobs(TEACHER, _TEACHER_LOGPROBS, options.generate.temperature),),
+        inputs=(_TEACHER_LOGPROBS, options.policy_key),
+        scalars=(TEACHER_KL,),
+    )
+
+
 CRITIC_FREE: Mapping[str, Algorithm] = {
     "grpo": grpo_algorithm(GRPO),
     "dr_grpo": grpo_algorithm(DrGRPO),
@@ -293,4 +342,5 @@ CRITIC_FREE: Mapping[str, Algorithm] = {
         lambda o: policy_calls(o, partial(reinforce_plus_plus_baseline_advantages, o), grouped=True),
     ),
     "remax": Algorithm(ReMax, _remax_calls),
+    "distillation": Algorithm(OnPolicyDistillation, _distillation_calls, learning_rate=1e-3, scores=False),
 }

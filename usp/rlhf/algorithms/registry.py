@@ -9,7 +9,6 @@ from usp.run.failures import load_from_file
 
 from .algorithm import Algorithm, Options
 from .critic_free import CRITIC_FREE
-from .distillation import DISTILLATION
 from .ppo import PPO_ALGORITHM
 from .preferences import GIVEN_RESPONSES
 
@@ -17,7 +16,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     **GIVEN_RESPONSES,
     "ppo": PPO_ALGORITHM,
     **CRITIC_FREE,
-    "distillation": DISTILLATION,
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -32,7 +32,6 @@ from usp.hf.prune import model_parts
 from usp.hf.routers import ChoiceRecorder
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
-from usp.rlhf.environments.episodes import Episodes
 from usp.rlhf.graph import ROUTED, Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -54,7 +53,7 @@ from .decoding import (
     token_keys,
 )
 from .graphs import StepGraphs, eager_reason
-from .turns import Turns
+from .turns import Turns, responses
 from .vllm import Enough, VllmEngine
 
 
@@ -224,40 +223,23 @@ class Generator:
         started = [(r.prompt, r.seed) for r in rollouts]
         arguments = (len(rollouts), replace(work, episodes=None), self._slots, self._cache_tokens, started)
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
+        turns = None
         if episodes is not None:
-            return self._episodes(rollouts, work, episodes, samples, places)
-        if rollouts or self._together is not None:
-            self._run(rollouts, work, places, enough=enough)
-        return [replace(rollout.response(), routed=self._routed(rollout)) for rollout in rollouts]
-
-    def _episodes(
-        self,
-        rollouts: Sequence[Rollout],
-        work: Generate,
-        episodes: Episodes,
-        samples: Sequence[tuple[int, int]],
-        places: int,
-    ) -> list[GeneratedResponse]:
-        """Return the responses of episodes, whose turns need `places`. Collective as `generate`."""
-        if self._together is not None:
-            raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
-        if not rollouts:
-            return []
-        turns = Turns(rollouts, episodes, samples, self._groups, leads=self._samples, context=self._context)
-        try:
-            self._run(rollouts, work, places, turns)
-        finally:
-            turns.close()
-        pairs = zip(turns.responses(), turns.records, strict=True)
-        return [replace(response, routed=self._routed(record.last)) for response, record in pairs]
+            if self._together is not None:
+                raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
+            turns = Turns(rollouts, episodes, samples, self._groups, leads=self._samples, context=self._context)
+        with closing(turns) if turns else nullcontext():
+            if rollouts or self._together is not None:
+                self._run(rollouts, work, places, turns, enough)
+        return responses(rollouts, turns, self._routed)
 
     def _run(
         self,
         rollouts: Sequence[Rollout],
         work: Generate,
         places: int,
-        turns: Turns | None = None,
-        enough: Enough | None = None,
+        turns: Turns | None,
+        enough: Enough | None,
     ) -> None:
         """Decode the rollouts, and those that follow their turns. places: in the cache, of a sequence on a rank."""
         if work.routed and self._recorder is None:
@@ -395,10 +377,10 @@ class Generator:
                 if enough(rollout.number):
                     slots.stop()
 
-    def _routed(self, rollout: Rollout | None) -> Tensor:
+    def _routed(self, rollout: Rollout) -> Tensor:
         """Return the experts that all tokens of a sequence chose, but the last one, which no forward has read: 0.
         Collective over sp and pp, whose ranks have some of the tokens and layers."""
-        if self._recorder is None or rollout is None:
+        if self._recorder is None:
             return torch.zeros(0, dtype=torch.int16)
         whole = rollout.choices(self._recorder.width).to(self._device, torch.int32)
         for axis in ("sp", "pp"):

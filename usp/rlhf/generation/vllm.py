@@ -17,8 +17,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
 from mmap import MADV_DONTNEED, PAGESIZE
@@ -40,7 +40,7 @@ from usp.rlhf.samples import derived_seed
 from usp.rlhf.served import SIZES, Piece, Requests, RolloutServer, Values, Written, forget_kernels, send_pieces
 
 from .decoding import Decode, GeneratedResponse, Rollout, Stops
-from .turns import Turns
+from .turns import Turns, responses
 
 LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
@@ -214,30 +214,21 @@ class VllmEngine:
         longest = self._options.tokens
         if long := [f"prompt {i} has {len(each)} tokens" for i, each in enumerate(prompts) if len(each) >= longest]:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
-        rollouts, episodes, turns = Rollout.begin(prompts, work, seeds, begun, longest), work.episodes, None
-        if episodes is not None:
-            leads = self._mesh.rank("tp") == 0
-            turns = Turns(rollouts, episodes, samples, self._together, leads=leads, context=longest)
-        try:
-            with self._named("while it decoded"):
-                self._decode_all(rollouts, work, turns, enough)
-        finally:
-            if turns is not None:
-                turns.close()
-        responses = turns.responses() if turns is not None else [rollout.response() for rollout in rollouts]
-        if work.routed:
-            lasts = rollouts if turns is None else [record.last for record in turns.records]
-            pairs = zip(responses, lasts, strict=True)
-            responses = [replace(each, routed=last.choices(work.routed)) if last else each for each, last in pairs]
-        for number, response in enumerate(responses):
+        rollouts, episodes = Rollout.begin(prompts, work, seeds, begun, longest), work.episodes
+        leads = self._mesh.rank("tp") == 0
+        turns = Turns(rollouts, episodes, samples, self._together, leads=leads, context=longest) if episodes else None
+        with closing(turns) if turns else nullcontext(), self._named("while it decoded"):
+            self._decode_all(rollouts, work, turns, enough)
+        found = responses(rollouts, turns, lambda rollout: rollout.choices(work.routed))
+        for number, response in enumerate(found):
             if not bool(response.logprobs.isfinite().all()):
                 raise RuntimeError(
                     f"vLLM's logits of response {number} are not finite: its weights or its activations in "
                     f"{self._options.dtype} are, or it took weights of other ranks"
                 )
         if self._together:
-            self._mesh.agree([each.tokens.tolist() for each in responses], "the tokens that vLLM decoded", ("tp",))
-        return responses
+            self._mesh.agree([each.tokens.tolist() for each in found], "the tokens that vLLM decoded", ("tp",))
+        return found
 
     def _decode_all(
         self, rollouts: Sequence[Rollout], work: Generate, turns: Turns | None, enough: Enough | None
