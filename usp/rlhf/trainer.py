@@ -217,12 +217,12 @@ class RlhfTrainer(TrainingLoop):
     @property
     def trained(self) -> dict[str, RoleModel]:
         """The models that this rank trains, by role."""
-        return self.executor.trained
+        return self.executor.copies.trained
 
     @property
     def _updated(self) -> list[RoleModel]:
         """This rank's models whose weights change without being trained."""
-        return self.executor.of_role("ref") if self.config.ref_update_every else []
+        return self.executor.copies.of_role("ref") if self.config.ref_update_every else []
 
     @property
     def _ahead(self) -> dict[str, StepData | Rollouts]:

@@ -26,7 +26,6 @@ from .rewards import RewardShape
 _EQUAL = 1e-6  # rewards closer than this are equal: a reward model's differ by rounding between layouts
 _GREEDY = "greedy_"  # prefix of the keys of the greedy responses
 _STD_EPSILON = 1e-4  # added to a group's standard deviation, so that such differences stay small
-TEACHER = "teacher"  # the role
 TEACHER_KL = "teacher_kl"
 _TEACHER_LOGPROBS = "teacher_logprobs"
 
@@ -323,7 +322,7 @@ def _distillation_calls(options: OnPolicyDistillation) -> tuple[ModelCall, ...]:
     return policy_calls(
         options,
         partial(distillation_advantages, options),
-        between=(logprobs(TEACHER, _TEACHER_LOGPROBS, options.generate.temperature),),
+        between=(logprobs("teacher", _TEACHER_LOGPROBS, options.generate.temperature),),
         inputs=(_TEACHER_LOGPROBS, options.policy_key),
         scalars=(TEACHER_KL,),
     )
