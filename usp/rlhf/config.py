@@ -370,10 +370,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         why = ", whose devices they do not know" if config.rollout_engine.startswith(HTTP) else ""
         yield f"--plan {SEARCH} and --replan do not predict calls with {asked}{why}: give a named plan or a YAML file"
     if config.ref_update_every and config.lora_rank:
-        yield (
-            f"--ref-update-every = {config.ref_update_every} is not supported with --lora-rank, where the reference is "
-            f"the policy without its adapters: remove one"
-        )
+        asked = f"--ref-update-every = {config.ref_update_every}"
+        yield f"{asked} is not supported with --lora-rank, whose reference is the policy's own base: remove one"
     if config.router_replay and config.begins_ahead:
         yield "--router-replay is not supported with --partial-rollouts and --oversample: remove one"
     yield from _rollout_violations(config)
@@ -381,10 +379,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         other = "--replan" if config.replan else f"--plan {SEARCH}"
         yield f"--delta-updates keeps copies in memory, which {other} does not predict: remove one"
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
-        yield (
-            f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
-            f"scalar head, and heads get no adapters: remove it"
-        )
+        asked = f"--lora-rank = {config.lora_rank} with --algorithm {config.algorithm}"
+        yield f"{asked}, which trains a scalar head, is not supported: heads get no adapters, remove it"
 
 
 def given(config: RlhfConfig, names: Iterable[str]) -> list[str]:
@@ -407,20 +403,14 @@ def texts(value: str, flag_name: str, apart: str = "") -> list[str]:
 
 def _rollout_violations(config: RlhfConfig) -> Iterator[str]:
     if config.staleness > 1 and not config.partial_rollouts:
-        yield (
-            f"--staleness = {config.staleness}: whole rollouts are made one step ahead, and earlier ones would only be "
-            f"older: use 1, or add --partial-rollouts"
-        )
+        why = "whole rollouts are made one step ahead, and earlier ones would only be older"
+        yield f"--staleness = {config.staleness}: {why}: use 1, or add --partial-rollouts"
     if config.partial_rollouts and config.staleness < 2:
-        yield (
-            f"--partial-rollouts with --staleness = {config.staleness}: a response that goes on after a weight update "
-            f"is at least 2 steps old when it is trained on: use --staleness 2 or more"
-        )
+        why = "a response that goes on after a weight update is at least 2 steps old when it is trained on"
+        yield f"--partial-rollouts with --staleness = {config.staleness}: {why}: use --staleness 2 or more"
     if config.partial_rollouts and config.oversample > config.staleness:
-        yield (
-            f"--oversample = {config.oversample:g} must be at most --staleness = {config.staleness}: more cannot be "
-            f"trained on in time"
-        )
+        most = f"--staleness = {config.staleness}: more cannot be trained on in time"
+        yield f"--oversample = {config.oversample:g} must be at most {most}"
     if not config.begins_ahead:
         return
     asked = "--partial-rollouts" if config.partial_rollouts else f"--oversample = {config.oversample:g}"
@@ -441,10 +431,8 @@ def _search_violations(config: RlhfConfig) -> Iterator[str]:
         if getattr(config, name):
             yield f"{flag(name)} is chosen by --plan {SEARCH}: remove it"
     if config.lora_rank:
-        yield (
-            f"--plan {SEARCH} does not predict steps of adapters (--lora-rank = {config.lora_rank}): give a named plan "
-            f"or a YAML file"
-        )
+        asked = f"--lora-rank = {config.lora_rank}"
+        yield f"--plan {SEARCH} does not predict steps of adapters ({asked}): give a named plan or a YAML file"
 
 
 def _evaluation_violations(config: RlhfConfig) -> Iterator[str]:

@@ -257,10 +257,8 @@ def _parse(
         raise ValueError(f"{where}: a prompt of 0 tokens, expected at least 1")
     advice = "shorten it, drop such lines with long_prompts=drop, or use a model with a longer context"
     if len(prompt) > longest:
-        raise _TooLong(
-            f"a prompt of {len(prompt)} tokens, expected 1 to {longest} so that the response fits the model's context: "
-            f"{advice}"
-        )
+        fits = f"expected 1 to {longest} so that the response fits the model's context"
+        raise _TooLong(f"a prompt of {len(prompt)} tokens, {fits}: {advice}")
     sequences = []
     for key in keys[1:] if whole else ():
         content = completed(row, first, key, where)
@@ -268,10 +266,8 @@ def _parse(
             content = replace(content, prompt=0)  # with all that the assistant writes, as in train.py
         sequences.append(_sequence(content, tokenizer))
         if (tokens := len(sequences[-1][0])) > longest:
-            raise _TooLong(
-                f"a prompt of {len(prompt)} tokens and {tokens - len(prompt)} under {key!r} exceed the model's context "
-                f"of {longest}: {advice}"
-            )
+            sizes = f"a prompt of {len(prompt)} tokens and {tokens - len(prompt)} under {key!r}"
+            raise _TooLong(f"{sizes} exceed the model's context of {longest}: {advice}")
     texts = {key: "" if whole and isinstance(row[key], list) else text_of(row[key], key, where) for key in keys[1:]}
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
     return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences))

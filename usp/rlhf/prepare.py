@@ -289,10 +289,8 @@ def _open_data(
         held_out = [found[index] for index in range(len(found))][: config.eval_prompts or None]
         return _Data(examples, held_out, notes + more, supervised)
     if config.eval_prompts >= len(examples):
-        raise ValueError(
-            f"--eval-prompts = {config.eval_prompts} leaves nothing to train on of the {len(examples)} examples of "
-            f"--data: use fewer"
-        )
+        left = f"nothing to train on of the {len(examples)} examples of --data"
+        raise ValueError(f"--eval-prompts = {config.eval_prompts} leaves {left}: use fewer")
     examples, held_out = hold_out(examples, config.eval_prompts, config.seed)
     return _Data(examples, held_out if config.eval_every else (), notes, supervised)
 
@@ -443,17 +441,13 @@ def _reference_violations(config: RlhfConfig, graph: DataflowGraph, specs: dict[
     if not config.ref_update_every:
         return
     if (calls := [call.role for call in graph.calls].count("ref")) != 1:
-        yield (
-            f"{asked} needs one call of the role ref, and --algorithm {config.algorithm} with these --options has "
-            f"{calls}: remove it"
-        )
+        has = f"--algorithm {config.algorithm} with these --options has {calls}"
+        yield f"{asked} needs one call of the role ref, and {has}: remove it"
         return
     ours, its = ({**specs[role].config.to_dict(), "_name_or_path": ""} for role in ("actor", "ref"))
     if different := sorted(name for name in ours.keys() | its.keys() if ours.get(name) != its.get(name)):
-        yield (
-            f"{asked} needs a reference like the policy, and --ref = {config.ref} has another {', '.join(different)}: "
-            f"remove one"
-        )
+        has = f"--ref = {config.ref} has another {', '.join(different)}"
+        yield f"{asked} needs a reference like the policy, and {has}: remove one"
 
 
 def _graph_violations(
@@ -472,10 +466,8 @@ def _graph_violations(
         yield f"{asked} leaves some of mini_batches={steps[0].mini_batches} without: use at least so many"
     generated = [call.name for call in graph.calls if isinstance(call.work, Generate)]
     if config.begins_ahead and len(generated) > 1:
-        yield (
-            f"--partial-rollouts and --oversample choose the prompts of a step by one call, and --algorithm = "
-            f"{config.algorithm} has {', '.join(generated)}: remove them"
-        )
+        has = f"--algorithm = {config.algorithm} has {', '.join(generated)}"
+        yield f"--partial-rollouts and --oversample choose the prompts of a step by one call, and {has}: remove them"
     samples = options.drawn(config.prompts) * (2 if algorithm.data == "pairs" else graph.group_size)
     if messages := batch_violations(graph, samples):
         yield f"--prompts = {config.prompts}: {'; '.join(messages)}"
@@ -520,10 +512,8 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     elif planner is not None:
         plan = planner(run)
     else:
-        raise ValueError(
-            f"--plan = {SEARCH} is searched by rlhf.py as it starts: give the plan.yaml of its run, or one that "
-            f"python -m usp rlhf-plan writes"
-        )
+        give = "give the plan.yaml of its run, or one that python -m usp rlhf-plan writes"
+        raise ValueError(f"--plan = {SEARCH} is searched by rlhf.py as it starts: {give}")
     if config.rollout_engine != OWN:
         plan = with_engine(plan, graph, config.rollout_engine)
     plan.check(graph, launch.world_size)
@@ -532,10 +522,8 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
         engine = next((each.engine for each in plan.calls.values() if each.engine != OWN), VLLM)
         raise ValueError(f"--rollout-engine = {engine}, or engine: {engine} in a plan: {'; '.join(problems)}")
     if config.staleness and (shared := list(staleness_violations(graph, plan))):
-        raise ValueError(
-            f"--staleness = {config.staleness} makes samples beside training, on other ranks: with --plan = "
-            f"{config.plan} {shared[0]}; use --plan separation, or a YAML file"
-        )
+        asked = f"--staleness = {config.staleness} makes samples beside training, on other ranks"
+        raise ValueError(f"{asked}: with --plan = {config.plan} {shared[0]}; use --plan separation, or a YAML file")
     for call in graph.calls if config.cache_tokens else ():
         layout = plan[call.name]
         if isinstance(call.work, Generate) and layout.engine == OWN:

@@ -66,10 +66,7 @@ class PPO(PolicyOptions):
 
     def step_violations(self, samples: int) -> Iterator[str]:
         if self.kl_target and self.kl_horizon <= MAX_KL_ERROR * samples:
-            yield (
-                f"kl_horizon={self.kl_horizon} must be above {MAX_KL_ERROR:g} times the {samples} samples of a step: "
-                f"otherwise the weight of the KL penalty could fall to 0 or below in one step"
-            )
+            yield f"kl_horizon={self.kl_horizon} must be above {MAX_KL_ERROR:g} times the {samples} samples of a step"
 
 
 def next_kl(options: PPO, weight: float, kl: float, samples: int) -> float:

@@ -381,10 +381,8 @@ def cache_violation(cache_tokens: int, places: int, ranks: int, flag: str = "cac
     """Return why a cache of so many tokens, 0 for no bound, is too small for a sequence; empty if it is not."""
     if not cache_tokens or places * ranks <= cache_tokens:
         return ""
-    return (
-        f"{flag} = {cache_tokens} holds no sequence: the longest prompt, padded, and its response need "
-        f"{places * ranks} tokens; use at least so many, or fewer new tokens"
-    )
+    needed = f"the longest prompt, padded, and its response need {places * ranks} tokens"
+    return f"{flag} = {cache_tokens} holds no sequence: {needed}; use at least so many, or fewer new tokens"
 
 
 def capacity(rollouts: Sequence[Rollout], ranks: int, multiple: int) -> int:

@@ -360,10 +360,9 @@ class Generator:
         ids, logprobs = chosen.tolist()
         for rollout, logprob in zip(issued, logprobs, strict=True):
             if rollout is not None and not rollout.stopped and logprob != logprob:
-                raise RuntimeError(
-                    f"the model's logits are not finite after {len(rollout.prompt) + len(rollout.tokens)} tokens: "
-                    f"its weights, or its activations in {self._dtype}, are nan or infinite"
-                )
+                tokens = len(rollout.prompt) + len(rollout.tokens)
+                why = f"its weights, or its activations in {self._dtype}, are nan or infinite"
+                raise RuntimeError(f"the model's logits are not finite after {tokens} tokens: {why}")
         for slot, rollout in enumerate(issued):
             if routed is not None and rollout is not None and not rollout.stopped:
                 read = len(rollout.prompt) + len(rollout.tokens) - 1  # the position of the token that the step read

@@ -222,10 +222,8 @@ class VllmEngine:
         found = responses(rollouts, turns, lambda rollout: rollout.choices(work.routed))
         for number, response in enumerate(found):
             if not bool(response.logprobs.isfinite().all()):
-                raise RuntimeError(
-                    f"vLLM's logits of response {number} are not finite: its weights or its activations in "
-                    f"{self._options.dtype} are, or it took weights of other ranks"
-                )
+                why = f"its weights or its activations in {self._options.dtype}, or it took weights of other ranks"
+                raise RuntimeError(f"vLLM's logits of response {number} are not finite: {why}")
         if self._together:
             self._mesh.agree([each.tokens.tolist() for each in found], "the tokens that vLLM decoded", ("tp",))
         return found
@@ -433,10 +431,8 @@ class ServedEngine(VllmEngine):
                 self._engine.close()
             with self._named("while it decoded"):
                 if (version := self._server.version()) != self._version:
-                    raise RuntimeError(
-                        f"its weights are of version {version} and not {self._version}, which this run gave it: it was "
-                        f"started again, or another run updates it"
-                    )
+                    why = "which this run gave it: it was started again, or another run updates it"
+                    raise RuntimeError(f"its weights are of version {version} and not {self._version}, {why}")
             told = [(responses, ends)]
         if self._options.tp > 1:
             dist.broadcast_object_list(told, group=self._mesh.group("tp"), group_src=0)

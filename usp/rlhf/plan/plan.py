@@ -198,10 +198,8 @@ def optimizer_of(role: str) -> str:
 def _rank_violations(layout: CallLayout, world_size: int) -> Iterator[str]:
     ranks, dims = layout.ranks, layout.dims
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
-        yield (
-            f"ranks {format_ranks(outside)} are missing from the world of {world_size} ranks "
-            f"(0-{world_size - 1}): launch more ranks, or use others"
-        )
+        world = f"the world of {world_size} ranks (0-{world_size - 1})"
+        yield f"ranks {format_ranks(outside)} are missing from {world}: launch more ranks, or use others"
     if list(ranks) != sorted(set(ranks)):
         yield f"ranks {list(ranks)} must be unique and ascending"
     if not ranks:
