@@ -52,10 +52,7 @@ RLHF_UNPREDICTED = (UNPREDICTED - {"data", "bad_rows", "tokenizer", "chat_templa
     *("ref_update_every", "ref_update_weight", "router_replay"),
 }
 
-EvalTemperature = Annotated[
-    float, Rule(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the default")
-]
-
+EvalTemperature = Annotated[float, Rule(lambda x: x == -1 or 0 <= x < math.inf, "at least 0, or -1 for the default")]
 Engine = shown("{own,vllm}|URL", str, str, rule=ENGINE)
 Oversample = Annotated[float, Rule(lambda value: value == 0 or 1 <= value < math.inf, "at least 1, or 0")]
 

@@ -60,14 +60,7 @@ from .environments.ready_rewards import REWARD
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
 from .graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
-from .role_specs import (
-    layout_violations,
-    missing_models,
-    role_specs,
-    router_violations,
-    served_models,
-    unused_models,
-)
+from .role_specs import layout_violations, missing_models, role_specs, router_violations, served_models, unused_models
 from .samples import derived_seed
 from .served import WORKER, RolloutServer, with_served
 

@@ -70,9 +70,8 @@ class Model(Server):
 
     def _logprobs(self, ids: list[int]) -> Tensor:
         body = {"model": self.name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-        rows = post(f"{self.url}/completions", body, self.timeout, (64 + len(ids)) * _BYTES)["choices"][0][
-            "prompt_logprobs"
-        ]
+        reply = post(f"{self.url}/completions", body, self.timeout, (64 + len(ids)) * _BYTES)
+        rows = reply["choices"][0]["prompt_logprobs"]
         values = [float(row[str(token)]["logprob"]) for token, row in zip(ids[1:], rows[1:], strict=True)]
         if not all(map(math.isfinite, values)):
             raise ValueError("a log-probability is not finite")

@@ -47,16 +47,7 @@ from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFaile
 from usp.run.launch import Launch, StopRequest, outlast, process_group
 from usp.run.output import LineFile, warn
 from usp.run.watchdog import Watchdog
-from usp.train.checkpoints import (
-    ADAPTER,
-    BEST,
-    MODEL,
-    Start,
-    newest_checkpoint,
-    run_folder,
-    settled,
-    sound_start,
-)
+from usp.train.checkpoints import ADAPTER, BEST, MODEL, Start, newest_checkpoint, run_folder, settled, sound_start
 from usp.train.loop import TrainingLoop
 from usp.train.step import Evaluations, LearningRate
 

@@ -12,11 +12,7 @@ from .critic_free import CRITIC_FREE
 from .ppo import PPO_ALGORITHM
 from .preferences import GIVEN_RESPONSES
 
-ALGORITHMS: Mapping[str, Algorithm] = {
-    **GIVEN_RESPONSES,
-    "ppo": PPO_ALGORITHM,
-    **CRITIC_FREE,
-}
+ALGORITHMS: Mapping[str, Algorithm] = {**GIVEN_RESPONSES, "ppo": PPO_ALGORITHM, **CRITIC_FREE}
 
 
 def with_outside(name: str, algorithms: Mapping[str, Algorithm]) -> Mapping[str, Algorithm]:

@@ -296,12 +296,7 @@ class Mcp:
                     return message["result"]
 
 
-TOOLS: Mapping[str, Callable[..., Tool]] = {
-    "python": Python,
-    "calculator": Calculator,
-    "search": Search,
-    "mcp": Mcp,
-}
+TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "calculator": Calculator, "search": Search, "mcp": Mcp}
 
 
 def calls_of(turn: str) -> list[tuple[str, dict[str, Any]] | str]:

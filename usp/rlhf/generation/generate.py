@@ -234,12 +234,7 @@ class Generator:
         return responses(rollouts, turns, self._routed)
 
     def _run(
-        self,
-        rollouts: Sequence[Rollout],
-        work: Generate,
-        places: int,
-        turns: Turns | None,
-        enough: Enough | None,
+        self, rollouts: Sequence[Rollout], work: Generate, places: int, turns: Turns | None, enough: Enough | None
     ) -> None:
         """Decode the rollouts, and those that follow their turns. places: in the cache, of a sequence on a rank."""
         if work.routed and self._recorder is None:

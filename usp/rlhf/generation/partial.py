@@ -55,9 +55,8 @@ def go_on(
         enough: called with the tickets of the complete groups.
     """
     complete = [ticket for ticket in sorted(groups) if groups[ticket].complete]
-    places = [
-        (ticket, k) for ticket in sorted(groups) for k, each in enumerate(groups[ticket].responses) if not each.complete
-    ]
+    begun = [(ticket, k, each) for ticket in sorted(groups) for k, each in enumerate(groups[ticket].responses)]
+    places = [(ticket, k) for ticket, k, each in begun if not each.complete]
     if enough(complete):
         places = []
     missing = {ticket: sum(other == ticket for other, _ in places) for ticket, _ in places}

@@ -176,9 +176,7 @@ class RoleModel:
         alias_buffers(self.stage.model, weights)
         self._allocated = True
         not_shared = self._parameters().keys() - weights.keys()
-        self._memory = WeightMemory(
-            lambda: [weight for name, weight in self._parameters().items() if name in not_shared]
-        )
+        self._memory = WeightMemory(lambda: [x for name, x in self._parameters().items() if name in not_shared])
 
     def release(self) -> None:
         """Free the memory of the weights."""

@@ -21,16 +21,7 @@ from torch import Tensor
 from parallel import ProcessGroups, agree
 from usp.rlhf.algorithms.algorithm import stateful
 from usp.rlhf.algorithms.policy import SPARE
-from usp.rlhf.graph import (
-    Compute,
-    DataflowGraph,
-    Generate,
-    Inference,
-    ModelCall,
-    TrainStep,
-    canonical,
-    tokens_key,
-)
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, TrainStep, canonical, tokens_key
 from usp.rlhf.plan.operations import Operation, copy_of, schedule
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
 from usp.rlhf.roles.role_model import BuildRole, RoleModel
@@ -266,9 +257,8 @@ class Executor:
         assert dist.group.WORLD
         self._world = [dist.group.WORLD]
         graph, plan = self._agreed(plan)
-        self.copies = copies or RoleCopies(
-            graph, plan, groups, build_role, device, ranks_per_host, delta_updates=delta_updates
-        )
+        place = (groups, build_role, device, ranks_per_host)
+        self.copies = copies or RoleCopies(graph, plan, *place, delta_updates=delta_updates)
         self.rollouts = None if rollouts is None else Rollouts(rollouts, graph, plan)
         self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
         self._get_ready(graph, plan)
