@@ -313,10 +313,8 @@ class ReplanOptions:
 
     @staticmethod
     def parse(text: str) -> ReplanOptions:
-        """Parse every=N,gain=5%,budget=SECONDS; the gain may be a fraction, too.
-
-        Raises ValueError naming every part that is wrong.
-        """
+        """Parse every=N,gain=5%,budget=SECONDS; the gain may be a fraction, too. Raises ValueError naming every part
+        that is wrong."""
         as_fraction = re.sub(r"([\d.]+)%", lambda match: repr(float(match[1]) / 100), text)
         options = ReplanOptions(**parse_options(as_fraction, ReplanOptions, "--replan"))
         if problems := list(parameter_violations(options)):

@@ -350,10 +350,8 @@ def prompt_samples(examples: Sequence[Example], indices: Sequence[int], keys: Se
 
 
 def example_indices(begin: int, count: int, size: int, seed: int) -> list[int]:
-    """Return the examples at positions begin to begin + count - 1 of an endless stream, reshuffled every epoch.
-
-    Depends only on the position, so a run can resume anywhere and with another number of examples per step.
-    """
+    """Return the examples at positions begin to begin + count - 1 of an endless stream, reshuffled every epoch. Depends
+    only on the position, so a run can resume anywhere and with another number of examples per step."""
     if size > _LARGE:
         return [position % size for position in range(begin, begin + count)]
     positions = [divmod(position, size) for position in range(begin, begin + count)]

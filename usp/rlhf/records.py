@@ -120,10 +120,8 @@ class SampleFiles:
         self._lengths.append(number, [json.dumps(line)])
 
     def check_rewards(self, number: int) -> dict[str, float]:
-        """Write the samples of a step that the reward function failed for, and return their number as a metric.
-
-        Raises UserCodeFailed on every rank, if that ends the run.
-        """
+        """Write the samples of a step that the reward function failed for, and return their number as a metric. Raises
+        UserCodeFailed on every rank, if that ends the run."""
         if not self._scorers:
             return {}
         records = [record for scorer in self._scorers for record in scorer.take_failures()]
@@ -200,10 +198,8 @@ def turns_of(
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:
-    """Read the samples that a run kept, in their order.
-
-    Raises ValueError if the run has none, or a line is not a sample.
-    """
+    """Read the samples that a run kept, in their order. Raises ValueError if the run has none, or a line is not a
+    sample."""
     path = run / SAMPLES_FILE
     if not path.is_file():
         raise ValueError(f"{run} has no samples: {path} does not exist")

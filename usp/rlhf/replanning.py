@@ -167,10 +167,8 @@ class Replanning:
         self._ran.append((number, StepLengths.of(self._graph, result.lengths), result.events))
 
     def decide(self, running: ExecutionPlan) -> Decision:
-        """Return the decision after the step that was added last; rank 0 says and writes it. Collective.
-
-        Raises ConfigurationError on every rank, if nothing can be predicted.
-        """
+        """Return the decision after the step that was added last; rank 0 says and writes it. Collective. Raises
+        ConfigurationError on every rank, if nothing can be predicted."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, [events for _, _, events in self._ran])
         measured = [

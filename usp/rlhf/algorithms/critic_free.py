@@ -170,10 +170,8 @@ class GSPO(GRPO):
 
 @dataclass(frozen=True)
 class CISPO(GRPO):
-    """Options of CISPO (MiniMax-M1, arXiv 2506.13585): clipped weights of the gradient, see `ClippedWeights`.
-
-    As in the paper, there is no lower bound; the upper one is 5.
-    """
+    """Options of CISPO (MiniMax-M1, arXiv 2506.13585): clipped weights of the gradient, see `ClippedWeights`. As in the
+    paper, there is no lower bound; the upper one is 5."""
 
     objective_type = ClippedWeights
     mini_batches: int = 4
@@ -191,10 +189,8 @@ class CISPO(GRPO):
 
 @dataclass(frozen=True)
 class RLOO(PolicyOptions):
-    """Options of REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740).
-
-    The KL penalty, kl times the log-ratio of a whole response, is subtracted from its reward.
-    """
+    """Options of REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740). The KL penalty, kl times the log-ratio of
+    a whole response, is subtracted from its reward."""
 
     min_group_size = 2
     generate: Generate = field(default_factory=lambda: Generate(group_size=4))

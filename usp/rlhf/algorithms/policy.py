@@ -284,10 +284,8 @@ class Batch:
         return result
 
     def group_distances(self, rewards_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distance of each reward from the mean of its prompt's, (P, G), and how many these are, (P,).
-
-        P prompts with G responses each. Samples that are dropped have distance 0 and do not count.
-        """
+        """Return the distance of each reward from the mean of its prompt's, (P, G), and how many these are, (P,). P
+        prompts with G responses each. Samples that are dropped have distance 0 and do not count."""
         size = self.options.generate.group_size
         shape = (len(rewards_N) // size, size)
         rewards_PG, kept_PG = rewards_N.view(shape), self.kept_N.view(shape)

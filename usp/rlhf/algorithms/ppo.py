@@ -70,10 +70,8 @@ class PPO(PolicyOptions):
 
 
 def next_kl(options: PPO, weight: float, kl: float, samples: int) -> float:
-    """Adapt the weight of the KL penalty to a step of `samples` responses with mean divergence `kl`.
-
-    Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2.
-    """
+    """Adapt the weight of the KL penalty to a step of `samples` responses with mean divergence `kl`. Ziegler et al.,
+    "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2."""
     if not options.kl_target:
         return weight
     error = min(max(kl / options.kl_target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)

@@ -16,10 +16,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {**GIVEN_RESPONSES, "ppo": PPO_ALGORITHM, 
 
 
 def with_outside(name: str, algorithms: Mapping[str, Algorithm]) -> Mapping[str, Algorithm]:
-    """Add the algorithm that `name` names, if it is PATH.py:NAME and not among them.
-
-    Raises ValueError for a file that cannot be imported, or has no algorithm of that name.
-    """
+    """Add the algorithm that `name` names, if it is PATH.py:NAME and not among them. Raises ValueError for a file that
+    cannot be imported, or has no algorithm of that name."""
     if name in algorithms or ".py:" not in name:
         return algorithms
     algorithm = load_from_file(name, "algorithm")

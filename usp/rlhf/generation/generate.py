@@ -58,10 +58,8 @@ from .vllm import Enough, VllmEngine
 
 
 def generation_problems(config: ModelConfig) -> str:
-    """Return why responses cannot be generated with the causal LM of `config`; empty if they can.
-
-    Raises ValueError if a tiny copy of the model cannot be run, so that nothing is known.
-    """
+    """Return why responses cannot be generated with the causal LM of `config`; empty if they can. Raises ValueError if
+    a tiny copy of the model cannot be run, so that nothing is known."""
     if config.get_text_config() is not config:
         return SEVERAL_PARTS
     model: Any = empty_model(config, causal=True)
@@ -290,10 +288,8 @@ class Generator:
         return int(most)
 
     def _prefill(self, cache: KVCache, group: PrefillGroup, active: Sequence[Rollout | None]) -> None:
-        """Write the keys and values of a group's prompts to the cache.
-
-        Prompts are padded on the right, where the causal mask hides the padding from them.
-        """
+        """Write the keys and values of a group's prompts to the cache. Prompts are padded on the right, where the
+        causal mask hides the padding from them."""
         ids = torch.zeros(len(group.prompts), group.padded, dtype=torch.int64)
         for row, prompt in enumerate(group.prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)

@@ -139,10 +139,8 @@ def shares_memory(copy: WeightCopy, source: WeightCopy | None) -> bool:
 
 
 def kept_copies(graph: DataflowGraph, before: ExecutionPlan, after: ExecutionPlan) -> frozenset[WeightCopy]:
-    """Return the copies that stay as they are when another plan begins.
-
-    Of a role that is trained, all copies change with the layout of its train step, and with where its optimizer is.
-    """
+    """Return the copies that stay as they are when another plan begins. Of a role that is trained, all copies change
+    with the layout of its train step, and with where its optimizer is."""
 
     def trains(plan: ExecutionPlan, role: str) -> object:
         call = graph.train_call(role)

@@ -295,10 +295,8 @@ def to_mapping(plan: ExecutionPlan) -> dict[str, Any]:
 
 
 def from_mapping(mapping: object) -> ExecutionPlan:
-    """Convert a YAML mapping (see the module docstring) to a plan, with dp_shard resolved.
-
-    Raises ValueError naming every unknown key and every invalid value.
-    """
+    """Convert a YAML mapping (see the module docstring) to a plan, with dp_shard resolved. Raises ValueError naming
+    every unknown key and every invalid value."""
     if not isinstance(mapping, dict) or not isinstance(mapping.get("calls"), dict):
         raise ValueError("a plan must be a mapping with `calls`, the layout of each call by name")
     violations = [f"unknown key {key!r}" for key in mapping if key not in ("name", "offload", "calls")]

@@ -133,9 +133,7 @@ class RoleModel:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the live parameters and persistent buffers by the names they are stored under, with or without memory.
-
-        Of a role with adapters, the parameters of the adapters.
-        """
+        Of a role with adapters, the parameters of the adapters."""
         adapted = self.spec.lora is not None
         return {name: weight for name, weight in self._stored() if is_adapter(name) or not adapted}
 
@@ -292,10 +290,8 @@ class RoleModel:
         return {**metrics, "grad_norm": mean(norms) if norms else 0.0, "optimizer_steps": float(len(norms))}
 
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        """Respond to this data-parallel rank's prompts, possibly none; return `generate_samples` on its leader.
-
-        For a copy that is not trained, with zero=0.
-        """
+        """Respond to this data-parallel rank's prompts, possibly none; return `generate_samples` on its leader. For a
+        copy that is not trained, with zero=0."""
         samples = generate_samples(prompts, work, seed, self._generates())
         return samples if self._leads else Samples((), {})
 
@@ -312,9 +308,7 @@ class RoleModel:
 
     def state(self) -> dict[str, Tensor]:
         """Return the weights and optimizer state of a trained copy, as `Engine.state`, on the device.
-
-        `offload_optimizer` must follow once they have been read.
-        """
+        `offload_optimizer` must follow once they have been read."""
         self._moments.load()
         return self._trained_engine().state()
 

@@ -239,9 +239,7 @@ def unpack(
     parts: Sequence[Tensor], plan: RowPlan, samples: Samples, layout: CallLayout, mesh: ParallelMesh
 ) -> list[Tensor]:
     """Return each sample's per-token values, on the CPU, from the (1, this rank's tokens) of each micro-batch.
-
-    Collective over the sp axis, all of whose ranks get all values.
-    """
+    Collective over the sp axis, all of whose ranks get all values."""
     rows = _segments(samples, plan)
     boundaries = list(map(_boundaries, rows))
     longest = max(map(len, boundaries))

@@ -229,10 +229,8 @@ class RoleCopies:
         return model.frozen() if isinstance(model, RoleModel) else {}
 
     def _share(self, copy: WeightCopy, frozen: Mapping[WeightCopy, ParamLayout]) -> bool:
-        """Share the memory of the trained copy where that has the same boxes on every rank of this one.
-
-        Returns whether all weights are shared; if not, the frozen ones may be.
-        """
+        """Share the memory of the trained copy where that has the same boxes on every rank of this one. Returns whether
+        all weights are shared; if not, the frozen ones may be."""
         source, model = self._trained[copy.role], self._models.get(copy)
         supported = copy.layout.engine == OWN and (model is None or isinstance(model, RoleModel))
         same_frozen = supported and copy.layout.zero == 0 and _holds(frozen[source], frozen[copy])

@@ -184,10 +184,8 @@ def write_chrome_trace(events: Sequence[Event], path: Path) -> None:
 
 
 def plot(events: Sequence[Event], path: Path) -> None:
-    """Write a PNG of one step with one row per rank: work, waiting, and the critical path.
-
-    Transfers are thin bars below; in the row itself they stand only where a call waits for them.
-    """
+    """Write a PNG of one step with one row per rank: work, waiting, and the critical path. Transfers are thin bars
+    below; in the row itself they stand only where a call waits for them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
