@@ -60,19 +60,12 @@ _LARGE = 2**24  # data sets with more examples are not shuffled: no run reaches 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        prompt: token ids, without an end of sequence.
-        answer: the correct response.
-        rejected: a worse response, for preference pairs.
-        sequences: of a file's lines that are trained on whole, see `sequences_of`.
-    """
-
-    prompt: Ids
-    answer: str
-    rejected: str = ""
-    sequences: tuple[tuple[Ids, Mask], ...] = ()
+    prompt: Ids  # without an end of sequence
+    answer: str  # the correct response
+    rejected: str = ""  # a worse response, for preference pairs
+    sequences: tuple[tuple[Ids, Mask], ...] = ()  # of a file's lines that are trained on whole, see `sequences_of`
 
 
 class FileExamples(list[Example]):

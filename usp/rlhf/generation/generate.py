@@ -163,8 +163,7 @@ class Generator:
     @staticmethod
     def of(stage: CausalLMStage, mesh: ParallelMesh, **options: Any) -> Generator:
         """Return a generator with a pipeline stage. options: of `Generator`."""
-        place = {"first": stage.first, "last": stage.last}
-        return Generator(stage.model, mesh, **place, transform=stage.transform, **options)
+        return Generator(stage.model, mesh, first=stage.first, last=stage.last, transform=stage.transform, **options)
 
     @torch.inference_mode()
     def generate(

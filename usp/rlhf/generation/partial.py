@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,8 @@ from .decoding import GeneratedResponse
 from .generate import RolloutEngine, sample_values
 
 PER_TOKEN = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int64}  # of a response so far
-NOT_BEGUN = GeneratedResponse(
-    **{key: torch.zeros(0, dtype=dtype) for key, dtype in PER_TOKEN.items()}, finished=False, complete=False
-)
+_NOTHING: dict[str, Any] = {key: torch.zeros(0, dtype=dtype) for key, dtype in PER_TOKEN.items()}
+NOT_BEGUN = GeneratedResponse(**_NOTHING, finished=False, complete=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +77,8 @@ def go_on(
     )
     after = {ticket: list(group.responses) for ticket, group in groups.items()}
     for (ticket, k), response in zip(places, more, strict=True):
-        written = replace(response, versions=torch.full_like(response.tokens, version))
-        joined = {key: torch.cat([getattr(each, key) for each in (after[ticket][k], written)]) for key in PER_TOKEN}
+        parts = after[ticket][k], replace(response, versions=torch.full_like(response.tokens, version))
+        joined: dict[str, Any] = {key: torch.cat([getattr(part, key) for part in parts]) for key in PER_TOKEN}
         after[ticket][k] = replace(response, **joined)
     return {ticket: replace(groups[ticket], responses=tuple(after[ticket])) for ticket in groups}, complete
 

@@ -50,29 +50,18 @@ Naming: TypeAlias = Callable[[str], AbstractContextManager[Any]]  # see `Watchdo
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an engine, the same on all of its ranks.
+    """Options of an engine, the same on all of its ranks."""
 
-    Attributes:
-        calls: that it decodes for, to be named in errors.
-        tp: consecutive ranks that share a model. experts: these ranks divide the experts, instead of each expert.
-        tokens: the longest sequence. slots: most sequences that are decoded at a time.
-        cache_bytes: of the KV cache on a rank.
-        processed: return the log-probabilities of the sampled distribution, without top-k and top-p; else those at
-            temperature 1.
-        changes: a server is sent only what has changed, after the first update.
-        routed: a server tells which experts tokens chose.
-    """
-
-    calls: str
-    tp: int
-    experts: bool
+    calls: str  # that it decodes for, to be named in errors
+    tp: int  # consecutive ranks that share a model
+    experts: bool  # these ranks divide the experts, instead of each expert
     dtype: torch.dtype
-    tokens: int
-    slots: int
-    cache_bytes: int
-    processed: bool
-    changes: bool = False
-    routed: bool = False
+    tokens: int  # of the longest sequence
+    slots: int  # most sequences that are decoded at a time
+    cache_bytes: int  # of the KV cache on a rank
+    processed: bool  # log-probabilities are those of the sampled distribution, without cuts; else at temperature 1
+    changes: bool = False  # a server is sent only what has changed, after the first update
+    routed: bool = False  # a server tells which experts tokens chose
 
     @property
     def logprobs_mode(self) -> str:

@@ -53,17 +53,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The samples in each row.
+    """The samples in each row."""
 
-    Attributes:
-        rows: indices of the samples in each micro-batch, ascending, possibly none.
-        row_len: tokens in a row, including padding, over all sequence-parallel ranks.
-        families: consecutive samples that share their first tokens, and how many. Members are in one row.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    row_len: int
-    families: tuple[Family, ...] = ()
+    rows: tuple[tuple[int, ...], ...]  # indices of the samples in each micro-batch, ascending, possibly none
+    row_len: int  # tokens in a row, including padding, over all sequence-parallel ranks
+    families: tuple[Family, ...] = ()  # consecutive samples in one row that share their first tokens, and how many
 
 
 def pack_lengths(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class RoleCopies:
         delta_updates: bool = False,
     ) -> None:
         self._device, self._groups = device, groups
-        self._limits = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}  # of a reallocation
+        self._limits: dict[str, Any] = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
         self._plan, self._event, self.delta_updates = plan, event, delta_updates
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], list[Reallocation]] = {}
         # By which reallocation each copy was last filled, or each round of an engine's; what delta updates gave it.

@@ -184,22 +184,14 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step.
+    """The result of a step, the same on every rank but for samples and events."""
 
-    Attributes:
-        metrics: see `measure.merge`; the same on every rank.
-        samples: the collected samples, on rank 0.
-        lengths: see `StepData`; the same on every rank.
-        numbers: by key with one number per sample, those by id; the same on every rank; empty with staleness.
-        tickets: with `Rollouts`, those of the samples' prompts.
-    """
-
-    metrics: dict[str, float]
-    samples: Samples | None
-    events: tuple[Event, ...]
-    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    numbers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    tickets: Sequence[int] | None = None
+    metrics: dict[str, float]  # see `measure.merge`
+    samples: Samples | None  # those collected, on rank 0
+    events: tuple[Event, ...]  # of this rank
+    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)  # see `StepData`
+    numbers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by key and id; empty with staleness
+    tickets: Sequence[int] | None = None  # with `Rollouts`, those of the samples' prompts
 
 
 class Executor:
@@ -340,19 +332,10 @@ class Executor:
 
         plan: needs no other copies.
         """
-        return Executor(
-            graph,
-            plan,
-            self.groups,
-            self._build_role,
-            self.device,
-            ranks_per_host=self._ranks_per_host,
-            collect=collect,
-            first=self._first,
-            progress=progress,
-            before_changes=self._before_changes,
-            copies=self.copies,
-        )
+        place = (self.groups, self._build_role, self.device)
+        shared: dict[str, Any] = {"ranks_per_host": self._ranks_per_host, "first": self._first, "copies": self.copies}
+        shared["before_changes"] = self._before_changes
+        return Executor(graph, plan, *place, **shared, collect=collect, progress=progress)
 
     def run_step(self, given: Samples, number: int, seed: int) -> StepResult:
         """Make the samples of step `number` and train on them: `run` with staleness 0."""

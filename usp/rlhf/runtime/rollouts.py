@@ -31,21 +31,14 @@ States = Mapping[int, Sequence[tuple[int, bool, bool]]]
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How a run begins and takes rollouts.
+    """How a run begins and takes rollouts. begun, ahead, steps: see `QueueRules`."""
 
-    Attributes:
-        prompts: of a step.
-        begun, ahead, steps: see `QueueRules`.
-        draw: returns the given values of the prompts with some tickets, in that order; the same on every rank.
-        seed: of the run.
-    """
-
-    prompts: int
+    prompts: int  # of a step
     begun: float
     ahead: int
     steps: int
-    draw: Callable[[Sequence[int]], Samples]
-    seed: int
+    draw: Callable[[Sequence[int]], Samples]  # given values of the prompts with some tickets, in order, on every rank
+    seed: int  # of the run
 
 
 class Rollouts:
@@ -151,7 +144,7 @@ class Rollouts:
 
     def fill(self, whole: Mapping[str, Tensor]) -> None:
         """Take this rank's responses so far, from those of all ranks."""
-        values: dict[tuple[int, int], dict[str, Tensor]] = {}
+        values: dict[tuple[int, int], dict[str, Any]] = {}
         for key, joined in whole.items():
             for place, piece in self._pieces(joined.cpu()):
                 values.setdefault(place, {})[key] = piece.clone()
