@@ -158,7 +158,7 @@ def open_examples(
     """
     if data == STDLIB:
         if not SHORTEST <= prompt_tokens <= longest:
-            raise ValueError(f"prompt_tokens={prompt_tokens} must be from {SHORTEST} to {longest}, the model's context")
+            raise ValueError(f"prompt_tokens={prompt_tokens} must be from {SHORTEST} to {longest} to fit the context")
         return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
     if not file.is_file() or DataFile.of(file).format != "lines":
