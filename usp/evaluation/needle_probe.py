@@ -247,7 +247,7 @@ def _generate(prepared: PreparedProbe, model: RoleModel, mesh: ParallelMesh, pro
     stage, config = model.stage, prepared.config
     longest = max(len(prompt.ids) for prompt in prompts)
     slots = max(1, CACHED * mesh.size("sp") // longest)
-    generator = Generator.of(stage, mesh, slots)
+    generator = Generator.of(stage, mesh, slots=slots)
     answer = max(len(prompt.answer_ids) for prompt in prompts)
     stop_ids = end_of_sequence_ids(config.model)
     work = Generate(max_new_tokens=config.max_new_tokens or answer + SLACK, temperature=0.0, stop_ids=stop_ids)

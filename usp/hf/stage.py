@@ -116,6 +116,7 @@ class CausalLMStage(nn.Module):
             inputs["cu_seqlens"] = cu_seqlens
         if prefix_tree is not None:
             inputs["prefix_tree"] = prefix_tree
+        hidden = hidden.to(linear.weight.dtype)  # Mamba's residual is float32 in any dtype
         last = LastHidden(hidden, linear.weight, self.loss_chunk, self.tp_group, self.transform, linear.bias)
         wanted = head(last, inputs)
         if self.balance is None or chosen is None or not self.training:
