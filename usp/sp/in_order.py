@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any
 
@@ -92,57 +92,10 @@ def _fetch(x: Tensor, program: HaloProgram, channel: Channel) -> tuple[Tensor, .
     return tuple(received.values())
 
 
-@dataclass(frozen=True)
-class ReshardPlan:
-    """One rank's part of moving the tokens of rows from layout `source` to layout `destination` over the same grid.
-    rank: this rank in the grid, ring_rank * ulysses + ulysses_rank."""
-
-    source: SequenceLayout
-    destination: SequenceLayout
-    rank: int
-    rows: int = 1
-
-    @cached_property
-    def inverse(self) -> ReshardPlan:
-        return ReshardPlan(self.destination, self.source, self.rank, self.rows)
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of this rank's rows afterwards."""
-        return self.rows * self.destination.local_len
-
-    @cached_property
-    def sends(self) -> tuple[Tensor, ...]:
-        """The indices of this rank's tokens for each rank, in order of position."""
-        return _shared(self.source, self.destination, self.rank, self.rows)
-
-    @cached_property
-    def receives(self) -> tuple[Tensor, ...]:
-        """Where the tokens of each rank go among this rank's, in order of position."""
-        return _shared(self.destination, self.source, self.rank, self.rows)
-
-
-def _positions(layout: SequenceLayout, rank: int, rows: int) -> Tensor:
-    """Return the positions of a rank's tokens of all rows, counted over the rows."""
-    of_row = [layout.positions(*divmod(rank, layout.ulysses), row) for row in range(layout.rows)]
-    return torch.cat([of_row[row % layout.rows] + row * layout.seq_len for row in range(rows)])
-
-
-def _shared(own: SequenceLayout, others: SequenceLayout, rank: int, rows: int) -> tuple[Tensor, ...]:
-    """Return, for each rank, which of `rank`'s tokens under `own` it holds under `others`, in order of position."""
-    holder = torch.empty(rows * own.seq_len, dtype=torch.int64)
-    for peer in range(own.ring * own.ulysses):
-        holder[_positions(others, peer, rows)] = peer
-    positions = _positions(own, rank, rows)
-    order = positions.argsort()
-    owners = holder[positions[order]]
-    return tuple(order[owners == peer] for peer in range(own.ring * own.ulysses))
-
-
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """What a rank sends, as in `ReshardPlan`, of any tokens and each to any ranks. lengths: of its tokens, before and
-    afterwards."""
+    """What a rank sends where tokens move to any other ranks. By rank of the grid, `sends` are indices of this rank's
+    tokens, and `receives` of those that it has afterwards. lengths: of its tokens, before and afterwards."""
 
     sends: tuple[Tensor, ...]
     receives: tuple[Tensor, ...]
@@ -152,9 +105,35 @@ class Moves:
     def inverse(self) -> Moves:
         return Moves(self.receives, self.sends, self.lengths[::-1])
 
-    @property
-    def length(self) -> int:
-        return self.lengths[1]
+    @staticmethod
+    def between(source: SequenceLayout, destination: SequenceLayout, rank: int, rows: int = 1) -> Moves:
+        """Return the moves of a rank's rows from one layout to another over the same grid. rank: ring_rank * ulysses +
+        ulysses_rank."""
+        lengths = rows * source.local_len, rows * destination.local_len
+        pairs = (source, destination), (destination, source)
+        sends, receives = (_shared(*pair, rank, rows) for pair in pairs)
+        return Moves(sends, receives, lengths)
+
+
+def _held(layout: SequenceLayout, rank: int, rows: int) -> Array:
+    """Return the positions of a rank's tokens of all rows, counted over the rows."""
+    spans = [
+        row * layout.seq_len + span.start + span.step * np.arange(span.length)
+        for row in range(rows)
+        for span in layout.local_spans(*divmod(rank, layout.ulysses), row)
+    ]
+    return np.concatenate(spans)
+
+
+def _shared(own: SequenceLayout, others: SequenceLayout, rank: int, rows: int) -> tuple[Tensor, ...]:
+    """Return, for each rank, which of `rank`'s tokens under `own` it holds under `others`, in order of position."""
+    holder, peers = np.empty(rows * own.seq_len, np.int64), range(own.ring * own.ulysses)
+    for peer in peers:
+        holder[_held(others, peer, rows)] = peer
+    positions = _held(own, rank, rows)
+    order = positions.argsort()
+    owners = holder[positions[order]]
+    return tuple(torch.tensor(order[owners == peer]) for peer in peers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,16 +221,6 @@ class Windows:
         )
 
 
-def _held(layout: SequenceLayout, rank: int, rows: int) -> Array:
-    """Return what `_positions` does, without torch."""
-    spans = [
-        row * layout.seq_len + span.start + span.step * np.arange(span.length)
-        for row in range(rows)
-        for span in layout.local_spans(*divmod(rank, layout.ulysses), row)
-    ]
-    return np.concatenate(spans)
-
-
 def _runs(documents: Array, columns: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield the runs of equal numbers, each of a row with so many columns, of which the last is of padding."""
     for begin, end in pairwise([0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(documents)]):
@@ -261,12 +230,13 @@ def _runs(documents: Array, columns: int) -> Iterator[tuple[int, int, int, int]]
 
 
 class Reshard(torch.autograd.Function):
-    """`apply(x, plan, channel, keep)`: (rows, tokens, width) in the source layout -> the same in the destination's."""
+    """`apply(x, moves, channel, keep)`: (rows, tokens, width) before the moves -> the same afterwards. What no rank
+    sends is 0, what several send is added."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, plan: ReshardPlan | Moves, channel: Channel, keep: Keep) -> Tensor:
-        ctx.inverse, ctx.channel = plan.inverse, channel
-        (moved,) = keep(("reshard", x.shape), lambda: (_move(x, plan, channel),))
+    def forward(ctx, x: Tensor, moves: Moves, channel: Channel, keep: Keep) -> Tensor:
+        ctx.inverse, ctx.channel = moves.inverse, channel
+        (moved,) = keep(("reshard", x.shape), lambda: (_move(x, moves, channel),))
         return moved
 
     @staticmethod
@@ -275,17 +245,11 @@ class Reshard(torch.autograd.Function):
         return _move(grad, ctx.inverse, ctx.channel), None, None, None
 
 
-def _move(x: Tensor, plan: ReshardPlan | Moves, channel: Channel) -> Tensor:
-    moved = exchange(x.flatten(0, 1), plan.sends, plan.receives, plan.length, channel)
-    return moved.unflatten(0, (len(x), -1))
-
-
-def exchange(x: Tensor, sends: Sequence[Tensor], receives: Sequence[Tensor], length: int, channel: Channel) -> Tensor:
-    """Send each rank its rows of x (n, width), and return the received ones, (length, width). sends, receives: for each
-    rank, the rows in x and in the result; what no rank sends is 0, what several send is added."""
-    out = x.new_zeros(length, x.shape[1])
-    parts = [x.index_select(0, index.to(x.device)) for index in sends]
-    received = [x.new_empty(len(index), x.shape[1]) for index in receives]
+def _move(x: Tensor, moves: Moves, channel: Channel) -> Tensor:
+    tokens = x.flatten(0, 1)
+    out = tokens.new_zeros(moves.lengths[1], x.shape[2])
+    parts = [tokens.index_select(0, index.to(x.device)) for index in moves.sends]
+    received = [tokens.new_empty(len(index), x.shape[2]) for index in moves.receives]
     received[channel.rank] = parts[channel.rank]
     outgoing, incoming = (
         [(peer, part) for peer, part in enumerate(side) if peer != channel.rank and part.numel()]
@@ -293,9 +257,9 @@ def exchange(x: Tensor, sends: Sequence[Tensor], receives: Sequence[Tensor], len
     )
     with record_function("reshard"):
         channel.post(outgoing, incoming).wait()
-    for index, part in zip(receives, received, strict=True):
+    for index, part in zip(moves.receives, received, strict=True):
         out.index_add_(0, index.to(x.device), part)
-    return out
+    return out.unflatten(0, (len(x), -1))
 
 
 @dataclass(frozen=True)
@@ -357,11 +321,11 @@ class SequenceOrder(StepKeeper):
         ordered = self.axes.layout("contiguous" if kind in UNORDERED else kind, seq_len)
         return SpanPlan(ordered, documents, rows, self.channel.rank, parents)
 
-    def _moves(self, rows: int, layout: SequenceLayout) -> ReshardPlan | None:
+    def _moves(self, rows: int, layout: SequenceLayout) -> Moves | None:
         """Return how tokens reach the layout in which they are in order; None if they are."""
         if layout.kind not in UNORDERED or self.axes.ring == 1:
             return None
-        return ReshardPlan(layout, self.axes.layout("contiguous", layout.seq_len), self.channel.rank, rows)
+        return Moves.between(layout, self.axes.layout("contiguous", layout.seq_len), self.channel.rank, rows)
 
     def run(
         self,

@@ -23,7 +23,7 @@ from tests.attention.strategies import specs, trees
 from tests.harness.ranks import RankPool
 from tests.usp.sp.planned_bytes import halo_bytes, state_bytes
 from usp import shard_sequence, unshard_sequence
-from usp.sp.in_order import OrderedCall, ReshardPlan, SequenceOrder
+from usp.sp.in_order import Moves, OrderedCall, SequenceOrder
 from usp.sp.scan import FromZero
 from usp.sp.spans import HaloPlan, SpanPlan, held_spans
 
@@ -255,7 +255,7 @@ def test_resharding_moves_each_token_once(kind: str, documents: tuple[tuple[int,
         [torch.cat([each.positions(*divmod(rank, 2), row) + row * 24 for row in range(2)]) for rank in range(6)]
         for each in layouts
     ]
-    ranked = [ReshardPlan(*layouts, rank, rows=2) for rank in range(6)]
+    ranked = [Moves.between(*layouts, rank, rows=2) for rank in range(6)]
     for rank, plan in enumerate(ranked):
         placed = torch.full((8,), -1)
         for peer, sender in enumerate(ranked):
