@@ -30,9 +30,10 @@ from parallel import ParallelMesh
 from usp.data.batches import own_images
 from usp.data.chats import Image
 from usp.data.rows import balanced
-from usp.sp.in_order import Moves, Reshard
+from usp.sp.in_order import Reshard
 from usp.sp.sequence import GridChannel, documents_of, select_tokens, shard_batch
 from usp.sp.sp_attention import UnifiedSPAttention
+from usp.sp.spans import Moves
 
 from .prune import HANDED, backbone, decoder
 
