@@ -29,6 +29,8 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from parallel.groups import gather_objects
+
 from .safetensors_storage import (
     PARTIAL,
     REMOVING,
@@ -208,9 +210,7 @@ def _gather_errors(check: Callable[[], str | None], group: dist.ProcessGroup | N
         message = check()
     except (ValueError, OSError) as error:
         message = str(error)
-    gathered: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, message, group=group)
-    return sorted({message for message in gathered if message})
+    return sorted({message for message in gather_objects(message, group) if message})
 
 
 def complete_checkpoints(folder: Path) -> dict[int, Path]:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor, peak_flops
+from parallel.groups import gather_objects
 from usp.data.batches import Batch, BatchReader, parse_mixture, parse_named
 from usp.data.cache import special_tokens_line
 from usp.data.chats import CLOSE, OPEN, excerpt
@@ -234,12 +235,12 @@ class Trainer(TrainingLoop):
         on one."""
         if self.images is None:
             return next(self.batches)
-        batch, failures = None, [""] * dist.get_world_size()
+        batch, failure = None, ""
         try:
-            batch, failure = next(self.batches), ""
+            batch = next(self.batches)
         except ValueError as error:
             failure = str(error)
-        dist.all_gather_object(failures, failure)
+        failures = gather_objects(failure)
         if batch is None or any(failures):
             raise ConfigurationError(f"{next(filter(None, failures))}; {self.keep_done()}")
         return batch
