@@ -71,13 +71,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         compare,
         comparison_json,
         comparison_tables,
-        job_tables,
         judge,
         page,
         plot,
         sweep,
         verdict_table,
     )
+    from usp.planning.job_cost import job_grid
     from usp.planning.methods import DEFAULT, Method
     from usp.run.metrics import short
 
@@ -98,7 +98,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     compared, problems = compare(methods, setting)
     judged = judge(compared, setting)
     shown = [verdict_table(judged, setting.hardware.name)] if judged else []
-    jobs = job_tables(judged, terms)
+    costs = [(each.method, each.step.job_cost(terms)) for each in judged if each.step.fits]
+    jobs = [job_grid(terms, costs)] if terms.asked and costs else []
     shown += [*jobs, *comparison_tables(compared, problems)]
     if asked.json:
         print(json.dumps(comparison_json(methods, judged, problems, terms), indent=1))

@@ -203,11 +203,6 @@ def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids,
     return ids, targets, []
 
 
-def reads_images(tokenizer: Tokenizer) -> bool:
-    """Return whether chats of the tokenizer may have images."""
-    return tokenizer.chats is not None and tokenizer.chats.images is not None
-
-
 def chat_encoder(tokenizer: Tokenizer, where: str, otherwise: str = "") -> Any:
     """Return `tokenizer.chats`. Raises ValueError, naming `where` and what else can be done, `otherwise`, if the
     tokenizer has no chat template."""

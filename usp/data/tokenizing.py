@@ -49,7 +49,7 @@ from .store import (
     show_progress,
     write_json,
 )
-from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint, reads_images
+from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 IMAGE_CHARACTERS = 2**16  # that take as long as an image
@@ -140,7 +140,7 @@ def write_store(
     if written is None:
         return False
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    sees = masked and reads_images(tokenizer)
+    sees = masked and tokenizer.chats is not None and tokenizer.chats.images is not None
     recorded = _sizes(written, dtype, masked, sees).items()
     if any(not (folder / name).is_file() or (folder / name).stat().st_size < size for name, size in recorded):
         written = Written()  # a machine that fails may lose what it has written

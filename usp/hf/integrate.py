@@ -156,10 +156,11 @@ def _set_implementation(model: PreTrainedModel, attending: Sequence[nn.Module]) 
 
 def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict[str, Mask]:
     """Return the mask of each attention module by its name in the backbone."""
-    config = model.config
+    config, text = model.config, model.config.get_text_config()
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
-    if known.masks and not violations:  # of a refused model, they may differ between layers
-        violations += ulysses_violations(_fewest_heads(config.get_text_config()), ulysses)
+    if known.masks and not violations:
+        layers = getattr(text, "per_layer_config", None) or [text]  # they may differ (dots3)
+        violations += ulysses_violations(min(layer.num_attention_heads for layer in layers), ulysses)
     if hasattr(model, NAME):
         violations.append("the model already has unified sequence parallel attention")
     violations += [f"{name}={p} is not supported: set it to 0" for name, p in dropouts(config)]
@@ -167,14 +168,7 @@ def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict
         violations.append("output_attentions=True is not supported, there are no attention weights: set it to False")
     if violations:
         raise ValueError("; ".join(violations))
-    text = config.get_text_config()
     return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
-
-
-def _fewest_heads(config: PretrainedConfig) -> int:
-    """Return the query heads of the layers, or of that with the fewest if layers differ (dots3)."""
-    layers = getattr(config, "per_layer_config", None)
-    return min(layer.num_attention_heads for layer in layers) if layers else config.num_attention_heads
 
 
 class _ForwardGuard:

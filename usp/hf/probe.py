@@ -167,7 +167,7 @@ def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
         implementations = {"attn_implementation": PROBE, "experts_implementation": "eager"}
         return _structure_of(kind._from_config(lowered(tiny, names), **implementations).eval())
 
-    names, failing, untried = large_numbers(tiny, LENGTH), list[str](), list[str]()
+    names, failing, untried = [*large_numbers(vars(tiny.get_text_config()), LENGTH)], list[str](), list[str]()
     try:
         return found(*names)
     except Exception:  # of any kind: it is transformers' code that runs
@@ -516,14 +516,10 @@ def causal_lm_types() -> list[str]:
     return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
 
 
-def release_config(model_type: str) -> PretrainedConfig:
-    """Return the configuration of a type as a release sets it, by `releases.json`, else transformers' default."""
-    return AutoConfig.for_model(model_type, **copy.deepcopy(RELEASES.get(model_type, {}).get("config", {})))
-
-
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """Return a tiny version of `release_config`, for a decoder."""
-    config = shrink(release_config(model_type), layers=4)
+    """Return a tiny configuration of a decoder as a release sets it, by `releases.json`, else as transformers does."""
+    release = AutoConfig.for_model(model_type, **copy.deepcopy(RELEASES.get(model_type, {}).get("config", {})))
+    config = shrink(release, layers=4)
     for part in (config, config.get_text_config()):
         if "is_decoder" in vars(part):
             part.is_decoder = True
@@ -531,8 +527,8 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 
 
 def verdict(model_type: str) -> tuple[str, str]:
-    """Return "exact" and the masks, recurrent layers and untried numbers of a type as `release_config`, or "refused"
-    and why."""
+    """Return "exact" and the masks, recurrent layers and untried numbers of a type as `tiny_config` has it, or
+    "refused" and why."""
     try:
         config = tiny_config(model_type)
         kind: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText

@@ -251,7 +251,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if mask_mod is not None:
             spec = with_mask_mod(spec, mask_mod, batch, num_heads, seq_len, torch.device(self.axes.device_type))
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
-        plan = self._plan(spec, heads, batch, layout, key_layout)
+        plan = UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank, key_layout)
         sparse = indices, return_weights, index_block
         return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, *sparse)
 
@@ -399,16 +399,6 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         layout = self.axes.layout(self.layout, seq_len, documents)
         return spec, layout, self.axes.layout(self.layout, key_len, key_documents) if key_len else None
 
-    def _plan(
-        self,
-        spec: AttentionSpec,
-        heads: HeadPlan,
-        batch: int,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout | None,
-    ) -> UnifiedPlan:
-        return UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank, key_layout)
-
     def _prepare_uncached(
         self,
         spec: AttentionSpec,
@@ -425,7 +415,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
         if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
             raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
-        plan = self._plan(spec, heads, batch, layout, key_layout)
+        plan = UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank, key_layout)
         kv_index = plan.heads.kv_index(plan.ulysses_rank)
         if sparse:
             return plan, self._prepare_sparse(plan, device, (head_dim, v_head_dim, dtype, sparse), kv_index)
@@ -741,14 +731,9 @@ def _hashable(
     *rest: Any,
 ) -> tuple[Any, ...]:
     """Return the arguments of `_spec` after the first."""
-    return *_rows(cu_seqlens, prefix, prefix_tree), causal, scale, tuple(window), *rest
-
-
-def _rows(cu_seqlens: Tensor | None, prefix: Tensor | None, prefix_tree: Tensor | None) -> tuple[Rows, Rows, Rows]:
-    """Return the documents, prefixes and parents of `AttentionSpec`."""
     named = (prefix, "prefix"), (prefix_tree, "prefix_tree")
     prefixes, parents = (rows_of(x, name, "documents") for x, name in named)
-    return documents_of(cu_seqlens), prefixes, parents
+    return documents_of(cu_seqlens), prefixes, parents, causal, scale, tuple(window), *rest
 
 
 def _spec(
