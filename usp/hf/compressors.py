@@ -206,13 +206,7 @@ class CompressorRun:
             self.choose = self.indexer.forward
             self.indexer.forward = _choose_none
 
-    def entries(
-        self,
-        call: Sequence[Tensor],
-        plan: Windows,
-        channel: Channel,
-        keep: Keep,
-    ) -> Entries:
+    def entries(self, call: Sequence[Tensor], plan: Windows, channel: Channel, keep: Keep) -> Entries:
         """Return the entries of all tokens. Collective.
 
         call: hidden states (B, S, X), residuals of queries (B, S, Y), and positions in documents (B, S).

@@ -30,15 +30,7 @@ from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .compressors import ShardedCompressor, apply_compressors, compressors
 from .images import PLAN, TYPES, ImageExchange
-from .indexers import (
-    LATENTS,
-    CausalMask,
-    ShardedIndexer,
-    absorbed,
-    apply_indexers,
-    cached_latents,
-    indexers,
-)
+from .indexers import LATENTS, CausalMask, ShardedIndexer, absorbed, apply_indexers, cached_latents, indexers
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
@@ -175,12 +167,7 @@ class _ForwardGuard:
     """Forward hooks that reject arguments for which the result would differ from attention over the whole sequence."""
 
     def __init__(
-        self,
-        attention: UnifiedSPAttention,
-        layers: int,
-        sparse: bool,
-        compressed: bool,
-        images: ImageExchange | None,
+        self, attention: UnifiedSPAttention, layers: int, sparse: bool, compressed: bool, images: ImageExchange | None
     ) -> None:
         self.sparse, self.compressed, self.images = sparse, compressed, images
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False

@@ -281,11 +281,7 @@ def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Suppos
 
 
 def suppose(
-    suppositions: Sequence[tuple[str, Supposed]],
-    choice: RlhfChoice,
-    *,
-    seed: int = 0,
-    budget: float = 10.0,
+    suppositions: Sequence[tuple[str, Supposed]], choice: RlhfChoice, *, seed: int = 0, budget: float = 10.0
 ) -> Iterator[tuple[str, ExecutionPlan | None, float]]:
     """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
     Plans whose gain is below 1% are the chosen one. Each supposition makes the problem until a time, or raises
