@@ -57,7 +57,6 @@ from .checkpoints import (
     ADAPTER,
     BEST,
     MODEL,
-    Start,
     TrainingState,
     find_start,
     random_state,
@@ -98,16 +97,17 @@ def train(
         raise ConfigurationError(f"--sample-every = {config.sample_every} needs `sample`: use prepare_sampler")
     all_ready(launch)
 
-    def again(start: Start) -> PreparedRun:
-        ready = prepare(config, launch, start)
-        return replace(ready, reusable=prepared.reusable)
-
     with (
         process_group(launch, prepared.device, timeout),
         Watchdog(launch, timeout, error_file) as watchdog,
         run_folder(prepared.start.folder, Path(config.model).name) as folder,
     ):
-        ready = settled(prepared, folder, lambda damaged: find_start(config, launch, damaged=damaged), again)
+        ready = settled(
+            prepared,
+            folder,
+            find=lambda damaged: find_start(config, launch, damaged=damaged),
+            prepare=lambda start: replace(prepare(config, launch, start), reusable=prepared.reusable),
+        )
         trainer = Trainer(ready, stop, watchdog, sample)
         outlast(timeout)
         trainer.run()
@@ -505,12 +505,11 @@ def _long_documents(path: str, source: WholeRows) -> Iterator[str]:
     """Say what becomes of documents that are longer than a row, if there are any."""
     if not source.long:
         return
-    of_all = (
-        f"{source.long} of {source.store.manifest.documents} documents are longer than --seq-len = {source.seq_len}"
-    )
-    if not source.store.manifest.masked:
+    held = source.store.manifest
+    of_all = f"{source.long} of {held.documents} documents are longer than --seq-len = {source.seq_len}"
+    if not held.masked:
         yield f"packing: {path}: {of_all}: they are cut into several"
         return
-    gone = source.store.manifest.tokens - source.tokens
+    gone = held.tokens - source.tokens
     empty = f"; {source.left_out} of them are left out, because no target is left" if source.left_out else ""
     yield f"packing: {path}: {of_all}: their ends are left out, {count(gone)} tokens{empty}"
