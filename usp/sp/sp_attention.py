@@ -301,47 +301,29 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
         lse_gradient = trained and torch.is_grad_enabled()
         others = None if sinks is None else sinks.shape, front, every, return_lse, lse_gradient, sparse, mask_mod
-        call = self._last_call((*rows, *options[:3]), shapes, *others, *options[3:])
+        call = self._last_call((*rows, *options[:3]), shapes, others, *options[3:])
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
         counts["trees"] += call[0].parents is not None
         plan, program = self.keep(("plan", *call), lambda: self._last_plan((), *call))
         return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
 
-    def _look_up(
-        self,
-        tensors: tuple[Tensor | None, ...],
-        shapes: tuple[Described | None, ...],
-        sinks: torch.Size | None,
-        front: bool,
-        every: int,
-        return_lse: bool,
-        lse_gradient: bool,
-        sparse: tuple[int, ...],
-        mask_mod: MaskMod | None,
-        *options: Any,
-    ) -> tuple[Any, ...]:
+    def _look_up(self, tensors: tuple[Tensor | None, ...], shapes: Any, others: Any, *options: Any) -> tuple[Any, ...]:
         of_keys, of_joint, cu_seqlens, prefix, prefix_tree = tensors
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
-        masked = mask_mod, *_hashable(cu_seqlens, prefix, prefix_tree, *options)
-        return self._described(shapes, sinks, *rows, front, every, return_lse, lse_gradient, sparse, *masked)
+        return self._described(shapes, others, *rows, *_hashable(cu_seqlens, prefix, prefix_tree, *options))
 
     def _describe(
         self,
         shapes: tuple[Described | None, ...],
-        sinks: torch.Size | None,
+        others: tuple[torch.Size | None, bool, int, bool, bool, tuple[int, ...], MaskMod | None],
         key_documents: Rows,
         joint_documents: Rows,
-        front: bool,
-        every: int,
-        return_lse: bool,
-        lse_gradient: bool,
-        sparse: tuple[int, ...],
-        mask_mod: MaskMod | None,
         documents: Rows,
         *options: Any,
     ) -> tuple[Any, ...]:
         """Check a call and return the arguments of its `_prepare`. documents, options: those of `_spec`."""
+        sinks, front, every, return_lse, lse_gradient, sparse, mask_mod = others
         _check_tensors(shapes, sinks)
         assert shapes[0] is not None
         q, dtype, device = shapes[0]
