@@ -367,8 +367,8 @@ def _calls(choice: RlhfChoice) -> Grid:
 
 def _plans(choice: RlhfChoice) -> Grid:
     memory, best, own = choice.problem.memory_bytes, choice.simulation.seconds, choice.plan
-    named = [(one.name, one.plan) for one in choice.named if one.plan]
-    same = [name for name, plan in named if (plan.calls, plan.offload) == (own.calls, own.offload)]
+    plans = [(one.name, one.plan) for one in choice.named if one.plan]
+    same = [name for name, plan in plans if (plan.calls, plan.offload) == (own.calls, own.offload)]
     name = f"this plan, {same[0]}" if same else "this plan"
     rows = [(name, seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
     for named in choice.named:
