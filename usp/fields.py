@@ -81,13 +81,6 @@ def token_count(text: str) -> int:
     return int(number[1]) * UNITS[number[2]]
 
 
-TOKENS = shown(
-    "N|NK|NM",
-    int,
-    token_count,
-    read=lambda value: token_count(value) if isinstance(value, str) else _convert(value, int),
-)
-
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -99,12 +92,13 @@ def corpus_tokens(text: str) -> int:
     return round(float(number[1]) * DECIMAL[number[2]])
 
 
-CORPUS = shown(
-    "N|NB|NT",
-    int,
-    corpus_tokens,
-    read=lambda value: corpus_tokens(value) if isinstance(value, str) else _convert(value, int),
-)
+def _tokens(metavar: str, parse: Callable[[str], int]) -> Shown:
+    return shown(
+        metavar, int, parse, read=lambda value: parse(value) if isinstance(value, str) else _convert(value, int)
+    )
+
+
+TOKENS, CORPUS = _tokens("N|NK|NM", token_count), _tokens("N|NB|NT", corpus_tokens)
 
 AtLeast0 = Annotated[int, at_least(0)]
 AtLeast1 = Annotated[int, at_least(1)]
