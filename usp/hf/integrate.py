@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,11 @@ def run_layers(model: PreTrainedModel, x: Tensor, *, first: bool, **inputs: Any)
         images.plan = inputs.pop(PLAN, None)
     if hasattr(model.config, "output_router_logits"):
         inputs["output_router_logits"] = False  # would keep all layers' logits; `RouterBalance` uses hooks
-    return backbone(model)(**inputs).last_hidden_state
+    hidden: Tensor = backbone(model)(**inputs).last_hidden_state
+    if getattr(model.config, "residual_in_fp32", False):  # Mamba's, which the next stage and the head take in --dtype
+        embedding = cast(nn.Embedding, model.get_input_embeddings())
+        hidden = hidden.to(embedding.weight.dtype if first else x.dtype)
+    return hidden
 
 
 def rotary_switch(config: PretrainedConfig) -> int | None:

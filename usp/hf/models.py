@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -57,6 +58,11 @@ _SCALAR = "ForSequenceClassification"
 VOCABULARY_MULTIPLE = 64  # of one that grows
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
+
+
+def context_length(config: ModelConfig) -> int:
+    """Return the tokens that a model's positions reach; sys.maxsize if nothing bounds them, as in Mamba."""
+    return getattr(config.get_text_config(), LIMIT, None) or sys.maxsize
 
 
 def load_model_config(
@@ -261,7 +267,7 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
     Raises ValueError for a `seq_len` beyond the limit of a pretrained model without a scaling, a scaling that is not
     needed, and one that cannot extend the model's own.
     """
-    limit = getattr(config.get_text_config(), LIMIT, None) or seq_len
+    limit = context_length(config)
     longer = seq_len > limit
     if scaling != "none" and not (longer and pretrained):
         fits = f"seq_len={seq_len} is within the model's {LIMIT}={limit}" if pretrained else "random weights need none"

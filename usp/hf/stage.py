@@ -112,7 +112,6 @@ class CausalLMStage(nn.Module):
         if not self.last or head is None:
             return hidden if chosen is None else (hidden, chosen)
         linear = cast(nn.Linear, getattr(self.model, model_parts(self.model).head))
-        hidden = hidden.to(linear.weight.dtype)  # Mamba's residual is float32 in any dtype
         last = LastHidden(hidden, linear.weight, self.loss_chunk, self.tp_group, self.transform, linear.bias)
         wanted = head(last, inputs | documents)
         if self.balance is None or chosen is None or not self.training:

@@ -19,7 +19,7 @@ from usp.data.sources import STDLIB
 from usp.data.tokenizer import Tokenizer, same_ids
 from usp.fields import flag, names_of, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
-from usp.hf.models import end_of_sequence_ids, is_scalar, model_facts
+from usp.hf.models import context_length, end_of_sequence_ids, is_scalar, model_facts
 from usp.hf.routers import replay_problem, routed_width
 from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
@@ -301,7 +301,7 @@ def _open_examples(
     sampled = algorithm.data == "prompts"
     models = [spec.config for spec in specs.values()]
     switches = filter(None, map(rotary_switch, models)) if sampled else ()
-    longest = min([*(model.max_position_embeddings for model in models), *switches])
+    longest = min([*map(context_length, models), *switches])
     scored_by_answer = sampled and not config.reward_model
     asks_none = config.reward_function != "match" or bool(config.environment) or not algorithm.scores
     keys = ["prompt", *(("chosen", "rejected") if algorithm.data == "pairs" else ())]
@@ -578,7 +578,7 @@ def engine_options(run: PreparedRlhf) -> EngineOptions:
         tp=dims.tp,
         experts=dims.ep > 1,
         dtype=spec.dtype,
-        tokens=min(tokens, spec.config.max_position_embeddings),
+        tokens=min(tokens, context_length(spec.config)),
         slots=run.config.slots,
         cache_bytes=int(run.config.rollout_cache * GIB),
         processed=not cuts(works),

@@ -20,7 +20,7 @@ from usp.config import TrainConfig
 from usp.data.sources import DataFile
 from usp.data.tokenizer import Ids, Tokenizer, as_document
 from usp.hf.integrate import rotary_switch
-from usp.hf.models import LIMIT, ModelConfig, end_of_sequence_ids
+from usp.hf.models import ModelConfig, context_length, end_of_sequence_ids
 from usp.hf.stage import CausalLMStage
 from usp.rlhf.datasets import open_examples
 from usp.rlhf.generation.generate import Generator, generation_problems
@@ -86,7 +86,7 @@ def prepare_sampler(prepared: PreparedRun) -> Sampler:
 
 def _prompts(config: TrainConfig, model: ModelConfig, tokenizer: Tokenizer) -> Iterator[Ids]:
     file = Path(config.sample_prompts).expanduser()
-    longest = (getattr(model, LIMIT, None) or config.seq_len) - 1
+    longest = context_length(model) - 1
     if DataFile.of(file).format == "lines":
         examples = open_examples(str(file), ("prompt",), tokenizer, prompt_tokens=0, longest=longest, seed=0)
         yield from (examples[number].prompt for number in range(len(examples)))

@@ -8,7 +8,6 @@ decode     one token per slot, replicated over sp: hidden states pass along the 
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, nullcontext
@@ -26,7 +25,7 @@ from parallel import ParallelMesh, local_tensor
 from usp.hf.expert_parallel import same_tokens, serve_experts
 from usp.hf.experts import expert_modules
 from usp.hf.integrate import rotary_switch, run_layers
-from usp.hf.models import SEVERAL_PARTS, ModelConfig, empty_model, model_facts
+from usp.hf.models import SEVERAL_PARTS, ModelConfig, context_length, empty_model, model_facts
 from usp.hf.probe import MaskKind, structure
 from usp.hf.prune import model_parts
 from usp.hf.routers import ChoiceRecorder
@@ -144,7 +143,7 @@ class Generator:
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
         self._captures = self._device.type == "cuda" and not (eager or eager_reason(model, mesh.dims))
-        self._context = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
+        self._context = context_length(self._model.config)
         self._switch = rotary_switch(self._model.config)
         self._sp, self._sp_rank = mesh.size("sp"), mesh.rank("sp")
         self._groups = {axis: mesh.group(axis) for axis in ("tp", "sp", "pp") if mesh.size(axis) > 1}

@@ -133,11 +133,9 @@ def plain_steps(model_type: str, count: int = STEPS) -> list[tuple[float, float]
 
 def steps(folder: str, flags: dict[str, Any], count: int = STEPS) -> list[tuple[float, float]] | str:
     """The same with train.py's engine, or why the mesh is refused."""
-    flags = {"batch_size": ROWS, "adam_eps": EPS, "learning_rate": RATE, "max_grad_norm": MAX_NORM, **flags}
+    usual = {"dtype": "float32", "batch_size": ROWS, "adam_eps": EPS, "learning_rate": RATE, "max_grad_norm": MAX_NORM}
     aux = AUX if has_balancing_loss(load_model_config(folder)) else -1
-    asked = TrainConfig(
-        model=folder, seq_len=CUTS[-1], dtype="float32", loss_chunk=24, router_aux_loss_coef=aux, **flags
-    )
+    asked = TrainConfig(model=folder, seq_len=CUTS[-1], loss_chunk=24, router_aux_loss_coef=aux, **usual | flags)
     try:
         resolved = resolve(asked, dist.get_world_size())
         config, model_config, _, dims = resolved.valid()
@@ -192,6 +190,14 @@ def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, 
                 wrong[model_type, mesh] = difference
     assert not wrong
     assert trained >= set(CHOSEN) and (not exhaustive or len(trained) >= 105)
+
+
+def test_a_residual_in_float32_passes_on_in_bfloat16(ranks: RankPool, tmp_path: Path) -> None:
+    write("mamba", tmp_path)
+    (expected,) = plain_steps("mamba", 1)
+    for mesh in ({"sp_ring": 2}, {"pp": 2, "micro_batches": 2}):
+        found = ranks.run(steps, 2, str(tmp_path), {"dtype": "bfloat16", **mesh}, 1)
+        assert found[0][0] == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(
