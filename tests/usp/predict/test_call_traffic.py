@@ -140,9 +140,9 @@ def sent_by_inference(cases: Sequence[Case]) -> list[Counts | None]:
         model, mesh = built(case, torch.distributed.get_world_size())
         own = range(SAMPLES // mesh.size("batch"))
         samples = Samples(tuple(own), {"tokens": [torch.arange(TOKENS) % VOCAB for _ in own]})
-        model.inference(samples, Inference(case.head), "output")
+        model.inference(samples, Inference(case.head), "output", layout)
         with SentBytes() as sent:
-            model.inference(samples, Inference(case.head), "output")
+            model.inference(samples, Inference(case.head), "output", layout)
         found.append(counts(sent))
     return found
 
