@@ -21,7 +21,15 @@ from typing import Any
 
 import torch
 
-from attention import AttentionSpec, RingProgram, SequenceLayout, layout_name, ring_schedule, select_kernel
+from attention import (
+    AttentionSpec,
+    RingProgram,
+    SequenceLayout,
+    counted_windows,
+    layout_name,
+    ring_schedule,
+    select_kernel,
+)
 from attention.keep import compute_now
 from attention.ring import RingAttention
 from attention.schedule import RingSchedule
@@ -44,9 +52,10 @@ def documents(seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedules of all layers of each rank for one row. seconds: of planning."""
+    """The schedules of each rank for one row: of layers with each window, and how many these are. seconds: of
+    planning."""
 
-    schedules: tuple[tuple[RingSchedule, ...], ...]
+    schedules: tuple[tuple[tuple[RingSchedule, int], ...], ...]
     seconds: float
 
     @staticmethod
@@ -54,20 +63,20 @@ class Plan:
         begin, documents = time.perf_counter(), (boundaries,)
         name = layout_name(kind, windows)
         layout = SequenceLayout(name, SEQ_LEN, ring, documents=documents if kind == "balanced" else None)
-        layers = [AttentionSpec(window=(window - 1, -1), documents=documents) for window in windows]
-        schedules = tuple(tuple(ring_schedule(layout, spec, 1, rank) for spec in layers) for rank in range(ring))
-        return Plan(schedules, time.perf_counter() - begin)
+        layers = [(AttentionSpec(window=(w - 1, -1), documents=documents), n) for w, n in counted_windows(windows)]
+        schedules = [tuple((ring_schedule(layout, spec, 1, rank), n) for spec, n in layers) for rank in range(ring)]
+        return Plan(tuple(schedules), time.perf_counter() - begin)
 
     @property
     def pairs(self) -> list[int]:
         """Visible pairs of each rank."""
-        steps = ([step for each in layers for step in each.steps] for layers in self.schedules)
-        return [sum(task.visible() for step in of_rank for task in step.tasks) for of_rank in steps]
+        steps = ([(step, n) for each, n in layers for step in each.steps] for layers in self.schedules)
+        return [sum(n * task.visible() for step, n in of_rank for task in step.tasks) for of_rank in steps]
 
     @property
     def sent(self) -> list[int]:
         """Tokens whose keys and values each rank sends."""
-        return [sum(each.tokens_sent for each in layers) for layers in self.schedules]
+        return [sum(n * each.tokens_sent for each, n in layers) for layers in self.schedules]
 
 
 def rank_seconds(plan: Plan, rank: int, boundaries: tuple[int, ...]) -> float:
@@ -75,7 +84,7 @@ def rank_seconds(plan: Plan, rank: int, boundaries: tuple[int, ...]) -> float:
     spec, ring = AttentionSpec(documents=(boundaries,)), len(plan.schedules)
     device, dtype = torch.device("cpu"), torch.float32
     kernel, _ = select_kernel("auto", spec, device, dtype, HEAD_DIM)
-    program = RingProgram.lower(plan.schedules[rank][0], spec, kernel, device, dtype)
+    program = RingProgram.lower(plan.schedules[rank][0][0], spec, kernel, device, dtype)
     q, k, v, dout = (torch.randn(SEQ_LEN // ring, HEADS, HEAD_DIM) for _ in range(4))
     leaves, channel = [x.requires_grad_() for x in (q, k, v)], SilentChannel(ring)
     times = []
