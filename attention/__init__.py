@@ -8,6 +8,7 @@ ulysses, unified, decode.
 """
 
 from .accumulate import accumulate_dtype
+from .balance import causal_pairs
 from .bands import Task, band_pairs, block_tasks, rank_pieces
 from .comm import Channel, Exposed
 from .decode import DecodeStep, KVCache, Prefill, merge_parts
@@ -15,7 +16,7 @@ from .heads import HeadPlan
 from .keep import Keep, KeepResults, compute_now
 from .kernels.base import LSE_COLUMNS, Device, Kernel
 from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
-from .layout import LAYOUTS, OF_DOCUMENTS, SequenceLayout, Span
+from .layout import LAYOUTS, OF_DOCUMENTS, SequenceLayout, Span, counted_windows, layout_name, parse_layout
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
 from .sparse import Choice, SparseProgram, attend_to_rows, chosen_rows, token_tiles

@@ -14,16 +14,49 @@ all-to-all rebuilds the ring rank's sequence by concatenation.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from .balance import balanced_ranges, load
+from .balance import FULL, Windows, balanced_ranges, load
 from .spec import AttentionSpec, Documents
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced", "auto")
 OF_DOCUMENTS = ("balanced", "auto")  # layouts that depend on them
+
+
+def counted_windows(windows: Iterable[int]) -> Windows:
+    """Return the windows of a model's layers, each with the number of layers.
+
+    windows: per layer, the causal sliding window in tokens, the query included; 0 for full attention, negative for a
+        layer without attention.
+    """
+    return tuple(sorted(Counter(window for window in windows if window >= 0).items()))
+
+
+def layout_name(kind: str, windows: Iterable[int]) -> str:
+    """Return the name of a layout for layers with these windows, as in `counted_windows`: such as `balanced:0x1,1024x5`
+    for one that balances their work, its kind for all others."""
+    counted = counted_windows(windows)
+    if kind not in OF_DOCUMENTS or not any(window for window, _ in counted):
+        return kind
+    return f"{kind}:{','.join(f'{window}x{layers}' for window, layers in counted)}"
+
+
+@lru_cache(maxsize=64)
+def parse_layout(name: str) -> tuple[str, Windows]:
+    """Return the kind of a layout and (window, layers) of its windows. Raises ValueError if none has this name."""
+    kind, colon, windows = name.partition(":")
+    counted = kind in OF_DOCUMENTS and re.fullmatch(r"\d+x[1-9]\d*(,\d+x[1-9]\d*)*", windows)
+    if kind not in LAYOUTS or (colon and not counted):
+        with_windows = "the last two also with windows of layers, as in auto:0x1,1024x5"
+        raise ValueError(f"layout={name!r} must be one of {', '.join(LAYOUTS)}; {with_windows}")
+    pairs = (pair.split("x") for pair in windows.split(",") if pair)
+    return kind, tuple((int(window), int(layers)) for window, layers in pairs) or FULL
 
 
 @dataclass(frozen=True)
@@ -47,24 +80,25 @@ class SequenceLayout:
     Zigzag (USP paper, Algorithm 2) splits the sequence into 2 * ring chunks and assigns chunks r and 2 * ring - 1 - r
     to ring rank r; striped assigns it every ring-th token, starting at r; balanced plans each row by its documents (see
     `balance.py`). Auto divides each row as zigzag or balanced, whichever leaves the busiest rank fewer causal pairs (5%
-    more than the mean count as even), then sends fewer keys, and zigzag if neither differs.
+    more than the mean count as even), then sends fewer keys, and zigzag if neither differs. Pairs and keys are those of
+    one layer with full attention, or with a name of `layout_name` of all layers of a model.
 
+    name: one of `LAYOUTS`, or from `layout_name`.
     documents: of the balanced and the auto layout, as in `AttentionSpec`; None for one document per row.
 
     Raises:
-        ValueError: for an unknown kind, a degree below 1, documents that do not fit or that the kind does not depend
+        ValueError: for an unknown name, a degree below 1, documents that do not fit or that the layout does not depend
             on, or a length that is not divisible, with the nearest lengths that are.
     """
 
-    kind: str
+    name: str
     seq_len: int
     ring: int = 1
     ulysses: int = 1
     documents: tuple[Documents, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in LAYOUTS:
-            raise ValueError(f"layout={self.kind!r} must be one of {', '.join(LAYOUTS)}")
+        parse_layout(self.name)
         if min(self.ring, self.ulysses, self.seq_len) < 1:
             raise ValueError(
                 f"seq_len={self.seq_len}, ring={self.ring} and ulysses={self.ulysses} must each be at least 1"
@@ -86,15 +120,20 @@ class SequenceLayout:
                 raise ValueError(violation)
 
     @staticmethod
-    def multiple_of(kind: str, ring: int, ulysses: int) -> int:
+    def multiple_of(name: str, ring: int, ulysses: int) -> int:
         """Return the number that must divide the global sequence length."""
-        chunks_per_rank = 2 if kind in ("zigzag", "auto") and ring > 1 else 1
+        chunks_per_rank = 2 if name.startswith(("zigzag", "auto")) and ring > 1 else 1
         return ring * math.lcm(chunks_per_rank, ulysses)
 
     @staticmethod
-    def padded_len(kind: str, seq_len: int, ring: int, ulysses: int) -> int:
+    def padded_len(name: str, seq_len: int, ring: int, ulysses: int) -> int:
         """Return `seq_len` with as many more tokens as it lacks to be divided."""
-        return seq_len + -seq_len % SequenceLayout.multiple_of(kind, ring, ulysses)
+        return seq_len + -seq_len % SequenceLayout.multiple_of(name, ring, ulysses)
+
+    @property
+    def kind(self) -> str:
+        """The one of `LAYOUTS` that it is."""
+        return parse_layout(self.name)[0]
 
     @property
     def ring_len(self) -> int:
@@ -117,20 +156,29 @@ class SequenceLayout:
         if self.kind != "auto":
             return self
         kind, *others = {self._kind_of(row) for row in range(self.rows)}
-        return self if others else replace(self, kind=kind, documents=self.documents if kind == "balanced" else None)
+        if others:
+            return self
+        if kind == "zigzag":
+            return replace(self, name=kind, documents=None)
+        return replace(self, name=self.name.replace("auto", kind))
 
     def _kind_of(self, row: int) -> str:
-        if self.kind == "auto":
-            return "zigzag" if self.documents is None else _better(self.documents[row], self.seq_len, self.ring)
-        return self.kind
+        kind, windows = parse_layout(self.name)
+        if kind == "auto":
+            is_even = self.documents is None and windows == FULL  # by zigzag
+            return "zigzag" if is_even else _better(self._row_documents(row), self.seq_len, self.ring, windows)
+        return kind
+
+    def _row_documents(self, row: int) -> Documents:
+        return self.documents[row] if self.documents else (0, self.seq_len)
 
     def ring_spans(self, ring_rank: int, row: int = 0) -> tuple[Span, ...]:
         """Return the positions of a ring rank in a row, ascending, as the Ulysses all-to-all orders them."""
         n, row = self.ring_len, row if self.rows > 1 else 0
         kind = self._kind_of(row)
         if kind == "balanced":
-            documents = (self.documents or ((0, self.seq_len),))[row]
-            ranges = balanced_ranges(documents, self.seq_len, self.ring)[ring_rank]
+            windows = parse_layout(self.name)[1]
+            ranges = balanced_ranges(self._row_documents(row), self.seq_len, self.ring, windows)[ring_rank]
             return tuple(Span(begin, end - begin) for begin, end in ranges)
         if kind == "striped":
             return (Span(ring_rank, n, self.ring),)
@@ -165,9 +213,9 @@ def _positions(spans: tuple[Span, ...]) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _better(documents: Documents, seq_len: int, ring: int) -> str:
+def _better(documents: Documents, seq_len: int, ring: int, windows: Windows) -> str:
     """Return the layout of a row under `auto`."""
     zigzag = SequenceLayout("zigzag", seq_len, ring)
     spans = [[(span.start, span.start + span.length) for span in zigzag.ring_spans(rank)] for rank in range(ring)]
-    divisions = {"zigzag": spans, "balanced": balanced_ranges(documents, seq_len, ring)}
-    return min(divisions, key=lambda kind: load(documents, divisions[kind]))
+    divisions = {"zigzag": spans, "balanced": balanced_ranges(documents, seq_len, ring, windows)}
+    return min(divisions, key=lambda kind: load(documents, divisions[kind], windows))

@@ -5,6 +5,7 @@ of the work. Every rank's steps are timed one after another on one thread, witho
 processor: on one machine, ranks would share processors.
 
     python -m benchmarks.balance
+    python -m benchmarks.balance --windows 0,1024,1024,1024,1024,1024        for Gemma 3; times and saves nothing
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 
-from attention import AttentionSpec, RingProgram, SequenceLayout, ring_schedule, select_kernel
+from attention import AttentionSpec, RingProgram, SequenceLayout, layout_name, ring_schedule, select_kernel
 from attention.keep import compute_now
 from attention.ring import RingAttention
 from attention.schedule import RingSchedule
@@ -42,28 +44,30 @@ def documents(seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedules of all ranks for one row. seconds: of planning."""
+    """The schedules of all layers of each rank for one row. seconds: of planning."""
 
-    schedules: tuple[RingSchedule, ...]
+    schedules: tuple[tuple[RingSchedule, ...], ...]
     seconds: float
 
     @staticmethod
-    def of(kind: str, ring: int, boundaries: tuple[int, ...]) -> Plan:
+    def of(kind: str, ring: int, boundaries: tuple[int, ...], windows: Sequence[int]) -> Plan:
         begin, documents = time.perf_counter(), (boundaries,)
-        layout = SequenceLayout(kind, SEQ_LEN, ring, documents=documents if kind == "balanced" else None)
-        spec = AttentionSpec(documents=documents)
-        schedules = tuple(ring_schedule(layout, spec, 1, rank) for rank in range(ring))
+        name = layout_name(kind, windows)
+        layout = SequenceLayout(name, SEQ_LEN, ring, documents=documents if kind == "balanced" else None)
+        layers = [AttentionSpec(window=(window - 1, -1), documents=documents) for window in windows]
+        schedules = tuple(tuple(ring_schedule(layout, spec, 1, rank) for spec in layers) for rank in range(ring))
         return Plan(schedules, time.perf_counter() - begin)
 
     @property
     def pairs(self) -> list[int]:
         """Visible pairs of each rank."""
-        return [sum(task.visible() for step in each.steps for task in step.tasks) for each in self.schedules]
+        steps = ([step for each in layers for step in each.steps] for layers in self.schedules)
+        return [sum(task.visible() for step in of_rank for task in step.tasks) for of_rank in steps]
 
     @property
     def sent(self) -> list[int]:
         """Tokens whose keys and values each rank sends."""
-        return [each.tokens_sent for each in self.schedules]
+        return [sum(each.tokens_sent for each in layers) for layers in self.schedules]
 
 
 def rank_seconds(plan: Plan, rank: int, boundaries: tuple[int, ...]) -> float:
@@ -71,7 +75,7 @@ def rank_seconds(plan: Plan, rank: int, boundaries: tuple[int, ...]) -> float:
     spec, ring = AttentionSpec(documents=(boundaries,)), len(plan.schedules)
     device, dtype = torch.device("cpu"), torch.float32
     kernel, _ = select_kernel("auto", spec, device, dtype, HEAD_DIM)
-    program = RingProgram.lower(plan.schedules[rank], spec, kernel, device, dtype)
+    program = RingProgram.lower(plan.schedules[rank][0], spec, kernel, device, dtype)
     q, k, v, dout = (torch.randn(SEQ_LEN // ring, HEADS, HEAD_DIM) for _ in range(4))
     leaves, channel = [x.requires_grad_() for x in (q, k, v)], SilentChannel(ring)
     times = []
@@ -83,10 +87,10 @@ def rank_seconds(plan: Plan, rank: int, boundaries: tuple[int, ...]) -> float:
     return times[-1]
 
 
-def measure(ring: int, timed: int) -> list[dict[str, Any]]:
-    """Return what each layout makes of the same rows. timed: rows whose ranks run."""
+def measure(ring: int, timed: int, windows: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what each layout makes of the same rows. timed: rows whose ranks run. windows: of the layers."""
     rows = [documents(seed) for seed in range(ROWS)]
-    plans = {kind: [Plan.of(kind, ring, row) for row in rows] for kind in LAYOUTS}
+    plans = {kind: [Plan.of(kind, ring, row, windows) for row in rows] for kind in LAYOUTS}
     slowest: dict[str, list[float]] = {kind: [] for kind in LAYOUTS}
     for number in range(timed):
         for kind in LAYOUTS:  # in turns, row by row
@@ -127,11 +131,14 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--timed", type=int, default=3, help="rows whose 8 ranks are timed")
+    parser.add_argument("--timed", type=int, default=3, help="rows whose 8 ranks are timed, without --windows")
+    parser.add_argument("--windows", default="0", help="of each layer, 0 for none: work and tokens are sums over them")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    data = [found for ring in (8, 64) for found in measure(ring, arguments.timed if ring == 8 else 0)]
+    windows = [int(window) for window in arguments.windows.split(",")]
+    timed = 0 if any(windows) else arguments.timed
+    data = [found for ring in (8, 64) for found in measure(ring, timed if ring == 8 else 0, windows)]
     record = Record.of(
         "balance",
         "Packed documents over a ring: work and traffic by layout",
@@ -142,12 +149,12 @@ def main() -> None:
             f"{MEDIAN:,}, sigma {SIGMA}.",
             "work: visible pairs of the busiest rank, over the mean of the ranks; mean of the rows, and the worst row.",
             "sent, busiest: tokens whose keys and values all ranks, and the rank that sends most, send; of zigzag's.",
-            f"slowest rank: forward and backward of its ring steps, of zigzag's; median of {arguments.timed} rows.",
+            f"slowest rank: forward and backward of its ring steps, of zigzag's; median of {timed} rows.",
             "planning: of the layout and all ranks' schedules; a rank plans its own and the layout.",
         ),
         data,
     )
-    finish(record, arguments.output)
+    finish(record, arguments.output, save=not any(windows))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from attention import LAYOUTS, AttentionSpec, SequenceLayout
+from attention import LAYOUTS, AttentionSpec, SequenceLayout, layout_name
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> SequenceLayout:
     kind, ring = draw(st.sampled_from(LAYOUTS)), draw(st.integers(1, 6))
-    multiple = SequenceLayout.multiple_of(kind, ring, 1)
-    return SequenceLayout(kind, multiple * draw(st.integers(1, 36 // multiple)), ring)
+    name = layout_name(kind, draw(st.lists(st.integers(0, 36), max_size=3)))
+    multiple = SequenceLayout.multiple_of(name, ring, 1)
+    return SequenceLayout(name, multiple * draw(st.integers(1, 36 // multiple)), ring)
 
 
 @st.composite

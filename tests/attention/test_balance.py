@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import AttentionSpec, SequenceLayout, ring_schedule
-from attention.balance import balanced_ranges, load
+from attention import AttentionSpec, SequenceLayout, layout_name, parse_layout, ring_schedule
+from attention.balance import FULL, Windows, balanced_ranges, load
+
+WINDOWS: dict[str, Windows] = {  # of the layers of models
+    "full": FULL,
+    "gemma 3": ((0, 1), (1024, 5)),
+    "gpt-oss": ((0, 1), (128, 1)),
+    "mistral": ((4096, 1),),
+}
 
 
-def causal_pairs(boundaries: tuple[int, ...], ranges: tuple[tuple[int, int], ...]) -> int:
+def causal_pairs(boundaries: tuple[int, ...], ranges: tuple[tuple[int, int], ...], windows: Windows = FULL) -> int:
     return sum(
-        sum(position - start + 1 for position in range(max(begin, start), min(end, stop)))
+        layers * sum(min(position - start + 1, window or stop) for position in range(max(begin, start), min(end, stop)))
         for begin, end in ranges
         for start, stop in pairwise(boundaries)
+        for window, layers in windows
     )
 
 
@@ -31,22 +40,32 @@ def long_tail(seq_len: int, seed: int, median: int = 1000, sigma: float = 1.5) -
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=12))
-def test_every_rank_has_as_many_tokens_and_every_token_a_rank(ring: int, tokens: int, lengths: list[int]) -> None:
+@given(
+    st.integers(1, 8),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 60), min_size=1, max_size=12),
+    st.just(FULL) | st.lists(st.tuples(st.integers(0, 70), st.integers(1, 4)), min_size=1, max_size=3),
+)
+def test_every_rank_has_as_many_tokens_and_every_token_a_rank(
+    ring: int, tokens: int, lengths: list[int], windows: Sequence[tuple[int, int]]
+) -> None:
     seq_len, boundaries = ring * tokens, [0]
     for length in lengths:
         boundaries.append(min(boundaries[-1] + length, seq_len))
-    divided = balanced_ranges(tuple(boundaries), seq_len, ring)
+    divided = balanced_ranges(tuple(boundaries), seq_len, ring, tuple(windows))
     held = [[position for begin, end in ranges for position in range(begin, end)] for ranges in divided]
     assert all(len(positions) == tokens and positions == sorted(positions) for positions in held)
     assert sorted(position for positions in held for position in positions) == list(range(seq_len))
 
 
-@pytest.mark.parametrize(("ring", "seed"), [(ring, seed) for ring in (2, 4, 8) for seed in range(4)])
-def test_work_differs_by_at_most_5_percent(ring: int, seed: int) -> None:
-    boundaries = long_tail(16_384, seed)
-    divided = balanced_ranges(boundaries, 16_384, ring)
-    pairs = [causal_pairs(boundaries, ranges) for ranges in divided]
+@pytest.mark.parametrize("model", WINDOWS)
+@pytest.mark.parametrize(
+    ("ring", "seed", "seq_len"),
+    [*((ring, seed, 16_384) for ring in (2, 4, 8) for seed in range(4)), (8, 4, 65_536), (64, 5, 65_536)],
+)
+def test_work_differs_by_at_most_5_percent(model: str, ring: int, seed: int, seq_len: int) -> None:
+    boundaries, windows = long_tail(seq_len, seed), WINDOWS[model]
+    pairs = [causal_pairs(boundaries, x, windows) for x in balanced_ranges(boundaries, seq_len, ring, windows)]
     assert max(pairs) <= 1.05 * sum(pairs) / ring
 
 
@@ -107,16 +126,41 @@ def test_auto_divides_each_row_as_zigzag_unless_balanced_is_more_even_or_sends_l
         assert all(mixed.ring_spans(rank, row) == alike.ring_spans(rank, row) for rank in range(4))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_auto_is_as_even_as_the_better_layout(seed: int) -> None:
-    boundaries = long_tail(16_384, seed)
-    layout = SequenceLayout("auto", 16_384, 8, documents=(boundaries,))
+def test_auto_counts_windows() -> None:
+    """In short ones, tokens of long documents have hardly more pairs than others; in long ones, those of one document
+    have as many from its middle on, so that zigzag gives most to the ranks with its middle."""
+    documents = ((0, 128, *range(136, 257, 8)),)
+    for windows, kind in (((0,), "balanced"), ((8,), "zigzag"), ((8, 0, 8), "balanced"), ((256,), "balanced")):
+        layout = SequenceLayout(layout_name("auto", windows), 256, 4, documents=documents)
+        assert layout.decided.kind == kind, windows
+    assert SequenceLayout("auto:512x1", 1024, 8).decided == SequenceLayout("balanced:512x1", 1024, 8)
+
+
+def test_names_have_the_windows_of_layers() -> None:
+    assert layout_name("balanced", (1024, 1024, 0, -1)) == "balanced:0x1,1024x2"
+    assert parse_layout("balanced:0x1,1024x2") == ("balanced", ((0, 1), (1024, 2)))
+    assert [layout_name("zigzag", (8,)), layout_name("auto", (0, 0, -1))] == ["zigzag", "auto"]
+    for name in ("spiral", "zigzag:8x1", "auto:", "auto:8", "auto:8x0", "auto:8x1,", "auto:-1x1"):
+        with pytest.raises(ValueError, match=f"layout='{name}' must be one of contiguous, .* auto:0x1,1024x5"):
+            SequenceLayout(name, 16, 2)
+
+
+@pytest.mark.parametrize(("seed", "model"), list(enumerate(WINDOWS)))
+def test_auto_is_as_even_as_the_better_layout(seed: int, model: str) -> None:
+    boundaries, windows = long_tail(16_384, seed), WINDOWS[model]
+    name = layout_name("auto", [window for window, layers in windows for _ in range(layers)])
+    layout = SequenceLayout(name, 16_384, 8, documents=(boundaries,))
     divided = [[(span.start, span.start + span.length) for span in layout.ring_spans(rank)] for rank in range(8)]
-    pairs = [causal_pairs(boundaries, ranges) for ranges in divided]
+    pairs, needed = [0] * 8, 0
+    for window, layers in windows:
+        spec = AttentionSpec(window=(window - 1, -1), documents=(boundaries,))
+        for rank in range(8):
+            schedule = ring_schedule(layout, spec, 1, rank)
+            pairs[rank] += layers * sum(task.visible() for step in schedule.steps for task in step.tasks)
+            needed += layers * schedule.tokens_sent
+    assert pairs == [causal_pairs(boundaries, ranges, windows) for ranges in divided]
     assert max(pairs) <= 1.05 * sum(pairs) / 8
-    spec = AttentionSpec(documents=(boundaries,))
-    needed = sum(ring_schedule(layout, spec, 1, rank).tokens_sent for rank in range(8))
-    assert load(boundaries, divided) == (1.05, needed)
+    assert load(boundaries, divided, windows) == (1.05, needed)
 
 
 def test_padding_counts_as_tokens_without_work() -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention import LAYOUTS, OF_DOCUMENTS, AttentionSpec, Joint, SequenceLayout, ring_schedule
+from attention import LAYOUTS, OF_DOCUMENTS, AttentionSpec, Joint, SequenceLayout, layout_name, ring_schedule
 from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
@@ -282,7 +282,8 @@ def random_case(draw: random.Random) -> Case:
         causal=not keys and draw.random() < 0.5, batch=batch,
         window=(draw.randint(0, 40), draw.randint(0, 40)) if not keys and draw.random() < 0.4 else None,
         documents=(documents(tokens), documents(keys) if keys else None, documents(joint) if joint else None),
-        layout=draw.choice(LAYOUTS), heads=(kv_heads * group, kv_heads), head_dims=(8, draw.choice((8, 16))),
+        layout=layout_name(draw.choice(LAYOUTS), draw.choices((0, 5, 20), k=2)),
+        heads=(kv_heads * group, kv_heads), head_dims=(8, draw.choice((8, 16))),
         sinks=draw.random() < 0.3, lse=draw.random() < 0.5, dtype=torch.float64, tolerance=1e-12,
     )  # fmt: skip
 
@@ -311,7 +312,7 @@ def test_schedules_compute_each_visible_pair_once_and_send_no_joint_key(seed: in
     )  # fmt: skip
 
     def layout(tokens: int, documents: Any) -> SequenceLayout:
-        return SequenceLayout(case.layout, tokens, ring, 1, documents if case.layout in OF_DOCUMENTS else None)
+        return SequenceLayout(case.layout, tokens, ring, 1, documents if case.layout.startswith(OF_DOCUMENTS) else None)
 
     queries = layout(case.tokens, case.documents[0])
     keys = None if case.keys is None else layout(case.keys, case.documents[1])

@@ -150,6 +150,10 @@ def cases(everything: bool = False) -> list[Case]:
         Case(LAYOUTS[number % len(LAYOUTS)], HEADS[number % len(HEADS)], mask, 2, torch.float64, 1e-13)
         for number, mask in enumerate(DRAWN)
     ]
+    every += [
+        Case(layout, (6, 3), mask, 2, torch.float64, 1e-13)
+        for layout, mask in product(("balanced:0x1,16x5", "auto:16x1"), ("window", DIFFERENT_ROWS))
+    ]
     every += [Case(layout, (8, 2), mask, 2, seq_len=ODD) for layout, mask in product(LAYOUTS, ODDS)]
     every += [Case(layout, (8, 2), "many bidirectional documents", 2) for layout in LAYOUTS]  # slices are received
     # Long enough for triangles that the CPU kernel splits, chunked bands, and messages of several slices.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention import OF_DOCUMENTS, SequenceLayout
+from attention import OF_DOCUMENTS, SequenceLayout, causal_pairs, counted_windows
 from attention.layout import Span
 from usp.sp.sequence import IGNORED_LABEL
 
@@ -187,7 +187,7 @@ class Part:
     """What a rank of the ring x ulysses grid reads of every global batch: its tokens of `rows` rows from `first` on.
 
     layout: of each row, with tokens behind its end if the ranks cannot divide it; of one that depends on the
-    row's documents, only the kind and the sizes. balanced: these rows are not neighbors, but those that `even_rows`
+    row's documents, only the name and the sizes. balanced: these rows are not neighbors, but those that `even_rows`
     deals to this data-parallel rank. windows: per layer, the sliding window by which their work is counted, 0 for none
     and negative for a layer without attention. micro_batches: into which these rows are divided. images: reads the
     pixels of a vision-language model's images, see `usp.hf.processors.Images`; None for other models.
@@ -257,16 +257,6 @@ class Batch:
         return tokens | real | {"cu_seqlens": self.cu_seqlens}
 
 
-def causal_pairs(lengths: Numbers, windows: Sequence[int]) -> int:
-    """Return the pairs that documents of these lengths have in all layers, given their windows as in `Part`."""
-    total = 0
-    for window, layers in Counter(windows).items():
-        if window >= 0:
-            seen = np.minimum(lengths, window) if window else lengths
-            total += layers * int((seen * (seen + 1) // 2 + (lengths - seen) * window).sum())
-    return total
-
-
 def even_rows(pairs: Sequence[int], ranks: int) -> list[list[int]]:
     """Deal rows, given the pairs of tokens that attend to each other in each, to ranks: the indices of each rank's.
 
@@ -290,8 +280,10 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
     """
     own: Sequence[int] = numbers[part.first : part.first + part.rows]
     if part.balanced:
-        lengths = [np.diff(packed.row(number).boundaries) for number in numbers]
-        dealt = even_rows([causal_pairs(each, part.windows) for each in lengths], len(numbers) // part.rows)
+        lengths = [np.diff(packed.row(number).boundaries).tolist() for number in numbers]
+        windows = counted_windows(part.windows)
+        pairs = [sum(causal_pairs(length, windows) for length in each) for each in lengths]
+        dealt = even_rows(pairs, len(numbers) // part.rows)
         own = [numbers[index] for index in dealt[part.first // part.rows]]
     rows, columns, real, kinds, place = [], [], [], [], (part.ring_rank, part.ulysses_rank)
     for number in own:

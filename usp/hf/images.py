@@ -139,7 +139,7 @@ def image_inputs(
         axial = [select_tokens(axis, axes.positions(layout)).to(shard["position_ids"].device) for axis in whole]
         found["position_ids"] = torch.stack([shard["position_ids"].expand_as(axial[0]), *axial])
     if bidirectional(config):
-        if attention.layout in OF_DOCUMENTS:
+        if attention.layout.startswith(OF_DOCUMENTS):
             raise ValueError(f"layout={attention.layout!r} does not support images that attend both ways: use zigzag")
         found |= _image_blocks(is_image, documents)
     owners = balanced([image.patches for image in images], axes.ranks)

@@ -133,9 +133,9 @@ class _RowsRun(_Run):
         """Return a call on `number` samples in as few rows as the layout allows, or in `rows`."""
         if self.model is None:
             return lambda: None
-        model, work, layout = self.model, self.asked.call.work, self.asked.layout
+        model, work = self.model, self.asked.call.work
         samples = self._samples(number, tokens)
-        layout = replace(layout, micro_batch_tokens=-(-number * tokens // rows) if rows else 0)
+        layout = replace(model.layout, micro_batch_tokens=-(-number * tokens // rows) if rows else 0)
         if isinstance(work, Inference):
             return lambda: model.inference(samples, work, "output", layout)
         assert isinstance(work, TrainStep)

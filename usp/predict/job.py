@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 import torch
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
-from attention import OF_DOCUMENTS, SequenceLayout
+from attention import OF_DOCUMENTS, SequenceLayout, layout_name
 from parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
 from parallel.dims import DERIVED_AXES
 from usp.config import TrainConfig
@@ -136,7 +136,8 @@ class Job:
         """The layout of a sequence on ring x ulysses."""
         config, dims = self.config, self.dims
         documents = self.documents if config.sp_layout in OF_DOCUMENTS else None
-        return SequenceLayout(config.sp_layout, config.padded_len, dims.ring, dims.ulysses, documents).decided
+        name = layout_name(config.sp_layout, self.model.facts.windows)
+        return SequenceLayout(name, config.padded_len, dims.ring, dims.ulysses, documents).decided
 
     @cached_property
     def documents(self) -> tuple[tuple[int, ...]] | None:

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from attention import LAYOUTS, AttentionSpec, Channel, DecodeStep, Keep, Prefill, SequenceLayout
+from attention import AttentionSpec, Channel, DecodeStep, Keep, Prefill, SequenceLayout, parse_layout
 from attention.intervals import Array
 from parallel import ParallelMesh
 
@@ -332,8 +332,7 @@ class SequenceOrder(StepKeeper):
     """
 
     def __init__(self, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag") -> None:
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
+        parse_layout(layout)
         self._mesh, self.axes, self.layout, self.channel = mesh, SpAxes.of(mesh), layout, GridChannel.of(mesh)
         # Calls repeat from layer to layer and, without documents, from step to step.
         self.halo = lru_cache(maxsize=16)(HaloProgram.lower)

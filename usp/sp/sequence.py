@@ -72,15 +72,15 @@ class SpAxes:
         """Number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
-    def layout(self, kind: str, seq_len: int, documents: tuple[Documents, ...] | None = None) -> SequenceLayout:
+    def layout(self, name: str, seq_len: int, documents: tuple[Documents, ...] | None = None) -> SequenceLayout:
         """Return the layout of rows of `seq_len` global tokens over these axes. Raises ValueError if they do not divide
         it, or if the layout depends on `documents`, as in `AttentionSpec`, and they do not fit."""
-        known = documents if kind in OF_DOCUMENTS else None
-        return SequenceLayout(kind, seq_len, self.ring, self.ulysses, known).decided
+        known = documents if name.startswith(OF_DOCUMENTS) else None
+        return SequenceLayout(name, seq_len, self.ring, self.ulysses, known).decided
 
-    def padding(self, kind: str, seq_len: int) -> int:
+    def padding(self, name: str, seq_len: int) -> int:
         """Return how many tokens `seq_len` lacks to be divided."""
-        return SequenceLayout.padded_len(kind, seq_len, self.ring, self.ulysses) - seq_len
+        return SequenceLayout.padded_len(name, seq_len, self.ring, self.ulysses) - seq_len
 
     def positions(self, layout: SequenceLayout) -> torch.Tensor:
         """Return the global positions of this rank's tokens, int64 (`layout.rows`, local_len)."""
@@ -169,7 +169,7 @@ def shard_sequence(
 
 
 def _check_documents(layout: str, cu_seqlens: Tensor | None) -> None:
-    if layout in OF_DOCUMENTS and cu_seqlens is None:
+    if layout.startswith(OF_DOCUMENTS) and cu_seqlens is None:
         raise ValueError(
             f"layout={layout!r} depends on the documents: pass the cu_seqlens that shard_batch gets; one document per "
             "row is torch.tensor([0, length])"

@@ -26,7 +26,6 @@ from torch._opaque_base import OpaqueBase
 from torch.distributed.device_mesh import DeviceMesh
 
 from attention import (
-    LAYOUTS,
     LSE_COLUMNS,
     AttentionSpec,
     Channel,
@@ -42,6 +41,7 @@ from attention import (
     WireBytes,
     accumulate_dtype,
     check_kernel_name,
+    parse_layout,
     unified_attention,
     unified_backward,
     unified_forward,
@@ -73,9 +73,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
-        layout: one of `attention.LAYOUTS`; must match `shard_sequence` and `shard_batch`. balanced divides packed
-            documents so that ranks have equal work under a causal mask; auto takes it for rows that zigzag would
-            divide unevenly.
+        layout: one of `attention.LAYOUTS`, or from `attention.layout_name`; must match `shard_sequence` and
+            `shard_batch`. balanced divides packed documents so that ranks have equal work under a causal mask, or under
+            those of layers whose windows the name has; auto takes it for rows that zigzag would divide unevenly.
         kernel: auto, or one of `attention.KERNEL_NAMES`.
         dkv_dtype: of the partial gradients of k and v that travel the ring: that of k and v, with which half-precision
             messages are half as large and each hop rounds; None for float32 (float64 for float64).
@@ -97,8 +97,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         head_groups: int | None = None,
     ) -> None:
         super().__init__()
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
+        parse_layout(layout)
         check_kernel_name(kernel)
         self._mesh, self.axes, self.layout, self.kernel = mesh, SpAxes.of(mesh), layout, kernel
         if head_groups is not None and (head_groups < 1 or head_groups > 1 == self.axes.ulysses):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from attention import layout_name
 from parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
 from usp.config import CommonConfig, TrainConfig
 from usp.fields import shared_values
@@ -62,6 +63,7 @@ class EngineRecipe:
     """How the stages of a model and their engine are built, apart from the degrees of the mesh.
 
     dtype: of forward and backward.
+    sp_layout: from `attention.layout_name`.
     zero: ZeRO stage; None leaves the stages unsharded.
     optimizer: None for a model that is not trained.
     balance: weight of the routers' load-balancing loss: of the step, or the mean over `micro_batches`.
@@ -111,6 +113,7 @@ class EngineRecipe:
         different: dict[str, Any] = {
             "model": model,
             "dtype": dtype,
+            "sp_layout": layout_name(config.sp_layout, model_facts("", model).windows),
             "optimizer": rule(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
             "kernel": config.attention_kernel,
             "balance": aux_loss_coefficient(model, config.router_aux_loss_coef),

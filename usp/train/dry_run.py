@@ -123,7 +123,7 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
             meter.memory.restart()
             begin = meter.memory.now
             follow_step(engine.stages, engine, meter)
-            batch = blank_batch(config, mesh, data)
+            batch = blank_batch(replace(config, sp_layout=recipe.sp_layout), mesh, data)
             meter.memory.label_since(begin, ACTIVATIONS)
             train_step(engine, mesh, batch, config, config.learning_rate)
             del engine, stages

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import SequenceLayout
+from attention import SequenceLayout, layout_name
 from parallel import ParallelMesh
 from usp.config import CommonConfig, TrainConfig
 from usp.data.batches import ImageBatch, Part, one_epoch
@@ -36,7 +36,8 @@ def part_of(
 ) -> Part:
     """Return which rows of a global batch this rank trains on, and which of their tokens; the others as in `Part`."""
     axes = SpAxes.of(mesh)
-    layout = SequenceLayout(config.sp_layout, config.padded_len, axes.ring, axes.ulysses)  # of rows, not decided yet
+    name = layout_name(config.sp_layout, windows)
+    layout = SequenceLayout(name, config.padded_len, axes.ring, axes.ulysses)  # of rows, not decided yet
     first = mesh.rank("batch") * config.batch_size
     ranks = axes.ring_rank, axes.ulysses_rank
     return Part(layout, *ranks, first, config.batch_size, balanced, config.micro_batches, images, windows)
@@ -237,16 +238,14 @@ def held_out_loss(
     held_out: HeldOut,
     config: TrainConfig,
     device: torch.device,
+    part: Part,
     progress: Callable[[], None] = lambda: None,
-    images: Any = None,
 ) -> HeldOutLoss:
     """Return the losses of the targets of `held_out`, without the load-balancing loss. Collective. Every token of its
-    rows is a target once, except those that begin a document or a row. `progress` is called at every batch. images: as
-    in `Part`."""
-    head = LossByPosition(config.seq_len, device)
-    for batch in one_epoch(
-        held_out.packed, mesh.size("batch") * config.batch_size, part_of(mesh, config, images=images)
-    ):
+    rows is a target once, except those that begin a document or a row. part: of a global batch of training. `progress`
+    is called at every batch."""
+    head, part = LossByPosition(config.seq_len, device), replace(part, balanced=False)
+    for batch in one_epoch(held_out.packed, mesh.size("batch") * config.batch_size, part):
         progress()
         local = batch.to(device)
         local[POSITION] = local["position_ids"] + 1

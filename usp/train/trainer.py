@@ -370,7 +370,7 @@ class Trainer(TrainingLoop):
         if not self.stage.held_out or (number != self.config.steps and (not every or number % every)):
             return {}
         progress = partial(self.watchdog.progress, number, "evaluation", long=True)
-        evaluate = partial(held_out_loss, progress=progress, images=self.images)
+        evaluate = partial(held_out_loss, part=self.batches.part, progress=progress)
         found = {
             held_out.name: evaluate(self.engine, self.mesh, held_out, self.config, self.device)
             for held_out in self.stage.held_out

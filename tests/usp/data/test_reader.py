@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import usp.data.rows
-from attention import SequenceLayout
-from attention.layout import LAYOUTS, OF_DOCUMENTS
+from attention import LAYOUTS, OF_DOCUMENTS, SequenceLayout, causal_pairs, counted_windows, layout_name
 from parallel import ParallelDims, ParallelMesh
 from usp.config import TrainConfig
 from usp.data.batches import (
@@ -26,7 +26,6 @@ from usp.data.batches import (
     BatchStream,
     MixedRows,
     Part,
-    causal_pairs,
     even_rows,
     parse_mixture,
     read_batch,
@@ -320,16 +319,18 @@ def test_whole_documents_are_read_once_per_epoch_and_padded(store: TokenStore, m
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_part_is_what_shard_batch_keeps_of_the_whole_batch(store: TokenStore, kind: str) -> None:
-    """Rows with padding, on every rank of a mesh of all axes."""
+    """Rows with padding, on every rank of a mesh of all axes, for a model whose layers have windows."""
+    windows = (0, 16, 16)
     packed, config = WholeRows(store, 512, seed=1), TrainConfig(sp_layout=kind, seq_len=512, batch_size=3)
     whole = read_batch(packed, range(6), Part.whole(6, 512))
     assert (whole.cu_seqlens[:, -1] < 512).any()
     for rank in range(16):
         with fake_world(16, rank):
             mesh = ParallelMesh.create(ParallelDims(dp_shard=2, ring=4, ulysses=2), device_type="cpu")
-            part = part_of(mesh, config)
+            part = part_of(mesh, config, windows=windows)
             ids, cu_seqlens = (each[part.first : part.first + 3] for each in (whole.input_ids, whole.cu_seqlens))
-            expected = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": cu_seqlens}, mesh, kind)
+            name = layout_name(kind, windows)
+            expected = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": cu_seqlens}, mesh, name)
         own = read_batch(packed, range(6), part).to(CPU)
         for name in ("input_ids", "position_ids", "shift_labels"):
             assert torch.equal(own[name], expected[name]), (rank, name)
@@ -369,6 +370,9 @@ def test_rows_are_dealt_by_what_windows_show(store: TokenStore) -> None:
     cuts = [np.sort(draw.choice(np.arange(1, 256), draw.integers(0, 20), replace=False)) for _ in range(12)]
     rows = [np.diff(np.concatenate(([0], cut, [256]))) for cut in cuts]
 
+    def work_of(lengths: np.ndarray, windows: Sequence[int]) -> int:
+        return sum(causal_pairs(length, counted_windows(windows)) for length in lengths.tolist())
+
     def visible(lengths: np.ndarray) -> int:
         """Pairs counted from the mask of each layer."""
         documents, place = np.repeat(np.arange(len(lengths)), lengths), np.arange(256)
@@ -377,10 +381,10 @@ def test_rows_are_dealt_by_what_windows_show(store: TokenStore) -> None:
         return sum(int((seen & (behind < (window or 256))).sum()) for window in windows if window >= 0)
 
     work = [visible(lengths) for lengths in rows]
-    assert work == [causal_pairs(lengths, windows) for lengths in rows]
+    assert work == [work_of(lengths, windows) for lengths in rows]
     uneven = {}
     for name, of in (("windows", windows), ("full", (0,))):
-        loads = [sum(work[row] for row in each) for each in even_rows([causal_pairs(x, of) for x in rows], 4)]
+        loads = [sum(work[row] for row in each) for each in even_rows([work_of(x, of) for x in rows], 4)]
         uneven[name] = max(loads) / (sum(loads) / 4)
     assert uneven["windows"] < 1.038 < uneven["full"]
     packed, config = WholeRows(store, 512, seed=1), TrainConfig(seq_len=512, batch_size=2)
@@ -390,5 +394,5 @@ def test_rows_are_dealt_by_what_windows_show(store: TokenStore) -> None:
             mesh = ParallelMesh.create(ParallelDims(dp_shard=3), device_type="cpu")
             part = part_of(mesh, config, True, windows=windows)
         dealt.append(list(read_batch(packed, range(6), part).own))
-    pairs = [causal_pairs(np.diff(packed.row(number).boundaries), windows) for number in range(6)]
+    pairs = [work_of(np.diff(packed.row(number).boundaries), windows) for number in range(6)]
     assert dealt == even_rows(pairs, 3)

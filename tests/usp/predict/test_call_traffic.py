@@ -79,7 +79,8 @@ def dims(**degrees: int) -> ParallelDims:
     return ParallelDims(**{"dp_shard": 1, **degrees})
 
 
-LAST_TWO = Case(dims(ring=2))  # the last of each list, because the other ranks take no part
+# The last of each list, because the other ranks take no part. One of two layers has a window.
+LAST_TWO = Case(dims(ring=2), family="qwen2", sp_layout="auto")
 INFERENCE = [
     Case(dims(dp_shard=4), zero=3),
     Case(dims(dp_shard=4), zero=1, head="values"),

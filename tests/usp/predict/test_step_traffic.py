@@ -57,7 +57,15 @@ FLOAT8: list[Flags] = [  # of the tiny models, keys and values stay in bfloat16
 MIXTURES: list[Flags] = [
     {"model": "qwen3", "sp_ulysses": 4, "sp_ring": 2},  # 2 key-value heads, so they are replicated
     {"model": "mistral", "sp_ring": 4, "sp_layout": "striped", "ac": "full", "seq_len": SEQ_LEN - 3},
-    {"model": "qwen2", "tp": 2, "sp_ring": 2, "ac": "attention-saved", "mlp_tile": 5, "dtype": "float32"},
+    {
+        "model": "qwen2",
+        "tp": 2,
+        "sp_ring": 2,
+        "sp_layout": "balanced",
+        "ac": "attention-saved",
+        "mlp_tile": 5,
+        "dtype": "float32",
+    },
     {"model": "qwen3", "tp": 2, "zero": 1, "micro_batches": 2, "batch_size": 2, "loss_chunk": 24},
     {"model": "qwen3_moe", "ep": 4, "tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "ac": "full"},
     {"model": "qwen3_moe", "ep": 4, "tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "ac": "selective"},
@@ -105,7 +113,7 @@ def _counted(config: TrainConfig) -> dict[GroupOp, tuple[int, int]]:
             router.register_forward_hook(evenly)
     ids = torch.arange(config.batch_size * config.seq_len).view(config.batch_size, -1) % VOCAB
     boundaries = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
-    local = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
+    local = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=recipe.sp_layout)
 
     def step() -> None:
         train_step(engine, mesh, local, config, learning_rate=1e-3)

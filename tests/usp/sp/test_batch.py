@@ -24,7 +24,7 @@ def gathered(layout: str, dims: ParallelDims, batch: dict[str, Tensor]) -> dict[
     return whole if documents is None else {**whole, "cu_seqlens": documents}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "balanced:0x1,4x2"])
 def test_positions_and_labels_match_the_whole_sequence(ranks: RankPool, layout: str) -> None:
     labels = IDS.clone()
     labels[0, 3] = -100

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, PreTrainedModel
 
 from parallel import RanksDisagree
 from parallel.wire import SentBytes
@@ -273,9 +273,10 @@ def test_a_context_beyond_the_limit_is_refused_without_a_scaling(tmp_path: Path)
         prepare(replace(SMALL, rope_scaling="yarn"), Launch())
 
 
-def steps_on(config: TrainConfig, folder: str) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step on this rank."""
+def steps_on(config: TrainConfig, folder: str, layout: str = "") -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step on this rank. layout: its expected name; "": that of the configuration."""
     trainer = Trainer(prepare(replace(config, output=folder), launch_of_pool()))
+    assert trainer.engine.stages[0].model.unified_sp.layout == (layout or config.sp_layout)
     records = [trainer.step(number) for number in range(1, config.steps + 1)]
     for record in records:
         assert (record.balanced_rows is None) == (config.sp_layout != "auto") and 0 <= (record.balanced_rows or 0) <= 1
@@ -334,6 +335,22 @@ def test_a_length_that_ranks_cannot_divide_trains_as_one_process(
     one = replace(many, sp_ulysses=1, sp_ring=1, batch_size=4 // (many.sp_ulysses * many.sp_ring) * many.batch_size)
     expected = torch.tensor(ranks.run(steps_on, 1, one, str(tmp_path))[0])
     for own in ranks.run(steps_on, 4, many, str(tmp_path)):
+        torch.testing.assert_close(torch.tensor(own), expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("layout", ["balanced", "auto"])
+def test_layers_with_windows_are_balanced_and_train_as_one_process(
+    ranks: RankPool, tmp_path: Path, layout: str
+) -> None:
+    """Gemma 3, whose layers have a window but every sixth."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vocab_size = load_model_config("tiny").vocab_size
+    gemma = Gemma3TextConfig(**sizes, head_dim=8, num_hidden_layers=6, vocab_size=vocab_size, sliding_window=16)
+    drawn_model(gemma, 0).save_pretrained(tmp_path / "model")
+    one = replace(SMALL, model=str(tmp_path / "model"), tokenizer="bytes", steps=2, batch_size=2)
+    many = replace(one, sp_ulysses=2, sp_ring=2, sp_layout=layout)
+    expected = torch.tensor(ranks.run(steps_on, 1, one, str(tmp_path))[0])
+    for own in ranks.run(steps_on, 4, many, str(tmp_path), f"{layout}:0x1,16x5"):
         torch.testing.assert_close(torch.tensor(own), expected, rtol=1e-5, atol=0.0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import fmean as mean
@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention import layout_name
 from parallel import ParallelMesh
 from usp.fields import shared_values
 from usp.hf.disk import is_adapter, persistent_buffers
 from usp.hf.lora import Lora, adapters_off
-from usp.hf.models import ModelConfig, is_scalar, materialise
+from usp.hf.models import ModelConfig, is_scalar, materialise, model_facts
 from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
 from usp.losses.output_heads import Head, LastHidden
@@ -165,6 +166,8 @@ class RoleModel:
         eager: bool = False,
         offload_optimizer: bool = False,
     ) -> None:
+        windows = model_facts(spec.source, spec.config).windows
+        layout = replace(layout, sp_layout=layout_name(layout.sp_layout, windows))
         self.spec, self.layout, self.mesh, self.trained = spec, layout, mesh, trained
         self._scalar = is_scalar(spec.config)
         self.learning_rate = spec.learning_rate
@@ -252,7 +255,7 @@ class RoleModel:
         def head(last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
             return last.logprobs(inputs["shift_labels"], work.temperature)[0] if logprobs else last.values()
 
-        layout = layout or self.layout
+        layout = replace(layout or self.layout, sp_layout=self.layout.sp_layout)
         self.stage.loss_chunk = layout.loss_chunk or self.spec.loss_chunk
         counts = "mask" if "mask" in samples.values and logprobs else ""
         plan = plan_rows(samples, layout, self.mesh, share=self.spec.share_prefixes, counts=counts)
