@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,8 @@ def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
     recipe = EngineRecipe.of(config, load_model_config(config.model))
     engine = build_engine(recipe, mesh, torch.device("cpu"), _fill)
     engine.state()  # makes the optimizer's states, as the first step would
-    return partial(train_step, engine, mesh, blank_batch(config, mesh), config, config.learning_rate)
+    batch = blank_batch(replace(config, sp_layout=recipe.sp_layout), mesh)
+    return partial(train_step, engine, mesh, batch, config, config.learning_rate)
 
 
 def _fill(stage: CausalLMStage) -> None:

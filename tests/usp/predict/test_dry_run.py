@@ -36,6 +36,7 @@ MIXTURES: list[tuple[str, str, dict[str, Any]]] = [
     ("ulysses", "llama", {"sp_ulysses": 8}),  # more ranks than KV heads
     *((f"ring {layout}", "llama", {"sp_ring": 8, "sp_layout": layout}) for layout in ("contiguous", "zigzag")),
     ("ring striped, window", "mistral", {"sp_ring": 8, "sp_layout": "striped"}),
+    ("ring balanced, windows", "qwen2", {"sp_ring": 8, "sp_layout": "balanced"}),
     ("tp", "qwen3", {"tp": 2}),
     ("tp, tokens shared", "llama", MEGATRON),
     ("pp", "llama-deep", {"pp": 4, "batch_size": 4, "micro_batches": 4}),
@@ -77,8 +78,9 @@ SMALL = TrainConfig(seq_len=128, dtype="float32", device="cpu", loss_chunk=24)
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> dict[str, TrainConfig]:
-    """Every mixture, or two that have every axis."""
-    chosen = [mixture for mixture in MIXTURES if exhaustive or mixture[0] in ("pp x tp, tokens shared", "ep x ring")]
+    """Every mixture, or two that have every axis and one whose layout depends on the model."""
+    few = "pp x tp, tokens shared", "ep x ring", "ring balanced, windows"
+    chosen = [mixture for mixture in MIXTURES if exhaustive or mixture[0] in few]
     folders = {family: tmp_path_factory.mktemp(family) for family in sorted({family for _, family, _ in chosen})}
     for family, folder in folders.items():
         tiny_model(family).save_pretrained(folder)
