@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from timeit import Timer
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.utils import benchmark
+
+from parallel.groups import gather_objects
 
 LEAST_TURNS = 6  # of a slow call: two in each third
 PARTS = 3
@@ -109,10 +110,7 @@ class OtherLoad:
     def share(self) -> float:
         """Return the busiest machine's fraction of processor time. Collective."""
         used = [end - begin for begin, end in zip(self._begin, _processors(), strict=True)]
-        everyone: list[Any] = [(psutil.boot_time(), used)]  # the time tells machines apart; emulated hosts are one
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (psutil.boot_time(), used))
+        everyone = gather_objects((psutil.boot_time(), used))  # the time tells machines apart; emulated hosts are one
         shares = [0.0]
         for machine in {machine for machine, _ in everyone}:
             own, every, available = zip(*(used for name, used in everyone if name == machine), strict=True)
