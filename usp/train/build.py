@@ -105,7 +105,7 @@ class EngineRecipe:
         different: dict[str, Any] = {
             "model": model,
             "dtype": dtype,
-            "sp_layout": layout_name(config.sp_layout, model_facts("", model).windows),
+            "sp_layout": layout_name(config.sp_layout, models.model_facts("", model).windows),
             "optimizer": rule(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
             "kernel": config.attention_kernel,
             "balance": models.aux_loss_coefficient(model, config.router_aux_loss_coef),
