@@ -1,19 +1,19 @@
 """Division of packed documents over ring ranks with equal tokens and nearly equal causal pairs.
 
     documents     a: 6 tokens                b: 2      c: 2      d: 2         12 tokens, ring = 2
-    rank 0        a4 a5                      b         c
-    rank 1        a0 a1 a2 a3                                    d
+    rank 0        a0 a1 a2       a5          b
+    rank 1                 a3 a4                       c         d
 
 Zigzag balances one document; of packed ones it cuts whatever its chunks meet, and ranks with the ends of long documents
-have most of the work. Here documents stay whole where they can. A document with more than a rank's share is cut at its
-end, where a token has the most pairs, and the rank gets its other tokens where they have the fewest: short documents,
-or the document's own start. Some mixture of the two has a rank's share of tokens and of pairs. A single document is
-divided as zigzag does.
+have most of the work. Here ranks are given, one after another, the end of the document whose tokens have most pairs,
+and besides tokens that have few: whole short documents, the start of one more, or that of the document itself. One
+mixture of the two has a rank's share of tokens and of pairs. A single document is divided as zigzag does.
 
 A rank receives, of each document that it has a part of, what precedes its last token there and is not its own. So ranks
-send least if few have a part of a document's end, and those as much of it as pairs allow: ranks that come first may get
+send least if few have a part of a document's end, and those as much of it as pairs allow: ranks that come first have
 more than the mean, which leaves others with less. What a rank gets besides should have few pairs, and cut documents
-near their start, where who has the rest receives little; how these compare is estimated, and several weights are tried.
+near their start, where who has the rest receives little. How mixtures compare is estimated, and several of the best
+divisions of the first ranks are gone on with. Documents that fit on ranks whole are also divided without cuts.
 
 Pairs and received keys are sums over layers, because all layers of a model have the same ranges. Where layers have
 sliding windows, tokens beyond them have no more pairs than those before, and ranks receive a window's keys at most.
@@ -21,30 +21,26 @@ sliding windows, tokens beyond them have no more pairs than those before, and ra
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise, product
-from operator import attrgetter
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
 
 IMBALANCE = 0.05  # by which a rank's pairs may exceed the mean, so that ranks send less
-AIMS = ((1.048, 0.002), (1.03, 0.02), (1.0, 0.02))  # least pairs of the first ranks, and by how much they may miss
-WAYS = ("own start", "filled", "ends", "shell")  # of `_mix`
-WEIGHTS = (0.3, 0.7, 0.15)  # of keys received because of a cut, over those expected for what is left
-EFFORT = 1 << 17  # slices that are assigned in all divisions that are tried, so that many documents take no second
-LONG = 1 << 14  # tokens of a row for which more than a few divisions are tried
-FREE = 1 / 64  # of the tokens: what ranks may send without a search for a division that sends less
+WEIGHT = 0.5  # of keys received because of a cut, over those expected for what is left
+WIDTH = 32  # divisions of the first ranks that are gone on with
+EFFORT = 1 << 15  # documents times ranks times such divisions at most, so that planning takes about 0.1 s
+FEW = 40  # documents of which any can be a rank's, and that are also divided without keeping whole those that fit
 
 Range = tuple[int, int]  # positions [begin, end)
 Windows = tuple[tuple[int, int], ...]  # (a sliding window in tokens, the query included, or 0 for none; layers with it)
 FULL: Windows = ((0, 1),)
-
-
-def seen(tokens: int, windows: Windows) -> int:
-    """Return the keys that the last of a document's first `tokens` tokens attends to, summed over layers."""
-    return sum(layers * min(tokens, window or tokens) for window, layers in windows)
 
 
 def causal_pairs(tokens: int, windows: Windows) -> int:
@@ -56,70 +52,29 @@ def causal_pairs(tokens: int, windows: Windows) -> int:
     return pairs
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Tokens [begin, end) of the document that starts at position `start`. windows: of the layers that attend to them,
-    none for padding."""
+class Piece(NamedTuple):
+    """Tokens [begin, end) of the document that starts at position `start`. density: pairs of one, on average."""
 
+    density: float
     begin: int
     end: int
     start: int
-    windows: Windows
-
-    @cached_property
-    def tokens(self) -> int:
-        return self.end - self.begin
-
-    @cached_property
-    def pairs(self) -> int:
-        """Pairs of its queries."""
-        return causal_pairs(self.end, self.windows) - causal_pairs(self.begin, self.windows)
-
-    @cached_property
-    def density(self) -> float:
-        """The pairs of a token, on average."""
-        return self.pairs / self.tokens
-
-    def without(self, first: int, last: int) -> Slice:
-        """Return what is left between its first and last tokens."""
-        return Slice(self.begin + first, self.end - last, self.start, self.windows)
 
 
-@dataclass
-class Share:
-    """What a rank has been given, and how many tokens and pairs it lacks."""
+class Mixture(NamedTuple):
+    """What a rank may be given of a pool: pool[first:stop] and pool[high:] whole, the `few` first tokens of pool[other]
+    and the `many` last of pool[high - 1].
 
-    tokens: int
-    pairs: float
-    slices: list[Slice] = field(default_factory=list)
+    keys: what ranks are expected to receive because of it, less what they were for the pool.
+    """
 
-    def add(self, piece: Slice) -> None:
-        self.slices.append(piece)
-        self.tokens -= piece.tokens
-        self.pairs -= piece.pairs
-
-    def fits(self, piece: Slice, slack: float) -> bool:
-        return piece.tokens <= self.tokens and piece.pairs <= self.pairs + slack
-
-    @property
-    def density(self) -> float:
-        """The pairs that a missing token should have."""
-        return self.pairs / self.tokens if self.tokens else -1.0
-
-    @property
-    def given(self) -> int:
-        """Pairs that the rank has."""
-        return sum(piece.pairs for piece in self.slices)
-
-    @property
-    def received(self) -> int:
-        """Keys that the rank needs from others, summed over layers: those between its slices of a document, and before
-        the first, that are in the window of the next one's first token."""
-        keys, ends = 0, {piece.start: 0 for piece in self.slices if piece.begin}
-        for piece in sorted((piece for piece in self.slices if piece.start in ends), key=attrgetter("begin")):
-            gap, ends[piece.start] = piece.begin - ends[piece.start], piece.end
-            keys += sum(layers * min(gap, window - 1 if window else gap) for window, layers in piece.windows)
-        return keys
+    keys: float
+    first: int
+    stop: int
+    high: int
+    other: int
+    few: int
+    many: int
 
 
 @lru_cache(maxsize=64)
@@ -133,179 +88,199 @@ def balanced_ranges(
     boundaries: cu_seqlens of a row; tokens after the last one are padding. `ring` divides `seq_len`. windows: of the
         layers whose pairs and keys are counted.
     """
-    pool = [Slice(0, b - a, a, windows) for a, b in pairwise(boundaries) if a < b]
-    if boundaries[-1] < seq_len:
-        pool.append(Slice(0, seq_len - boundaries[-1], boundaries[-1], ()))
-    pool.sort(key=attrgetter("density"))
-    mean, tokens = sum(piece.pairs for piece in pool) / ring, seq_len // ring
-    free = FREE * seq_len * sum(layers for _, layers in windows)
-    aims = AIMS if len(pool) > 1 and seq_len >= LONG else AIMS[-1:]  # one document: as even as it can be
-    best: tuple[bool, int, list[Share]] | None = None
-    tries = [(whole, *each) for each in product(aims, WEIGHTS) for whole in (True, False)]
-    if windows == FULL:  # short documents have so few pairs that whole ones leave ranks even, nearly always
-        tries.sort(key=lambda each: not each[0])
-    for number, (whole, (aim, slack), weight) in enumerate(tries):
-        shares = _divide(pool, tokens, mean, ring, whole, weight, aim * mean, slack * mean)
-        uneven = max(share.given for share in shares) > (1 + IMBALANCE) * mean
-        division = uneven, sum(share.received for share in shares), shares
-        if best is None or division[:2] < best[:2]:
-            best = division
-        enough = number + 1 >= EFFORT // (len(pool) + 4 * ring * ring) or best[1] <= free
-        if enough and not best[0]:
-            break
-    assert best
-    return tuple(tuple(_ranges(share)) for share in best[2])
+    row, pool = _Row.of(boundaries, seq_len, ring, windows)
+    divisions = [tuple(tuple(_ranges(pieces)) for pieces in division) for division in row.divisions(pool, ring)]
+    return min(divisions, key=lambda division: load(boundaries, division, windows))
 
 
 def load(
     boundaries: tuple[int, ...], division: Iterable[Iterable[Range]], windows: Windows = FULL
 ) -> tuple[float, int]:
     """Return the work of a row's busiest rank, in pairs relative to the mean or to the unevenness that
-    `balanced_ranges` allows where that is more, and the keys that ranks need from others. division: ranges by rank."""
-    starts, shares = sorted(set(boundaries)), []
+    `balanced_ranges` allows where that is more, and the keys that ranks need from others. division: ascending ranges by
+    rank."""
+    starts, work, keys = sorted(set(boundaries)), [], 0
     for ranges in division:
-        share = Share(0, 0)
+        pairs, ends = 0, dict[int, int]()
         for begin, end in ranges:
-            for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
-                start, last = starts[number], number + 1 == len(starts)  # after it is padding
-                stop = end if last else min(end, starts[number + 1])
-                share.add(Slice(max(begin, start) - start, stop - start, start, () if last else windows))
-        shares.append(share)
-    mean = sum(share.pairs for share in shares) / len(shares) or -1.0
-    return max(1 + IMBALANCE, *(share.pairs / mean for share in shares)), sum(share.received for share in shares)
+            for number in range(bisect_right(starts, begin) - 1, min(bisect_left(starts, end), len(starts) - 1)):
+                start = starts[number]
+                first, stop = max(begin, start) - start, min(end, starts[number + 1]) - start
+                gap, ends[start] = first - ends.get(start, 0), stop
+                keys += sum(layers * min(gap, window - 1 if window else gap) for window, layers in windows)
+                pairs += causal_pairs(stop, windows) - causal_pairs(first, windows)
+        work.append(pairs)
+    mean = sum(work) / len(work) or -1.0
+    return max(1 + IMBALANCE, *(pairs / mean for pairs in work)), keys
 
 
-def _divide(
-    documents: list[Slice],
-    tokens: int,
-    mean: float,
-    ring: int,
-    whole: bool,
-    weight: float,
-    aim: float,
-    slack: float,
-) -> list[Share]:
-    """Divide documents, in ascending density. whole: keep those whole that fit; else every rank gets a mixture. aim:
-    pairs of a mixture at least; it may miss by `slack`."""
-    shares, pool = [Share(tokens, mean) for _ in range(ring)], list(documents)
-    turn = mean / tokens  # from how many keys of a token on pairs limit how many tokens a rank takes
-    windows = documents[-1].windows  # of all but padding
+@dataclass(frozen=True)
+class _Row:
+    """Facts of a row, by position in any of its documents; after the longest one come the positions of padding.
 
-    @cache
-    def cut(position: int) -> float:
-        """Return the keys received for a document of this length that ranks divide from its end on."""
-        keys, bends = 0.0, sorted({0, position, *(window for window, _ in windows if window < position)})
-        for begin, end in pairwise(bends):  # between which the keys of a token grow evenly with its position
-            first, last = seen(begin, windows), seen(end, windows)
-            growth, bend = (last - first) / (end - begin), min(max(first, turn), last)
-            if growth:
-                keys += (bend * bend - first * first) / tokens / 2 / growth
-                keys += (last**3 - bend**3) / ((3 * mean or 1) * growth)
-            else:
-                keys += (end - begin) * last * max(1 / tokens, last / (mean or 1))
-        return max(0.0, keys - seen(position, windows) / 2)
-
-    def received(piece: Slice) -> float:
-        return cut(piece.end) - cut(piece.begin) if piece.windows else 0.0
-
-    rest = list(shares)
-    while rest and not (whole and all(rest[0].fits(piece, slack) for piece in reversed(pool))):
-        rest[0].pairs = max(aim, sum([piece.pairs for piece in pool]) / len(rest))
-        _mix(pool, rest.pop(0), slack, weight, received)
-    left: list[Slice] = []
-    neediest = [(-share.density, number) for number, share in enumerate(rest)]
-    for piece in reversed(pool):
-        passed = []
-        while neediest and not rest[neediest[0][1]].fits(piece, slack):
-            passed.append(heappop(neediest))
-        if neediest:
-            number = heappop(neediest)[1]
-            rest[number].add(piece)
-            passed.append((-rest[number].density, number))
-        else:
-            left.insert(0, piece)
-        for entry in passed:
-            heappush(neediest, entry)
-    for share in sorted(rest, key=attrgetter("density"), reverse=True):
-        _mix(left, share, slack, weight, received)
-    return shares
-
-
-def _mix(pool: list[Slice], share: Share, slack: float, weight: float, received: Callable[[Slice], float]) -> None:
-    """Complete a share from a pool in ascending density: `few` tokens with few pairs, and the others with many.
-
-    The ways: the start and the end of the densest document; the sparsest documents as well, before its start; these and
-    the start of the next, and the end of the densest; or of both as many first as last tokens. Of those that give its
-    pairs, within `slack`, or less where there are no more, the one after which ranks should receive least is taken. The
-    last way can always go on, because a document that loses as much on either side keeps its density (or gains some,
-    where layers have windows).
-
-    weight: of keys received because documents are cut here. received: estimates those for what is left of a document.
+    tokens, most: tokens of a rank, and the pairs that it may have.
+    pairs, seen: pairs of the tokens before this position, and of the last of them.
+    keys: estimate of the keys received by ranks that divide the tokens before this position from their end on.
     """
-    wanted, last = share.tokens, len(pool) - 1
-    if not wanted:
-        return
-    tokens = [0, *accumulate([piece.tokens for piece in pool])]
-    pairs = [0, *accumulate([piece.pairs for piece in pool])]
 
-    def cuts(few: int, way: str) -> tuple[int, int, dict[int, tuple[int, int]]]:
-        """Return numbers of documents: those before the first, and after the second, are taken whole; and how many
-        first and last tokens are taken of others."""
-        low = min(bisect_right(tokens, few) - 1, last)
-        some, many = few - tokens[low], wanted - few
-        if way == "own start":
-            return 0, last, {last: (few, many)}
-        if way == "filled":
-            return low, last, {last: (some, many)}
-        high = min(bisect_right(tokens, tokens[-1] - many) - 1, last)
-        most = many - (tokens[-1] - tokens[high + 1])
-        if way == "ends":
-            return low, high, {low: (some, 0), high: (0, most)} if low < high else {low: (some, most)}
-        parts = {low: some, high: most} if low < high else {low: some + most}
-        return low, high, {number: (part // 2, part - part // 2) for number, part in parts.items()}
+    tokens: int
+    most: float
+    pairs: memoryview
+    seen: memoryview
+    keys: memoryview
 
-    def excess(few: int, way: str) -> float:
-        low, high, ends = cuts(few, way)
-        cut = sum([pool[number].pairs - pool[number].without(*counts).pairs for number, counts in ends.items()])
-        return pairs[low] + pairs[-1] - pairs[high + 1] + cut - share.pairs
+    @staticmethod
+    def of(boundaries: tuple[int, ...], seq_len: int, ring: int, windows: Windows) -> tuple[_Row, list[Piece]]:
+        """Return the facts, and the documents in ascending density."""
+        documents = [(b - a, a) for a, b in pairwise(boundaries) if a < b]
+        longest, padding, tokens = max(documents, default=(0, 0))[0], seq_len - boundaries[-1], seq_len // ring
+        lengths = np.arange(longest + 1)
+        seen = np.sum([layers * np.minimum(lengths, window or longest) for window, layers in windows], axis=0)
+        pairs = np.cumsum(seen)
+        mean = sum(int(pairs[length]) for length, _ in documents) / ring
+        keys = np.cumsum(seen * np.maximum(1 / tokens, seen / (mean or 1.0))) - seen / 2
+        uneven = IMBALANCE - 1e-9 if len(documents) + bool(padding) > 1 else 0.0  # one document: as even as it can be
+        pairs, keys = (np.pad(each, (0, padding), "edge") for each in (pairs, np.maximum(keys, 0.0)))
+        row = _Row(tokens, (1 + uneven) * mean, pairs.data, np.pad(seen, (0, padding)).data, keys.data)
+        pool = sorted(row.piece(0, length, start) for length, start in documents)
+        if padding:
+            pool.insert(0, row.piece(longest, longest + padding, boundaries[-1] - longest))
+        return row, pool
 
-    def ahead(few: int, way: str) -> float:
-        """Return the keys that ranks receive because of the cuts, and later because of what is left."""
-        low, high, ends = cuts(few, way)
-        total = keys[high + 1] - keys[low]
-        for number, (first, last) in ends.items():
-            left = pool[number].without(first, last)
-            total += received(left) - received(pool[number])
-            if left.tokens:
-                total += weight * seen(left.end if last else left.begin if first else 0, left.windows)
-        return total
+    def piece(self, begin: int, end: int, start: int) -> Piece:
+        return Piece((self.pairs[end] - self.pairs[begin]) / (end - begin), begin, end, start)
 
-    keys = [0.0, *accumulate(map(received, pool))]
-    best = None
-    for way in WAYS if pool[last].tokens >= wanted else WAYS[2:]:
-        crossing = bisect_left(range(wanted), True, key=lambda few: excess(few, way) <= 0)
-        nearest = min(crossing, max(crossing - 1, 0), key=lambda few: abs(excess(few, way)))
-        few = next((few for few in (wanted, 0) if abs(excess(few, way)) <= slack), nearest)  # with one cut
-        over = excess(few, way)
-        if (way == WAYS[-1] and best is None) or abs(over) <= slack or (not few and over <= 0):
-            option = ahead(few, way), few, way
-            best = min(best or option, option)
-    assert best
-    _, few, way = best
-    low, high, ends = cuts(few, way)
-    taken, kept = [*pool[:low], *pool[high + 1 :]], pool[low : high + 1]
-    for number, (first, end) in ends.items():
-        piece = pool[number]
-        taken += [piece.without(0, piece.tokens - first), piece.without(piece.tokens - end, 0)]
-        kept[number - low] = piece.without(first, end)
-    for piece in filter(attrgetter("tokens"), taken):
-        share.add(piece)
-    pool[:] = sorted((piece for piece in kept if piece.tokens), key=attrgetter("density"))
+    def work(self, piece: Piece) -> int:
+        """Return its pairs."""
+        return self.pairs[piece.end] - self.pairs[piece.begin]
+
+    def divisions(self, pool: list[Piece], ring: int) -> Iterator[tuple[list[Piece], ...]]:
+        """Yield divisions, as the pieces of each rank."""
+        width = max(1, min(WIDTH, EFFORT // (len(pool) * ring)))
+        begun: list[tuple[float, int, list[Piece], tuple[list[Piece], ...]]]  # keys, pairs, pool; what ranks have
+        begun = [(0.0, sum(map(self.work, pool)), pool, ())]
+        for left in range(ring, 0, -1):
+            found: list[tuple[float, int, Mixture]] = []
+            for number, (keys, pairs, pool, given) in enumerate(begun):
+                mean = pairs / left
+                if all(piece.end - piece.begin <= self.tokens and self.work(piece) <= mean for piece in reversed(pool)):
+                    packed = self.packed(pool, left, mean)
+                    yield (*given, *packed)
+                    if len(pool) > FEW and all(sum(map(self.work, pieces)) <= self.most for pieces in packed):
+                        continue
+                mixtures = self.mixtures(pool, self.tokens, max(self.most, mean))
+                found += [(keys + mixture.keys, number, mixture) for mixture in mixtures]
+            before, begun, known = begun, [], set[tuple[int, float]]()
+            for keys, number, mixture in sorted(found):
+                _, pairs, pool, given = before[number]
+                taken, rest = self.take(pool, mixture)
+                pairs -= sum(map(self.work, taken))
+                if (pairs, round(keys, 3)) not in known:
+                    known.add((pairs, round(keys, 3)))
+                    begun.append((keys, pairs, rest, (*given, taken)))
+                if len(begun) == width:
+                    break
+        yield from (given for *_, given in begun)
+
+    def packed(self, pool: list[Piece], ring: int, mean: float) -> list[list[Piece]]:
+        """Divide documents, each of which a rank could have: from the densest on they go to the rank that lacks most
+        pairs for a token and has room; those that no rank has room for are cut."""
+        lacking, given = [(self.tokens, mean)] * ring, [list[Piece]() for _ in range(ring)]
+        neediest, left = [(-mean / self.tokens, rank) for rank in range(ring)], list[Piece]()
+        slack = max(0.0, self.most - mean)
+        for piece in reversed(pool):
+            passed = []
+            while neediest:
+                passed.append(heappop(neediest))
+                rank = passed[-1][1]
+                tokens, pairs = lacking[rank][0] - (piece.end - piece.begin), lacking[rank][1] - self.work(piece)
+                if tokens >= 0 and pairs + slack >= 0:
+                    lacking[rank] = tokens, pairs
+                    given[rank].append(piece)
+                    passed[-1:] = [(-pairs / tokens, rank)] if tokens else []
+                    break
+            else:
+                left.append(piece)
+            for entry in passed:
+                heappush(neediest, entry)
+        left.reverse()
+        for _, rank in sorted(neediest):
+            tokens, pairs = lacking[rank]
+            taken, left = self.take(left, min(self.mixtures(left, tokens, pairs + slack)))
+            given[rank] += taken
+        return given
+
+    def mixtures(self, pool: list[Piece], tokens: int, most: float) -> list[Mixture]:
+        """Return mixtures of so many tokens with at most so many pairs, and hardly fewer where the pool has more; if
+        there are none, mixtures with more. pool: in ascending density."""
+        found: list[Mixture] = []
+        dense = 0, 0, 0.0  # tokens, pairs and expected keys of pool[high:]
+        for high in range(len(pool), 0, -1):
+            main = pool[high - 1]
+            size = main.end - main.begin
+            for first in range(max(1, high - 1) if len(pool) <= FEW else 1):
+                whole, work, expected = dense
+                for stop in range(first, high):
+                    piece, lack, room = pool[stop], tokens - whole, most - work
+                    if lack <= 0:
+                        if not lack and room >= 0:
+                            found.append(Mixture(-expected, first, stop, high, stop, 0, 0))
+                        break
+                    own = head = None
+                    if lack <= size and (stop > first or not first):
+                        own = self.fewest(main.begin, 0, lack, lack, main.end, room)
+                    if stop < high - 1:
+                        limit = min(lack, piece.end - piece.begin - 1)
+                        head = self.fewest(piece.begin, max(0, lack - size), limit, lack, main.end, room) or None
+                    for other, few in ((high - 1, own), (stop, head)):
+                        if few is not None:
+                            begin, end = pool[other].begin + few, main.end - lack + few  # of what is left
+                            keys = self.keys[end] - self.keys[main.end] - expected
+                            keys += self.keys[begin - few] - self.keys[begin]
+                            if few < lack and end > (begin if other == high - 1 else main.begin):
+                                keys += WEIGHT * self.seen[end]
+                            if other < high - 1 or begin < end == main.end:
+                                keys += WEIGHT * self.seen[begin]
+                            found.append(Mixture(keys, first, stop, high, other, few, lack - few))
+                    if own == 0:
+                        break
+                    whole, work = whole + piece.end - piece.begin, work + self.work(piece)
+                    expected += self.keys[piece.end] - self.keys[piece.begin]
+            whole, work, expected = dense
+            if found and (size >= tokens - whole or len(pool) > FEW):
+                return found
+            dense = whole + size, work + self.work(main), expected + self.keys[main.end] - self.keys[main.begin]
+        return found or self.mixtures(pool, tokens, inf)
+
+    def fewest(self, begin: int, low: int, high: int, tokens: int, end: int, most: float) -> int | None:
+        """Return how many of so many tokens must come from `begin` on, while the others come before `end`, for at most
+        so many pairs: from low to high, or None if these are too few."""
+        room = most + self.pairs[begin] - self.pairs[end]
+        if low > high or self.pairs[begin + high] - self.pairs[end - tokens + high] > room:
+            return None
+        pairs, end = self.pairs, end - tokens
+        return low + bisect_left(range(low, high), True, key=lambda few: pairs[begin + few] - pairs[end + few] <= room)
+
+    def take(self, pool: list[Piece], mixture: Mixture) -> tuple[list[Piece], list[Piece]]:
+        """Return the pieces of a mixture, and the pool without them."""
+        _, first, stop, high, other, few, many = mixture
+        taken, rest = pool[first:stop] + pool[high:], pool[:first] + pool[stop:high]
+        cuts = {other: (few, 0), high - 1: (few if other == high - 1 else 0, many)}  # first and last tokens
+        for number, (before, after) in cuts.items():
+            if before or after:
+                _, begin, end, start = pool[number]
+                rest.remove(pool[number])
+                bounds = pairwise((begin, begin + before, end - after, end))
+                head, middle, tail = (self.piece(a, b, start) if a < b else None for a, b in bounds)
+                taken += filter(None, (head, tail))
+                if middle:
+                    insort(rest, middle)
+        return taken, rest
 
 
-def _ranges(share: Share) -> Iterator[Range]:
+def _ranges(pieces: Iterable[Piece]) -> Iterator[Range]:
     """Yield ascending ranges of positions, neighbors joined."""
-    ranges = sorted((piece.start + piece.begin, piece.start + piece.end) for piece in share.slices)
+    ranges = sorted((start + begin, start + end) for _, begin, end, start in pieces)
     begin, end = ranges[0]
     for following, stop in ranges[1:]:
         if following != end:

@@ -4,7 +4,7 @@
       contiguous                         0 1 2 3               4 5 6 7
       zigzag   (balances causal)         0 1 6 7               2 3 4 5
       striped  (balances causal)         0 2 4 6               1 3 5 7
-      balanced (of documents 0-4, 5-7)   0 3 4 5               1 2 6 7     as equal in causal pairs as documents allow
+      balanced (of documents 0-4, 5-7)   0 1 2 4               3 5 6 7     as equal in causal pairs as documents allow
       auto                               each row as zigzag or balanced, by its documents
 
 A ring rank owns a few ascending spans of tokens. Its ulysses ranks hold consecutive equal parts of them, so that the

@@ -22,7 +22,7 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 5300,
+    "attention": 5275,
     "parallel": 4025,
     "usp/commands": 1600,
     "usp/data": 2750,

@@ -61,7 +61,10 @@ def test_every_rank_has_as_many_tokens_and_every_token_a_rank(
 @pytest.mark.parametrize("model", WINDOWS)
 @pytest.mark.parametrize(
     ("ring", "seed", "seq_len"),
-    [*((ring, seed, 16_384) for ring in (2, 4, 8) for seed in range(4)), (8, 4, 65_536), (64, 5, 65_536)],
+    [
+        *((ring, seed, 16_384) for ring in (2, 4, 8) for seed in range(4)),
+        *((ring, seed, 65_536) for ring, seed in ((4, 9), (8, 4), (8, 31), (64, 5))),
+    ],
 )
 def test_work_differs_by_at_most_5_percent(model: str, ring: int, seed: int, seq_len: int) -> None:
     boundaries, windows = long_tail(seq_len, seed), WINDOWS[model]
@@ -69,7 +72,7 @@ def test_work_differs_by_at_most_5_percent(model: str, ring: int, seed: int, seq
     assert max(pairs) <= 1.05 * sum(pairs) / ring
 
 
-@pytest.mark.parametrize(("ring", "most"), [(4, 0.93), (8, 0.98), (64, 1.04)])
+@pytest.mark.parametrize(("ring", "most"), [(4, 0.86), (8, 0.95), (64, 1.03)])
 def test_ranks_send_little_of_what_they_send_by_zigzag(ring: int, most: float) -> None:
     """In a ring of 64, zigzag leaves the longest document of some rows to fewer ranks than its work is worth."""
     sent = {"balanced": 0, "zigzag": 0}
