@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks.harness.plots import plot_long_rollouts
@@ -16,6 +17,7 @@ from benchmarks.rlhf.real_search import ReaLsSeconds, bytes_by_rule, real_space,
 from benchmarks.rlhf.real_system import (
     OFFLOADED,
     Constants,
+    bounded_step,
     heuristic,
     heuristic_seconds,
     pieces,
@@ -118,6 +120,16 @@ def test_a_step_of_real_ends_with_both_train_steps_and_their_weights_on_the_way_
         trained = sum(there) + max(actor + back[0], critic) + back[1]  # the critic's weights move on all ranks
         expected = took("actor_generate", *inference, tp=tp) + trained + real.estimates.constants.clear
         assert real.seconds(of) == pytest.approx(expected)
+
+
+def test_a_bounded_step_makes_the_best_of_the_rest() -> None:
+    slopes, residuals = np.array([[1.0, 0.5], [0.5, 1.0], [0.2, 0.1]]), np.array([-2.0, -1.0, 0.3])
+    free = bounded_step(slopes, residuals, 0.0, np.full(2, np.inf))
+    assert free == pytest.approx(np.linalg.lstsq(slopes, -residuals, rcond=None)[0])
+    assert free[0] > 0.5
+    step = bounded_step(slopes, residuals, 0.0, np.array([0.5, np.inf]))
+    left = residuals + 0.5 * slopes[:, 0]
+    assert step == pytest.approx((0.5, -(slopes[:, 1] @ left) / (slopes[:, 1] @ slopes[:, 1])))
 
 
 def test_reals_rule_of_memory() -> None:
