@@ -6,12 +6,16 @@ training        activations recomputed, Megatron's sequence parallelism, optimiz
 heuristic       tp 8, a pipeline stage on each host, every call on all devices; ref and reward offloaded
 gradients       reduced after all backward passes, where nothing hides them (its engines for pipelines and Megatron)
 weights         broadcast to a train step before it, and back after it, because a reallocation deletes the copy that it
-                reads (`param_realloc` hooks of a train step, `build_reparallelized_layers_async`)
-decoding        eager, without CUDA graphs: the host issues 16 to 20 operators a layer, and with tp two all-reduces from
+                reads (`param_realloc` hooks of a train step, `build_reparallelized_layers_async`); those of ref and
+                reward are loaded under their forward, layer by layer (`__overlapped_load_forward`)
+steps           one after another: a worker answers the master between calls only, and a call ends for the master when
+                all ranks that have its inputs or weights have answered, too (`model_rpc_reply_func`, `_poll`), so that
+                rollouts begin when both train steps have ended
+decoding        eager, without CUDA graphs: the host issues 28 operators a layer, and with tp two all-reduces from
                 Python; a token of a micro-batch is sampled with about 60 launches and a full sort on the last stage,
                 and pp stages decode pp - 1 tokens more
 
-All this is in the code of openpsi-project/ReaLHF, state deb5cd41.
+All this is in the code of openpsi-project/ReaLHF, states deb5cd41 and d5d322e7.
 """
 
 from __future__ import annotations
@@ -28,14 +32,14 @@ from parallel import Hardware, ParallelDims, load_hardware
 from usp.model.facts import ModelShape
 from usp.planning.call_cost import CallCost, CallOptions, call_cost
 from usp.planning.estimates import Estimates
-from usp.planning.simulator import Clock, Simulator
+from usp.planning.simulator import rank_index
 from usp.planning.workload import Workload
 from usp.predict.compute import LAYER_LAUNCHES
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
-HOST, STEPS = 8, 5  # devices of a node; steps that are simulated
+HOST = 8  # devices of a node
 DEVICE_BYTES = 80 * 1024**3
 OFFLOADED = ("ref", "reward")
 _PULL = 0.01  # of the first values, in the fit: a factor of e costs as much as an error of 1% in one cell
@@ -47,9 +51,12 @@ class Constants:
 
     Attributes:
         products: by what the efficiencies of matrix products and attention in the hardware file are multiplied.
-        operator: seconds in which the host issues an operator from Python. gpt-fast decodes 25.5 tokens/s of Llama 7B
-            eagerly on an A100 (pytorch.org/blog/accelerating-generative-ai-2), 32 layers of about 50 operators.
-        layer: operators of a layer's forward.
+        operator: seconds in which the host issues an operator that launches a kernel. gpt-fast decodes 25.5 tokens/s of
+            Llama 7B eagerly on an A100 (pytorch.org/blog/accelerating-generative-ai-2), 32 layers of 61 operators as
+            torch's dispatcher counts them, views left out.
+        layer: operators of a decoding layer: 8 for each of two norms, which are written out, because no launcher sets
+            FLASH_MQAT_USE_TE; 3 projections, attention with its cache and rotations, and its output; 5 of an MLP; 2
+            sums.
         collective: what the host does for a collective over 8 ranks, in operators as the toolkit counts them, until the
             slowest of them has launched it, too.
         delay: mean of the exponential delays with which ranks reach a collective, of which the slowest counts: eager
@@ -59,18 +66,20 @@ class Constants:
         sorted: logits that are sorted in a second: 1,024 rows of 32,768 in 7.53 ms (vllm, pull request 32234).
         message: seconds of the host between a decoding stage's output and its next input: two blocking messages.
         call: seconds of a call besides its work: the master polls every 10 ms, retries every 100, and moves the data.
+        clear: seconds in which workers collect garbage and empty their cache after a step ("ALWAYS COST 0.3+ SEC").
         piece: seconds of each received piece of a reallocation, as in its estimator.
     """
 
     products: float = 1.0
-    operator: float = 25e-6
-    layer: int = 18
+    operator: float = 20e-6
+    layer: int = 28
     collective: float = CallOptions().collective_launches
     delay: float = 48e-6
     sampling: int = 60
     sorted: float = 4.4e9
     message: float = 2e-3
     call: float = 0.5
+    clear: float = 0.3
     piece: float = 0.03
 
     def hardware(self) -> Hardware:
@@ -121,7 +130,7 @@ FITTED = ("products", "collective", "message")
 
 
 class RealEstimates(Estimates):
-    """Estimates with what ReaL takes besides: to begin and end a call, to sample, and to receive weights."""
+    """Estimates with what ReaL takes besides: to begin and end a call, to sample, to load and to receive weights."""
 
     def __init__(
         self, graph: DataflowGraph, models: Mapping[str, ModelShape], workload: Workload, constants: Constants
@@ -143,17 +152,16 @@ class RealEstimates(Estimates):
             each = self.constants.sampling * self.constants.operator + self.constants.message * (stages > 1)
             logits = len(self.workload.samples) / layout.dims.batch * self.models["actor"].facts.vocab_size
             seconds += tokens * (stages * each + logits / self.constants.sorted)
+        if self.graph[call].role in OFFLOADED:
+            seconds = max(seconds, self.load_seconds(WeightCopy(self.graph[call].role, layout.of_weights)))
         return seconds + self.constants.call if seconds else 0.0
 
     def _fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
-        if source.layout.of_weights == copy.layout.of_weights:
+        has, wants = source.layout, copy.layout
+        if (has.ranks, has.dims) == (wants.ranks, wants.dims):
             return 0.0
-        layouts = source.layout, copy.layout
-        near = len({rank // HOST for layout in layouts for rank in layout.ranks}) == 1
-        ways = (layouts, layouts[::-1])
-        return sum(
-            self.constants.moves(self.models[copy.role].numel, has.dims, wants.dims, near) for has, wants in ways
-        )
+        near = len({rank // HOST for layout in (has, wants) for rank in layout.ranks}) == 1
+        return self.constants.moves(self.models[copy.role].numel, has.dims, wants.dims, near)
 
 
 def pieces(has: ParallelDims, wants: ParallelDims) -> int:
@@ -163,23 +171,48 @@ def pieces(has: ParallelDims, wants: ParallelDims) -> int:
     return max(1, has.tp // wants.tp) * stages
 
 
-class RealSimulator(Simulator):
-    """A simulator of `STEPS` steps, between which no rank waits for all others."""
+@dataclass(frozen=True)
+class Runtime:
+    """ReaL's master and workers."""
 
+    graph: DataflowGraph
     estimates: RealEstimates
+    devices: int
 
-    def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
-        clock = Clock(self.graph, plan, self.estimates, self.world_size)
-        for operation in STEPS * self.operations(plan, clock):
-            clock.run(operation)
-        return float(clock.free.max()) / STEPS, float(clock.most.max())
+    def seconds(self, plan: ExecutionPlan) -> float:
+        """Return the time of a step: an operation begins when its inputs are there and its ranks are free."""
+        free, ended = np.zeros(self.devices), dict[str, float]()
+
+        def run(call: ModelCall, ranks: tuple[int, ...], seconds: float) -> None:
+            if seconds:
+                at = rank_index(ranks)
+                ended[call.name] = free[at] = max(ended[call.name], float(free[at].max())) + seconds
+
+        for level in self.graph.levels:
+            there, back = ([(call, *self._move(plan, call, first)) for call in level] for first in (True, False))
+            for call in level:
+                ended[call.name] = max((ended[name] for name in self.graph.before(call.name)), default=0.0)
+            works = [
+                (call, plan[call.name].ranks, self.estimates.call_seconds(call.name, plan[call.name])) for call in level
+            ]
+            for operation in (*there, *works, *back):
+                run(*operation)
+        return max(ended.values()) + self.estimates.constants.clear
+
+    def _move(self, plan: ExecutionPlan, call: ModelCall, first: bool) -> tuple[tuple[int, ...], float]:
+        """Return the ranks and seconds of the weights' way to a train step, or back."""
+        if call.kind != "train_step":
+            return (), 0.0
+        other = next(each for each in self.graph.calls if each.role == call.role and each is not call)
+        has, wants = (WeightCopy(call.role, plan[each.name].of_weights) for each in (other, call))
+        ranks = tuple(sorted({*has.layout.ranks, *wants.layout.ranks}))
+        return ranks, self.estimates.fill_seconds(*((has, wants) if first else (wants, has)))
 
 
-def simulator(cell: Cell, constants: Constants) -> RealSimulator:
-    """Return a simulator of a cell."""
+def runtime(cell: Cell, constants: Constants) -> Runtime:
+    """Return the runtime of a cell."""
     graph = ppo(cell.response)
-    estimates = RealEstimates(graph, models(cell.actor, cell.critic), cell.workload, constants)
-    return RealSimulator(graph, estimates, cell.devices)
+    return Runtime(graph, RealEstimates(graph, models(cell.actor, cell.critic), cell.workload, constants), cell.devices)
 
 
 def real_layout(call: ModelCall, layout: CallLayout, cell: Cell) -> CallLayout:
@@ -217,7 +250,7 @@ def published(cell: Cell) -> ExecutionPlan:
 
 def heuristic_seconds(cell: Cell, constants: Constants) -> float:
     """Return the predicted time of a step of the baseline."""
-    return simulator(cell, constants).measure(heuristic(cell))[0]
+    return runtime(cell, constants).seconds(heuristic(cell))
 
 
 def errors(chosen: Sequence[Cell], constants: Constants) -> np.ndarray:
@@ -226,7 +259,21 @@ def errors(chosen: Sequence[Cell], constants: Constants) -> np.ndarray:
     return np.log(seconds / [cell.heuristic for cell in chosen])
 
 
-def fit(chosen: Sequence[Cell], rounds: int = 10) -> Constants:
+def bounded_step(slopes: np.ndarray, residuals: np.ndarray, damping: float, room: np.ndarray) -> np.ndarray:
+    """Return the damped least-squares step: what would exceed its room takes that, and the others make the best of
+    it."""
+    step, free = np.zeros(len(room)), np.ones(len(room), dtype=bool)
+    while free.any():
+        of, rest = slopes[:, free], residuals + slopes[:, ~free] @ step[~free]
+        step[free] = np.linalg.solve(of.T @ of + damping * np.eye(of.shape[1]), -of.T @ rest)
+        over = free & (step > room)
+        if not over.any():
+            break
+        step[over], free = room[over], free & ~over
+    return step
+
+
+def fit(chosen: Sequence[Cell], rounds: int = 20) -> Constants:
     """Return the constants with which the heuristic's log seconds have the least squared error (Levenberg-Marquardt).
 
     Each is pulled weakly to its first value, which decides where the cells do not.
@@ -246,8 +293,7 @@ def fit(chosen: Sequence[Cell], rounds: int = 10) -> Constants:
         slopes = np.stack(
             [(residuals(at + axis * unit) - here) / axis for axis, unit in zip(axes, np.eye(len(at)), strict=True)], 1
         )
-        change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ here)
-        there = np.minimum(at + np.clip(change, -1.0, 1.0), most)
+        there = at + np.clip(bounded_step(slopes, here, damping, most - at), -1.0, 1.0)
         found = residuals(there)
         if found @ found > here @ here:
             damping *= 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks.harness.plots import plot_long_rollouts
@@ -13,11 +14,20 @@ from benchmarks.rlhf.long_rollouts import Case, Searched, layouts
 from benchmarks.rlhf.real_figure import Result, gain, spearman
 from benchmarks.rlhf.real_rows import Cell, cells, models, ppo
 from benchmarks.rlhf.real_search import ReaLsSeconds, bytes_by_rule, real_space, reals_plan
-from benchmarks.rlhf.real_system import Constants, heuristic, heuristic_seconds, pieces, real_layout, simulator
+from benchmarks.rlhf.real_system import (
+    OFFLOADED,
+    Constants,
+    bounded_step,
+    heuristic,
+    heuristic_seconds,
+    pieces,
+    real_layout,
+    runtime,
+)
 from parallel import ParallelDims, load_hardware
 from usp.planning.rlhf_search import options
 from usp.rlhf.plan.operations import WeightCopy
-from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
 CELL = Cell(7, 7, 16, 128, 24.0, 14.6)
 
@@ -73,11 +83,53 @@ def test_reals_reallocations_go_there_and_back() -> None:
     trained, copy = (
         WeightCopy("actor", CallLayout(tuple(range(16)), degrees)) for degrees in (dims(2, 8, 1), dims(2, 1, 8))
     )
-    estimates = simulator(CELL, constants).estimates
+    estimates = runtime(CELL, constants).estimates
     back = constants.moves(numel, dims(2, 1, 8), dims(2, 8, 1), near=False)
     there = constants.moves(numel, dims(2, 8, 1), dims(2, 1, 8), near=False)
-    assert estimates.fill_seconds(trained, copy) == pytest.approx(there + back)
-    assert estimates.fill_seconds(trained, trained) == 0
+    assert estimates.fill_seconds(trained, copy) == pytest.approx(there)
+    assert estimates.fill_seconds(copy, trained) == pytest.approx(back)
+    assert estimates.fill_seconds(trained, replace(trained, layout=replace(trained.layout, zero=1))) == 0
+
+
+def test_a_step_of_real_ends_with_both_train_steps_and_their_weights_on_the_way_back() -> None:
+    """The actor rolls out and trains on the first half of the ranks, the critic on the second; inference takes both."""
+    real, every = runtime(CELL, Constants()), tuple(range(16))
+    halves = {"actor_generate": every[:8], "actor_train": every[:8], "critic_train": every[8:]}
+
+    def plan(tp: int) -> ExecutionPlan:
+        calls = dict(heuristic(CELL).calls)
+        for name, ranks in halves.items():
+            calls[name] = CallLayout(ranks, ParallelDims(tp=tp if name == "actor_generate" else 8, dp_shard=8 // tp))
+            if name != "actor_generate":
+                calls[name] = CallLayout(ranks, ParallelDims(tp=8, dp_shard=1), ac="full")
+        return ExecutionPlan("halves", calls, frozenset(OFFLOADED))
+
+    def took(*names: str, tp: int) -> float:
+        return sum(real.estimates.call_seconds(name, plan(tp)[name]) for name in names)
+
+    inference = ("reward_inference", "ref_inference", "critic_inference")
+    for tp in (8, 1):
+        of = plan(tp)
+        copies = {name: WeightCopy(name.split("_")[0], of[name].of_weights) for name in of.calls}
+        pairs = [("actor_generate", "actor_train"), ("critic_inference", "critic_train")]
+        there, back = (
+            [real.estimates.fill_seconds(*(copies[name] for name in pair[::way])) for pair in pairs] for way in (1, -1)
+        )
+        assert (there[0] > 0, there[1] > 0) == (tp == 1, True)
+        actor, critic = (took(name, tp=tp) for name in ("actor_train", "critic_train"))
+        trained = sum(there) + max(actor + back[0], critic) + back[1]  # the critic's weights move on all ranks
+        expected = took("actor_generate", *inference, tp=tp) + trained + real.estimates.constants.clear
+        assert real.seconds(of) == pytest.approx(expected)
+
+
+def test_a_bounded_step_makes_the_best_of_the_rest() -> None:
+    slopes, residuals = np.array([[1.0, 0.5], [0.5, 1.0], [0.2, 0.1]]), np.array([-2.0, -1.0, 0.3])
+    free = bounded_step(slopes, residuals, 0.0, np.full(2, np.inf))
+    assert free == pytest.approx(np.linalg.lstsq(slopes, -residuals, rcond=None)[0])
+    assert free[0] > 0.5
+    step = bounded_step(slopes, residuals, 0.0, np.array([0.5, np.inf]))
+    left = residuals + 0.5 * slopes[:, 0]
+    assert step == pytest.approx((0.5, -(slopes[:, 1] @ left) / (slopes[:, 1] @ slopes[:, 1])))
 
 
 def test_reals_rule_of_memory() -> None:
@@ -99,7 +151,7 @@ def test_reals_plan_takes_what_its_estimates_say(monkeypatch: pytest.MonkeyPatch
     """The walk's steps, of all chains at once, against one plan on a clock for each device."""
     monkeypatch.setattr(real_search, "PROPOSALS", 64 * 200)
     cell = replace(CELL, devices=8)
-    real = simulator(cell, Constants()).estimates
+    real = runtime(cell, Constants()).estimates
     seconds, plan = reals_plan(cell, real)
     estimate, free, held, used = ReaLsSeconds(real), [0.0] * 8, [0.0] * 8, [0.0] * 8
 

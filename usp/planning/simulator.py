@@ -52,13 +52,8 @@ class Simulator:
         return float(clock.free.max()), float(clock.most.max())
 
     def _clock(self, plan: ExecutionPlan) -> Clock:
+        """Return a clock after a step, whose schedule is made once for all plans whose calls share copies alike."""
         clock = Clock(self.graph, plan, self.estimates, self.world_size)
-        for operation in self.operations(plan, clock):
-            clock.run(operation)
-        return clock
-
-    def operations(self, plan: ExecutionPlan, clock: Clock) -> tuple[Operation, ...]:
-        """Return the schedule, made once for all plans whose calls share copies in the same way."""
         sharing = frozenset(copy for copy, source in clock.sources.items() if shares_memory(copy, source))
         copies = tuple(
             (tuple(call.name for call in calls), copy in sharing, clock.sources[copy] == copy)
@@ -68,7 +63,9 @@ class Simulator:
         key = (copies, plan.offload, tuple(announced))
         if key not in self._schedules:
             self._schedules[key] = schedule(self.graph, plan, self.world_size, sharing, staleness=self.staleness)
-        return self._schedules[key]
+        for operation in self._schedules[key]:
+            clock.run(operation)
+        return clock
 
 
 class Clock:
