@@ -7,10 +7,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 ATTENTION = "attention"  # the lane of messages that must not queue behind prefetched parameters
 SHOWN_FIELDS, SHOWN_CHARACTERS, SENT_CHARACTERS = 20, 300, 10_000
@@ -84,6 +86,15 @@ def format_ranks(ranks: Iterable[int], separator: str = ",") -> str:
     return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of each rank of the group; that of this process where there are no groups. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
 class RanksDisagree(RuntimeError):
     """Raised on every rank, at the same point, when ranks have different values of what must be the same."""
 
@@ -103,9 +114,7 @@ def agree(value: object, groups: Sequence[dist.ProcessGroup], what: str, device:
         return
     held = {dist.get_rank(): {name: text[:SENT_CHARACTERS] for name, text in _texts(value).items()}}
     for group in groups:
-        gathered: list[dict[int, dict[str, str]]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, held, group=group)
-        held = {rank: seen for part in gathered for rank, seen in part.items()}
+        held = {rank: seen for part in gather_objects(held, group) for rank, seen in part.items()}
     raise RanksDisagree(f"{what} must be the same on all ranks, but differs: {differences(held)}")
 
 

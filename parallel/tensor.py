@@ -85,7 +85,30 @@ def apply_tensor_parallel(
 def tensor_parallel_violations(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> list[str]:
     """Return what `apply_tensor_parallel` raises for a mesh of this many ranks."""
     styles = module_styles(model, plan)
-    return _violations(model, ranks, styles, _regions(styles), _untouched(styles))
+    regions, untouched = _regions(styles), _untouched(styles)
+    violations = []
+    for name, style in styles.items():
+        if style not in _STYLES:
+            violations.append(f"{name}: {style!r} must be one of {', '.join(_STYLES)}")
+            continue
+        (kind, size), module = _STYLES[style], model.get_submodule(name)
+        if not isinstance(module, kind):
+            violations.append(f"{name}: {style!r} requires {kind.__name__}, got {type(module).__name__}")
+        elif size is not None and getattr(module, size) % ranks:
+            violations.append(f"{name}: {ranks} ranks must divide {size}={getattr(module, size)}")
+    for region, found in regions.items():
+        if found <= {*_COLWISE} or found <= {*_ROWWISE}:
+            listed = " and ".join(sorted(found))
+            violations.append(f"{region}: has only {listed} linears, but needs both colwise and rowwise ones")
+    omitted: dict[str, str] = {}  # once for all layers
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        inside = any(f"{owner}.".startswith(f"{region}.") and not _is_whole(regions[region]) for region in regions)
+        if inside and owner not in styles and not name.startswith(untouched):
+            text = f"{name} {tuple(parameter.shape)} is inside a sharded module: the plan must name {owner}"
+            omitted.setdefault(re.sub(r"\.\d+\.", ".*.", name), text)
+    violations += omitted.values()
+    return violations
 
 
 def module_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -162,34 +185,6 @@ def _untouched(styles: Mapping[str, str]) -> tuple[str, ...]:
 def _is_whole(styles: set[str]) -> bool:
     """Return whether all that a region computes between its first and its last linears is of whole vectors."""
     return "colwise" not in styles
-
-
-def _violations(
-    model: nn.Module, ranks: int, styles: Mapping[str, str], regions: Mapping[str, set[str]], untouched: tuple[str, ...]
-) -> list[str]:
-    violations = []
-    for name, style in styles.items():
-        if style not in _STYLES:
-            violations.append(f"{name}: {style!r} must be one of {', '.join(_STYLES)}")
-            continue
-        (kind, size), module = _STYLES[style], model.get_submodule(name)
-        if not isinstance(module, kind):
-            violations.append(f"{name}: {style!r} requires {kind.__name__}, got {type(module).__name__}")
-        elif size is not None and getattr(module, size) % ranks:
-            violations.append(f"{name}: {ranks} ranks must divide {size}={getattr(module, size)}")
-    for region, found in regions.items():
-        if found <= {*_COLWISE} or found <= {*_ROWWISE}:
-            listed = " and ".join(sorted(found))
-            violations.append(f"{region}: has only {listed} linears, but needs both colwise and rowwise ones")
-    omitted: dict[str, str] = {}  # once for all layers
-    for name, parameter in model.named_parameters():
-        owner = name.rpartition(".")[0]
-        inside = any(f"{owner}.".startswith(f"{region}.") and not _is_whole(regions[region]) for region in regions)
-        if inside and owner not in styles and not name.startswith(untouched):
-            text = f"{name} {tuple(parameter.shape)} is inside a sharded module: the plan must name {owner}"
-            omitted.setdefault(re.sub(r"\.\d+\.", ".*.", name), text)
-    violations += omitted.values()
-    return violations
 
 
 def _place(

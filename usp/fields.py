@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -81,13 +81,6 @@ def token_count(text: str) -> int:
     return int(number[1]) * UNITS[number[2]]
 
 
-TOKENS = shown(
-    "N|NK|NM",
-    int,
-    token_count,
-    read=lambda value: token_count(value) if isinstance(value, str) else _convert(value, int),
-)
-
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -99,12 +92,13 @@ def corpus_tokens(text: str) -> int:
     return round(float(number[1]) * DECIMAL[number[2]])
 
 
-CORPUS = shown(
-    "N|NB|NT",
-    int,
-    corpus_tokens,
-    read=lambda value: corpus_tokens(value) if isinstance(value, str) else _convert(value, int),
-)
+def _tokens(metavar: str, parse: Callable[[str], int]) -> Shown:
+    return shown(
+        metavar, int, parse, read=lambda value: parse(value) if isinstance(value, str) else _convert(value, int)
+    )
+
+
+TOKENS, CORPUS = _tokens("N|NK|NM", token_count), _tokens("N|NB|NT", corpus_tokens)
 
 AtLeast0 = Annotated[int, at_least(0)]
 AtLeast1 = Annotated[int, at_least(1)]
@@ -135,16 +129,31 @@ def value_violations(config: Any, **rules: Rule) -> dict[str, str]:
     return violations
 
 
+def parameter_violations(values: Any) -> Iterator[str]:
+    """Yield what is wrong with single fields of a dataclass, as `beta=0.0 must be above 0`. A number must be finite,
+    unless the field has a rule that infinity satisfies."""
+    rules = _rules(type(values))
+    for name in names_of(values):
+        value, rule = getattr(values, name), rules.get(name)
+        holds = rule is None or rule.holds(value)
+        if isinstance(value, float) and not math.isfinite(value) and not (rule and holds):
+            yield f"{name}={value} must be finite"
+        elif rule and not holds:
+            yield f"{name}={value!r} must be {rule.words}"
+
+
 @cache
 def _rules(kind: type) -> dict[str, Rule]:
+    """Return the rules of fields; one that a subclass only gives another default keeps its rule."""
+    inherited = {k: v for base in reversed(kind.__bases__) if is_dataclass(base) for k, v in _rules(base).items()}
     hints = get_type_hints(kind, include_extras=True)
     marks = ((field.name, mark) for field in fields(kind) for mark in _marks(hints[field.name]))
     rules = ((name, mark.rule if isinstance(mark, Shown) else mark) for name, mark in marks)
-    return {name: rule for name, rule in rules if isinstance(rule, Rule)}
+    return inherited | {name: rule for name, rule in rules if isinstance(rule, Rule)}
 
 
 def _marks(hint: Any) -> Sequence[Any]:
-    return getattr(hint, "__metadata__", ())
+    return (among(get_args(hint)),) if get_origin(hint) is Literal else getattr(hint, "__metadata__", ())
 
 
 def names_of(kind: Any) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ One launch of 4 ranks and one of 8: the profile, of other numbers of samples and
 steps, then steps of all plans in turn, and both again: what a shared machine grants changes by the minute, and medians
 over such passes are of the same minutes.
 
-    python -m benchmarks.rlhf.estimates            # about twenty minutes
+    python -m benchmarks.rlhf.estimates            # about a quarter of an hour
     python -m benchmarks.rlhf.estimates --hosts 2  # four ranks on two emulated hosts with a shaped link between them
     python -m benchmarks.rlhf.estimates --quick    # two ranks, two plans; saves nothing
 """
@@ -73,11 +73,11 @@ class Case:
     prompt: int = 128
     response: int = 32
     mini_batches: int = 2
-    passes: int = 3
+    passes: int = 2
     sizes: Sizes = field(default_factory=lambda: Sizes((), (4, 24), (160,), (96, 192), 1 / 5, 16))
     rounds: int = 3
     plans: int = 15
-    steps: int = 2
+    steps: int = 3
     memory: int = 3
     hosts: int = 1
     calibrates: bool = True

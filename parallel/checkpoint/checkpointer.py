@@ -29,20 +29,13 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from .safetensors_storage import (
-    PARTIAL,
-    REMOVING,
-    DamagedCheckpoint,
-    SafetensorsReader,
-    SafetensorsWriter,
-    damaged_files,
-    read_extra,
-    remove_checkpoint,
-)
+from parallel.groups import gather_objects
+
+from . import safetensors_storage as storage
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 DAMAGED = ".damaged"
-_LEFTOVER = re.compile(rf"step-\d{{8,}}({re.escape(PARTIAL)}|{re.escape(REMOVING)})")
+_LEFTOVER = re.compile(rf"step-\d{{8,}}({re.escape(storage.PARTIAL)}|{re.escape(storage.REMOVING)})")
 
 
 def latest(folder: Path, without: Collection[Path] = ()) -> Path | None:
@@ -60,7 +53,7 @@ def verify(path: Path, group: dist.ProcessGroup | None = None) -> None:
 
     def damage() -> str:
         try:
-            return "; ".join(damaged_files(path, part))
+            return "; ".join(storage.damaged_files(path, part))
         except OSError as error:
             unread.append(str(error))
             return ""
@@ -69,7 +62,7 @@ def verify(path: Path, group: dist.ProcessGroup | None = None) -> None:
     if errors := _gather_errors(lambda: "".join(unread), group):
         raise OSError(f"checkpoint {path} cannot be read: {'; '.join(errors)}")
     if found:
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {'; '.join(found)}")
+        raise storage.DamagedCheckpoint(f"checkpoint {path} is damaged: {'; '.join(found)}")
 
 
 def set_aside(path: Path) -> Path:
@@ -129,7 +122,7 @@ class Checkpointer:
         """
         self.wait()
         path = self.folder / f"step-{step:08}"
-        writer = SafetensorsWriter(path, extra, finished=partial(self._remove_old, tuple(best_first)))
+        writer = storage.SafetensorsWriter(path, extra, finished=partial(self._remove_old, tuple(best_first)))
         response = async_save(
             dict(tensors),
             storage_writer=writer,
@@ -158,7 +151,7 @@ class Checkpointer:
             response.result()
         except (CheckpointException, Exception) as error:
             if dist.get_rank() == 0:  # all ranks have stopped writing, and what they wrote may fill the disk
-                shutil.rmtree(path.with_name(path.name + PARTIAL), ignore_errors=True)
+                shutil.rmtree(path.with_name(path.name + storage.PARTIAL), ignore_errors=True)
             raise RuntimeError(f"checkpoint {path} was not saved: {_causes(error)}") from error
         return True
 
@@ -183,10 +176,12 @@ class Checkpointer:
             raise ValueError("; ".join(violations))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            load(dict(tensors), storage_reader=SafetensorsReader(path), planner=planner, process_group=self.group)
+            load(
+                dict(tensors), storage_reader=storage.SafetensorsReader(path), planner=planner, process_group=self.group
+            )
         except CheckpointException as error:
             raise RuntimeError(f"checkpoint {path} cannot be read: {_causes(error)}") from error
-        return read_extra(path)
+        return storage.read_extra(path)
 
     def _remove_leftovers(self) -> None:
         if self.folder.is_dir():
@@ -199,7 +194,7 @@ class Checkpointer:
         best = next((step for step in best_first if step in found), None)
         for step in sorted(found)[: -self.keep]:
             if step != best:
-                remove_checkpoint(found[step])
+                storage.remove_checkpoint(found[step])
 
 
 def _gather_errors(check: Callable[[], str | None], group: dist.ProcessGroup | None) -> list[str]:
@@ -208,9 +203,7 @@ def _gather_errors(check: Callable[[], str | None], group: dist.ProcessGroup | N
         message = check()
     except (ValueError, OSError) as error:
         message = str(error)
-    gathered: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, message, group=group)
-    return sorted({message for message in gathered if message})
+    return sorted({message for message in gather_objects(message, group) if message})
 
 
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
@@ -225,7 +218,7 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
 
 def _violations(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """List the tensors that the checkpoint lacks, or has with another shape or dtype."""
-    metadata = SafetensorsReader(path).read_metadata().state_dict_metadata
+    metadata = storage.SafetensorsReader(path).read_metadata().state_dict_metadata
     missing = sorted(tensors.keys() - metadata.keys())
     found = [f"{path} does not contain {', '.join(missing)}: it belongs to another model"] if missing else []
     for name in sorted(tensors.keys() & metadata.keys()):

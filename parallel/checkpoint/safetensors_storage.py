@@ -53,21 +53,32 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint is not, or no longer, what was written; the message names the path."""
 
 
-class SafetensorsWriter(StorageWriter):
+class _UsedOnce:
+    """What a storage that serves one checkpoint leaves as it is."""
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+class SafetensorsWriter(_UsedOnce, StorageWriter):
     """Writes one checkpoint, whose final path is `folder`; `finished` is called by the first rank at the end."""
 
     def __init__(self, folder: Path, extra: Mapping[str, Any], finished: Callable[[], None]) -> None:
         self.folder, self.partial = folder, folder.with_name(folder.name + PARTIAL)
         self.extra, self.finished = extra, finished
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Do nothing: a writer is used once."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: no role needs setup."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the folder before any rank writes to it, and assign a file to each rank."""
@@ -112,20 +123,13 @@ class SafetensorsWriter(StorageWriter):
         _sync(self.folder.parent)
         self.finished()
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
 
-
-class SafetensorsReader(StorageReader):
+class SafetensorsReader(_UsedOnce, StorageReader):
     """Reads checkpoints of `SafetensorsWriter`; each rank reads only the boxes it needs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[MetadataIndex, str] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Do nothing: a reader is used once."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
@@ -140,12 +144,6 @@ class SafetensorsReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.files = metadata.storage_data
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         items = defaultdict(list)
         for item in plan.items:
@@ -159,10 +157,6 @@ class SafetensorsReader(StorageReader):
                     target.detach().copy_(file.get_slice(key)[part] if part else file.get_tensor(key))
                     planner.commit_tensor(item, target)
         return _done(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
 
 
 def read_extra(folder: Path) -> dict[str, Any]:

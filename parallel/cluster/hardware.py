@@ -113,18 +113,11 @@ class Tier:
 
     def faster(self, bandwidth: float) -> Tier:
         """Return the tier with `bandwidth` times the rates."""
-
-        def fast(link: Link) -> Link:
-            return replace(link, bytes_per_second=link.bytes_per_second * bandwidth)
-
-        return replace(
-            self,
-            send=fast(self.send),
-            gather=fast(self.gather),
-            reduce=fast(self.reduce),
-            exchange=fast(self.exchange),
-            shared_bytes_per_second=self.shared_bytes_per_second * bandwidth,
-        )
+        links = {kind: getattr(self, kind) for kind in ("send", "gather", "reduce", "exchange")}
+        faster = {
+            kind: replace(link, bytes_per_second=link.bytes_per_second * bandwidth) for kind, link in links.items()
+        }
+        return replace(self, **faster, shared_bytes_per_second=self.shared_bytes_per_second * bandwidth)
 
 
 @dataclass(frozen=True)

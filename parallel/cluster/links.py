@@ -23,13 +23,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 
 from parallel.reallocation.realloc_plan import ONWARD_DELAY, ReallocPlan
 
 from .hardware import Hardware, Link
 
+_Tree = tuple[str, tuple[int, ...]]  # the name of hardware, and the devices of its tiers, innermost first
 Links = Mapping[tuple[int, int], float]  # bytes by (sender, receiver), global ranks
 
 
@@ -47,14 +48,12 @@ def transfer_seconds(
     """
     if len(ranks) < 2:
         return 0.0
-    rings = kind in ("gather", "reduce") and hardware.parallel_rings
-    tree = _Tree.of(hardware)
-    crossing = _crossing(tree, ranks if isinstance(ranks, range) else tuple(ranks), rings, kind)
+    crossing = _crossing(hardware, ranks, kind)
     links: dict[int, Link] = {level: getattr(hardware.tiers[level], kind) for level in crossing}
     together, seconds = active if isinstance(active, range) else tuple(active), 0.0
     for level, (device_part, domain_part) in crossing.items():
         tier = hardware.tiers[level]
-        inner = _most_together(together, tree.devices[level - 1]) if level else 1
+        inner = _most_together(together, hardware.tiers[level - 1].devices) if level else 1
         on_link = nbytes * device_part / links[level].bytes_per_second
         rate = tier.shared_bytes_per_second * links[level].bytes_per_second / tier.send.bytes_per_second
         shared = nbytes * domain_part * inner / rate
@@ -67,9 +66,8 @@ def host_link_seconds(hardware: Hardware, ranks: Sequence[int], kind: str, nbyte
     either direction."""
     if len(ranks) < 2:
         return 0.0
-    rings = kind in ("gather", "reduce") and hardware.parallel_rings
-    crossing = _crossing(_Tree.of(hardware), ranks if isinstance(ranks, range) else tuple(ranks), rings, kind)
-    parts = (part for level, (part, _) in crossing.items() if hardware.tiers[level].on_host_link)
+    crossing = _crossing(hardware, ranks, kind).items()
+    parts = (part for level, (part, _) in crossing if hardware.tiers[level].on_host_link)
     return nbytes * sum(parts) / hardware.host_link_bytes_per_second
 
 
@@ -81,62 +79,56 @@ def _most_together(ranks: Sequence[int], devices: int) -> int:
 
 def overlap_of(hardware: Hardware, ranks: Sequence[int]) -> float:
     """Return the `overlap` of the outermost tier between `ranks`."""
-    return hardware.tiers[_Tree.of(hardware).level(min(ranks), max(ranks))].overlap if len(ranks) > 1 else 1.0
+    return hardware.tiers[level_between(hardware, min(ranks), max(ranks))].overlap if len(ranks) > 1 else 1.0
 
 
 def level_between(hardware: Hardware, a: int, b: int) -> int:
     """Return the index of the innermost tier that connects two ranks. Raise ValueError if the last tier connects too
     few devices."""
-    return _Tree.of(hardware).level(a, b)
+    return _level(_tree(hardware), a, b)
 
 
-@dataclass(frozen=True)
-class _Tree:
-    """The numbers of devices of the tiers, innermost first; 0 for any number."""
+def _tree(hardware: Hardware) -> _Tree:
+    return hardware.name, tuple(tier.devices for tier in hardware.tiers)
 
-    name: str
-    devices: tuple[int, ...]
 
-    @staticmethod
-    def of(hardware: Hardware) -> _Tree:
-        return _Tree(hardware.name, tuple(tier.devices for tier in hardware.tiers))
+def _level(tree: _Tree, a: int, b: int) -> int:
+    name, numbers = tree
+    for level, devices in enumerate(numbers):
+        if not devices or a // devices == b // devices:
+            return level
+    raise ValueError(
+        f"{name} connects {numbers[-1]} devices, too few for rank {max(a, b)}: add a tier with devices=0, such as the "
+        f"network between hosts"
+    )
 
-    def level(self, a: int, b: int) -> int:
-        """Return the index of the innermost tier that connects two ranks. Raise ValueError if the last tier connects
-        too few devices."""
-        for level, devices in enumerate(self.devices):
-            if not devices or a // devices == b // devices:
-                return level
-        raise ValueError(
-            f"{self.name} connects {self.devices[-1]} devices, too few for rank {max(a, b)}: add a tier with "
-            f"devices=0, such as the network between hosts"
-        )
+
+def _crossing(hardware: Hardware, ranks: Sequence[int], kind: str) -> dict[int, tuple[float, float]]:
+    """Return, by tier, the fractions of a rank's bytes that use its own link and that leave the inner tier."""
+    tree, ranks = _tree(hardware), ranks if isinstance(ranks, range) else tuple(ranks)
+    if kind == "exchange":
+        return _exchanged(tree, ranks)
+    return _passed_on(tree, ranks, shared=kind in ("gather", "reduce") and hardware.parallel_rings)
 
 
 @lru_cache(maxsize=4096)
-def _crossing(tree: _Tree, ranks: Sequence[int], shared: bool, kind: str) -> dict[int, tuple[float, float]]:
-    """Return, by tier, the fractions of a rank's bytes that use its own link and that leave the inner tier.
-
-    shared: whether the ranks inside a tier share what a ring sends out of it.
-    """
-    return _exchanged(tree, ranks) if kind == "exchange" else _passed_on(tree, ranks, shared)
-
-
 def _exchanged(tree: _Tree, ranks: Sequence[int]) -> dict[int, tuple[float, float]]:
     worst: dict[int, float] = {}
     for rank in ranks:
-        levels = Counter(map(partial(tree.level, rank), (other for other in ranks if other != rank)))
+        levels = Counter(_level(tree, rank, other) for other in ranks if other != rank)
         for level, count in levels.items():
             worst[level] = max(worst.get(level, 0.0), count / (len(ranks) - 1))
     return {level: (part, sum(worst[other] for other in worst if other >= level)) for level, part in worst.items()}
 
 
+@lru_cache(maxsize=4096)
 def _passed_on(tree: _Tree, ranks: Sequence[int], shared: bool) -> dict[int, tuple[float, float]]:
-    """Return the same fractions if each rank sends to the next one."""
-    levels = {tree.level(a, b) for a, b in pairwise([*ranks, ranks[0]])}
+    """Return the same fractions if each rank sends to the next one. shared: whether the ranks inside a tier share what
+    a ring sends out of it."""
+    levels = {_level(tree, a, b) for a, b in pairwise([*ranks, ranks[0]])}
     crossing = {}
     for level in levels:
-        size = tree.devices[level - 1] if level else 1
+        size = tree[1][level - 1] if level else 1
         together = max(Counter(rank // size for rank in ranks).values())
         crossing[level] = (1.0 / (together if shared else 1), 1.0 / together)
     return crossing

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.groups import gather_objects
+
 from .boxes import Box, local_box
 
 
@@ -116,8 +118,7 @@ def gather_layout(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
             held[name] = (Kind(tuple(tensor.shape), tensor.dtype), local_box(tensor))
         except ValueError as error:
             violations.append(f"{name}: {error}")
-    gathered: list[tuple[dict[str, tuple[Kind, Box]], list[str]]] = [({}, [])] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (held, violations), group=group)
+    gathered = gather_objects((held, violations), group)
     kinds: dict[str, dict[Kind, list[int]]] = {}
     boxes: dict[str, dict[int, Box]] = {}
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

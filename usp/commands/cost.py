@@ -66,18 +66,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if invalid := [*value_violations(asked).values(), *filter(None, (both, *outputs))]:
         raise ValueError("; ".join(invalid))
     from usp.hf.models import formula_violation, load_model_config, model_facts
-    from usp.planning.comparison import (
-        Setting,
-        compare,
-        comparison_json,
-        comparison_tables,
-        job_tables,
-        judge,
-        page,
-        plot,
-        sweep,
-        verdict_table,
-    )
+    from usp.planning import comparison
+    from usp.planning.job_cost import job_grid
     from usp.planning.methods import DEFAULT, Method
     from usp.run.metrics import short
 
@@ -86,7 +76,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     model_config = load_model_config(asked.model, weights=False)
     if violation := formula_violation(asked.model, model_config):
         raise ValueError(violation)
-    setting = Setting(
+    setting = comparison.Setting(
         hardware=load_hardware(asked.hardware),
         world_size=asked.world_size,
         base=TrainConfig(model=asked.model, seq_len=asked.seq_len, ac=asked.ac, dtype="bfloat16", fp8=asked.fp8),
@@ -95,13 +85,14 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         rows=asked.micro_batch,
         data=data_of(asked, model_facts(asked.model, model_config)),
     )
-    compared, problems = compare(methods, setting)
-    judged = judge(compared, setting)
-    shown = [verdict_table(judged, setting.hardware.name)] if judged else []
-    jobs = job_tables(judged, terms)
-    shown += [*jobs, *comparison_tables(compared, problems)]
+    compared, problems = comparison.compare(methods, setting)
+    judged = comparison.judge(compared, setting)
+    shown = [comparison.verdict_table(judged, setting.hardware.name)] if judged else []
+    costs = [(each.method, each.step.job_cost(terms)) for each in judged if each.step.fits]
+    jobs = [job_grid(terms, costs)] if terms.asked and costs else []
+    shown += [*jobs, *comparison.comparison_tables(compared, problems)]
     if asked.json:
-        print(json.dumps(comparison_json(methods, judged, problems, terms), indent=1))
+        print(json.dumps(comparison.comparison_json(methods, judged, problems, terms), indent=1))
     elif asked.markdown:
         print("\n".join(table.markdown() for table in shown), end="")
     else:
@@ -112,11 +103,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         f"{asked.model}, {short(asked.seq_len)} tokens, batch {asked.global_batch_size}, "
         f"{asked.world_size} x {setting.hardware.name}"
     )
-    panels = sweep(methods, setting)
+    panels = comparison.sweep(methods, setting)
     if asked.plot is not None:
-        figure = plot(panels)
+        figure = comparison.plot(panels)
         figure.suptitle(title)
         figure.savefig(asked.plot)
     if asked.html is not None:
         facts = (f"Activation checkpointing: {asked.ac}. Bytes are per rank and optimizer step.", CONVENTIONS)
-        asked.html.write_text(page(title, facts, judged, problems, [*jobs, *comparison_tables(compared)], panels))
+        asked.html.write_text(
+            comparison.page(title, facts, judged, problems, [*jobs, *comparison.comparison_tables(compared)], panels)
+        )

@@ -18,25 +18,14 @@ from usp.config import UNPREDICTED, TrainConfig
 from usp.planning.question import CHOSEN
 from usp.run.failures import ConfigurationError
 
-from .flags import (
-    NODE_HELP,
-    DataFlags,
-    JobFlags,
-    as_kind,
-    check,
-    check_world_size,
-    data_of,
-    output_problem,
-    parse,
-    terms_of,
-)
+from . import flags
 
 if TYPE_CHECKING:
     from usp.planning.choice import Choice
 
 
 @dataclass(frozen=True)
-class PlanConfig(JobFlags, DataFlags, TrainConfig):
+class PlanConfig(flags.JobFlags, flags.DataFlags, TrainConfig):
     """Find the fastest parallel configuration for a model, a sequence length and a number of devices.
 
     The plan sets the parallel degrees, ZeRO stage, activation checkpointing and micro-batches. A configuration file may
@@ -51,7 +40,7 @@ class PlanConfig(JobFlags, DataFlags, TrainConfig):
     """Number of devices."""
     global_batch_size: int = 1
     """Sequences per step over all devices."""
-    hardware: Annotated[str, arg(metavar="NODE|PATH.json,...", help=NODE_HELP)] = "h100"
+    hardware: Annotated[str, arg(metavar="NODE|PATH.json,...", help=flags.NODE_HELP)] = "h100"
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
     """Write the first configuration to this file, for train.py --config."""
     plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
@@ -62,16 +51,16 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     """Print the plan that `argv` asks for, and write it to --out; raise ConfigurationError if nothing fits."""
     gc.disable()  # imports and a search make no cycles worth looking for
     without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"compile", "train_tokens"}
-    asked = parse(argv, PlanConfig, prog, leading_config=True, without=without)
+    asked = flags.parse(argv, PlanConfig, prog, leading_config=True, without=without)
 
     from usp.planning.choice import choose, compare_choices, render_plan, suppose
     from usp.planning.job_cost import plot
 
     out, picture = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
-    check(output_problem("--out", out, ".yaml", ".yml"), output_problem("--plot", picture, ".png"))
-    sizes, terms = _sizes(asked.world_size), terms_of(asked)
+    flags.check(flags.output_problem("--out", out, ".yaml", ".yml"), flags.output_problem("--plot", picture, ".png"))
+    sizes, terms = _sizes(asked.world_size), flags.terms_of(asked)
     kinds = {name: load_hardware(name) for name in asked.hardware.split(",")}
-    config = replace(as_kind(asked, TrainConfig), train_tokens=0, hardware=TrainConfig.hardware)
+    config = replace(flags.as_kind(asked, TrainConfig), train_tokens=0, hardware=TrainConfig.hardware)
     places = [(kind, size) for kind in kinds.values() for size in sizes]
     if out and len(places) > 1:
         raise ConfigurationError("--out needs one plan: give one --hardware and one --world-size")
@@ -84,7 +73,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
         for hardware, size in places:
             try:
-                choice = choose(config, size, hardware, report, partial(data_of, asked))
+                choice = choose(config, size, hardware, report, partial(flags.data_of, asked))
             except ConfigurationError as error:
                 if len(places) == 1:
                     raise
@@ -112,5 +101,5 @@ def _sizes(text: str) -> list[int]:
     except ValueError:
         raise ConfigurationError(f"--world-size = {text} must be a number of devices, or several: 64,128") from None
     for size in sizes:
-        check_world_size(size)
+        flags.check_world_size(size)
     return sizes

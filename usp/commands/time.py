@@ -16,18 +16,7 @@ from tyro.conf import arg
 from parallel.cluster.hardware import hardware_values, load_hardware
 from usp.config import UNPREDICTED, TrainConfig
 
-from .flags import (
-    DataFlags,
-    JobFlags,
-    Node,
-    as_kind,
-    check,
-    check_world_size,
-    data_of,
-    output_problem,
-    parse,
-    terms_of,
-)
+from .flags import DataFlags, JobFlags, Node, as_kind, check, check_world_size, data_of, output_problem, parse, terms_of
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids,
     prompt has not by itself."""
     if isinstance(content, Chat) and (tokenizer.chats is not None or content.plain is None):
         text = ", or for plain text under another key --data-field KEY, such as text"
-        return chat_encoder(tokenizer, content.where, text).encode_with_images(content)
+        return chat_encoder(tokenizer, content.where, text).encode(content)
     pair = content.plain if isinstance(content, Chat) else content
     assert pair is not None
     alone, whole = tokenizer.encode_all([pair.prompt, pair.prompt + pair.completion])
@@ -201,11 +201,6 @@ def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids,
     if len(ids) < 2 or not targets.any():
         raise ValueError(f"{content.where}: the completion has no token to train on: it is empty")
     return ids, targets, []
-
-
-def reads_images(tokenizer: Tokenizer) -> bool:
-    """Return whether chats of the tokenizer may have images."""
-    return tokenizer.chats is not None and tokenizer.chats.images is not None
 
 
 def chat_encoder(tokenizer: Tokenizer, where: str, otherwise: str = "") -> Any:

@@ -28,28 +28,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from . import store
 from .chats import Content, StoredImage, texts_in
 from .documents import DROP, REFUSE, holds_chats, read_pieces
 from .sources import TEXT_FIELD, DataFile, DataFiles
-from .store import (
-    FORMAT,
-    IMAGE_INDEX,
-    IMAGES,
-    INDEX,
-    LARGE,
-    MANIFEST,
-    MASK,
-    PROGRESS,
-    SUM_BYTES,
-    TOKENS,
-    Manifest,
-    checksum,
-    file_sizes,
-    image_sizes,
-    show_progress,
-    write_json,
-)
-from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint, reads_images
+from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 IMAGE_CHARACTERS = 2**16  # that take as long as an image
@@ -118,7 +101,7 @@ def source_of(files: DataFiles, field: str, tokenizer: Tokenizer, bad_rows: str 
     Raises ValueError for files of records whose first row is of no kind."""
     states = [(str(file.path.resolve()), file.format, *_state(file.path)) for file in files.files]
     masked = holds_chats(files.files, field, bad_rows)
-    parts = [FORMAT, states, field or TEXT_FIELD, fingerprint(tokenizer, masked)]
+    parts = [store.FORMAT, states, field or TEXT_FIELD, fingerprint(tokenizer, masked)]
     content = json.dumps([*parts, *([CHAT_FORMAT] if masked else []), *([bad_rows] if bad_rows != REFUSE else [])])
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
@@ -140,7 +123,7 @@ def write_store(
     if written is None:
         return False
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    sees = masked and reads_images(tokenizer)
+    sees = masked and tokenizer.chats is not None and tokenizer.chats.images is not None
     recorded = _sizes(written, dtype, masked, sees).items()
     if any(not (folder / name).is_file() or (folder / name).stat().st_size < size for name, size in recorded):
         written = Written()  # a machine that fails may lose what it has written
@@ -148,14 +131,14 @@ def write_store(
     before = np.cumsum([0, *sizes]).tolist()  # bytes of the files before each
     if (
         not processes
-        and before[-1] > (LARGE_OF_IMAGES if sees else LARGE)
+        and before[-1] > (LARGE_OF_IMAGES if sees else store.LARGE)
         and not multiprocessing.current_process().daemon
     ):
         processes = len(os.sched_getaffinity(0))
     try:
         with ExitStack() as stack:
             out = stack.enter_context(_Output(folder, written, dtype, source, masked, sees))
-            show = stack.enter_context(show_progress("tokenizing", before[-1]))
+            show = stack.enter_context(store.show_progress("tokenizing", before[-1]))
             executor = _executor(tokenizer.encoder(masked), dtype, bad_rows, processes)
             stack.callback(executor.shutdown, cancel_futures=True)
             batches = _batches(files.files, field, bad_rows, written.place)
@@ -169,7 +152,7 @@ def write_store(
                 raise ValueError("the data holds no text: every document in it is empty")
             out.finish(tokenizer, len(files.files))
     except ValueError:  # the data is refused: what is written is useless once it has changed
-        for name in (TOKENS, INDEX, MASK, IMAGES, IMAGE_INDEX, PROGRESS):
+        for name in (store.TOKENS, store.INDEX, store.MASK, store.IMAGES, store.IMAGE_INDEX, store.PROGRESS):
             (folder / name).unlink(missing_ok=True)
         with suppress(OSError):
             folder.rmdir()
@@ -179,7 +162,7 @@ def write_store(
 
 def _continued(folder: Path, source: str) -> Written | None:
     """Return the record of the store of `source` in `folder`, None if it is finished; create the folder if needed."""
-    for name in (MANIFEST, PROGRESS):
+    for name in (store.MANIFEST, store.PROGRESS):
         if (folder / name).is_file():
             record = json.loads((folder / name).read_text())
             if record.pop("source", "") != source:
@@ -187,21 +170,21 @@ def _continued(folder: Path, source: str) -> Written | None:
                     f"{folder} is a token store of other data, or of another tokenizer: choose another folder, or "
                     f"remove it"
                 )
-            if name == MANIFEST:
+            if name == store.MANIFEST:
                 return None
             place = {key: record["place"][key] for key in vars(Place())}
             return Written(**record | {"place": Place(**place)})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty, and no token store: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / PROGRESS, {"source": source, **asdict(Written())})
+    store.write_json(folder / store.PROGRESS, {"source": source, **asdict(Written())})
     return Written()
 
 
 def _sizes(written: Written, dtype: npt.DTypeLike, masked: bool, sees: bool) -> dict[str, int]:
     """Return the bytes of every file of an unfinished store. sees: whether it has files of images."""
-    sizes = file_sizes(written.tokens, written.documents, dtype, masked)
-    return sizes | image_sizes(written.images, written.image_bytes) if sees else sizes
+    sizes = store.file_sizes(written.tokens, written.documents, dtype, masked)
+    return sizes | store.image_sizes(written.images, written.image_bytes) if sees else sizes
 
 
 class _Output:
@@ -223,7 +206,7 @@ class _Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not (self._folder / MANIFEST).exists():
+        if kind is not None and not (self._folder / store.MANIFEST).exists():
             with suppress(OSError):  # of a full disk, which may be what ended the block
                 self._save()
         for file in self._files.values():
@@ -231,16 +214,16 @@ class _Output:
 
     def append(self, encoded: Encoded, place: Place) -> None:
         written = self._written
-        self._files[TOKENS].write(encoded.ids.tobytes())
-        self._files[INDEX].write((encoded.ends + written.tokens).tobytes())
-        if MASK in self._files:
+        self._files[store.TOKENS].write(encoded.ids.tobytes())
+        self._files[store.INDEX].write((encoded.ends + written.tokens).tobytes())
+        if store.MASK in self._files:
             mask = np.ones(len(encoded.ids), np.bool_) if encoded.mask is None else encoded.mask
-            self._files[MASK].write(mask.tobytes())
+            self._files[store.MASK].write(mask.tobytes())
         for at, image in encoded.images:
             line = json.dumps(asdict(image)).encode() + b"\n"
-            self._files[IMAGES].write(line)
+            self._files[store.IMAGES].write(line)
             written.image_bytes += len(line)
-            self._files[IMAGE_INDEX].write(np.array([written.tokens + at, written.image_bytes]).tobytes())
+            self._files[store.IMAGE_INDEX].write(np.array([written.tokens + at, written.image_bytes]).tobytes())
         written.images += len(encoded.images)
         written.tokens += len(encoded.ids)
         written.documents += len(encoded.ends)
@@ -257,14 +240,14 @@ class _Output:
         """Write the manifest, and remove the record of the place."""
         self._flush(complete=False)
         held = {name: value for name, value in vars(self._written).items() if name != "place"}
-        held["images"] = held["images"] if IMAGES in self._files else None
-        manifest = Manifest(
-            format=FORMAT,
+        held["images"] = held["images"] if store.IMAGES in self._files else None
+        manifest = store.Manifest(
+            format=store.FORMAT,
             tokenizer=tokenizer.name,
-            fingerprint=fingerprint(tokenizer, MASK in self._files),
+            fingerprint=fingerprint(tokenizer, store.MASK in self._files),
             files=files,
             dtype=str(self._dtype),
-            masked=MASK in self._files,
+            masked=store.MASK in self._files,
             source=self._source,
             **held,
         )
@@ -273,12 +256,12 @@ class _Output:
             del content["dropped"], content["why_dropped"]
         if manifest.images is None:
             del content["images"], content["image_bytes"]
-        write_json(self._folder / MANIFEST, content)
-        (self._folder / PROGRESS).unlink()
+        store.write_json(self._folder / store.MANIFEST, content)
+        (self._folder / store.PROGRESS).unlink()
 
     def _save(self) -> None:
         self._flush(complete=True)
-        write_json(self._folder / PROGRESS, {"source": self._source, **asdict(self._written)})
+        store.write_json(self._folder / store.PROGRESS, {"source": self._source, **asdict(self._written)})
         self._saved = time.monotonic()
 
     def _flush(self, complete: bool) -> None:
@@ -289,8 +272,8 @@ class _Output:
             os.fsync(file.fileno())
             sums = self._written.checksums.setdefault(name, [])
             size = os.fstat(file.fileno()).st_size
-            end = size - size % SUM_BYTES if complete else size
-            sums += [checksum(file, begin) for begin in range(len(sums) * SUM_BYTES, end, SUM_BYTES)]
+            end = size - size % store.SUM_BYTES if complete else size
+            sums += [store.checksum(file, begin) for begin in range(len(sums) * store.SUM_BYTES, end, store.SUM_BYTES)]
 
 
 def _batches(files: Sequence[DataFile], field: str, bad_rows: str, place: Place) -> Iterator[tuple[list[Piece], Place]]:

@@ -15,9 +15,9 @@ from itertools import groupby, product, starmap
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from parallel import ParallelDims, ParallelMesh
+from parallel.groups import gather_objects
 from usp.data.documents import read_pieces
 from usp.data.sources import find_files
 from usp.data.tokenizer import Tokenizer
@@ -220,9 +220,7 @@ def run_probe(prepared: PreparedProbe, say: Callable[[str], None] = lambda line:
     for length, group in groupby(prepared.cells, lambda cell: cell.length):
         begin = time.perf_counter()
         cells = list(group)
-        everywhere: list[list[Response]] = [[] for _ in layout.ranks]
-        local = _respond(prepared, model, mesh, cells[mesh.rank("batch") :: mesh.size("batch")])
-        dist.all_gather_object(everywhere, local)
+        everywhere = gather_objects(_respond(prepared, model, mesh, cells[mesh.rank("batch") :: mesh.size("batch")]))
         of_length = [response for leader in layout.leaders for response in everywhere[leader]]
         responses += sorted(of_length, key=lambda response: (response.depth, response.sample))
         score = sum(response.right for response in of_length) / len(of_length)
@@ -247,7 +245,7 @@ def _generate(prepared: PreparedProbe, model: RoleModel, mesh: ParallelMesh, pro
     stage, config = model.stage, prepared.config
     longest = max(len(prompt.ids) for prompt in prompts)
     slots = max(1, CACHED * mesh.size("sp") // longest)
-    generator = Generator.of(stage, mesh, slots)
+    generator = Generator.of(stage, mesh, slots=slots)
     answer = max(len(prompt.answer_ids) for prompt in prompts)
     stop_ids = end_of_sequence_ids(config.model)
     work = Generate(max_new_tokens=config.max_new_tokens or answer + SLACK, temperature=0.0, stop_ids=stop_ids)

@@ -24,7 +24,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -152,16 +151,16 @@ class ShardedCompressor:
         """Return the entries (B, 1, L, H) of this rank, and which of them the new tokens attend to, (B, L)."""
         rate, flat = self.run.rate, [x.transpose(0, 1) for x in call]
         made = _LastWindows(step, (self, 0), self.run)
-        self.run.compress(*flat, _layers(made), 0)
+        self.run.compress(*flat, made, 0)
         seen = step.seen() & ((step.at + 1) % rate == 0)
         indexer: Any = self.run.indexer
         if indexer is None:
             return made.entries, seen
         keys = _LastWindows(step, (self, 1), self.run)
-        self.run.choose(*flat, _layers(keys), 0)
+        self.run.choose(*flat, keys, 0)
         found: list[Tensor] = []
         hook = indexer.scorer.register_forward_hook(lambda module, args, scores: found.append(scores))
-        self.run.choose(*call, _layers(_AllEntries(keys.entries.squeeze(1))), 0)
+        self.run.choose(*call, _AllEntries(keys.entries.squeeze(1)), 0)
         hook.remove()
         scores = step.of_all_ranks(found[0].squeeze(1).masked_fill(~seen, float("-inf")))
         of_windows = scores[:, rate - 1 :: rate]
@@ -206,13 +205,7 @@ class CompressorRun:
             self.choose = self.indexer.forward
             self.indexer.forward = _choose_none
 
-    def entries(
-        self,
-        call: Sequence[Tensor],
-        plan: Windows,
-        channel: Channel,
-        keep: Keep,
-    ) -> Entries:
+    def entries(self, call: Sequence[Tensor], plan: Windows, channel: Channel, keep: Keep) -> Entries:
         """Return the entries of all tokens. Collective.
 
         call: hidden states (B, S, X), residuals of queries (B, S, Y), and positions in documents (B, S).
@@ -220,7 +213,7 @@ class CompressorRun:
         rows, tokens = call[0].shape[:2]
         flat = [x.expand(rows, *x.shape[1:]).flatten(0, 1).unsqueeze(0) for x in call]
         made = _WholeWindows(plan, self.overlap, channel, keep)
-        self.compress(*flat, _layers(made), 0)
+        self.compress(*flat, made, 0)
         if self.indexer is None:
             return Entries(made.entries, plan, None, (made,))
         with torch.no_grad():
@@ -231,7 +224,7 @@ class CompressorRun:
     def _indices(self, flat: Sequence[Tensor], keys: _WholeWindows) -> Tensor:
         """Return the entries (B * S, k) that the indexer chooses for each query."""
         indexer: Any = self.indexer
-        self.choose(*flat, _layers(keys), 0)
+        self.choose(*flat, keys, 0)
         cuts = keys.plan.cuts
         most = min(int(indexer.index_topk), int((cuts[:, 1:] - cuts[:, :-1]).max()))
         indices = flat[0].new_full((flat[0].shape[1], most), -1, dtype=torch.int32)
@@ -240,7 +233,7 @@ class CompressorRun:
             entries = _AllEntries(keys.entries[first:last].unsqueeze(0))
             for part in token_tiles(end - begin, (last - first) * indexer.num_heads) if last > first else ():
                 own = slice(begin + part.start, begin + part.stop)
-                chosen = self.choose(*(x[:, own] for x in flat), _layers(entries), 0)[0]
+                chosen = self.choose(*(x[:, own] for x in flat), entries, 0)[0]
                 indices[own, : chosen.shape[-1]] = torch.where(chosen >= 0, chosen + first, -1).int()
         return indices
 
@@ -249,12 +242,19 @@ def _choose_none(hidden_states: Tensor, *_: Any) -> Tensor:
     return hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=torch.int64)
 
 
-def _layers(cache: Any) -> SimpleNamespace:
-    return SimpleNamespace(layers=(cache,))
+class _Layer:
+    """A layer of a cache, and the cache that has only this one, as compressors take both."""
+
+    @property
+    def layers(self) -> tuple[_Layer]:
+        return (self,)
+
+    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
+        return None, None
 
 
-class _WholeWindows:
-    """A layer of a cache that gives a compressor the tokens of a rank's windows, and keeps the entries of all ranks.
+class _WholeWindows(_Layer):
+    """A layer that gives a compressor the tokens of a rank's windows, and keeps the entries of all ranks.
 
     transformers takes every whole window for one that follows the one before, which is true of those that overlap: an
     empty one, whose first series has no weight, is at the start of a document. Their entries are left out.
@@ -271,9 +271,6 @@ class _WholeWindows:
         kv, gate = Reshard.apply(self.tokens, self.plan.tokens, *self._on).chunk(2, -1)
         return kv, _without(gate, self.plan.empty) if self.overlap else gate, self.plan.shifts
 
-    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
-        return None, None
-
     def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
         """Return one of them: what the module makes of them is not used."""
         own = entries.index_select(1, self.plan.own)
@@ -287,9 +284,9 @@ def _without(gate: Tensor, empty: Tensor) -> Tensor:
     return torch.cat((first.masked_fill(empty.unsqueeze(-1), float("-inf")), second), -1)
 
 
-class _LastWindows:
-    """A layer of a cache that gives a compressor the last windows of each sequence, up to a new token, and keeps their
-    entries: they are whole where it is the last of a window, and are not read elsewhere."""
+class _LastWindows(_Layer):
+    """A layer that gives a compressor the last windows of each sequence, up to a new token, and keeps their entries:
+    they are whole where it is the last of a window, and are not read elsewhere."""
 
     entries: Tensor
 
@@ -307,9 +304,6 @@ class _LastWindows:
         shifts = (numbers.flatten() - torch.arange(numbers.numel(), device=at.device)) * rate
         return kv, _without(gate, (numbers < 0).flatten().repeat_interleave(rate)) if windows > 1 else gate, shifts
 
-    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
-        return None, None
-
     def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
         own = entries[0, self.run.windows - 1 :: self.run.windows]
         (self.entries,) = self.step.store(self.key, own[:, None, None])
@@ -317,8 +311,8 @@ class _LastWindows:
 
 
 @dataclass(frozen=True)
-class _AllEntries:
-    """A layer of a cache that has all entries (1, entries, D) of a document already."""
+class _AllEntries(_Layer):
+    """A layer that has all entries (1, entries, D) of a document already."""
 
     entries: Tensor
 

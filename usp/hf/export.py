@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,13 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from parallel.groups import gather_objects
 from parallel.reallocation.boxes import Box, local_box, local_part
 from parallel.reallocation.param_layout import holdings
 
 from .disk import INDEX, DiskTensor, disk_layout, file_names, plan_files, stored_names, stored_tensors, uncast_names
 from .models import empty_model
-
-T = TypeVar("T")
 
 SHARD_BYTES = 5 * 10**9
 CONFIG = "config.json"
@@ -185,7 +183,7 @@ def write_folder(
     partial = folder.with_name(folder.name + PARTIAL)
     refusal = _prepare(folder, partial, marker) if rank == 0 else ""
     held, unknown = _held(weights, dtype, uncast)
-    refusals, holders = zip(*_all_gather((refusal or unknown, held), group), strict=True)
+    refusals, holders = zip(*gather_objects((refusal or unknown, held), group), strict=True)
     violations = [*dict.fromkeys(filter(None, refusals)), *check(holders)]
     if violations:
         shutil.rmtree(partial, ignore_errors=True)
@@ -335,15 +333,7 @@ def _replace(folder: Path, new: Path) -> None:
 
 
 def _raise_failures(failure: str, group: dist.ProcessGroup | None) -> None:
-    failures = {rank: text for rank, text in enumerate(_all_gather(failure, group)) if text}
+    failures = {rank: text for rank, text in enumerate(gather_objects(failure, group)) if text}
     if failures:
         shown = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
         raise RuntimeError(f"the weights could not be written, the directory is unchanged: {shown}")
-
-
-def _all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    if not dist.is_initialized():
-        return [value]
-    gathered: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered

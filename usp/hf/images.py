@@ -14,34 +14,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig
 
-from attention import OF_DOCUMENTS, Channel, SequenceLayout
+from attention import OF_DOCUMENTS, SequenceLayout, compute_now
 from parallel import ParallelMesh
 from usp.data.batches import own_images
 from usp.data.chats import Image
 from usp.data.rows import balanced
-from usp.sp.in_order import exchange
+from usp.sp.in_order import Reshard
 from usp.sp.sequence import GridChannel, documents_of, select_tokens, shard_batch
 from usp.sp.sp_attention import UnifiedSPAttention
+from usp.sp.spans import Moves
 
 from .prune import HANDED, backbone, decoder
 
 if TYPE_CHECKING:  # takes seconds to import
     from transformers import PreTrainedModel
 
-PLAN = "image_plan"  # the argument of a forward that holds an `ImagePlan`
+PLAN = "image_plan"  # the argument of a forward that holds the moves of features
 GRIDS = "image_grid_thw"
 TILES = "image_position_ids"  # of Gemma 4's patches, -1 for padding
 PIXELS = ("pixel_values", GRIDS, TILES)
@@ -55,17 +54,6 @@ TYPES = (
 # Types that train.py trains: their encoder is beside the decoder in the backbone.
 TRAINED = tuple(kind for kind in TYPES if kind != "llama4")
 _BLOCKS = ("gemma3", "gemma4")  # types whose images may be bidirectional
-
-
-@dataclass(frozen=True)
-class ImagePlan:
-    """The features that a rank exchanges. By rank, `sends` are indices of this rank's `features`, and `receives` of its
-    `tokens` that stand for images."""
-
-    sends: tuple[Tensor, ...]
-    receives: tuple[Tensor, ...]
-    features: int
-    tokens: int
 
 
 def shard_image_batch(batch: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Any]:
@@ -129,7 +117,7 @@ def image_inputs(
     config, axes, is_image = model.config, attention.axes, ids == model.config.image_token_id
     if not is_image.any():
         nothing = (torch.zeros(0, dtype=torch.int64),) * axes.ranks
-        return {PLAN: ImagePlan(nothing, nothing, sum(images[number].tokens for number in own), 0)}
+        return {PLAN: Moves(nothing, nothing, (sum(images[number].tokens for number in own), 0))}
     found: dict[str, Any] = {}
     documents = _documents(shard.get("cu_seqlens"), ids)
     seq_len = shard["position_ids"].shape[1] * axes.ranks
@@ -219,9 +207,10 @@ def image_plan(
     is_image: Tensor,
     layout: SequenceLayout,
     rank: int,
-) -> ImagePlan:
-    """Plan which features `rank` exchanges. owners: the rank of each image; own: the images that `rank` encodes, which
-    are also those that it sends from, if they are its own; is_image: (B, S)."""
+) -> Moves:
+    """Return the moves from the features of the images that `rank` encodes to those of its tokens that stand for
+    images. owners: the rank of each image; own: the images that `rank` encodes, which are also those that it sends
+    from, if they are its own; is_image: (B, S)."""
     rows, tokens = is_image.shape
     holder, place = (torch.zeros(rows, layout.seq_len, dtype=torch.int64) for _ in range(2))
     for number in range(layout.ring * layout.ulysses):
@@ -238,11 +227,10 @@ def image_plan(
     offset[list(own)] = torch.tensor([0, *accumulate(lengths)][:-1])
     within = torch.arange(len(source)) - (counts.cumsum(0) - counts)[image] + offset[image]
     ranks = range(layout.ring * layout.ulysses)
-    return ImagePlan(
+    return Moves(
         sends=tuple(within[(source == rank) & (holder == peer)] for peer in ranks),
         receives=tuple(torch.searchsorted(here, place[(source == peer) & (holder == rank)]) for peer in ranks),
-        features=sum(lengths),
-        tokens=len(here),
+        lengths=(sum(lengths), len(here)),
     )
 
 
@@ -298,7 +286,7 @@ class ImageExchange:
 
     def __init__(self, model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh) -> None:
         self.mesh, self.channel = mesh, GridChannel.of(mesh)
-        self.plan: ImagePlan | None = None
+        self.plan: Moves | None = None
         base = backbone(model)
         owner: Any = base if hasattr(base, "get_image_features") else model
         owner.get_image_features = partial(self._features, owner.get_image_features)
@@ -320,25 +308,11 @@ class ImageExchange:
         main = "last_hidden_state" if output.get("pooler_output") is None else "pooler_output"
         given = [output[main], *(output.get("deepstack_features") or ())]
         parts = [torch.cat(tuple(x)) if isinstance(x, tuple | list) else x.flatten(0, -2) for x in given]
-        moved = _Exchange.apply(torch.cat(parts, dim=-1), self.plan, self.channel)
+        features = torch.cat(parts, dim=-1).unsqueeze(0)
+        moved = Reshard.apply(features, self.plan, self.channel, compute_now).squeeze(0)
         split = moved.split([part.shape[-1] for part in parts], dim=-1)
         first, *deeper = ((x,) if isinstance(old, tuple | list) else x for x, old in zip(split, given, strict=True))
         output[main] = first
         if deeper:
             output["deepstack_features"] = deeper
         return output
-
-
-class _Exchange(torch.autograd.Function):
-    """`apply(x, plan, channel)`: features (features, width) of this rank's images -> (tokens, width) of its tokens."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, plan: ImagePlan, channel: Channel) -> Tensor:
-        ctx.plan, ctx.channel = plan, channel
-        return exchange(x, plan.sends, plan.receives, plan.tokens, channel)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        plan = ctx.plan
-        return exchange(grad, plan.receives, plan.sends, plan.features, ctx.channel), None, None

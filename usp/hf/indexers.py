@@ -143,7 +143,7 @@ class ShardedIndexer:
 
     def _decoded(self, call: dict[str, Any], step: DecodeStep) -> Tensor:
         """Return the indices (B, 1, k) of the new tokens, among the cached keys of all ranks."""
-        keys = _CachedKeys(self.module, step)
+        keys = _cached_keys(self.module, step)
         own = _scores(self.choose, {**call, "attention_mask": step.seen().unsqueeze(1), "past_key_values": keys})
         scores = step.of_all_ranks(own.squeeze(1))
         chosen = scores.topk(min(cast(int, self.module.index_topk), scores.shape[1])).indices
@@ -230,7 +230,7 @@ def chosen_blocks(
                 part = slice(begin + tile.start, begin + tile.stop)
                 inputs = {name: _of_row(value, row) for name, value in _part(call, part).items()}
                 inputs["position_ids"] = at[row : row + 1, part].clamp(max=seen.shape[1] - 1)  # of padding
-                blocks = forward(**inputs, attention_mask=None, past_key_values=_AllKeys(seen))
+                blocks = forward(**inputs, attention_mask=None, past_key_values=_all_keys(seen))
                 first = first_positions(blocks, module.block_size)
                 indices[row, part, :, : first.shape[-1]] = first[0].where(first[0] < 0, first[0] + start)
     return indices
@@ -249,13 +249,16 @@ def first_positions(blocks_BKSk: Tensor, size: int) -> Tensor:
 
 def own_keys(forward: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
     """Return the keys (B, S, D) that an indexer makes of the tokens of a call."""
-    x, keys = call["hidden_states"], list[Tensor]()
+    x, made = call["hidden_states"], list[Tensor]()
     anything = torch.ones(1, 1, 1, dtype=torch.bool, device=x.device)
+
+    def keep(keys: Tensor) -> Tensor:
+        made.append(keys)
+        return keys[:, :1]  # only one is scored
+
     for start in range(0, x.shape[1], 1024):
-        cache = _FirstKeys()
-        forward(**_part(call, slice(start, start + 1024)), attention_mask=anything, past_key_values=cache)
-        keys.append(cache.keys)
-    return torch.cat(keys, 1)
+        forward(**_part(call, slice(start, start + 1024)), attention_mask=anything, past_key_values=_Keys(keep))
+    return torch.cat(made, 1)
 
 
 def tiled_indices(
@@ -280,7 +283,7 @@ def score_tiles(
     positions, starts = (each.to(x.device).unsqueeze(-1) for each in (positions, starts))
     for part in token_tiles(x.shape[1], scores):
         visible = (every <= positions[:, part]) & (every >= starts[:, part])
-        yield part, {**_part(call, part), "attention_mask": visible, "past_key_values": _AllKeys(keys)}
+        yield part, {**_part(call, part), "attention_mask": visible, "past_key_values": _all_keys(keys)}
 
 
 def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:
@@ -295,35 +298,24 @@ def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:
     return {name: take(value) for name, value in call.items() if name not in ("attention_mask", "past_key_values")}
 
 
-class _FirstKeys:
-    """A cache that keeps the keys of a part of the tokens, of which the indexer then scores only one."""
-
-    keys: Tensor
-
-    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        self.keys = keys
-        return keys[:, :1]
-
-
 @dataclass(frozen=True)
-class _AllKeys:
-    """A cache that has all keys already."""
+class _Keys:
+    """A cache as indexers take it. update: from the keys that an indexer makes to those that it scores."""
 
-    keys: Tensor
-
-    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        return self.keys
-
-
-@dataclass(frozen=True)
-class _CachedKeys:
-    """A cache that keeps the key of a new token, and returns those of this rank."""
-
-    indexer: nn.Module
-    step: DecodeStep
+    update: Callable[[Tensor], Tensor]
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        return self.step.store(self.indexer, keys.unsqueeze(2))[0].squeeze(1)
+        return self.update(keys)
+
+
+def _all_keys(keys: Tensor) -> _Keys:
+    """Return a cache that has all keys already."""
+    return _Keys(lambda _: keys)
+
+
+def _cached_keys(indexer: nn.Module, step: DecodeStep) -> _Keys:
+    """Return a cache that keeps the key of a new token, and returns those of this rank."""
+    return _Keys(lambda keys: step.store(indexer, keys.unsqueeze(2))[0].squeeze(1))
 
 
 @dataclass(frozen=True)
@@ -348,7 +340,7 @@ class _CachedScores(TorchFunctionMode):
 
     def __init__(self, indexer: nn.Module, step: DecodeStep) -> None:
         super().__init__()
-        self.cached, self.step = _CachedKeys(indexer, step), step
+        self.cached, self.step = _cached_keys(indexer, step), step
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
         self.own = self.cached.update_indexer(keys, layer)
@@ -477,7 +469,7 @@ class DenseIndexerLoss(IndexerLoss):
                 after, before, real = (x[:, part].unsqueeze(-1) for x in (starts, positions, sees))
                 seen = (at.unsqueeze(1) >= after) & (at.unsqueeze(1) <= before) & real
                 keys = every.take_along_dim(at.clamp(max=every.shape[1] - 1).unsqueeze(-1), 1)
-                scores = _scores(run, {**_part(call, part), "attention_mask": seen, "past_key_values": _AllKeys(keys)})
+                scores = _scores(run, {**_part(call, part), "attention_mask": seen, "past_key_values": _all_keys(keys)})
                 wanted = _weights(q[:, part], block, lse[:, part], scale) / total[:, part].unsqueeze(-1)
                 wanted = wanted.masked_fill(~seen, 0.0)
                 logs = (scores.detach() - norms[:, part].unsqueeze(-1)).masked_fill(~seen, 0.0)

@@ -30,15 +30,7 @@ from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .compressors import ShardedCompressor, apply_compressors, compressors
 from .images import PLAN, TYPES, ImageExchange
-from .indexers import (
-    LATENTS,
-    CausalMask,
-    ShardedIndexer,
-    absorbed,
-    apply_indexers,
-    cached_latents,
-    indexers,
-)
+from .indexers import LATENTS, CausalMask, ShardedIndexer, absorbed, apply_indexers, cached_latents, indexers
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
 from .probe import NEUTRAL, MaskKind, Structure, structure
@@ -156,10 +148,11 @@ def _set_implementation(model: PreTrainedModel, attending: Sequence[nn.Module]) 
 
 def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict[str, Mask]:
     """Return the mask of each attention module by its name in the backbone."""
-    config = model.config
+    config, text = model.config, model.config.get_text_config()
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
-    if known.masks and not violations:  # of a refused model, they may differ between layers
-        violations += ulysses_violations(_fewest_heads(config.get_text_config()), ulysses)
+    if known.masks and not violations:
+        layers = getattr(text, "per_layer_config", None) or [text]  # they may differ (dots3)
+        violations += ulysses_violations(min(layer.num_attention_heads for layer in layers), ulysses)
     if hasattr(model, NAME):
         violations.append("the model already has unified sequence parallel attention")
     violations += [f"{name}={p} is not supported: set it to 0" for name, p in dropouts(config)]
@@ -167,26 +160,14 @@ def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict
         violations.append("output_attentions=True is not supported, there are no attention weights: set it to False")
     if violations:
         raise ValueError("; ".join(violations))
-    text = config.get_text_config()
     return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
-
-
-def _fewest_heads(config: PretrainedConfig) -> int:
-    """Return the query heads of the layers, or of that with the fewest if layers differ (dots3)."""
-    layers = getattr(config, "per_layer_config", None)
-    return min(layer.num_attention_heads for layer in layers) if layers else config.num_attention_heads
 
 
 class _ForwardGuard:
     """Forward hooks that reject arguments for which the result would differ from attention over the whole sequence."""
 
     def __init__(
-        self,
-        attention: UnifiedSPAttention,
-        layers: int,
-        sparse: bool,
-        compressed: bool,
-        images: ImageExchange | None,
+        self, attention: UnifiedSPAttention, layers: int, sparse: bool, compressed: bool, images: ImageExchange | None
     ) -> None:
         self.sparse, self.compressed, self.images = sparse, compressed, images
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False

@@ -22,7 +22,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -167,7 +167,7 @@ def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
         implementations = {"attn_implementation": PROBE, "experts_implementation": "eager"}
         return _structure_of(kind._from_config(lowered(tiny, names), **implementations).eval())
 
-    names, failing, untried = large_numbers(tiny, LENGTH), list[str](), list[str]()
+    names, failing, untried = [*large_numbers(vars(tiny.get_text_config()), LENGTH)], list[str](), list[str]()
     try:
         return found(*names)
     except Exception:  # of any kind: it is transformers' code that runs
@@ -325,19 +325,27 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
 
 
 @torch.no_grad()
-def _indexer_problem(base: nn.Module, chosen: Mapping[str, nn.Module]) -> str:
-    """Return whether an indexer chooses other keys if it runs as `usp.hf.indexers` runs it, empty if all do not."""
-    calls: list[tuple[nn.Module, dict[str, Any], Tensor]] = []
+def _calls_of(
+    base: nn.Module, modules: Iterable[nn.Module], ids: Tensor
+) -> list[tuple[nn.Module, dict[str, Any], Any]]:
+    """Return the calls of these modules in a forward: module, arguments, result."""
+    calls: list[tuple[nn.Module, dict[str, Any], Any]] = []
 
-    def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
+    def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         calls.append((module, inspect.signature(module.forward).bind(*args, **kwargs).arguments, output))
 
-    hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in chosen.values()]
-    base(input_ids=_ids(), use_cache=False, kv_cache=None)
+    hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in modules]
+    base(input_ids=ids, use_cache=False, kv_cache=None)
     for hook in hooks:
         hook.remove()
+    return calls
+
+
+@torch.no_grad()
+def _indexer_problem(base: nn.Module, chosen: Mapping[str, nn.Module]) -> str:
+    """Return whether an indexer chooses other keys if it runs as `usp.hf.indexers` runs it, empty if all do not."""
     positions = torch.arange(LENGTH).unsqueeze(0)
-    for module, call, output in calls:
+    for module, call, output in _calls_of(base, chosen.values(), _ids()):
         sharded, name = sharded_indexer(module, None, None), type(module).__name__
         own = sharded.chosen(call, sharded.own_keys(call), positions, torch.zeros_like(positions), TILE // 5)
         if chooses_blocks(module):
@@ -361,26 +369,18 @@ def _seen_indices(indices: list[list[int]]) -> list[set[int]]:
 def _compressor_problem(base: nn.Module, making: Mapping[str, nn.Module]) -> str:
     """Return whether a compressor makes other entries, or shows others to a query, if it runs as `usp.hf.indexers` runs
     it, on the same tokens twice, as two documents; empty if none does."""
-    calls, length = list[tuple[Any, Any, Any]](), 4 * LENGTH  # of which a query does not choose all entries
-
-    def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        named = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        calls.append((module, [named[name] for name in ("hidden_states", "q_residual", "position_ids")], output))
-
-    hooks = [module.register_forward_hook(remember, with_kwargs=True) for module in making.values()]
-    if making:
-        base(input_ids=_ids().repeat(1, length // LENGTH), use_cache=False, kv_cache=None)
-    for hook in hooks:
-        hook.remove()
+    length, names = 4 * LENGTH, ("hidden_states", "q_residual", "position_ids")
+    ids = _ids().repeat(1, length // LENGTH)  # of which a query does not choose all entries
+    calls: list[Any] = _calls_of(base, making.values(), ids) if making else []
     layout, documents = SequenceLayout("contiguous", 2 * length), ((0, length, 2 * length),)
-    for module, inputs, (entries, bias) in calls:
+    for module, named, (entries, bias) in calls:
         if BY_LENGTH & {*module.rotary_emb.rope_type.values()}:
             return f"{type(module).__name__} turns its entries by the length of a text"
         if bias is None:  # its windows are longer than these tokens
             continue
         run, seen = CompressorRun(module), torch.zeros(2 * length, 2 * entries.shape[2] + 1, dtype=torch.bool)
         plan = Windows.of(layout, documents, 1, 0, run.rate, run.overlap)
-        channel, twice = GridChannel(None, (0,)), [torch.cat((x, x), 1) for x in inputs]
+        channel, twice = GridChannel(None, (0,)), [torch.cat((named[x],) * 2, 1) for x in names]
         made = run.entries(twice, plan, channel, compute_now)
         if made.indices is None:
             ready = (torch.arange(length) + 1) // run.rate
@@ -516,14 +516,10 @@ def causal_lm_types() -> list[str]:
     return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
 
 
-def release_config(model_type: str) -> PretrainedConfig:
-    """Return the configuration of a type as a release sets it, by `releases.json`, else transformers' default."""
-    return AutoConfig.for_model(model_type, **copy.deepcopy(RELEASES.get(model_type, {}).get("config", {})))
-
-
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """Return a tiny version of `release_config`, for a decoder."""
-    config = shrink(release_config(model_type), layers=4)
+    """Return a tiny configuration of a decoder as a release sets it, by `releases.json`, else as transformers does."""
+    release = AutoConfig.for_model(model_type, **copy.deepcopy(RELEASES.get(model_type, {}).get("config", {})))
+    config = shrink(release, layers=4)
     for part in (config, config.get_text_config()):
         if "is_decoder" in vars(part):
             part.is_decoder = True
@@ -531,8 +527,8 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 
 
 def verdict(model_type: str) -> tuple[str, str]:
-    """Return "exact" and the masks, recurrent layers and untried numbers of a type as `release_config`, or "refused"
-    and why."""
+    """Return "exact" and the masks, recurrent layers and untried numbers of a type as `tiny_config` has it, or
+    "refused" and why."""
     try:
         config = tiny_config(model_type)
         kind: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText

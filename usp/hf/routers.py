@@ -22,6 +22,7 @@ Weights of the experts are those that the router of this pass gives to them, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -84,7 +85,7 @@ class RouterBias:
         for number, (experts, owner) in enumerate(biased_experts(model)):
             self._owners.append(owner)
             self._counts.append(None)
-            experts.register_forward_pre_hook(self._counter(number), with_kwargs=True)
+            _on_choice(experts, partial(self._count, number, int(cast(Any, experts).num_experts)))
 
     def open(self, real: Tensor | None = None) -> None:
         """Start a micro-batch's forward. real: (B, S) bool, False for padding, which does not count; None: none is."""
@@ -115,16 +116,19 @@ class RouterBias:
             bias.add_(self.rate * above_E.sign().to(bias.dtype).view_as(bias))
         self.discard()
 
-    def _counter(self, number: int) -> Any:
-        def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._counting:
-                return
-            chosen_TK = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach()
-            counts_E = expert_loads(chosen_TK, self._real, int(experts.num_experts))  # type: ignore[arg-type]
-            before = self._counts[number]
+    def _count(self, number: int, num_experts: int, chosen_TK: Tensor) -> None:
+        if self._counting:
+            counts_E, before = expert_loads(chosen_TK, self._real, num_experts), self._counts[number]
             self._counts[number] = counts_E if before is None else before + counts_E
 
-        return count
+
+def _on_choice(experts: nn.Module, told: Callable[[Tensor], None]) -> None:
+    """Call `told` with the experts that tokens choose, (T, K), before each forward of a layer's experts."""
+
+    def tell(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        told((args[1] if len(args) > 1 else kwargs["top_k_index"]).detach())
+
+    experts.register_forward_pre_hook(tell, with_kwargs=True)
 
 
 def routed_width(config: PretrainedConfig) -> int:
@@ -140,21 +144,15 @@ class ChoiceRecorder:
         self._chosen: dict[int, Tensor] = {}
         for number, layer in _numbered_layers(model):
             for experts in expert_modules(layer):
-                experts.register_forward_pre_hook(self._recording(number), with_kwargs=True)
+                _on_choice(experts, partial(self._chosen.__setitem__, number))
 
     def take(self, tokens: int) -> Tensor:
         """Return the choices of the last forward, (T, W); 0 for layers of other stages, and without experts."""
-        chosen, self._chosen = self._chosen, {}
         whole = torch.zeros(tokens, self.width, dtype=torch.int16, device=self._device)
-        for number, of_layer in chosen.items():
+        for number, of_layer in self._chosen.items():
             whole[:, number * of_layer.shape[1] : (number + 1) * of_layer.shape[1]] = of_layer + 1
+        self._chosen.clear()
         return whole
-
-    def _recording(self, number: int) -> Callable[..., None]:
-        def record(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._chosen[number] = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach()
-
-        return record
 
 
 def replay_choices(

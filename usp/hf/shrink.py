@@ -135,16 +135,12 @@ def _by_kind(config: PretrainedConfig) -> dict[str, dict[str, int]]:
     return found
 
 
-def large_numbers(config: PretrainedConfig, length: int) -> list[str]:
-    """Return the names of the numbers of a tiny configuration, or lists of them, that are no sizes by name and not
-    below `length`, such as floor_scale and rope_parameters.original_max_position_embeddings."""
-    return list(_large_numbers(vars(config.get_text_config()), length))
-
-
-def _large_numbers(fields: dict[str, Any], length: int) -> Iterator[str]:
+def large_numbers(fields: dict[str, Any], length: int) -> Iterator[str]:
+    """Yield the names of the numbers in the fields of a tiny configuration, or lists of them, that are no sizes by name
+    and not below `length`, such as floor_scale and rope_parameters.original_max_position_embeddings."""
     for name, value in fields.items():
         if isinstance(value, dict):
-            yield from (f"{name}.{inner}" for inner in _large_numbers(value, length))
+            yield from (f"{name}.{inner}" for inner in large_numbers(value, length))
         elif name not in _NO_LENGTHS and not any(part in str(name) for part in _NO_LENGTH_PARTS):
             values = value if isinstance(value, list | tuple) else [value]
             if any(_is_length(number) and number >= length for number in values):

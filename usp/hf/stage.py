@@ -96,9 +96,9 @@ class CausalLMStage(nn.Module):
             self.balance.open(chosen, real)
         if self.router_bias is not None:
             self.router_bias.open(real)
-        of_tokens: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
-        if prefix_tree is not None:
-            of_tokens["prefix_tree"] = prefix_tree
+        named = ("cu_seqlens", cu_seqlens), ("prefix_tree", prefix_tree)
+        documents = {name: value for name, value in named if value is not None}
+        of_tokens: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": None, **documents}
         if routed_experts is not None:
             of_tokens["routed_experts"] = routed_experts
         if self.training and first_tokens is not None and hasattr(self.model, "token_dropout"):
@@ -112,12 +112,9 @@ class CausalLMStage(nn.Module):
         if not self.last or head is None:
             return hidden if chosen is None else (hidden, chosen)
         linear = cast(nn.Linear, getattr(self.model, model_parts(self.model).head))
-        if cu_seqlens is not None:
-            inputs["cu_seqlens"] = cu_seqlens
-        if prefix_tree is not None:
-            inputs["prefix_tree"] = prefix_tree
+        hidden = hidden.to(linear.weight.dtype)  # Mamba's residual is float32 in any dtype
         last = LastHidden(hidden, linear.weight, self.loss_chunk, self.tp_group, self.transform, linear.bias)
-        wanted = head(last, inputs)
+        wanted = head(last, inputs | documents)
         if self.balance is None or chosen is None or not self.training:
             return wanted
         return wanted + self.balance.share(chosen)

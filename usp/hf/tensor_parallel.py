@@ -158,10 +158,7 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
         owners = ((f"{names[id(module)]}.{name}".rpartition(".")[0], name, p) for name, p in module.named_parameters())
         return tuple(
             ParameterShape(
-                name,
-                tuple(p.shape),
-                "untouched" if routed else styles.get(owner, "replicated"),
-                multiplies(owner, p),
+                name, tuple(p.shape), "untouched" if routed else styles.get(owner, "replicated"), multiplies(owner, p)
             )
             for owner, name, p in owners
             if routed == (id(p) in experts)

@@ -77,16 +77,10 @@ class ChatTemplate:
             return False
         return "a part" in text and not re.search("""['"]type['"]""", text)
 
-    def encode(self, chat: Chat) -> tuple[Ids, Mask]:
+    def encode(self, chat: Chat) -> tuple[Ids, Mask, list[StoredImage]]:
         """Return the ids of a chat and which of them are trained on, what the assistant writes after the prompt unless
-        the chat or `train_on` says otherwise, each (ids,). Raises ValueError, naming the row, if the template refuses
-        it, or if no token is trained on."""
-        ids, mask, _ = self.encode_with_images(chat)
-        return ids, mask
-
-    def encode_with_images(self, chat: Chat) -> tuple[Ids, Mask, list[StoredImage]]:
-        """Return `encode`, and the images, whose tokens are never trained on. Raises ValueError also for an image that
-        cannot be read."""
+        the chat or `train_on` says otherwise, each (ids,); and the images, whose tokens are never trained on. Raises
+        ValueError, naming the row, if the template refuses it, an image cannot be read, or no token is trained on."""
         chat = self._with_text(chat)
         if not (self.tokenizer.is_fast or isinstance(self.tokenizer, ByT5Tokenizer)):
             raise ValueError(f"{chat.where}: chats need a tokenizer.json, which tokenizer={self.name} does not have")

@@ -16,17 +16,7 @@ from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import Box, local_box, local_part
 
-from .disk import (
-    DiskTensor,
-    base_parameters,
-    choose_tensors,
-    in_whole,
-    kept_names,
-    persistent_buffers,
-    read_headers,
-    stored_names,
-    stored_tensors,
-)
+from . import disk
 from .models import empty_model, load_generation_config, read_config
 from .prune import model_parts
 
@@ -47,9 +37,9 @@ def initialise(model: PreTrainedModel, seed: int, only: str = "") -> None:
     Raises ValueError, naming a module that transformers does not initialize.
     """
     whole = empty_model(model.config)
-    first_names = kept_names(whole)
+    first_names = disk.kept_names(whole)
     held: dict[str, list[Tensor]] = defaultdict(list)
-    for name, parameter in base_parameters(model):
+    for name, parameter in disk.base_parameters(model):
         held[first_names[name]].append(parameter)
     for prefix, module in whole.named_modules():
         names = [(name, f"{prefix}.{name}") for name, _ in module.named_parameters(recurse=False)]
@@ -75,7 +65,7 @@ def fill_buffers(model: PreTrainedModel, whole: PreTrainedModel | None = None, p
     Raises ValueError, naming a module whose buffers transformers does not initialize.
     """
     whole = empty_model(model.config) if whole is None else whole
-    persistent_ids = {id(buffer) for _, buffer in persistent_buffers(model)}
+    persistent_ids = {id(buffer) for _, buffer in disk.persistent_buffers(model)}
     buffers = {name: buffer for name, buffer in model.named_buffers() if persistent or id(buffer) not in persistent_ids}
     modules = {name.rpartition(".")[0] for name in buffers}
     values = {f"{prefix}.{name}": value for prefix in modules for name, value in _drawn(whole, prefix, 0).items()}
@@ -128,20 +118,20 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     missing, unexpected, or of the wrong shape.
     """
     whole, head = empty_model(model.config, causal=head_seed is not None), model_parts(model).head
-    stored, in_folder, added = stored_names(whole), whole, dict[str, list[Box]]()
-    slices_of = in_whole(whole, read_headers(folder))
+    stored, in_folder, added = disk.stored_names(whole), whole, dict[str, list[Box]]()
+    slices_of = disk.in_whole(whole, disk.read_headers(folder))
     if (rows := read_config(str(folder)).get_text_config().vocab_size) < model.config.get_text_config().vocab_size:
         config = copy.deepcopy(model.config)
         config.vocab_size = rows
         in_folder = empty_model(config, causal=head_seed is not None)
         before, after = (
-            {n: Box.whole(tuple(x.shape)) for n, x in stored_tensors(m).items()} for m in (in_folder, whole)
+            {n: Box.whole(tuple(x.shape)) for n, x in disk.stored_tensors(m).items()} for m in (in_folder, whole)
         )
         added = {name: box.minus(before[name]) for name, box in after.items()}
-    chosen, copies = choose_tensors(in_folder, slices_of, folder)
+    chosen, copies = disk.choose_tensors(in_folder, slices_of, folder)
     for first, other in copies:
         _check_equal(slices_of, first, other)
-    for name, parameter in chain(base_parameters(model), persistent_buffers(model)):
+    for name, parameter in chain(disk.base_parameters(model), disk.persistent_buffers(model)):
         if head_seed is not None and name.startswith(f"{head}."):
             continue
         held, values = local_box(parameter), local_part(parameter)
@@ -161,18 +151,18 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
         model.generation_config = load_generation_config(folder) or model.generation_config
 
 
-def _read(slices_of: Mapping[str, Any], tensor: DiskTensor, slices: tuple[slice, ...]) -> Tensor:
+def _read(slices_of: Mapping[str, Any], tensor: disk.DiskTensor, slices: tuple[slice, ...]) -> Tensor:
     return slices_of[tensor.name][slices[len(slices) - len(tensor.shape) :]]
 
 
-def _mean_row(slices_of: Mapping[str, Any], tensor: DiskTensor) -> Tensor:
+def _mean_row(slices_of: Mapping[str, Any], tensor: disk.DiskTensor) -> Tensor:
     rows, total = tensor.shape[0], torch.zeros(tensor.shape[1:], dtype=torch.float64)
     for start in range(0, rows, _ROWS_AT_A_TIME):
         total += _read(slices_of, tensor, (slice(start, start + _ROWS_AT_A_TIME),)).double().sum(0)
     return total / rows
 
 
-def _check_equal(slices_of: Mapping[str, Any], first: DiskTensor, copy: DiskTensor) -> None:
+def _check_equal(slices_of: Mapping[str, Any], first: disk.DiskTensor, copy: disk.DiskTensor) -> None:
     for start in range(0, first.shape[0], _ROWS_AT_A_TIME):
         rows = (slice(start, start + _ROWS_AT_A_TIME),)
         if not torch.equal(_read(slices_of, first, rows), _read(slices_of, copy, rows)):

@@ -34,15 +34,7 @@ from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.rows import pack_lengths
 from usp.rlhf.samples import balance, kept_together
 
-from .workload import (
-    Ahead,
-    AheadBatchings,
-    Batching,
-    Sample,
-    Workload,
-    batching,
-    batchings_ahead,
-)
+from .workload import Ahead, AheadBatchings, Batching, Sample, Workload, batching, batchings_ahead
 
 _OPTIONS = ("zero", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")  # of a configuration
 

@@ -29,7 +29,7 @@ from usp.run.tables import AND, GIB, Grid
 from usp.train.resolve import job_of
 
 from .choice import degrees, memory_options
-from .job_cost import Terms, job_grid
+from .job_cost import Terms
 from .methods import Method, PaperCost, paper_cost
 from .question import Devices
 from .search import MLP_TILE
@@ -223,12 +223,6 @@ def verdict_table(judged: Iterable[Compared], hardware: str) -> Grid:
         rows.append((each.method, seconds(time.total), f"{tokens:,.0f}", f"{time.mfu:.2f}", size(memory), each.short))
     columns = ("method", "step", "tokens/s per device", "MFU", "memory", "fits")
     return Grid(f"A step on {hardware}, the fastest that fits first", columns, tuple(rows))
-
-
-def job_tables(judged: Iterable[Compared], terms: Terms) -> list[Grid]:
-    """Return the table of a job with each method that fits, if `terms` ask for any."""
-    jobs = [(each.method, each.step.job_cost(terms)) for each in judged if each.step.fits]
-    return [job_grid(terms, jobs)] if terms.asked and jobs else []
 
 
 def comparison_json(

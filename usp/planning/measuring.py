@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from types import MappingProxyType
 
 import torch
@@ -95,10 +96,11 @@ class _Run:
             self.model.fill()
 
     def seconds(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """Return the seconds of calls that are timed in turns. Collective over the world."""
+        """Return the seconds of calls, timed in turns: medians, because a step's ranks wait for each other as these do.
+        Collective over the world."""
         turns = self.rounds.turns([Timed(str(key), call if self.model else None, 1) for key, call in calls.items()])
-        took = [estimate.seconds for estimate in self.rounds.estimates(turns).values()]
-        return dict(zip(calls, took, strict=True))
+        took = self.rounds.on_slowest_rank(turns).values()
+        return {key: median(of_all) for key, of_all in zip(calls, took, strict=True)}
 
     def of_rank(self, samples: int) -> int:
         """Return the samples of a data-parallel rank."""

@@ -274,22 +274,14 @@ def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Suppos
     for words, other in suppositions(question):
         memory = replace(problem, options=question.layouts, memory_bytes=other.usable.device)
         same = other.hardware is question.hardware
-        yield words, memory.that_fit if same else partial(_problem_until, other)
+        yield words, memory.that_fit if same else partial(other.problem, None)
     for words, times in (("twice", 2.0), ("half", 0.5)):
         longer = replace(question, workload=question.workload.longer(times))
-        yield f"with responses {words} as long", partial(_problem_until, longer)
-
-
-def _problem_until(question: Question, until: float) -> Problem:
-    return question.problem(until=until)
+        yield f"with responses {words} as long", partial(longer.problem, None)
 
 
 def suppose(
-    suppositions: Sequence[tuple[str, Supposed]],
-    choice: RlhfChoice,
-    *,
-    seed: int = 0,
-    budget: float = 10.0,
+    suppositions: Sequence[tuple[str, Supposed]], choice: RlhfChoice, *, seed: int = 0, budget: float = 10.0
 ) -> Iterator[tuple[str, ExecutionPlan | None, float]]:
     """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
     Plans whose gain is below 1% are the chosen one. Each supposition makes the problem until a time, or raises
@@ -374,8 +366,9 @@ def _calls(choice: RlhfChoice) -> Grid:
 
 
 def _plans(choice: RlhfChoice) -> Grid:
-    memory, best = choice.problem.memory_bytes, choice.simulation.seconds
-    same = [one.name for one in choice.named if one.plan and (one.plan.calls, one.plan.offload) == _of(choice.plan)]
+    memory, best, own = choice.problem.memory_bytes, choice.simulation.seconds, choice.plan
+    plans = [(one.name, one.plan) for one in choice.named if one.plan]
+    same = [name for name, plan in plans if (plan.calls, plan.offload) == (own.calls, own.offload)]
     name = f"this plan, {same[0]}" if same else "this plan"
     rows = [(name, seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
     for named in choice.named:
@@ -383,10 +376,6 @@ def _plans(choice: RlhfChoice) -> Grid:
         step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over
         rows.append((named.name, *(step if named.plan else ("", "", "", named.why))))
     return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
-
-
-def _of(plan: ExecutionPlan) -> tuple[Mapping[str, CallLayout], frozenset[str]]:
-    return plan.calls, plan.offload
 
 
 def _verdict(plan: ExecutionPlan, other: ExecutionPlan, loss: float) -> str:

@@ -364,11 +364,7 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
         "peak_flops": {dtype: above * peak for dtype, peak in peaks.items()},
         "memory_bytes_per_second": factors[MEMORY] * values["memory_bytes_per_second"],
         "launch_seconds": values.get("launch_seconds", 0.0) / factors.get(LAUNCHES, 1.0),
-        "efficiency": {
-            **efficiency,
-            "matmul": curves(products, 1 / above),
-            "attention": curves(attention, 1 / above),
-        },
+        "efficiency": {**efficiency, "matmul": curves(products, 1 / above), "attention": curves(attention, 1 / above)},
     }
 
 

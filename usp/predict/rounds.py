@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from timeit import Timer
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.utils import benchmark
+
+from parallel.groups import gather_objects
 
 LEAST_TURNS = 6  # of a slow call: two in each third
 PARTS = 3
@@ -84,8 +85,12 @@ class Rounds:
 
     def estimates(self, turns: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
         """Return the estimates from what `turns` returned, each turn on its slowest rank. Collective over all ranks."""
+        return {name: Estimate.of(of_all) for name, of_all in self.on_slowest_rank(turns).items()}
+
+    def on_slowest_rank(self, turns: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """Return what `turns` returned, each turn on its slowest rank. Collective over all ranks."""
         every = iter(slowest([*chain(*turns.values())], self.device))
-        return {name: Estimate.of(list(islice(every, len(each)))) for name, each in turns.items()}
+        return {name: list(islice(every, len(each))) for name, each in turns.items()}
 
 
 def slowest(values: Sequence[float], device: torch.device) -> list[float]:
@@ -105,10 +110,7 @@ class OtherLoad:
     def share(self) -> float:
         """Return the busiest machine's fraction of processor time. Collective."""
         used = [end - begin for begin, end in zip(self._begin, _processors(), strict=True)]
-        everyone: list[Any] = [(psutil.boot_time(), used)]  # the time tells machines apart; emulated hosts are one
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (psutil.boot_time(), used))
+        everyone = gather_objects((psutil.boot_time(), used))  # the time tells machines apart; emulated hosts are one
         shares = [0.0]
         for machine in {machine for machine, _ in everyone}:
             own, every, available = zip(*(used for name, used in everyone if name == machine), strict=True)

@@ -28,27 +28,16 @@ _FIXED_SFT = {"steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {nam
 
 @dataclass(frozen=True)
 class RlhfState:
-    """A run after a step; as a mapping, the `extra` of `Checkpointer.save`.
+    """A run after a step; as a mapping, the `extra` of `Checkpointer.save`."""
 
-    Attributes:
-        step: number of completed steps.
-        examples: number of examples that they, and the step in flight, consumed; with those that are begun.
-        functions: state of functions of samples, by call name.
-        config: the resolved configuration.
-        evaluations: `Evaluations.to_extra()`.
-        in_flight: `InFlight.to_extra()`; empty without samples in flight.
-        rollouts: `Rollouts.to_extra()`; empty without.
-        running: with --replan, the plan that runs, as `to_mapping`, and the number of ranks.
-    """
-
-    step: int
-    examples: int
-    functions: Mapping[str, Mapping[str, float]]
-    config: Mapping[str, Any]
-    evaluations: Mapping[str, Any] = field(default_factory=dict)
-    in_flight: Mapping[str, Any] = field(default_factory=dict)
-    rollouts: Mapping[str, Any] = field(default_factory=dict)
-    running: Mapping[str, Any] = field(default_factory=dict)
+    step: int  # number of completed steps
+    examples: int  # number of examples that they, and the step in flight, consumed; with those that are begun
+    functions: Mapping[str, Mapping[str, float]]  # state of functions of samples, by call name
+    config: Mapping[str, Any]  # resolved
+    evaluations: Mapping[str, Any] = field(default_factory=dict)  # `Evaluations.to_extra()`
+    in_flight: Mapping[str, Any] = field(default_factory=dict)  # `StepData.to_extra()`; empty without
+    rollouts: Mapping[str, Any] = field(default_factory=dict)  # `Rollouts.to_extra()`; empty without
+    running: Mapping[str, Any] = field(default_factory=dict)  # with --replan: the running plan, the number of ranks
 
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> RlhfState:

@@ -29,15 +29,16 @@ from usp.fields import (
     flag,
     names_of,
     one_of,
+    parameter_violations,
     parse_options,
     shown,
     value_violations,
 )
-from usp.rlhf.plan.plan import ENGINES, OWN, TOKENS_PER_RANK
+from usp.rlhf.plan.plan import ENGINE, OWN, TOKENS_PER_RANK
 from usp.rlhf.served import HTTP
 from usp.train.validate import common_violations
 
-from .algorithms.algorithm import Algorithm
+from .algorithms.algorithm import Above0, Algorithm
 from .algorithms.registry import ALGORITHMS
 from .environments.tools import NAME as TOOLS
 
@@ -51,16 +52,8 @@ RLHF_UNPREDICTED = (UNPREDICTED - {"data", "bad_rows", "tokenizer", "chat_templa
     *("ref_update_every", "ref_update_weight", "router_replay"),
 }
 
-EvalTemperature = Annotated[
-    float, Rule(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the default")
-]
-
-Engine = shown(
-    "{own,vllm}|URL",
-    str,
-    str,
-    rule=Rule(lambda value: value in ENGINES or value.startswith(HTTP), f"{', '.join(ENGINES)} or the URL of a server"),
-)
+EvalTemperature = Annotated[float, Rule(lambda x: x == -1 or 0 <= x < math.inf, "at least 0, or -1 for the default")]
+Engine = shown("{own,vllm}|URL", str, str, rule=ENGINE)
 Oversample = Annotated[float, Rule(lambda value: value == 0 or 1 <= value < math.inf, "at least 1, or 0")]
 
 
@@ -314,24 +307,17 @@ class ReplanOptions:
         budget: seconds of a search, in which no rank trains.
     """
 
-    every: int = 10
-    gain: float = 0.05
-    budget: float = 5.0
+    every: AtLeast1 = 10
+    gain: Annotated[float, Rule(lambda value: 0 <= value < 1, "from 0 to 100%")] = 0.05
+    budget: Above0 = 5.0
 
     @staticmethod
     def parse(text: str) -> ReplanOptions:
-        """Parse every=N,gain=5%,budget=SECONDS; the gain may be a fraction, too.
-
-        Raises ValueError naming every part that is wrong.
-        """
+        """Parse every=N,gain=5%,budget=SECONDS; the gain may be a fraction, too. Raises ValueError naming every part
+        that is wrong."""
         as_fraction = re.sub(r"([\d.]+)%", lambda match: repr(float(match[1]) / 100), text)
         options = ReplanOptions(**parse_options(as_fraction, ReplanOptions, "--replan"))
-        rules = {
-            f"every={options.every} must be at least 1": options.every >= 1,
-            f"gain={options.gain} must be from 0 to 100%": 0 <= options.gain < 1,
-            f"budget={options.budget} must be above 0": 0 < options.budget < math.inf,
-        }
-        if problems := [message for message, holds in rules.items() if not holds]:
+        if problems := list(parameter_violations(options)):
             raise ValueError(f"--replan = {text}: {'; '.join(problems)}")
         return options
 
@@ -379,10 +365,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         why = ", whose devices they do not know" if config.rollout_engine.startswith(HTTP) else ""
         yield f"--plan {SEARCH} and --replan do not predict calls with {asked}{why}: give a named plan or a YAML file"
     if config.ref_update_every and config.lora_rank:
-        yield (
-            f"--ref-update-every = {config.ref_update_every} is not supported with --lora-rank, where the reference is "
-            f"the policy without its adapters: remove one"
-        )
+        asked = f"--ref-update-every = {config.ref_update_every}"
+        yield f"{asked} is not supported with --lora-rank, whose reference is the policy's own base: remove one"
     if config.router_replay and config.begins_ahead:
         yield "--router-replay is not supported with --partial-rollouts and --oversample: remove one"
     yield from _rollout_violations(config)
@@ -390,10 +374,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         other = "--replan" if config.replan else f"--plan {SEARCH}"
         yield f"--delta-updates keeps copies in memory, which {other} does not predict: remove one"
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
-        yield (
-            f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
-            f"scalar head, and heads get no adapters: remove it"
-        )
+        asked = f"--lora-rank = {config.lora_rank} with --algorithm {config.algorithm}"
+        yield f"{asked}, which trains a scalar head, is not supported: heads get no adapters, remove it"
 
 
 def given(config: RlhfConfig, names: Iterable[str]) -> list[str]:
@@ -416,20 +398,14 @@ def texts(value: str, flag_name: str, apart: str = "") -> list[str]:
 
 def _rollout_violations(config: RlhfConfig) -> Iterator[str]:
     if config.staleness > 1 and not config.partial_rollouts:
-        yield (
-            f"--staleness = {config.staleness}: whole rollouts are made one step ahead, and earlier ones would only be "
-            f"older: use 1, or add --partial-rollouts"
-        )
+        why = "whole rollouts are made one step ahead, and earlier ones would only be older"
+        yield f"--staleness = {config.staleness}: {why}: use 1, or add --partial-rollouts"
     if config.partial_rollouts and config.staleness < 2:
-        yield (
-            f"--partial-rollouts with --staleness = {config.staleness}: a response that goes on after a weight update "
-            f"is at least 2 steps old when it is trained on: use --staleness 2 or more"
-        )
+        why = "a response that goes on after a weight update is at least 2 steps old when it is trained on"
+        yield f"--partial-rollouts with --staleness = {config.staleness}: {why}: use --staleness 2 or more"
     if config.partial_rollouts and config.oversample > config.staleness:
-        yield (
-            f"--oversample = {config.oversample:g} must be at most --staleness = {config.staleness}: more cannot be "
-            f"trained on in time"
-        )
+        most = f"--staleness = {config.staleness}: more cannot be trained on in time"
+        yield f"--oversample = {config.oversample:g} must be at most {most}"
     if not config.begins_ahead:
         return
     asked = "--partial-rollouts" if config.partial_rollouts else f"--oversample = {config.oversample:g}"
@@ -450,10 +426,8 @@ def _search_violations(config: RlhfConfig) -> Iterator[str]:
         if getattr(config, name):
             yield f"{flag(name)} is chosen by --plan {SEARCH}: remove it"
     if config.lora_rank:
-        yield (
-            f"--plan {SEARCH} does not predict steps of adapters (--lora-rank = {config.lora_rank}): give a named plan "
-            f"or a YAML file"
-        )
+        asked = f"--lora-rank = {config.lora_rank}"
+        yield f"--plan {SEARCH} does not predict steps of adapters ({asked}): give a named plan or a YAML file"
 
 
 def _evaluation_violations(config: RlhfConfig) -> Iterator[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -60,33 +60,20 @@ _LARGE = 2**24  # data sets with more examples are not shuffled: no run reaches 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        prompt: token ids, without an end of sequence.
-        answer: the correct response.
-        rejected: a worse response, for preference pairs.
-        sequences: of a file's lines that are trained on whole, see `sequences_of`.
-    """
-
-    prompt: Ids
-    answer: str
-    rejected: str = ""
-    sequences: tuple[tuple[Ids, Mask], ...] = ()
+    prompt: Ids  # without an end of sequence
+    answer: str  # the correct response
+    rejected: str = ""  # a worse response, for preference pairs
+    sequences: tuple[tuple[Ids, Mask], ...] = ()  # of a file's lines that are trained on whole, see `sequences_of`
 
 
-@dataclass(frozen=True, eq=False)
-class FileExamples:
+class FileExamples(list[Example]):
     """The examples of a file. notes: lines that say which keys are read, and what was left out."""
 
-    examples: Sequence[Example]
-    notes: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.examples[index]
+    def __init__(self, examples: Iterable[Example], notes: tuple[str, ...] = ()) -> None:
+        super().__init__(examples)
+        self.notes = notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +158,7 @@ def open_examples(
     """
     if data == STDLIB:
         if not SHORTEST <= prompt_tokens <= longest:
-            raise ValueError(
-                f"prompt_tokens={prompt_tokens} must be from {SHORTEST} to {longest} to fit the model's context"
-            )
+            raise ValueError(f"prompt_tokens={prompt_tokens} must be from {SHORTEST} to {longest} to fit the context")
         return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
     if not file.is_file() or DataFile.of(file).format != "lines":
@@ -263,10 +248,8 @@ def _parse(
         raise ValueError(f"{where}: a prompt of 0 tokens, expected at least 1")
     advice = "shorten it, drop such lines with long_prompts=drop, or use a model with a longer context"
     if len(prompt) > longest:
-        raise _TooLong(
-            f"a prompt of {len(prompt)} tokens, expected 1 to {longest} so that the response fits the model's context: "
-            f"{advice}"
-        )
+        fits = f"expected 1 to {longest} so that the response fits the model's context"
+        raise _TooLong(f"a prompt of {len(prompt)} tokens, {fits}: {advice}")
     sequences = []
     for key in keys[1:] if whole else ():
         content = completed(row, first, key, where)
@@ -274,10 +257,8 @@ def _parse(
             content = replace(content, prompt=0)  # with all that the assistant writes, as in train.py
         sequences.append(_sequence(content, tokenizer))
         if (tokens := len(sequences[-1][0])) > longest:
-            raise _TooLong(
-                f"a prompt of {len(prompt)} tokens and {tokens - len(prompt)} under {key!r} exceed the model's context "
-                f"of {longest}: {advice}"
-            )
+            sizes = f"a prompt of {len(prompt)} tokens and {tokens - len(prompt)} under {key!r}"
+            raise _TooLong(f"{sizes} exceed the model's context of {longest}: {advice}")
     texts = {key: "" if whole and isinstance(row[key], list) else text_of(row[key], key, where) for key in keys[1:]}
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
     return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences))
@@ -362,10 +343,8 @@ def prompt_samples(examples: Sequence[Example], indices: Sequence[int], keys: Se
 
 
 def example_indices(begin: int, count: int, size: int, seed: int) -> list[int]:
-    """Return the examples at positions begin to begin + count - 1 of an endless stream, reshuffled every epoch.
-
-    Depends only on the position, so a run can resume anywhere and with another number of examples per step.
-    """
+    """Return the examples at positions begin to begin + count - 1 of an endless stream, reshuffled every epoch. Depends
+    only on the position, so a run can resume anywhere and with another number of examples per step."""
     if size > _LARGE:
         return [position % size for position in range(begin, begin + count)]
     positions = [divmod(position, size) for position in range(begin, begin + count)]

@@ -76,16 +76,10 @@ def dry_run_calls(run: PreparedRlhf, device: torch.device) -> tuple[CallRun, ...
     """Run the model calls of a step in which the rank of `run.launch` takes part, in the order of the step, with the
     attention kernels, optimizer and offload of `device`; tensors are on the CPU and have no memory. Raise ValueError
     for a model that does not support a layout, and RuntimeError in a process that has a default process group."""
-    resident, prompt_tokens = _resident(run), _prompt_tokens(run)
+    sampled, pairs = run.algorithm.data == "prompts", run.algorithm.data == "pairs"
+    resident, prompt_tokens = _resident(run), longest_prompt(run) if sampled else _longest(run, run.examples, pairs)
     calls = [call for call in run.graph.order if call.role and run.launch.rank in run.plan[call.name].ranks]
     return tuple(_run(run, call, prompt_tokens, device, resident[call.name]) for call in calls)
-
-
-def _prompt_tokens(run: PreparedRlhf) -> int:
-    """Return the tokens of the longest prompt, or of the longest sequence for algorithms that do not sample."""
-    if run.algorithm.data == "prompts":
-        return longest_prompt(run)
-    return _longest(run, run.examples, run.algorithm.data == "pairs")
 
 
 def _longest(run: PreparedRlhf, examples: Examples, pairs: bool = False) -> int:

@@ -64,10 +64,8 @@ class Evaluator:
         return step % self._config.eval_every == 0 or step == self._config.steps
 
     def run(self, step: int) -> tuple[dict[str, float], Samples | None]:
-        """Return the metrics of an evaluation, the same on every rank, and on rank 0 the first responses.
-
-        Raises as `Executor.run_step`.
-        """
+        """Return the metrics of an evaluation, the same on every rank, and on rank 0 the first responses. Raises as
+        `Executor.run_step`."""
         begin, config = time.perf_counter(), self._config
         result = self._executor.run_step(self._given, step, derived_seed(config.seed, "evaluation"))
         lengths = StepLengths.of(self._evaluated, result.lengths).responses
@@ -137,8 +135,6 @@ def evaluation_metrics(
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Return the probability that one of `k` out of `samples` responses is one of the `passed` (arXiv 2107.03374).
-
-    The mean over prompts is an unbiased estimate of the probability that one of k new responses passes.
-    """
+    """Return the probability that one of `k` out of `samples` responses is one of the `passed` (arXiv 2107.03374). The
+    mean over prompts is an unbiased estimate of the probability that one of k new responses passes."""
     return 1 - comb(samples - passed, k) / comb(samples, k)

@@ -34,10 +34,8 @@ class Sequences:
     group: dist.ProcessGroup
 
     def sums(self, x_BS: Tensor) -> Tensor:
-        """Sum x over ALL tokens of each sequence: (sequences,), in the order of sample ids; differentiable.
-
-        Every sequence-parallel rank gets the same sums.
-        """
+        """Sum x over ALL tokens of each sequence: (sequences,), in the order of sample ids; differentiable. Every
+        sequence-parallel rank gets the same sums."""
         local = x_BS.new_zeros(self.count + 1).index_add(0, self.sequence_BS.flatten(), x_BS.flatten())
         return _SumOverRanks.apply(local[:-1], self.group) if self.group.size() > 1 else local[:-1]
 

@@ -60,14 +60,7 @@ from .environments.ready_rewards import REWARD
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
 from .graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
-from .role_specs import (
-    layout_violations,
-    missing_models,
-    role_specs,
-    router_violations,
-    served_models,
-    unused_models,
-)
+from .role_specs import layout_violations, missing_models, role_specs, router_violations, served_models, unused_models
 from .samples import derived_seed
 from .served import WORKER, RolloutServer, with_served
 
@@ -277,43 +270,34 @@ def _open_data(
     tools: list[dict[str, Any]] | None,
 ) -> _Data:
     """Open --data, --eval-data and --supervised-data. tools: schemas of what responses may call."""
-
-    def opened(
-        name: str, algorithm: Algorithm, specs: dict[str, RoleSpec], tools: list[dict[str, Any]] | None
-    ) -> tuple[Examples, tuple[str, ...]]:
-        try:
-            found = _open_examples(replace(config, data=getattr(config, name)), algorithm, 0, specs, tokenizer, tools)
-        except ValueError as error:
-            raise ValueError(str(error).replace("--data", flag(name), 1)) from error
-        return found, tuple(f"{flag(name)}: {note}" for note in found.notes)
-
-    examples, supervised = _open_examples(config, algorithm, sft_steps, specs, tokenizer, tools), None
-    notes = tuple(f"data: {note}" for note in examples.notes)
+    examples, notes = _open_examples(config, "data", algorithm, sft_steps, specs, tokenizer, tools)
+    supervised = None
     if config.supervised_data:
-        found, more = opened("supervised_data", ALGORITHMS["sft"], {"actor": specs["actor"]}, None)
+        actor = {"actor": specs["actor"]}
+        found, more = _open_examples(config, "supervised_data", ALGORITHMS["sft"], 0, actor, tokenizer, None)
         seed, sizes = derived_seed(config.seed, "supervised"), (config.supervised_samples, config.supervised_every)
         supervised, notes = Supervised(found, tokenizer, *sizes, config.supervised_weight, seed), notes + more
     if config.eval_data:
-        found, more = opened("eval_data", algorithm, specs, tools)
+        found, more = _open_examples(config, "eval_data", algorithm, 0, specs, tokenizer, tools)
         held_out = [found[index] for index in range(len(found))][: config.eval_prompts or None]
         return _Data(examples, held_out, notes + more, supervised)
     if config.eval_prompts >= len(examples):
-        raise ValueError(
-            f"--eval-prompts = {config.eval_prompts} leaves nothing to train on of the {len(examples)} examples of "
-            f"--data: use fewer"
-        )
+        left = f"nothing to train on of the {len(examples)} examples of --data"
+        raise ValueError(f"--eval-prompts = {config.eval_prompts} leaves {left}: use fewer")
     examples, held_out = hold_out(examples, config.eval_prompts, config.seed)
     return _Data(examples, held_out if config.eval_every else (), notes, supervised)
 
 
 def _open_examples(
     config: RlhfConfig,
+    field: str,
     algorithm: Algorithm,
     sft_steps: int,
     specs: dict[str, RoleSpec],
     tokenizer: Tokenizer,
     tools: list[dict[str, Any]] | None,
-) -> Examples:
+) -> tuple[Examples, tuple[str, ...]]:
+    """Open what a field names; return its examples, and notes on them."""
     sampled = algorithm.data == "prompts"
     models = [spec.config for spec in specs.values()]
     switches = filter(None, map(rotary_switch, models)) if sampled else ()
@@ -325,8 +309,8 @@ def _open_examples(
         keys.append("answer")
     unread = scored_by_answer and not sft_steps and asks_none  # a function or an environment may need none
     try:
-        return open_examples(
-            config.data,
+        examples = open_examples(
+            getattr(config, field),
             keys,
             tokenizer,
             prompt_tokens=config.prompt_tokens,
@@ -341,7 +325,10 @@ def _open_examples(
         )
     except ValueError as error:
         names = r"\b(data|prompt_tokens|long_prompts|tokenizer|chat_template)="
-        raise ValueError(re.sub(names, lambda match: f"{flag(match[1])} = ", str(error))) from error
+        named = re.sub(names, lambda match: f"{flag(field if match[1] == 'data' else match[1])} = ", str(error))
+        raise ValueError(named) from error
+    shown = field if field == "data" else flag(field)
+    return examples, tuple(f"{shown}: {note}" for note in examples.notes)
 
 
 def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
@@ -447,17 +434,13 @@ def _reference_violations(config: RlhfConfig, graph: DataflowGraph, specs: dict[
     if not config.ref_update_every:
         return
     if (calls := [call.role for call in graph.calls].count("ref")) != 1:
-        yield (
-            f"{asked} needs one call of the role ref, and --algorithm {config.algorithm} with these --options has "
-            f"{calls}: remove it"
-        )
+        has = f"--algorithm {config.algorithm} with these --options has {calls}"
+        yield f"{asked} needs one call of the role ref, and {has}: remove it"
         return
     ours, its = ({**specs[role].config.to_dict(), "_name_or_path": ""} for role in ("actor", "ref"))
     if different := sorted(name for name in ours.keys() | its.keys() if ours.get(name) != its.get(name)):
-        yield (
-            f"{asked} needs a reference like the policy, and --ref = {config.ref} has another {', '.join(different)}: "
-            f"remove one"
-        )
+        has = f"--ref = {config.ref} has another {', '.join(different)}"
+        yield f"{asked} needs a reference like the policy, and {has}: remove one"
 
 
 def _graph_violations(
@@ -476,10 +459,8 @@ def _graph_violations(
         yield f"{asked} leaves some of mini_batches={steps[0].mini_batches} without: use at least so many"
     generated = [call.name for call in graph.calls if isinstance(call.work, Generate)]
     if config.begins_ahead and len(generated) > 1:
-        yield (
-            f"--partial-rollouts and --oversample choose the prompts of a step by one call, and --algorithm = "
-            f"{config.algorithm} has {', '.join(generated)}: remove them"
-        )
+        has = f"--algorithm = {config.algorithm} has {', '.join(generated)}"
+        yield f"--partial-rollouts and --oversample choose the prompts of a step by one call, and {has}: remove them"
     samples = options.drawn(config.prompts) * (2 if algorithm.data == "pairs" else graph.group_size)
     if messages := batch_violations(graph, samples):
         yield f"--prompts = {config.prompts}: {'; '.join(messages)}"
@@ -524,10 +505,8 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     elif planner is not None:
         plan = planner(run)
     else:
-        raise ValueError(
-            f"--plan = {SEARCH} is searched by rlhf.py as it starts: give the plan.yaml of its run, or one that "
-            f"python -m usp rlhf-plan writes"
-        )
+        give = "give the plan.yaml of its run, or one that python -m usp rlhf-plan writes"
+        raise ValueError(f"--plan = {SEARCH} is searched by rlhf.py as it starts: {give}")
     if config.rollout_engine != OWN:
         plan = with_engine(plan, graph, config.rollout_engine)
     plan.check(graph, launch.world_size)
@@ -536,10 +515,8 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
         engine = next((each.engine for each in plan.calls.values() if each.engine != OWN), VLLM)
         raise ValueError(f"--rollout-engine = {engine}, or engine: {engine} in a plan: {'; '.join(problems)}")
     if config.staleness and (shared := list(staleness_violations(graph, plan))):
-        raise ValueError(
-            f"--staleness = {config.staleness} makes samples beside training, on other ranks: with --plan = "
-            f"{config.plan} {shared[0]}; use --plan separation, or a YAML file"
-        )
+        asked = f"--staleness = {config.staleness} makes samples beside training, on other ranks"
+        raise ValueError(f"{asked}: with --plan = {config.plan} {shared[0]}; use --plan separation, or a YAML file")
     for call in graph.calls if config.cache_tokens else ():
         layout = plan[call.name]
         if isinstance(call.work, Generate) and layout.engine == OWN:

@@ -120,10 +120,8 @@ class SampleFiles:
         self._lengths.append(number, [json.dumps(line)])
 
     def check_rewards(self, number: int) -> dict[str, float]:
-        """Write the samples of a step that the reward function failed for, and return their number as a metric.
-
-        Raises UserCodeFailed on every rank, if that ends the run.
-        """
+        """Write the samples of a step that the reward function failed for, and return their number as a metric. Raises
+        UserCodeFailed on every rank, if that ends the run."""
         if not self._scorers:
             return {}
         records = [record for scorer in self._scorers for record in scorer.take_failures()]
@@ -151,14 +149,12 @@ def sample_record(sample: Mapping[str, Tensor], decode: Callable[[list[int]], st
     an episode, see `turns_of`, whose tokens of the environment have no log-probabilities.
     """
     ids, cut = sample["tokens"].tolist(), int(sample["prompt_length"])
-    score = float(sample["score"])
     record: dict[str, Any] = {"prompt": decode(ids[:cut]), "response": decode(ids[cut:])}
-    record["score"] = score if math.isfinite(score) else None  # the reward function failed
+    for key in ("score", "reward"):
+        if key in sample:
+            record[key] = float(sample[key]) if sample[key].isfinite() else None  # the reward function failed
     if "finished" in sample:
         record["finished"] = bool(sample["finished"])
-    if "reward" in sample:
-        reward = float(sample["reward"])
-        record["reward"] = reward if math.isfinite(reward) else None
     if "advantages" in sample:
         record["advantage"] = float(sample["advantages"][cut - 1 : len(ids) - 1].mean())
     if "logprobs" in sample:
@@ -202,10 +198,8 @@ def turns_of(
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:
-    """Read the samples that a run kept, in their order.
-
-    Raises ValueError if the run has none, or a line is not a sample.
-    """
+    """Read the samples that a run kept, in their order. Raises ValueError if the run has none, or a line is not a
+    sample."""
     path = run / SAMPLES_FILE
     if not path.is_file():
         raise ValueError(f"{run} has no samples: {path} does not exist")

@@ -45,19 +45,12 @@ def call_seconds(events: Iterable[Event]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SwitchCost:
-    """What it takes to run the next step under another plan.
+    """What it takes to run the next step under another plan."""
 
-    Attributes:
-        nbytes: of weights and optimizer states that ranks send each other.
-        move_seconds: in which they are sent.
-        build_seconds: in which models are built, and ranks get ready.
-        search_seconds: in which the plan was searched, which are spent in either case.
-    """
-
-    nbytes: int = 0
-    move_seconds: float = 0.0
-    build_seconds: float = 0.0
-    search_seconds: float = 0.0
+    nbytes: int = 0  # of weights and optimizer states that ranks send each other
+    move_seconds: float = 0.0  # in which they are sent
+    build_seconds: float = 0.0  # in which models are built, and ranks get ready
+    search_seconds: float = 0.0  # in which the plan was searched, which are spent in either case
 
     @property
     def seconds(self) -> float:
@@ -67,23 +60,16 @@ class SwitchCost:
 
 @dataclass(frozen=True)
 class Decision:
-    """Two plans for the steps that remain.
+    """Two plans for the steps that remain."""
 
-    Attributes:
-        step: after which it is taken. remaining: number of steps that follow.
-        best: the plan to change to. why_not: why it cannot run, whatever it would gain.
-        running_seconds, best_seconds: predicted for a step of the running plan, and of the best.
-        gain: the least part of a step's time that is worth a change.
-    """
-
-    step: int
-    remaining: int
-    best: ExecutionPlan
-    running_seconds: float
-    best_seconds: float
+    step: int  # after which it is taken
+    remaining: int  # number of steps that follow
+    best: ExecutionPlan  # to change to
+    running_seconds: float  # predicted for a step of the running plan
+    best_seconds: float  # and of the best
     cost: SwitchCost
-    gain: float
-    why_not: str = ""
+    gain: float  # the least part of a step's time that is worth a change
+    why_not: str = ""  # why the best plan cannot run, whatever it would gain
 
     @property
     def relative_gain(self) -> float:
@@ -167,10 +153,8 @@ class Replanning:
         self._ran.append((number, StepLengths.of(self._graph, result.lengths), result.events))
 
     def decide(self, running: ExecutionPlan) -> Decision:
-        """Return the decision after the step that was added last; rank 0 says and writes it. Collective.
-
-        Raises ConfigurationError on every rank, if nothing can be predicted.
-        """
+        """Return the decision after the step that was added last; rank 0 says and writes it. Collective. Raises
+        ConfigurationError on every rank, if nothing can be predicted."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, [events for _, _, events in self._ran])
         measured = [

@@ -109,11 +109,8 @@ def missing_models(specs: dict[str, RoleSpec], graph: DataflowGraph) -> Iterator
             given = "--reward-model PATH" if role == "reward" else f"--models {role}=PATH"
             yield f"the role {role!r} has no model: name it with {given}"
     if "critic" in graph.roles and "critic" not in specs:
-        actor = specs["actor"]
-        yield (
-            f"--model = {actor.source} cannot be the critic's initial model: {scalar_violation(actor.config)}; name "
-            f"another with --critic, or use an algorithm without a critic"
-        )
+        why = f"cannot be the critic's initial model: {scalar_violation(specs['actor'].config)}"
+        yield f"--model = {specs['actor'].source} {why}; name another with --critic, or use an algorithm without one"
 
 
 def layout_violations(graph: DataflowGraph, plan: ExecutionPlan, specs: dict[str, RoleSpec]) -> Iterator[str]:
@@ -136,10 +133,8 @@ def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Ite
     if trained and facts.num_experts and layout.zero == 0 and dims.ep * dims.tp > 1:
         yield f"zero=0 replicates every expert, but ep={dims.ep} x tp={dims.tp} ranks share them: use zero=1"
     if trained and spec.share_prefixes and spec.balance:
-        yield (
-            f"share_prefixes counts a shared token once in the load-balancing loss of {spec.source}, whose coefficient "
-            f"is {spec.balance}: use router_aux_loss_coef=0, or leave share_prefixes out"
-        )
+        loss = f"the load-balancing loss of {spec.source}, whose coefficient is {spec.balance}"
+        yield f"share_prefixes counts a shared token once in {loss}: use router_aux_loss_coef=0, or leave it out"
     if spec.share_prefixes and facts.index_size:
         yield f"share_prefixes is not supported by {spec.source}, whose indexers choose keys by position: leave it out"
     if spec.share_prefixes and hasattr(spec.config, "compress_rates"):

@@ -50,17 +50,11 @@ class Begun:
 
 @dataclass(frozen=True)
 class RolloutQueue:
-    """The prompts of a run after a step.
+    """The prompts of a run after a step."""
 
-    Attributes:
-        drawn: tickets so far.
-        begun: by ticket.
-        waiting: tickets that were dropped; they are begun again before others.
-    """
-
-    drawn: int = 0
-    begun: tuple[Begun, ...] = ()
-    waiting: tuple[int, ...] = ()
+    drawn: int = 0  # tickets so far
+    begun: tuple[Begun, ...] = ()  # by ticket
+    waiting: tuple[int, ...] = ()  # tickets that were dropped; they are begun again before others
 
     def of(self, owner: int) -> tuple[Begun, ...]:
         return tuple(each for each in self.begun if each.owner == owner)

@@ -80,10 +80,9 @@ def batch_violation(samples: int, mini_batches: int, unit: int) -> str:
     if samples % unit:
         return f"{samples} samples must be a multiple of {unit}, the samples that stay on one rank"
     if samples // unit < mini_batches:
-        return (
-            f"mini_batches={mini_batches} of {samples} samples in groups of {unit} would leave "
-            f"{mini_batches - samples // unit} empty: use mini_batches={samples // unit} or fewer, or more samples"
-        )
+        empty = f"would leave {mini_batches - samples // unit} empty"
+        use = f"use mini_batches={samples // unit} or fewer, or more samples"
+        return f"mini_batches={mini_batches} of {samples} samples in groups of {unit} {empty}: {use}"
     return ""
 
 

@@ -49,7 +49,7 @@ class Sampler:
         stage.eval()
         try:
             with gathered(stage, self.zero):
-                generator = Generator.of(stage, mesh, SLOTS, self.tokenizer.decode, gathered=True)
+                generator = Generator.of(stage, mesh, slots=SLOTS, decode=self.tokenizer.decode, gathered=True)
                 prompts = [torch.from_numpy(self.prompts[number]) for number in numbers]
                 seeds = [derived_seed(self.seed, number) for number in numbers]
                 found = generator.generate(prompts, self.work, seeds)
@@ -79,9 +79,8 @@ def prepare_sampler(prepared: PreparedRun) -> Sampler:
     if problem:
         raise ConfigurationError(f"--sample-every: {config.model} cannot generate: {problem}; remove it")
     stops = {*end_of_sequence_ids(config.model), *([] if tokenizer.eos is None else [tokenizer.eos])}
-    work = Generate(
-        max_new_tokens=config.sample_tokens, temperature=config.sample_temperature, stop_ids=tuple(sorted(stops))
-    )
+    most, temperature = config.sample_tokens, config.sample_temperature
+    work = Generate(max_new_tokens=most, temperature=temperature, stop_ids=tuple(sorted(stops)))
     return Sampler(prompts, work, config.seed, tokenizer, config.zero)
 
 

@@ -70,9 +70,8 @@ class Model(Server):
 
     def _logprobs(self, ids: list[int]) -> Tensor:
         body = {"model": self.name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-        rows = post(f"{self.url}/completions", body, self.timeout, (64 + len(ids)) * _BYTES)["choices"][0][
-            "prompt_logprobs"
-        ]
+        reply = post(f"{self.url}/completions", body, self.timeout, (64 + len(ids)) * _BYTES)
+        rows = reply["choices"][0]["prompt_logprobs"]
         values = [float(row[str(token)]["logprob"]) for token, row in zip(ids[1:], rows[1:], strict=True)]
         if not all(map(math.isfinite, values)):
             raise ValueError("a log-probability is not finite")
@@ -110,17 +109,15 @@ def with_served(graph: DataflowGraph, urls: Mapping[str, str], encode: Callable[
             kinds = ", ".join(f"{call.name} ({call.kind})" for call in calls) or "no calls"
             raise ValueError(f"{role}={url}: a server gives log-probabilities, and the role {role} has {kinds}")
         if different := {work.temperature for work in works if isinstance(work, Inference)} - {1.0}:
-            raise ValueError(
-                f"{role}={url}: a server's log-probabilities are at temperature 1, not {different.pop():g}"
-            )
+            temperature = f"at temperature 1, not {different.pop():g}"
+            raise ValueError(f"{role}={url}: a server's log-probabilities are {temperature}")
         try:
             model = Model(url.rstrip("/")).named()
         except ConnectionError as error:
             raise ValueError(f"{role}={url}: {error}") from error
         if (ids := model.tokenize(_PROBE)) is not None and ids != list(map(int, encode(_PROBE))):
-            raise ValueError(
-                f"{role}={url}: {model.name} has another tokenizer than the policy: its ids are other texts"
-            )
+            other = f"{model.name} has another tokenizer than the policy"
+            raise ValueError(f"{role}={url}: {other}: its ids are other texts")
         graph = replace(graph, calls=tuple(_asking(call, model) if call in calls else call for call in graph.calls))
     return graph
 

@@ -39,23 +39,15 @@ from usp.rlhf.generation.graphs import decoding_notes
 from usp.rlhf.generation.vllm import ServedEngine, VllmEngine
 from usp.rlhf.plan.plan import OWN, PLAN_FILE, CallLayout, optimizer_of, to_mapping
 from usp.rlhf.roles.engine_model import EngineModel
-from usp.rlhf.roles.role_model import Role, RoleModel
+from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
-from usp.rlhf.runtime.rollouts import RolloutOptions
+from usp.rlhf.runtime.rollouts import RolloutOptions, Rollouts
+from usp.rlhf.runtime.transfer import StepData
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, StopRequest, outlast, process_group
 from usp.run.output import LineFile, warn
 from usp.run.watchdog import Watchdog
-from usp.train.checkpoints import (
-    ADAPTER,
-    BEST,
-    MODEL,
-    Start,
-    newest_checkpoint,
-    run_folder,
-    settled,
-    sound_start,
-)
+from usp.train.checkpoints import ADAPTER, BEST, MODEL, Start, newest_checkpoint, run_folder, settled, sound_start
 from usp.train.loop import TrainingLoop
 from usp.train.step import Evaluations, LearningRate
 
@@ -86,7 +78,6 @@ from .served import RolloutServer
 BuildReplanner: TypeAlias = Callable[[PreparedRlhf, Launch], Replanner]
 
 MOST = 0.5  # share of clipped rewards above which the run warns
-_IN_FLIGHT, _ROLLOUTS = "in_flight", "rollouts"  # prefixes of the names of samples in a checkpoint
 _COLLECTED = (
     *("tokens", "prompt_length", "score", "finished", "turns", "turn_rewards"),
     *("reward", "advantages", "logprobs", "old_logprobs"),
@@ -172,7 +163,9 @@ class RlhfTrainer(TrainingLoop):
         self._warned: set[str] = set()
         decode, failure = prepared.tokenizer.decode, self.config.reward_failure
         self.samples = SampleFiles(self.folder, prepared.graph, decode, self.device, failure, self._warn_once)
-        keys = {*prepared.graph.given, *prepared.graph.producers}
+        keys, config = {*prepared.graph.given, *prepared.graph.producers}, self.config
+        ahead = config.staleness if config.partial_rollouts else 0
+        rollouts = RolloutOptions(prepared.drawn, config.begun, ahead, config.steps, self._draw, config.seed)
         try:
             self._engine = self._start_engine()
             self.executor = Executor(
@@ -188,7 +181,7 @@ class RlhfTrainer(TrainingLoop):
                 collect=tuple(key for key in _COLLECTED if key in keys) if {"score", "prompt_length"} <= keys else (),
                 first=SHOWN,
                 staleness=min(1, self.config.staleness),
-                rollouts=self._rollout_options() if self.config.begins_ahead else None,
+                rollouts=rollouts if config.begins_ahead else None,
                 delta_updates=self.config.delta_updates,
             )
         except ValueError as error:
@@ -215,12 +208,18 @@ class RlhfTrainer(TrainingLoop):
     @property
     def trained(self) -> dict[str, RoleModel]:
         """The models that this rank trains, by role."""
-        return {role: model for role, model in self.executor.trained.items() if isinstance(model, RoleModel)}
+        return self.executor.copies.trained
 
     @property
-    def _updated(self) -> list[Role]:
+    def _updated(self) -> list[RoleModel]:
         """This rank's models whose weights change without being trained."""
-        return self.executor.of_role("ref") if self.config.ref_update_every else []
+        return self.executor.copies.of_role("ref") if self.config.ref_update_every else []
+
+    @property
+    def _ahead(self) -> dict[str, StepData | Rollouts]:
+        """What is made of later steps, by its name in checkpoints."""
+        made = {"in_flight": self.executor.in_flight, "rollouts": self.executor.rollouts}
+        return {name: samples for name, samples in made.items() if samples is not None}
 
     def step(self, number: int) -> RlhfRecord:
         """Run step `number` (from 1): from prompts to new weights."""
@@ -275,17 +274,12 @@ class RlhfTrainer(TrainingLoop):
 
     def _draw(self, tickets: Sequence[int]) -> Samples:
         """Return the given samples of the examples at some positions of the stream."""
-        prepared, begin, count = self.prepared, min(tickets, default=0), 0
-        if len(tickets):
-            count = max(tickets) + 1 - begin
+        prepared, begin = self.prepared, min(tickets, default=0)
+        count = max(tickets, default=begin - 1) + 1 - begin
         stream = example_indices(begin, count, len(prepared.examples), self.config.seed)
         indices = [stream[ticket - begin] for ticket in tickets]
         examples, pairs = [prepared.examples[index] for index in indices], prepared.algorithm.data == "pairs"
         return given_samples(examples, indices, prepared.graph.given, prepared.tokenizer, pairs)
-
-    def _rollout_options(self) -> RolloutOptions:
-        config, ahead = self.config, self.config.staleness if self.config.partial_rollouts else 0
-        return RolloutOptions(self.prepared.drawn, config.begun, ahead, config.steps, self._draw, config.seed)
 
     def _evaluate(self, number: int) -> dict[str, float]:
         """Return the metrics of an evaluation, if one follows this step."""
@@ -362,16 +356,13 @@ class RlhfTrainer(TrainingLoop):
         return engine
 
     def state(self) -> dict[str, Tensor]:
-        trained, in_flight = self.trained.items(), self.executor.in_flight
+        trained = self.trained.items()
         state = {f"{role}.{name}": tensor for role, model in trained for name, tensor in model.state().items()}
         for model in self._updated:
             model.load()
             state |= {f"ref.{name}": weight for name, weight in model.weights().items()}
-        if in_flight is not None:
-            state |= {f"{_IN_FLIGHT}.{key}": joined for key, joined in in_flight.whole(self.device).items()}
-        if self.executor.rollouts is not None:
-            whole = self.executor.rollouts.whole(self.device)
-            state |= {f"{_ROLLOUTS}.{key}": joined for key, joined in whole.items()}
+        for name, samples in self._ahead.items():
+            state |= {f"{name}.{key}": joined for key, joined in samples.whole(self.device).items()}
         return state
 
     def _save(self) -> None:
@@ -387,28 +378,23 @@ class RlhfTrainer(TrainingLoop):
 
     def extra(self) -> dict[str, Any]:
         evaluations = self.evaluator.past.to_extra() if self.evaluator else {}
-        in_flight = self.executor.in_flight.to_extra() if self.executor.in_flight else {}
         config, functions = asdict(self.config), self.executor.function_states()
         running = {"plan": to_mapping(self.prepared.plan), "world_size": dist.get_world_size()}
         running = running if self.replanning else {}
-        rollouts = self.executor.rollouts.to_extra() if self.executor.rollouts else {}
-        return asdict(RlhfState(self.done, self.taken, functions, config, evaluations, in_flight, rollouts, running))
+        ahead = {name: samples.to_extra() for name, samples in self._ahead.items()}
+        return asdict(RlhfState(self.done, self.taken, functions, config, evaluations, running=running, **ahead))
 
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None
-        rollouts = self.executor.rollouts if saved.rollouts else None
-        samples = self.executor.saved_in_flight(saved.in_flight) if saved.in_flight else None
-        values, begun = samples.blank(self.device) if samples else {}, dict[str, Tensor]()
-        if rollouts is not None:
-            rollouts.read_extra(saved.rollouts)
-            begun = rollouts.blank(self.device)
-        more = {f"{prefix}.{key}": of[key] for prefix, of in ((_IN_FLIGHT, values), (_ROLLOUTS, begun)) for key in of}
+        if saved.in_flight:
+            self.executor.in_flight = self.executor.saved_in_flight(saved.in_flight)
+        if saved.rollouts and self.executor.rollouts is not None:
+            self.executor.rollouts.read_extra(saved.rollouts)
+        values = {name: samples.blank(self.device) for name, samples in self._ahead.items()}
+        more = {f"{name}.{key}": blank for name, of in values.items() for key, blank in of.items()}
         self.restore(self.prepared.start.checkpoint, more)
-        if samples is not None:
-            samples.fill(values)
-            self.executor.in_flight = samples
-        if rollouts is not None:
-            rollouts.fill(begun)
+        for name, samples in self._ahead.items():
+            samples.fill(values[name])
         for name, function in stateful(self.prepared.graph).items():
             function.load_state_dict(saved.functions[name])
         self.done, self.taken = saved.step, saved.examples

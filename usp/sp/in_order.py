@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any
 
@@ -37,124 +37,37 @@ from parallel import ParallelMesh
 
 from .scan import Recurrence, ScanProgram, scan
 from .sequence import GridChannel, SpAxes, StepKeeper, documents_of, rows_of
-from .spans import UNORDERED, HaloPlan, Segment, SpanPlan
+from .spans import UNORDERED, HaloPlan, Moves, Segment, SpanPlan
 
 
-@dataclass(frozen=True)
-class HaloProgram:
-    """A `HaloPlan` as index tensors on a device.
-
-    gather: (padded tokens,) index into a zero, this rank's tokens and the received ones. own: (T,) where this rank's
-    tokens stand in the padded sequence. sends: by rank, the indices of the tokens that it needs.
-    """
-
-    plan: HaloPlan
-    gather: Tensor
-    own: Tensor
-    sends: dict[int, Tensor]
-
-    @staticmethod
-    def lower(plan: HaloPlan, device: torch.device) -> HaloProgram:
-        gather, own = plan.padded_index()
-        sends = {peer: torch.tensor(indices, device=device) for peer, indices in plan.sends.items()}
-        return HaloProgram(plan, gather.to(device), own.to(device), sends)
+def layout_moves(source: SequenceLayout, destination: SequenceLayout, rank: int, rows: int = 1) -> Moves:
+    """Return the moves of a rank's rows from one layout to another over the same grid. rank: ring_rank * ulysses +
+    ulysses_rank."""
+    lengths = rows * source.local_len, rows * destination.local_len
+    pairs = (source, destination), (destination, source)
+    sends, receives = (_shared(*pair, rank, rows) for pair in pairs)
+    return Moves(sends, receives, lengths)
 
 
-class WithHalo(torch.autograd.Function):
-    """`apply(x_TC, program, channel, keep)` -> (1 + T + received, C): a zero, this rank's tokens, and received ones.
-    The backward returns the gradients of received tokens to their ranks."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, program: HaloProgram, channel: Channel, keep: Keep) -> Tensor:
-        ctx.program, ctx.channel, ctx.tokens = program, channel, x.shape[0]
-        received = keep(("halo", x.shape), lambda: _fetch(x, program, channel))
-        return torch.cat((x.new_zeros(1, x.shape[1]), x, *received))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        program, channel = ctx.program, ctx.channel
-        counts = program.plan.receives
-        grad_x, *returned = grad[1:].contiguous().split((ctx.tokens, *counts.values()))
-        received = {peer: grad.new_empty(len(indices), grad.shape[1]) for peer, indices in program.sends.items()}
-        with record_function("halo gradients"):
-            channel.post(list(zip(counts, returned, strict=True)), list(received.items())).wait()
-        for peer, indices in program.sends.items():
-            grad_x.index_add_(0, indices, received[peer])
-        return grad_x, None, None, None
-
-
-def _fetch(x: Tensor, program: HaloProgram, channel: Channel) -> tuple[Tensor, ...]:
-    received = {peer: x.new_empty(count, x.shape[1]) for peer, count in program.plan.receives.items()}
-    sent = {peer: x.index_select(0, indices) for peer, indices in program.sends.items()}
-    with record_function("halo"):
-        channel.post(list(sent.items()), list(received.items())).wait()
-    return tuple(received.values())
-
-
-@dataclass(frozen=True)
-class ReshardPlan:
-    """One rank's part of moving the tokens of rows from layout `source` to layout `destination` over the same grid.
-    rank: this rank in the grid, ring_rank * ulysses + ulysses_rank."""
-
-    source: SequenceLayout
-    destination: SequenceLayout
-    rank: int
-    rows: int = 1
-
-    @cached_property
-    def inverse(self) -> ReshardPlan:
-        return ReshardPlan(self.destination, self.source, self.rank, self.rows)
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of this rank's rows afterwards."""
-        return self.rows * self.destination.local_len
-
-    @cached_property
-    def sends(self) -> tuple[Tensor, ...]:
-        """The indices of this rank's tokens for each rank, in order of position."""
-        return _shared(self.source, self.destination, self.rank, self.rows)
-
-    @cached_property
-    def receives(self) -> tuple[Tensor, ...]:
-        """Where the tokens of each rank go among this rank's, in order of position."""
-        return _shared(self.destination, self.source, self.rank, self.rows)
-
-
-def _positions(layout: SequenceLayout, rank: int, rows: int) -> Tensor:
+def _held(layout: SequenceLayout, rank: int, rows: int) -> Array:
     """Return the positions of a rank's tokens of all rows, counted over the rows."""
-    of_row = [layout.positions(*divmod(rank, layout.ulysses), row) for row in range(layout.rows)]
-    return torch.cat([of_row[row % layout.rows] + row * layout.seq_len for row in range(rows)])
+    spans = [
+        row * layout.seq_len + span.start + span.step * np.arange(span.length)
+        for row in range(rows)
+        for span in layout.local_spans(*divmod(rank, layout.ulysses), row)
+    ]
+    return np.concatenate(spans)
 
 
 def _shared(own: SequenceLayout, others: SequenceLayout, rank: int, rows: int) -> tuple[Tensor, ...]:
     """Return, for each rank, which of `rank`'s tokens under `own` it holds under `others`, in order of position."""
-    holder = torch.empty(rows * own.seq_len, dtype=torch.int64)
-    for peer in range(own.ring * own.ulysses):
-        holder[_positions(others, peer, rows)] = peer
-    positions = _positions(own, rank, rows)
+    holder, peers = np.empty(rows * own.seq_len, np.int64), range(own.ring * own.ulysses)
+    for peer in peers:
+        holder[_held(others, peer, rows)] = peer
+    positions = _held(own, rank, rows)
     order = positions.argsort()
     owners = holder[positions[order]]
-    return tuple(order[owners == peer] for peer in range(own.ring * own.ulysses))
-
-
-@dataclass(frozen=True, eq=False)
-class Moves:
-    """What a rank sends, as in `ReshardPlan`, of any tokens and each to any ranks. lengths: of its tokens, before and
-    afterwards."""
-
-    sends: tuple[Tensor, ...]
-    receives: tuple[Tensor, ...]
-    lengths: tuple[int, int]
-
-    @property
-    def inverse(self) -> Moves:
-        return Moves(self.receives, self.sends, self.lengths[::-1])
-
-    @property
-    def length(self) -> int:
-        return self.lengths[1]
+    return tuple(torch.tensor(order[owners == peer]) for peer in peers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,16 +155,6 @@ class Windows:
         )
 
 
-def _held(layout: SequenceLayout, rank: int, rows: int) -> Array:
-    """Return what `_positions` does, without torch."""
-    spans = [
-        row * layout.seq_len + span.start + span.step * np.arange(span.length)
-        for row in range(rows)
-        for span in layout.local_spans(*divmod(rank, layout.ulysses), row)
-    ]
-    return np.concatenate(spans)
-
-
 def _runs(documents: Array, columns: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield the runs of equal numbers, each of a row with so many columns, of which the last is of padding."""
     for begin, end in pairwise([0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(documents)]):
@@ -261,40 +164,44 @@ def _runs(documents: Array, columns: int) -> Iterator[tuple[int, int, int, int]]
 
 
 class Reshard(torch.autograd.Function):
-    """`apply(x, plan, channel, keep)`: (rows, tokens, width) in the source layout -> the same in the destination's."""
+    """`apply(x, moves, channel, keep)`: (rows, tokens, width) before the moves -> the same afterwards. What no rank
+    sends is 0, what several send is added. Only what others send is kept."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, plan: ReshardPlan | Moves, channel: Channel, keep: Keep) -> Tensor:
-        ctx.inverse, ctx.channel = plan.inverse, channel
-        (moved,) = keep(("reshard", x.shape), lambda: (_move(x, plan, channel),))
-        return moved
+    def forward(ctx, x: Tensor, moves: Moves, channel: Channel, keep: Keep) -> Tensor:
+        ctx.inverse, ctx.channel, tokens = moves.inverse, channel, x.flatten(0, 1)
+        received = keep(("reshard", x.shape), lambda: _receive(tokens, moves, channel))
+        return _placed(tokens, received, moves, channel).unflatten(0, (len(x), -1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return _move(grad, ctx.inverse, ctx.channel), None, None, None
+        tokens = grad.flatten(0, 1)
+        received = _receive(tokens, ctx.inverse, ctx.channel)
+        return _placed(tokens, received, ctx.inverse, ctx.channel).unflatten(0, (len(grad), -1)), None, None, None
 
 
-def _move(x: Tensor, plan: ReshardPlan | Moves, channel: Channel) -> Tensor:
-    moved = exchange(x.flatten(0, 1), plan.sends, plan.receives, plan.length, channel)
-    return moved.unflatten(0, (len(x), -1))
-
-
-def exchange(x: Tensor, sends: Sequence[Tensor], receives: Sequence[Tensor], length: int, channel: Channel) -> Tensor:
-    """Send each rank its rows of x (n, width), and return the received ones, (length, width). sends, receives: for each
-    rank, the rows in x and in the result; what no rank sends is 0, what several send is added."""
-    out = x.new_zeros(length, x.shape[1])
-    parts = [x.index_select(0, index.to(x.device)) for index in sends]
-    received = [x.new_empty(len(index), x.shape[1]) for index in receives]
-    received[channel.rank] = parts[channel.rank]
-    outgoing, incoming = (
-        [(peer, part) for peer, part in enumerate(side) if peer != channel.rank and part.numel()]
-        for side in (parts, received)
+def _receive(x: Tensor, moves: Moves, channel: Channel) -> tuple[Tensor, ...]:
+    """Send other ranks their tokens of x (n, width); return those of each rank that sends any, by its number."""
+    sends, receives = (
+        {peer: index for peer, index in enumerate(side) if peer != channel.rank and len(index)}
+        for side in (moves.sends, moves.receives)
     )
+    outgoing = [(peer, x.index_select(0, index.to(x.device))) for peer, index in sends.items()]
+    incoming = [(peer, x.new_empty(len(index), x.shape[1])) for peer, index in receives.items()]
     with record_function("reshard"):
         channel.post(outgoing, incoming).wait()
-    for index, part in zip(receives, received, strict=True):
-        out.index_add_(0, index.to(x.device), part)
+    return tuple(part for _, part in incoming)
+
+
+def _placed(x: Tensor, received: Sequence[Tensor], moves: Moves, channel: Channel) -> Tensor:
+    """Return the tokens after the moves, (length, width)."""
+    out, parts = x.new_zeros(moves.lengths[1], x.shape[1]), iter(received)
+    for peer, index in enumerate(moves.receives):
+        if peer == channel.rank:
+            out.index_add_(0, index.to(x.device), x.index_select(0, moves.sends[peer].to(x.device)))
+        elif len(index):
+            out.index_add_(0, index.to(x.device), next(parts))
     return out
 
 
@@ -311,10 +218,11 @@ class OrderedCall:
 
         convolution: of (1, channels, tokens), with zeros before the first token, and `taps` taps.
         """
-        program, order = self.order.halo(HaloPlan(self.plan, taps), x.device), self.order
-        with_halo = WithHalo.apply(x.transpose(1, 2).flatten(0, 1), program, order.channel, order.keep)
-        padded = with_halo.index_select(0, program.gather)
-        out = convolution(padded.t().unsqueeze(0)).squeeze(0).t().index_select(0, program.own)
+        moves, order = self.order.halo(HaloPlan(self.plan, taps), x.device), self.order
+        tokens = x.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+        padded = Reshard.apply(tokens, moves, order.channel, order.keep)
+        own = moves.receives[order.channel.rank][: tokens.shape[1]]
+        out = convolution(padded.transpose(1, 2)).squeeze(0).t().index_select(0, own)
         return out.unflatten(0, (self.plan.rows, -1)).transpose(1, 2)
 
     def scan(self, inputs: Sequence[Tensor], recurrence: Recurrence) -> Tensor:
@@ -336,7 +244,7 @@ class SequenceOrder(StepKeeper):
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
         self._mesh, self.axes, self.layout, self.channel = mesh, SpAxes.of(mesh), layout, GridChannel.of(mesh)
         # Calls repeat from layer to layer and, without documents, from step to step.
-        self.halo = lru_cache(maxsize=16)(HaloProgram.lower)
+        self.halo = lru_cache(maxsize=16)(lambda plan, device: plan.moves.to(device))
         self.states = lru_cache(maxsize=16)(ScanProgram.lower)
         self.moves = lru_cache(maxsize=16)(self._moves)
         self.windows = lru_cache(maxsize=16)(Windows.of)
@@ -357,11 +265,11 @@ class SequenceOrder(StepKeeper):
         ordered = self.axes.layout("contiguous" if kind in UNORDERED else kind, seq_len)
         return SpanPlan(ordered, documents, rows, self.channel.rank, parents)
 
-    def _moves(self, rows: int, layout: SequenceLayout) -> ReshardPlan | None:
+    def _moves(self, rows: int, layout: SequenceLayout) -> Moves | None:
         """Return how tokens reach the layout in which they are in order; None if they are."""
         if layout.kind not in UNORDERED or self.axes.ring == 1:
             return None
-        return ReshardPlan(layout, self.axes.layout("contiguous", layout.seq_len), self.channel.rank, rows)
+        return layout_moves(layout, self.axes.layout("contiguous", layout.seq_len), self.channel.rank, rows)
 
     def run(
         self,

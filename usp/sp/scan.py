@@ -159,11 +159,7 @@ def _buckets(segments: Sequence[Segment], device: torch.device) -> tuple[Bucket,
 
 
 def _hops(
-    plan: SpanPlan,
-    finals: tuple[int, ...],
-    passed: tuple[int, ...],
-    incoming: tuple[int, ...],
-    device: torch.device,
+    plan: SpanPlan, finals: tuple[int, ...], passed: tuple[int, ...], incoming: tuple[int, ...], device: torch.device
 ) -> tuple[Hop, ...]:
     final, factor, place = ({plan.own[at]: n for n, at in enumerate(part)} for part in (finals, passed, incoming))
     hops, begun = [], set()

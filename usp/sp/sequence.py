@@ -148,11 +148,7 @@ class StepKeeper:
 
 
 def shard_sequence(
-    x: Tensor,
-    mesh: ParallelMesh | DeviceMesh,
-    layout: str = "zigzag",
-    dim: int = 1,
-    cu_seqlens: Tensor | None = None,
+    x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", dim: int = 1, cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """Return this rank's shard of a global tensor that every sequence-parallel rank holds; no communication.
 

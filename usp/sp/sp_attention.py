@@ -245,13 +245,13 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         joint, of_joint = None, documents_of(joint_cu_seqlens, "joint_cu_seqlens")
         if joint_len:
             joint = Joint(joint_len, joint_queries, seq_len_k == 0, _is_front(joint_strategy), of_joint)
-        options = _hashable(cu_seqlens, prefix, prefix_tree, causal, None, _window(window), None, 0)
+        masked = _mask_of(cu_seqlens, prefix, prefix_tree, causal, None, _window(window), None, 0)
         of_keys = documents_of(cu_seqlens_k, "cu_seqlens_k")
-        spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *options)
+        spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *masked)
         if mask_mod is not None:
             spec = with_mask_mod(spec, mask_mod, batch, num_heads, seq_len, torch.device(self.axes.device_type))
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
-        plan = self._plan(spec, heads, batch, layout, key_layout)
+        plan = UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank, key_layout)
         sparse = indices, return_weights, index_block
         return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, *sparse)
 
@@ -294,54 +294,36 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     ) -> dict[str, Any]:
         """Check a call and count it; return its plan, its program, and the channels.
 
-        tensors: q, k, v, and the joint ones. options: those of `_spec`. rows: boundaries of the keys and of the joint
+        tensors: q, k, v, and the joint ones. options: of `_mask_of`. rows: boundaries of the keys and of the joint
         tokens. sparse: of indices, the shape of a query's and the keys of each; empty without.
         """
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
         lse_gradient = trained and torch.is_grad_enabled()
         others = None if sinks is None else sinks.shape, front, every, return_lse, lse_gradient, sparse, mask_mod
-        call = self._last_call((*rows, *options[:3]), shapes, *others, *options[3:])
+        call = self._last_call((*rows, *options[:3]), shapes, others, *options[3:])
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
         counts["trees"] += call[0].parents is not None
         plan, program = self.keep(("plan", *call), lambda: self._last_plan((), *call))
         return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
 
-    def _look_up(
-        self,
-        tensors: tuple[Tensor | None, ...],
-        shapes: tuple[Described | None, ...],
-        sinks: torch.Size | None,
-        front: bool,
-        every: int,
-        return_lse: bool,
-        lse_gradient: bool,
-        sparse: tuple[int, ...],
-        mask_mod: MaskMod | None,
-        *options: Any,
-    ) -> tuple[Any, ...]:
+    def _look_up(self, tensors: tuple[Tensor | None, ...], shapes: Any, others: Any, *options: Any) -> tuple[Any, ...]:
         of_keys, of_joint, cu_seqlens, prefix, prefix_tree = tensors
         rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
-        masked = mask_mod, *_hashable(cu_seqlens, prefix, prefix_tree, *options)
-        return self._described(shapes, sinks, *rows, front, every, return_lse, lse_gradient, sparse, *masked)
+        return self._described(shapes, others, *rows, *_mask_of(cu_seqlens, prefix, prefix_tree, *options))
 
     def _describe(
         self,
         shapes: tuple[Described | None, ...],
-        sinks: torch.Size | None,
+        others: tuple[torch.Size | None, bool, int, bool, bool, tuple[int, ...], MaskMod | None],
         key_documents: Rows,
         joint_documents: Rows,
-        front: bool,
-        every: int,
-        return_lse: bool,
-        lse_gradient: bool,
-        sparse: tuple[int, ...],
-        mask_mod: MaskMod | None,
-        documents: Rows,
-        *options: Any,
+        mask: AttentionSpec,
+        chunk: int,
     ) -> tuple[Any, ...]:
-        """Check a call and return the arguments of its `_prepare`. documents, options: those of `_spec`."""
+        """Check a call and return the arguments of its `_prepare`. mask, chunk: of `_mask_of`."""
+        sinks, front, every, return_lse, lse_gradient, sparse, mask_mod = others
         _check_tensors(shapes, sinks)
         assert shapes[0] is not None
         q, dtype, device = shapes[0]
@@ -353,7 +335,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents, every)
         elif every:
             raise ValueError(f"joint_every={every} is of joint keys: give joint_k and joint_v")
-        spec, *layouts = self._sequences(seq_len, key_len, key_documents, joint, documents, *options)
+        spec, *layouts = self._sequences(seq_len, key_len, key_documents, joint, mask, chunk)
         if mask_mod is not None:
             spec = with_mask_mod(spec, mask_mod, q[0], q[2], seq_len, device)
         by_head = spec.function is not None and spec.function.by_head
@@ -385,29 +367,18 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         key_len: int | None,
         key_documents: Rows,
         joint: Joint | None,
-        documents: Rows,
-        *options: Any,
+        mask: AttentionSpec,
+        chunk: int,
     ) -> tuple[AttentionSpec, SequenceLayout, SequenceLayout | None]:
         """Return the mask of a call, and the layouts of its queries and, for cross attention, of its keys.
 
-        key_len: None if the keys are of the queries' tokens, 0 if there are only joint ones. documents, options: those
-        of `_spec`.
+        key_len: None if the keys are of the queries' tokens, 0 if there are only joint ones. mask, chunk: `_mask_of`'s.
         """
         if key_len:
             key_documents = key_documents or ((0, key_len),)
-        spec = _spec(seq_len, documents, *options, key_documents=key_documents, joint=joint)
-        layout = self.axes.layout(self.layout, seq_len, documents)
+        spec = _in_chunks(replace(mask, key_documents=key_documents, joint=joint), seq_len, chunk)
+        layout = self.axes.layout(self.layout, seq_len, mask.documents)
         return spec, layout, self.axes.layout(self.layout, key_len, key_documents) if key_len else None
-
-    def _plan(
-        self,
-        spec: AttentionSpec,
-        heads: HeadPlan,
-        batch: int,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout | None,
-    ) -> UnifiedPlan:
-        return UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank, key_layout)
 
     def _prepare_uncached(
         self,
@@ -425,7 +396,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
         if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
             raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
-        plan = self._plan(spec, heads, batch, layout, key_layout)
+        plan = UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank, key_layout)
         kv_index = plan.heads.kv_index(plan.ulysses_rank)
         if sparse:
             return plan, self._prepare_sparse(plan, device, (head_dim, v_head_dim, dtype, sparse), kv_index)
@@ -576,8 +547,8 @@ def attend_backward(
     batch, tokens, num_heads, v_head_dim = dout.shape
     seq_len, q_size = tokens * layer.ranks, torch.Size((batch, tokens, num_heads, head_dim))
     heads = layer._heads(q_size, kv_heads, v_head_dim, dout.dtype, dout.device, True)
-    documents, *options = _hashable(cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
-    spec, layout = _spec(seq_len, documents, *options), layer.axes.layout(layer.layout, seq_len, documents)
+    mask, chunk = _mask_of(cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
+    spec, layout = _in_chunks(mask, seq_len, chunk), layer.axes.layout(layer.layout, seq_len, mask.documents)
     sizes = (heads, batch, head_dim, v_head_dim, dout.dtype, dout.device)
     plan, program = layer._prepare(spec, layout, None, *sizes, False)
     assert isinstance(program, RingProgram)
@@ -731,47 +702,29 @@ def _sparse(
     return *indices.shape[2:], block
 
 
-def _hashable(
+def _mask_of(
     cu_seqlens: Tensor | None,
     prefix: Tensor | None,
     prefix_tree: Tensor | None,
     causal: bool,
     scale: float | None,
     window: Sequence[int],
-    *rest: Any,
-) -> tuple[Any, ...]:
-    """Return the arguments of `_spec` after the first."""
-    return *_rows(cu_seqlens, prefix, prefix_tree), causal, scale, tuple(window), *rest
-
-
-def _rows(cu_seqlens: Tensor | None, prefix: Tensor | None, prefix_tree: Tensor | None) -> tuple[Rows, Rows, Rows]:
-    """Return the documents, prefixes and parents of `AttentionSpec`."""
-    named = (prefix, "prefix"), (prefix_tree, "prefix_tree")
-    prefixes, parents = (rows_of(x, name, "documents") for x, name in named)
-    return documents_of(cu_seqlens), prefixes, parents
-
-
-def _spec(
-    seq_len: int,
-    documents: Rows,
-    prefixes: Rows,
-    parents: Rows,
-    causal: bool,
-    scale: float | None,
-    window: tuple[int, int],
     softcap: float | None,
     chunk: int,
-    *,
-    key_documents: Rows = None,
-    joint: Joint | None = None,
-) -> AttentionSpec:
-    spec = AttentionSpec(causal, window, scale, softcap, documents, prefixes, parents, key_documents, joint)
+) -> tuple[AttentionSpec, int]:
+    """Return the mask of a sequence that attends to itself, without its chunks, and these."""
+    prefixes, parents = rows_of(prefix, "prefix", "documents"), rows_of(prefix_tree, "prefix_tree", "documents")
+    reach = (window[0], window[1])
+    return AttentionSpec(causal, reach, scale, softcap, documents_of(cu_seqlens), prefixes, parents), chunk
+
+
+def _in_chunks(spec: AttentionSpec, seq_len: int, chunk: int) -> AttentionSpec:
+    """Return a mask with its chunks of so many tokens, 0 for none: attention within chunks is that within documents."""
     if not chunk:
         return spec
-    if any(x is not None for x in (parents, key_documents, joint)):
+    if any(x is not None for x in (spec.parents, spec.key_documents, spec.joint)):
         raise ValueError("attention in chunks does not support prefix_tree, joint tokens and cross attention")
-    # Attention within chunks is attention within documents.
-    rows = documents or ((0, seq_len),)
+    rows = spec.documents or ((0, seq_len),)
     cut = [[at for a, b in pairwise(row) for at in range(a, b, chunk)] + [row[-1]] for row in rows]
     longest = max(map(len, cut))
     return replace(spec, documents=tuple(tuple(row + row[-1:] * (longest - len(row))) for row in cut))

@@ -18,6 +18,7 @@ Everything here is a pure function of the layout and the documents; every rank d
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -179,6 +180,24 @@ class SpanPlan:
         return tuple(messages[key] for key in sorted(messages))
 
 
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """What a rank sends where tokens move to any ranks. By rank of the grid, `sends` are indices of this rank's tokens,
+    and `receives` of those that it has afterwards. lengths: of its tokens, before and afterwards."""
+
+    sends: tuple[torch.Tensor, ...]
+    receives: tuple[torch.Tensor, ...]
+    lengths: tuple[int, int]
+
+    @property
+    def inverse(self) -> Moves:
+        return Moves(self.receives, self.sends, self.lengths[::-1])
+
+    def to(self, device: torch.device) -> Moves:
+        sends, receives = (tuple(x.to(device) for x in side) for side in (self.sends, self.receives))
+        return Moves(sends, receives, self.lengths)
+
+
 @dataclass(frozen=True)
 class HaloPlan:
     """The tokens that this rank's segments need from before their spans, for a causal convolution of `kernel` taps: an
@@ -205,45 +224,26 @@ class HaloPlan:
         return tuple(halo)
 
     @cached_property
-    def sends(self) -> dict[int, list[int]]:
-        """The indices of this rank's tokens that each other rank needs."""
-        indices: dict[int, list[int]] = {}
-        for destination, _, source, index in self.needs:
-            if source == self.spans.rank != destination:
-                indices.setdefault(destination, []).append(index)
-        return indices
-
-    @cached_property
-    def receives(self) -> dict[int, int]:
-        """How many tokens come from each other rank. They are concatenated in this order."""
-        counts: dict[int, int] = {}
-        for destination, _, source, _ in self.needs:
-            if destination == self.spans.rank != source:
-                counts[source] = counts.get(source, 0) + 1
-        return counts
-
-    def padded_index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which token stands where in the padded sequence, and where this rank's tokens stand in it.
-
-        The padded sequence holds `kernel - 1` tokens before each segment, so one convolution over all of it mixes no
-        two documents. Index 0 is a zero, 1, 2, ... are this rank's tokens, and the received ones follow.
-        """
-        plan, width = self.spans, self.kernel - 1
-        after = 1 + plan.rows * plan.layout.local_len
-        first, placed = {}, after
-        for source, count in self.receives.items():
-            first[source], placed = placed, placed + count
-        halos: dict[int, list[int]] = {}
-        for destination, number, source, index in self.needs:
-            if destination == plan.rank:
-                if source != plan.rank:
-                    index, first[source] = first[source] - 1, first[source] + 1
-                halos.setdefault(number, []).append(index + 1)
-        pieces, own, end = [], [], 0
+    def moves(self) -> Moves:
+        """The moves of this rank's tokens to the padded sequence, in which `kernel - 1` tokens precede each segment, so
+        that one convolution over all of it mixes no two documents; zeros precede a document. This rank's own tokens
+        come first among what it sends to itself, in their order."""
+        plan, width, end = self.spans, self.kernel - 1, 0
+        peers = range(plan.layout.ring * plan.layout.ulysses)
+        sends, receives = ([list[int]() for _ in peers] for _ in range(2))
+        missing = Counter(number for _, number, _, _ in self.needs)
+        places, own = dict[int, int](), []
         for number, segment in zip(plan.own, plan.segments, strict=True):
-            halo = halos.get(number, [])
-            pieces += [torch.tensor([0] * (width - len(halo)) + halo, dtype=torch.int64)]
-            pieces += [torch.arange(1 + segment.start, 1 + segment.start + segment.length)]
-            own.append(torch.arange(end + width, end + width + segment.length))
-            end += width + segment.length
-        return torch.cat(pieces), torch.cat(own)
+            places[number], end = end + width - missing[number], end + width + segment.length
+            own.append(torch.arange(end - segment.length, end))
+        for destination, number, source, index in self.needs:
+            if source == plan.rank:
+                sends[destination].append(index)
+            if destination == plan.rank:
+                receives[source].append(places[number])
+                places[number] += 1
+        sent, received = ([torch.tensor(each, dtype=torch.int64) for each in side] for side in (sends, receives))
+        tokens = plan.rows * plan.layout.local_len
+        sent[plan.rank] = torch.cat((torch.arange(tokens), sent[plan.rank]))
+        received[plan.rank] = torch.cat((*own, received[plan.rank]))
+        return Moves(tuple(sent), tuple(received), (tokens, end))

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
 from usp.config import CommonConfig, TrainConfig
 from usp.fields import shared_values
+from usp.hf import models
 from usp.hf.compressors import compressors
 from usp.hf.dropout import CurrentTokens, tell_tokens
 from usp.hf.expert_parallel import RouterBalance, apply_ep
@@ -30,15 +31,6 @@ from usp.hf.indexers import indexers, train_indexers
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora import Lora, apply_lora, initialise_adapters
 from usp.hf.mixers import sharded_mixers
-from usp.hf.models import (
-    ModelConfig,
-    aux_loss_coefficient,
-    empty_model,
-    is_scalar,
-    load_generation_config,
-    materialise,
-    model_facts,
-)
 from usp.hf.probe import structure
 from usp.hf.prune import prune_to_stage
 from usp.hf.routers import RouterBias, replay_choices
@@ -75,7 +67,7 @@ class EngineRecipe:
     The others are TrainConfig's fields of these names (kernel: attention_kernel).
     """
 
-    model: ModelConfig
+    model: models.ModelConfig
     dtype: torch.dtype
     zero: int | None
     optimizer: AdamW | None
@@ -104,7 +96,7 @@ class EngineRecipe:
     freeze_encoder: bool = False
 
     @staticmethod
-    def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
+    def of(config: TrainConfig, model: models.ModelConfig) -> EngineRecipe:
         """Return the recipe of a training run; `config` is resolved, and has no `auto` left."""
         lora, dtype = lora_of(config, model), getattr(torch, config.dtype)
         rule = partial(Muon, momentum=config.muon_momentum) if config.optimizer == "muon" else AdamW
@@ -113,7 +105,7 @@ class EngineRecipe:
             "dtype": dtype,
             "optimizer": rule(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
             "kernel": config.attention_kernel,
-            "balance": aux_loss_coefficient(model, config.router_aux_loss_coef),
+            "balance": models.aux_loss_coefficient(model, config.router_aux_loss_coef),
             "weights_dtype": dtype if lora else torch.float32,  # frozen weights need no float32 copy
             "lora": lora,
             "compile": "inductor" if config.compile else "",
@@ -133,7 +125,7 @@ def build_engine(
     stages = build_stages(recipe, mesh)
     for stage in stages:
         on_host = recipe.optim_offload and recipe.engine == "fsdp2"  # DeepSpeed moves what it offloads itself
-        materialise(stage, device, parameters=torch.device("cpu") if on_host else device)
+        models.materialise(stage, device, parameters=torch.device("cpu") if on_host else device)
         fill(stage)
     if recipe.engine == "fsdp2":
         return fsdp2_engine(stages, recipe, mesh)
@@ -180,7 +172,7 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
             recipe.model.hidden_size,
             recipe.dtype,
             token_parts=mesh.size("tp") if recipe.tp_sequence_parallel else 1,
-            num_experts=model_facts("", recipe.model).num_experts if recipe.balance else 0,
+            num_experts=models.model_facts("", recipe.model).num_experts if recipe.balance else 0,
         )
     gather = recipe.fp8 == "tensor"
     return Fsdp2Engine(
@@ -196,7 +188,7 @@ def moved_engine(engine: Fsdp2Engine, recipe: EngineRecipe, mesh: ParallelMesh, 
     """
     stages = build_stages(recipe, mesh)
     for stage, old in zip(stages, engine.stages, strict=True):
-        materialise(stage, device)
+        models.materialise(stage, device)
         for module in old.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves parameters unsharded
@@ -225,7 +217,7 @@ def resumed_weights(stage: CausalLMStage, source: str) -> None:
     """Fill what no checkpoint holds of a stage: buffers, and how a folder's model generates."""
     fill_buffers(stage.model)
     if source not in PRESETS:
-        generation_config = load_generation_config(Path(source).expanduser())
+        generation_config = models.load_generation_config(Path(source).expanduser())
         stage.model.generation_config = generation_config or stage.model.generation_config
 
 
@@ -235,8 +227,8 @@ def export_dtype(config: CommonConfig, computed: torch.dtype) -> torch.dtype:
 
 
 def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> CausalLMStage:
-    model = empty_model(recipe.model)
-    transform = UNCHANGED if is_scalar(recipe.model) else logit_transform(model)
+    model = models.empty_model(recipe.model)
+    transform = UNCHANGED if models.is_scalar(recipe.model) else logit_transform(model)
     layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
     first, last = index == 0, index == len(layers) - 1
     found = structure(type(model), model.config)

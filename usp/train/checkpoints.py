@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import DAMAGED, DamagedCheckpoint, latest, read_extra, set_aside, verify
+from parallel.groups import gather_objects
 from usp.config import CommonConfig, CurriculumStage, TrainConfig, by_stage
 from usp.fields import flag
 from usp.run.failures import ConfigurationError
@@ -415,8 +416,7 @@ def _check_shared(folder: Path, text: str) -> None:
     end = time.monotonic() + SEEN_SECONDS
     while not (seen := _reads(folder, text)) and time.monotonic() < end:
         time.sleep(0.1)
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, (seen, f"{folder.resolve()} on {socket.gethostname()}"))
+    places = gather_objects((seen, f"{folder.resolve()} on {socket.gethostname()}"))
     without = defaultdict(list)
     for rank, (seen, place) in enumerate(places):
         if not seen:

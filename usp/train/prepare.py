@@ -302,19 +302,13 @@ def _stages(
             else:
                 rows.append(StageRows(store, config.seq_len, config.seed, read[path], count))
             read[path] += count * config.seq_len
-        yield PreparedStage(
-            config,
-            stage.dims,
-            stage.first,
-            stage.last,
-            stage.sequences,
-            tuple(sources[path][1] for path in paths),
-            BatchStream(rows[0] if len(rows) == 1 else MixedRows(rows, weights), stage.sequences),
-            tuple(
-                HeldOut(name, (WholeRows if _is_whole(held, config) else PackedRows)(held, config.seq_len, None), left)
-                for name, (held, left) in held_out.items()
-            ),
+        left_out = tuple(sources[path][1] for path in paths)
+        batches = BatchStream(rows[0] if len(rows) == 1 else MixedRows(rows, weights), stage.sequences)
+        sets = tuple(
+            HeldOut(name, (WholeRows if _is_whole(held, config) else PackedRows)(held, config.seq_len, None), left)
+            for name, (held, left) in held_out.items()
         )
+        yield PreparedStage(**vars(stage) | {"config": config}, left_out=left_out, batches=batches, held_out=sets)
 
 
 def _is_whole(store: TokenStore, config: TrainConfig) -> bool:

@@ -13,18 +13,8 @@ from attention import OF_DOCUMENTS
 from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.fields import flag
+from usp.hf import models
 from usp.hf.images import bidirectional, sees_images
-from usp.hf.models import (
-    FAMILIES,
-    ModelConfig,
-    aux_loss_coefficient,
-    empty_model,
-    load_model_config,
-    model_facts,
-    with_context,
-    with_vocabulary,
-    without_dropout,
-)
 from usp.hf.shapes import shape_of
 from usp.model.facts import ModelFacts, ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
@@ -73,7 +63,7 @@ class Resolved:
     """
 
     config: TrainConfig
-    model_config: ModelConfig | None
+    model_config: models.ModelConfig | None
     facts: ModelFacts | None
     problems: tuple[str, ...]
     stages: tuple[ResolvedStage, ...] = ()
@@ -89,7 +79,7 @@ class Resolved:
         assert self.facts is not None and self.model_config is not None
         return shape_of(self.facts, self.model_config)
 
-    def valid(self, problems: Iterable[str] = ()) -> tuple[TrainConfig, ModelConfig, ModelFacts, ParallelDims]:
+    def valid(self, problems: Iterable[str] = ()) -> tuple[TrainConfig, models.ModelConfig, ModelFacts, ParallelDims]:
         """Return the configuration, its model's configuration and facts, and the degrees of the first stage. Raises
         ConfigurationError for `problems` and the problems found here, all of them in one message."""
         if problems := [*problems, *self.problems]:
@@ -101,7 +91,7 @@ class Resolved:
 def resolve(
     config: TrainConfig,
     world_size: int,
-    model_config: ModelConfig | None = None,
+    model_config: models.ModelConfig | None = None,
     weights: bool = True,
     ended: Sequence[int] = (),
     ids: int = 0,
@@ -125,7 +115,7 @@ def resolve(
         except (ValueError, OSError) as error:
             problems.append(str(error))
     if model_config is not None:
-        facts = model_facts(config.model, model_config)
+        facts = models.model_facts(config.model, model_config)
         problems += [*lora_problems(config, model_config), *image_problems(config, model_config)]
         problems += router_bias_problems(config, model_config)
     problems += violations(config, world_size, facts, len(ended))
@@ -151,7 +141,7 @@ def settled_lora(config: C) -> C:
     return replace(config, lora_alpha=2 * config.lora_rank) if config.lora_rank and not config.lora_alpha else config
 
 
-def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
+def lora_of(config: CommonConfig, model: models.ModelConfig) -> Lora | None:
     """Return the adapters that `config`, after `settled_lora`, trains on a model; None for all of its weights. Raises
     ValueError for targets that get no adapters, and for what the model does not support beside them."""
     if not config.lora_rank:
@@ -162,7 +152,7 @@ def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
     lora = Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
     if not isinstance(config, TrainConfig):
         return lora
-    if config.lora_dropout and sharded_mixers(empty_model(model)):
+    if config.lora_dropout and sharded_mixers(models.empty_model(model)):
         raise ValueError(
             f"lora_dropout={config.lora_dropout:g} is not supported for {model.model_type}, whose recurrent layers and "
             f"convolutions compute their tokens in another order: remove it"
@@ -177,7 +167,7 @@ def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
     return replace(lora, saved=saved, within=adapted_part(model), **options)
 
 
-def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
+def lora_problems(config: CommonConfig, model: models.ModelConfig) -> Iterator[str]:
     """Yield why a model cannot have the adapters of `config`."""
     if config.lora_rank > 0 and find_spec("peft") is None:
         yield "--lora-rank needs the package peft: pip install 'usp-toolkit[lora]'"
@@ -188,20 +178,20 @@ def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
         yield with_flags(str(error))
 
 
-def router_bias_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
+def router_bias_problems(config: TrainConfig, model: models.ModelConfig) -> Iterator[str]:
     """Yield why the bias of a model's routers cannot follow the experts' loads."""
     if not config.router_bias_update_rate:
         return
     from usp.hf.routers import bias_problem
 
     given = f"--router-bias-update-rate = {config.router_bias_update_rate:g}"
-    if problem := bias_problem(empty_model(model)):
+    if problem := bias_problem(models.empty_model(model)):
         yield f"{given} updates the bias of routers, and {config.model} has none: {problem}; remove it"
     if config.lora_rank:
         yield f"{given} changes the base under adapters, which are all that is saved: remove it, or --lora-rank"
 
 
-def image_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
+def image_problems(config: TrainConfig, model: models.ModelConfig) -> Iterator[str]:
     """Yield what a vision-language model cannot be trained with, and what needs one."""
     if not sees_images(model):
         if config.freeze_encoder:
@@ -232,7 +222,7 @@ def _float8_problems(resolved: Resolved, stage: ResolvedStage) -> Iterator[str]:
         yield from float8_problems(resolved.shape, resolved.model_config, stage.config.fp8, stage.dims.tp, shards)
 
 
-def trained_model(config: TrainConfig, weights: bool = True, ids: int = 0, images: bool = False) -> ModelConfig:
+def trained_model(config: TrainConfig, weights: bool = True, ids: int = 0, images: bool = False) -> models.ModelConfig:
     """Return the configuration of the model that `config` trains, with the context it is trained for.
 
     weights: as in `resolve`. ids: of its tokenizer with the tokens that are added; it gets rows for them. images: as in
@@ -241,19 +231,19 @@ def trained_model(config: TrainConfig, weights: bool = True, ids: int = 0, image
     Raises ValueError for a model that cannot be read, has no such context, or has dropout that is not disabled.
     """
     try:
-        model = load_model_config(config.model, weights=weights, images=images)
-        model = without_dropout(with_vocabulary(model, ids), config.disable_dropout)
+        model = models.load_model_config(config.model, weights=weights, images=images)
+        model = models.without_dropout(models.with_vocabulary(model, ids), config.disable_dropout)
         if config.rope_scaling not in ROPE_SCALINGS:  # one of the violations
             return model
         longest = max(stage.seq_len for stage in by_stage(config))
-        return with_context(model, longest, config.rope_scaling, pretrained=config.model not in PRESETS)
+        return models.with_context(model, longest, config.rope_scaling, pretrained=config.model not in PRESETS)
     except ValueError as error:
         raise ValueError(with_flags(str(error))) from error
 
 
 def job_of(
     config: TrainConfig,
-    model_config: ModelConfig,
+    model_config: models.ModelConfig,
     world_size: int,
     model: ModelShape | None = None,
     data: Data = ONE_DOCUMENT,
@@ -270,7 +260,7 @@ def job_of(
     resolved = resolve(config, world_size, model_config)
     _, model_config, _, _ = resolved.valid(refused)
     config, dims = resolved.largest.config, resolved.largest.dims
-    balance = aux_loss_coefficient(model_config, config.router_aux_loss_coef) != 0
+    balance = models.aux_loss_coefficient(model_config, config.router_aux_loss_coef) != 0
     model, approximate = model or resolved.shape, "; ".join(_approximations(config, model_config))
     job = Job(config, model, dims, balance, data=data, approximate=approximate)
     if lora := lora_of(config, model_config):  # frozen weights need no float32 copy
@@ -279,8 +269,8 @@ def job_of(
     return job
 
 
-def _approximations(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
-    if model.model_type not in FAMILIES:
+def _approximations(config: TrainConfig, model: models.ModelConfig) -> Iterator[str]:
+    if model.model_type not in models.FAMILIES:
         yield f"activations of model_type={model.model_type} are estimated from its matrices"
     if hasattr(model, "compress_rates"):
         yield "compressed keys, and what is sent for them, are left out"

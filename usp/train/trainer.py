@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor, peak_flops
+from parallel.groups import gather_objects
 from usp.data.batches import Batch, BatchReader, parse_mixture, parse_named
 from usp.data.cache import special_tokens_line
 from usp.data.chats import CLOSE, OPEN, excerpt
@@ -51,20 +52,8 @@ from usp.run.metrics import StepProfiler, StepRecord, count, parse_steps, peak_m
 from usp.run.output import LineFile
 from usp.run.watchdog import Watchdog
 
+from . import checkpoints
 from .build import EngineRecipe, build_engine, first_weights, moved_engine, resumed_weights
-from .checkpoints import (
-    ADAPTER,
-    BEST,
-    MODEL,
-    Start,
-    TrainingState,
-    find_start,
-    random_state,
-    restore_random_state,
-    resume_changes,
-    run_folder,
-    settled,
-)
 from .engines.fsdp2 import Fsdp2Engine
 from .loop import TrainingLoop
 from .prepare import PreparedRun, PreparedStage, prepare
@@ -97,16 +86,17 @@ def train(
         raise ConfigurationError(f"--sample-every = {config.sample_every} needs `sample`: use prepare_sampler")
     all_ready(launch)
 
-    def again(start: Start) -> PreparedRun:
-        ready = prepare(config, launch, start)
-        return replace(ready, reusable=prepared.reusable)
-
     with (
         process_group(launch, prepared.device, timeout),
         Watchdog(launch, timeout, error_file) as watchdog,
-        run_folder(prepared.start.folder, Path(config.model).name) as folder,
+        checkpoints.run_folder(prepared.start.folder, Path(config.model).name) as folder,
     ):
-        ready = settled(prepared, folder, lambda damaged: find_start(config, launch, damaged=damaged), again)
+        ready = checkpoints.settled(
+            prepared,
+            folder,
+            find=lambda damaged: checkpoints.find_start(config, launch, damaged=damaged),
+            prepare=lambda start: replace(prepare(config, launch, start), reusable=prepared.reusable),
+        )
         trainer = Trainer(ready, stop, watchdog, sample)
         outlast(timeout)
         trainer.run()
@@ -148,7 +138,7 @@ class Trainer(TrainingLoop):
         super().__init__(prepared.config, config.steps, folder, self.device.type, stop or StopRequest(), watchdog)
         self.lora, self.adapter_parameters = recipe.lora, 0
         if recipe.lora is not None:
-            self.result = ADAPTER
+            self.result = checkpoints.ADAPTER
             self.adapter_parameters = prepared.shape.adapter_parameters(recipe.lora.rank, recipe.lora.targets)
         self.schedule = LearningRate.of(config, config.steps, config.warmup_steps)
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
@@ -234,12 +224,12 @@ class Trainer(TrainingLoop):
         on one."""
         if self.images is None:
             return next(self.batches)
-        batch, failures = None, [""] * dist.get_world_size()
+        batch, failure = None, ""
         try:
-            batch, failure = next(self.batches), ""
+            batch = next(self.batches)
         except ValueError as error:
             failure = str(error)
-        dist.all_gather_object(failures, failure)
+        failures = gather_objects(failure)
         if batch is None or any(failures):
             raise ConfigurationError(f"{next(filter(None, failures))}; {self.keep_done()}")
         return batch
@@ -248,11 +238,11 @@ class Trainer(TrainingLoop):
         return self.engine.state()
 
     def extra(self) -> dict[str, Any]:
-        return TrainingState(
+        return checkpoints.TrainingState(
             step=self.done,
             tokens=self.tokens,
             stream=self.stage.batches.state_dict(),
-            random=random_state(self.device),
+            random=checkpoints.random_state(self.device),
             config=asdict(self.prepared.config),
             model=self.prepared.model_config.to_dict(),
             evaluations=self._evaluations.to_extra(),
@@ -262,12 +252,12 @@ class Trainer(TrainingLoop):
         if self.is_writer and self.ends_early():
             since = self._evaluations.since_best()
             print(f"early stopping: no lower loss on --eval-data in {since} evaluations, after step {self.done}")
-        for name in self._export(self.result, MODEL):
+        for name in self._export(self.result, checkpoints.MODEL):
             if self.is_writer:
                 print(f"{name}: {self.folder / name}", flush=True)
 
     def write_best(self) -> None:
-        self._export(BEST, f"{BEST}-{MODEL}")
+        self._export(checkpoints.BEST, f"{checkpoints.BEST}-{checkpoints.MODEL}")
 
     def evaluations(self) -> Evaluations | None:
         return self._evaluations if self.prepared.config.checkpoint_every else None
@@ -300,7 +290,7 @@ class Trainer(TrainingLoop):
         yield from self._stage_summary()
         yield f"learning rate: {config.learning_rate:g}, {self.schedule}"
         if self.prepared.saved is not None:
-            yield from (f"changed: {change}" for change in resume_changes(self.prepared.saved, config))
+            yield from (f"changed: {change}" for change in checkpoints.resume_changes(self.prepared.saved, config))
             yield f"resumed from: {self.prepared.start.checkpoint}"
 
     def _stage_summary(self) -> Iterator[str]:
@@ -441,10 +431,10 @@ class Trainer(TrainingLoop):
         parts = fsdp_traffic(self.job, dist.get_rank()).values() if self.job else ()
         self.fsdp_bytes = sum(each.nbytes for sent in parts for each in sent) if self.job else None
 
-    def _resume(self, saved: TrainingState) -> None:
+    def _resume(self, saved: checkpoints.TrainingState) -> None:
         assert self.prepared.start.checkpoint is not None
         self.restore(self.prepared.start.checkpoint)
-        restore_random_state(saved.random, self.device)
+        checkpoints.restore_random_state(saved.random, self.device)
         self.done, self.tokens = saved.step, saved.tokens
         self._evaluations.restore(saved.evaluations)
 
@@ -504,12 +494,11 @@ def _long_documents(path: str, source: WholeRows) -> Iterator[str]:
     """Say what becomes of documents that are longer than a row, if there are any."""
     if not source.long:
         return
-    of_all = (
-        f"{source.long} of {source.store.manifest.documents} documents are longer than --seq-len = {source.seq_len}"
-    )
-    if not source.store.manifest.masked:
+    held = source.store.manifest
+    of_all = f"{source.long} of {held.documents} documents are longer than --seq-len = {source.seq_len}"
+    if not held.masked:
         yield f"packing: {path}: {of_all}: they are cut into several"
         return
-    gone = source.store.manifest.tokens - source.tokens
+    gone = held.tokens - source.tokens
     empty = f"; {source.left_out} of them are left out, because no target is left" if source.left_out else ""
     yield f"packing: {path}: {of_all}: their ends are left out, {count(gone)} tokens{empty}"

@@ -68,9 +68,9 @@ def test_ids_and_targets_are_those_of_transformers(family: str, folders: tuple[P
     for messages, tools in chats(family):
         expected = transformers.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True)
         assert sum(expected["assistant_masks"]) > 3
-        ids, mask = marked.encode(Chat("here", messages, tools))
+        ids, mask, _ = marked.encode(Chat("here", messages, tools))
         assert ids.tolist() == expected["input_ids"] and mask.tolist() == expected["assistant_masks"]
-        ids, mask = plain.encode(Chat("here", messages, tools))
+        ids, mask, _ = plain.encode(Chat("here", messages, tools))
         if family == "phi":  # the token behind a chat ends the last message too, because nothing says otherwise
             assert mask[-1] and not expected["assistant_masks"][-1]
             mask[-2:] = False

@@ -217,7 +217,7 @@ def test_parts_of_text_are_one_text_for_a_template_without_parts(tmp_path: Path,
     )
     (tmp_path / "parts.jinja").write_text(template)
     taking = load_tokenizer(str(chatml), chat_template=str(tmp_path / "parts.jinja"))
-    ids, _ = taking.chats.encode(Chat("", listed))
+    ids, _, _ = taking.chats.encode(Chat("", listed))
     assert taking.show(ids).startswith("user:<text>What is <text>6 x 7?")
 
 

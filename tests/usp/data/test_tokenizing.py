@@ -40,7 +40,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usp.data.documents, "PIECE", 64)
     monkeypatch.setattr(usp.data.tokenizing, "BATCH_CHARACTERS", 300)
     monkeypatch.setattr(usp.data.store, "SUM_BYTES", 1000)
-    monkeypatch.setattr(usp.data.tokenizing, "SUM_BYTES", 1000)
 
 
 def content(folder: Path) -> dict[str, bytes]:

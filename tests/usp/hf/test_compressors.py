@@ -160,19 +160,15 @@ def test_indexers_choose_the_entries_that_they_choose_in_one_process(
         assert ranks.run(others_chosen, grid[0] * grid[1], grid, layout, cuts, expected) == [0] * grid[0] * grid[1]
 
 
-def without_neighbours(x: Tensor, sends: Any, receives: Any, length: int, channel: Any) -> Tensor:
-    """Exchange nothing of a window's tokens, which are wider than entries."""
-    kept = [index if peer == channel.rank or x.shape[1] <= 16 else index[:0] for peer, index in enumerate(receives)]
-    return EXCHANGE(x, sends, receives, length, channel).index_fill(
-        0, torch.cat([index[len(own) :] for index, own in zip(receives, kept, strict=True)]), 0.0
-    )
+def without_neighbours(x: Tensor, received: Any, moves: Any, channel: Any) -> Tensor:
+    """Take nothing of a window's tokens, which are wider than entries, from others."""
+    return PLACED(x, [part * (x.shape[1] <= 16) for part in received], moves, channel)
 
 
-def without_other_gradients(x: Tensor, sends: Any, receives: Any, length: int, channel: Any) -> Tensor:
+def without_other_gradients(x: Tensor, received: Any, moves: Any, channel: Any) -> Tensor:
     """Keep of what several ranks send only this rank's part."""
-    out = EXCHANGE(x, sends, receives, length, channel)
-    own = receives[channel.rank]
-    return out.index_copy(0, own, x[sends[channel.rank]])
+    out, rank = PLACED(x, received, moves, channel), channel.rank
+    return out.index_copy(0, moves.receives[rank], x[moves.sends[rank]])
 
 
 def one_later(*args: Any) -> Windows:
@@ -182,10 +178,10 @@ def one_later(*args: Any) -> Windows:
     return WINDOWS(layout, tuple(later), *rest)
 
 
-EXCHANGE, WINDOWS = in_order.exchange, Windows.of
+PLACED, WINDOWS = in_order._placed, Windows.of
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "edges": (in_order, "exchange", without_neighbours),
-    "gradients": (in_order, "exchange", without_other_gradients),
+    "edges": (in_order, "_placed", without_neighbours),
+    "gradients": (in_order, "_placed", without_other_gradients),
     "windows": (Windows, "of", staticmethod(one_later)),
     "seen": (module_of_compressors, "merge_parts", lambda outs, lses, sinks: outs[0]),
 }

@@ -173,7 +173,7 @@ def test_each_feature_goes_to_its_token(layout: str) -> None:
     number = torch.full((2, 24), -1)
     number[:, :23][is_image] = torch.arange(26)  # of each token's feature
     for rank, plan in enumerate(plans):
-        received = torch.full((plan.tokens,), -1)
+        received = torch.full((plan.lengths[1],), -1)
         for peer, places in enumerate(plan.receives):
             received[places] = encoded[peer][plans[peer].sends[rank]]
         wanted = number[:, whole.positions(*divmod(rank, 2))]

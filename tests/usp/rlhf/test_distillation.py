@@ -16,7 +16,7 @@ from parallel import ParallelMesh, ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_numerics import REWARD, alone, builder, given, weights_of
 from tests.usp.tiny import CONFIGS, SIZES, drawn_model
-from usp.rlhf.algorithms.distillation import OnPolicyDistillation
+from usp.rlhf.algorithms.critic_free import OnPolicyDistillation
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.graph import Generate, ModelCall

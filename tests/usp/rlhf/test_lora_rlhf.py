@@ -165,8 +165,8 @@ def run(
         moved.append((sum(e.sent for e in events), sum(e.minimum for e in events), wire["bytes"]))
         if result.samples is not None:
             told.append((result.metrics, {key: list(result.samples[key]) for key in shown}))
-    actor, models = trained.get("actor"), made._context.copies._models
-    filled = {copy for copy, _ in made._context.copies._reallocations}
+    actor, models = trained.get("actor"), made.copies._models
+    filled = {copy for copy, _ in made.copies._reallocations}
     copies = [model for copy, model in models.items() if copy in filled and copy.role == "actor"]
     held: list[Any] = [model.weights() for model in copies]
     assert not any(in_memory(weights) for weights in held), "released adapters are in memory"

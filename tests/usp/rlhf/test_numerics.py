@@ -22,8 +22,7 @@ from tests.usp.rlhf.roles.test_role_model import ADAM, config_of
 from tests.usp.tiny import CONFIGS, LEARNING_RATE, VOCAB
 from usp.hf.disk import persistent_buffers
 from usp.hf.lora import Lora
-from usp.rlhf.algorithms.critic_free import CISPO, GRPO, GSPO, ReMax
-from usp.rlhf.algorithms.distillation import OnPolicyDistillation
+from usp.rlhf.algorithms.critic_free import CISPO, GRPO, GSPO, OnPolicyDistillation, ReMax
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO
 from usp.rlhf.algorithms.registry import build_graph

@@ -72,7 +72,7 @@ def run(config: RlhfConfig) -> list[dict[str, float]]:
 
 
 def weights(trainer: RlhfTrainer, role: str) -> dict[str, Tensor]:
-    (model,) = [model for model in trainer.executor.of_role(role) if role == "ref" or model.trained]
+    (model,) = [model for model in trainer.executor.copies.of_role(role) if role == "ref" or model.trained]
     return {name: weight.detach().clone() for name, weight in model.weights().items()}
 
 

@@ -61,7 +61,7 @@ def run_switching(algorithm: str, plans: tuple[str, ...]) -> Result:
 
 
 def trained_weights(executor: Executor) -> dict[str, torch.Tensor]:
-    return weights_of({role: model for role, model in executor.trained.items() if isinstance(model, RoleModel)})
+    return weights_of({role: model for role, model in executor.copies.trained.items() if isinstance(model, RoleModel)})
 
 
 def run_ahead_switching(name: str) -> Result:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from usp.sp.spans import HaloPlan, SpanPlan
+from usp.sp.spans import HaloPlan, Moves, SpanPlan
 
 
 def state_bytes(plan: SpanPlan, row_bytes: int) -> tuple[int, int]:
@@ -18,4 +18,11 @@ def state_bytes(plan: SpanPlan, row_bytes: int) -> tuple[int, int]:
 
 def halo_bytes(plan: HaloPlan, token_bytes: int) -> tuple[int, int]:
     """Return those of one convolution over tokens of so many bytes."""
-    return sum(map(len, plan.sends.values())) * token_bytes, sum(plan.receives.values()) * token_bytes
+    return moved_bytes(plan.moves, plan.spans.rank, token_bytes)
+
+
+def moved_bytes(moves: Moves, rank: int, token_bytes: int) -> tuple[int, int]:
+    """Return those of tokens of so many bytes that move."""
+    sides = moves.sends, moves.receives
+    sent, received = (sum(len(index) for peer, index in enumerate(side) if peer != rank) for side in sides)
+    return sent * token_bytes, received * token_bytes

@@ -23,7 +23,7 @@ from tests.attention.strategies import specs, trees
 from tests.harness.ranks import RankPool
 from tests.usp.sp.planned_bytes import halo_bytes, state_bytes
 from usp import shard_sequence, unshard_sequence
-from usp.sp.in_order import OrderedCall, ReshardPlan, SequenceOrder
+from usp.sp.in_order import OrderedCall, SequenceOrder, layout_moves
 from usp.sp.scan import FromZero
 from usp.sp.spans import HaloPlan, SpanPlan, held_spans
 
@@ -225,7 +225,7 @@ def test_what_one_rank_sends_another_receives(ranked: list[SpanPlan]) -> None:
     for rank, halo in enumerate(halos):
         lengths = [segment.length for segment in ranked[rank].segments]
         assert sum(lengths) == rows * layout.local_len and min(lengths) > 0
-        assert halo.receives == {peer: len(h.sends[rank]) for peer, h in enumerate(halos) if rank in h.sends}
+        assert [*map(len, halo.moves.receives)] == [len(other.moves.sends[rank]) for other in halos]
     for planned in ([state_bytes(plan, 4) for plan in ranked], [halo_bytes(halo, 1) for halo in halos]):
         assert sum(forward for forward, _ in planned) == sum(backward for _, backward in planned)
     carried = sum(segment.before > 0 for plan in ranked for segment in plan.segments)
@@ -255,7 +255,7 @@ def test_resharding_moves_each_token_once(kind: str, documents: tuple[tuple[int,
         [torch.cat([each.positions(*divmod(rank, 2), row) + row * 24 for row in range(2)]) for rank in range(6)]
         for each in layouts
     ]
-    ranked = [ReshardPlan(*layouts, rank, rows=2) for rank in range(6)]
+    ranked = [layout_moves(*layouts, rank, rows=2) for rank in range(6)]
     for rank, plan in enumerate(ranked):
         placed = torch.full((8,), -1)
         for peer, sender in enumerate(ranked):

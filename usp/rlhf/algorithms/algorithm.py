@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
+from usp.fields import AtLeast1, Rule, parameter_violations
 from usp.rlhf.graph import Compute, DataflowGraph, Inference, ModelCall, Objective, TrainStep
 
 GIVEN = ("prompt_ids", "prompt_index", "tokens", "mask")  # keys that a step can begin with
-# inf disables the bound
-_MAY_BE_INFINITE = (
-    "eps_high",
-    "value_eps_clip",
-    "max_reward_clip",
-    "dual_clip",
-    "max_log_ratio",
-    "rollout_is_threshold",
-)
+Share = Annotated[float, Rule(lambda value: 0 <= value <= 1, "from 0 to 1")]
+Above0 = Annotated[float, Rule(lambda value: 0 < value < math.inf, "above 0")]
+NONZERO = Rule(lambda value: 0 < abs(value) < math.inf, "nonzero: rewards would all be equal")
+
+
+def above(bound: float, why: str) -> Rule:
+    """Return the rule of an option that is infinite, or above a bound, and why it must be."""
+    return Rule(lambda value: value > bound, f"above {bound:g}: {why}")
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of every algorithm. mini_batches, epochs: a step has mini_batches * epochs optimizer steps."""
 
-    mini_batches: int = 1
-    epochs: int = 1
+    mini_batches: AtLeast1 = 1
+    epochs: AtLeast1 = 1
 
     def violations(self) -> Iterator[str]:
         """Yield one message per invalid option."""
-        yield from finite(self)
-        yield from at_least(self, 1, "mini_batches", "epochs")
+        yield from parameter_violations(self)
 
     def drawn(self, prompts: int) -> int:
         """Return how many prompts are drawn for a step that trains on `prompts` of them."""
@@ -104,15 +103,6 @@ def train(
     """Return the train step of a role, which reads `more` than its objective does."""
     work = TrainStep(objective, options.mini_batches, options.epochs, stop_above)
     return ModelCall(f"{role}_train", role, work, ("tokens", *objective.keys, *more))
-
-
-def finite(options: Any) -> Iterator[str]:
-    """Yield a message for each nan option, and for each infinite one that is not an upper bound."""
-    for option in fields(options):
-        value = getattr(options, option.name)
-        allowed = value == math.inf and option.name in _MAY_BE_INFINITE
-        if isinstance(value, float) and not (math.isfinite(value) or allowed):
-            yield f"{option.name}={value} must be finite"
 
 
 def at_least(options: object, least: int, *names: str) -> Iterator[str]:

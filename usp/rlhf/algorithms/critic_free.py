@@ -1,5 +1,6 @@
 """Algorithms without a critic, by the baseline of a reward: the prompt's other responses (GRPO and its variants, RLOO),
-the step (REINFORCE++), or the greedy response (ReMax). Variants of GRPO are presets of its options, or clip otherwise.
+the step (REINFORCE++), or the greedy response (ReMax); and distillation, whose advantages are a teacher's. Variants of
+GRPO are presets of its options, or clip otherwise.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import get_args
 
 import torch
 from torch import Tensor
 
+from usp.fields import AtLeast1, NotNegative
 from usp.rlhf.graph import Generate, ModelCall, Reduce
 from usp.rlhf.samples import Samples
 
-from .algorithm import Algorithm, at_least, fraction, one_of
-from .objectives import Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator
+from .algorithm import Algorithm, Share, logprobs
+from .objectives import SAMPLED, Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator
 from .policy import SPARE, Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums, moments, per_sample, whitened
 from .rewards import RewardShape
@@ -25,6 +26,8 @@ from .rewards import RewardShape
 _EQUAL = 1e-6  # rewards closer than this are equal: a reward model's differ by rounding between layouts
 _GREEDY = "greedy_"  # prefix of the keys of the greedy responses
 _STD_EPSILON = 1e-4  # added to a group's standard deviation, so that such differences stay small
+TEACHER_KL = "teacher_kl"
+_TEACHER_LOGPROBS = "teacher_logprobs"
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class GRPO(PolicyOptions):
     kl_estimator: Estimator = "k3"
     scale_by_std: bool = True
     drop_equal_groups: bool = False
-    oversample: int = 1
+    oversample: AtLeast1 = 1
     overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
+    overlong_penalty: NotNegative = 1.0
 
     @property
     def kl_in_reward(self) -> bool:
@@ -70,11 +73,8 @@ class GRPO(PolicyOptions):
 
     def violations(self) -> Iterator[str]:
         yield from super().violations()
-        yield from at_least(self, 0, "overlong_penalty")
-        yield from at_least(self, 1, "oversample")
         if self.oversample > 1 and not self.drop_equal_groups:
             yield f"oversample={self.oversample} needs drop_equal_groups=True: all groups would be trained on"
-        yield from one_of(self, "kl_estimator", get_args(Estimator))
         longest = self.generate.max_new_tokens
         if not 0 <= self.overlong_buffer <= longest:
             yield f"overlong_buffer={self.overlong_buffer} must be from 0 to generate.max_new_tokens={longest}"
@@ -170,10 +170,8 @@ class GSPO(GRPO):
 
 @dataclass(frozen=True)
 class CISPO(GRPO):
-    """Options of CISPO (MiniMax-M1, arXiv 2506.13585): clipped weights of the gradient, see `ClippedWeights`.
-
-    As in the paper, there is no lower bound; the upper one is 5.
-    """
+    """Options of CISPO (MiniMax-M1, arXiv 2506.13585): clipped weights of the gradient, see `ClippedWeights`. As in the
+    paper, there is no lower bound; the upper one is 5."""
 
     objective_type = ClippedWeights
     mini_batches: int = 4
@@ -191,10 +189,8 @@ class CISPO(GRPO):
 
 @dataclass(frozen=True)
 class RLOO(PolicyOptions):
-    """Options of REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740).
-
-    The KL penalty, kl times the log-ratio of a whole response, is subtracted from its reward.
-    """
+    """Options of REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740). The KL penalty, kl times the log-ratio of
+    a whole response, is subtracted from its reward."""
 
     min_group_size = 2
     generate: Generate = field(default_factory=lambda: Generate(group_size=4))
@@ -207,11 +203,7 @@ class ReinforcePlusPlus(PolicyOptions):
     """Options of REINFORCE++ (Hu, arXiv 2501.03262): PPO's clipping and KL penalty, without a critic."""
 
     kl: float = 0.01
-    gamma: float = 1.0
-
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        yield from fraction(self, "gamma")
+    gamma: Share = 1.0
 
 
 @dataclass(frozen=True)
@@ -287,6 +279,51 @@ def _remax_calls(options: ReMax) -> tuple[ModelCall, ...]:
     return policy_calls(options, partial(remax_advantages, options), between=between, inputs=inputs)
 
 
+@dataclass(frozen=True)
+class OnPolicyDistillation(PolicyOptions):
+    """Options of on-policy distillation: the policy's own responses, with every token scored by a teacher.
+
+    The advantage of a token is log teacher - log policy, so its expected gradient is that of the reverse KL divergence
+    KL(policy || teacher) of the token, given the text before it (GKD: Agarwal et al., arXiv 2306.13649, section 3.2; as
+    an advantage: Lu et al., "On-Policy Distillation", Thinking Machines Lab, 2025). Rewards are metrics alone. The
+    teacher is the reference: there is no other one, so `kl` is 0.
+    """
+
+    kl: float = 0.0
+
+    @property
+    def policy_key(self) -> str:
+        """Return the key of the policy's log-probabilities: as the loss has them, else those at sampling."""
+        return self.old_key or SAMPLED
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        if self.kl:
+            yield f"kl={self.kl}: the teacher is the reference of a distillation, use 0"
+        if self.shape() != RewardShape():
+            yield "reward_bias, reward_scaling, max_reward_clip and zero_unfinished have no effect: remove them"
+
+
+def distillation_advantages(options: OnPolicyDistillation, samples: Samples, reduce: Reduce) -> Samples:
+    """Return log teacher - log policy of every token. Also `teacher_kl`: its negative mean over a response, which
+    estimates the reverse KL divergence per token; nan for samples that are dropped or have no tokens."""
+    batch = Batch.of(samples, options)
+    advantages_NR = batch.responses.rows(samples[_TEACHER_LOGPROBS]) - batch.responses.rows(samples[options.policy_key])
+    lengths_N = batch.responses.lengths_N
+    kl_N = (-advantages_NR.sum(1) / lengths_N.clamp(min=1)).where(lengths_N > 0, math.nan)
+    return Samples(samples.ids, batch.result(advantages_NR, reduce) | {TEACHER_KL: per_sample(kl_N)})
+
+
+def _distillation_calls(options: OnPolicyDistillation) -> tuple[ModelCall, ...]:
+    return policy_calls(
+        options,
+        partial(distillation_advantages, options),
+        between=(logprobs("teacher", _TEACHER_LOGPROBS, options.generate.temperature),),
+        inputs=(_TEACHER_LOGPROBS, options.policy_key),
+        scalars=(TEACHER_KL,),
+    )
+
+
 CRITIC_FREE: Mapping[str, Algorithm] = {
     "grpo": grpo_algorithm(GRPO),
     "dr_grpo": grpo_algorithm(DrGRPO),
@@ -300,4 +337,5 @@ CRITIC_FREE: Mapping[str, Algorithm] = {
         lambda o: policy_calls(o, partial(reinforce_plus_plus_baseline_advantages, o), grouped=True),
     ),
     "remax": Algorithm(ReMax, _remax_calls),
+    "distillation": Algorithm(OnPolicyDistillation, _distillation_calls, learning_rate=1e-3, scores=False),
 }

@@ -198,12 +198,11 @@ class ClippedPolicy(Objective):
         truncated_BS = free_BS.clamp(max=self.rollout_is_threshold)
         rollout_is_BS = truncated_BS if bound == "truncate" else truncated_BS.where(~far_BS, 0)
         counted_BS = free_BS.where(tokens.token_weights_BS != 0, 0)
+        changed = "truncated" if bound == "truncate" else "masked"
         return rollout_is_BS, {
             IS_MEAN: tokens.mean(rollout_is_BS),
             IS_SQUARE: tokens.mean(rollout_is_BS.square()),
-            f"rollout_is_{'truncated' if bound == 'truncate' else 'masked'}_fraction": tokens.mean(
-                far_BS.to(log_BS.dtype)
-            ),
+            f"rollout_is_{changed}_fraction": tokens.mean(far_BS.to(log_BS.dtype)),
             "rollout_is_max": counted_BS.amax() if counted_BS.numel() else log_BS.new_zeros(()),
         }
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from usp.fields import shared_values
+from usp.fields import NotNegative, Rule, parameter_violations, shared_values
 from usp.rlhf.graph import ROUTED, Compute, Generate, Inference, ModelCall, Reduce, generated_keys
 from usp.rlhf.samples import Samples
 
-from .algorithm import Options, at_least, finite, fraction, logprobs, one_of, train
+from .algorithm import NONZERO, Options, Share, above, at_least, logprobs, train
 from .objectives import SAMPLED, Aggregation, ClippedPolicy, RolloutIS, Weighting
 from .response_rows import Responses, discounted_sums, per_sample, scalars
 from .rewards import RewardShape, ScoreWith
@@ -63,21 +63,21 @@ class PolicyOptions(Options):
     generate: Generate = field(default_factory=Generate)
     reward: ScoreWith | None = None
     reward_bias: float = 0.0
-    reward_scaling: float = 1.0
-    max_reward_clip: float = math.inf
+    reward_scaling: Annotated[float, NONZERO] = 1.0
+    max_reward_clip: Annotated[float, above(0, "rewards would all be 0")] = math.inf
     zero_unfinished: bool = False
-    kl: float = 0.1
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-    dual_clip: float = 3.0
-    max_log_ratio: float = 20.0
-    entropy_bonus: float = 0.0
+    kl: NotNegative = 0.1
+    eps_low: Annotated[float, Rule(lambda x: 0 <= x <= 1, "at most 1, which is no lower bound, and at least 0")] = 0.2
+    eps_high: Annotated[float, Rule(lambda x: x >= 0, "at least 0")] = 0.2
+    dual_clip: Annotated[float, above(1, "it bounds ratios that are; inf disables it")] = 3.0
+    max_log_ratio: Annotated[float, above(0, "policies could not differ; inf disables it")] = 20.0
+    entropy_bonus: NotNegative = 0.0
     aggregation: Aggregation = "token_mean"
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
-    rollout_is: Literal["auto"] | RolloutIS = "auto"
-    rollout_is_threshold: float = 2.0
-    max_importance_ratio: float = 5.0
-    turn_discount: float = 0.0
+    rollout_is: Literal["auto", RolloutIS] = "auto"
+    rollout_is_threshold: Annotated[float, above(0, "nothing would be trained on")] = 2.0
+    max_importance_ratio: NotNegative = 5.0
+    turn_discount: Share = 0.0
     staleness: int = 0
 
     @property
@@ -118,20 +118,13 @@ class PolicyOptions(Options):
 
     def violations(self) -> Iterator[str]:
         yield from super().violations()
-        yield from finite(self.generate)
-        yield from at_least(self, 0, "kl", "eps_low", "eps_high", "entropy_bonus", "max_importance_ratio")
+        yield from parameter_violations(self.generate)
         yield from at_least(self.generate, 1, "max_new_tokens")
         yield from at_least(self.generate, self.min_group_size, "group_size")
-        yield from one_of(self, "aggregation", get_args(Aggregation))
-        yield from one_of(self, "old_logprobs", ("auto", "recompute", "rollout"))
-        yield from one_of(self, "rollout_is", ("auto", *get_args(RolloutIS)))
         if self.rollout_is not in ("auto", "none") and self.old_logprobs == "rollout":
             yield f"rollout_is={self.rollout_is} has no effect with old_logprobs=rollout, whose ratio is all: remove it"
-        if not self.rollout_is_threshold > 0:
-            yield f"rollout_is_threshold={self.rollout_is_threshold} must be above 0: nothing would be trained on"
         if self.rollout_is_threshold != PolicyOptions.rollout_is_threshold and self.correction == "none":
             yield f"rollout_is_threshold={self.rollout_is_threshold} has no effect without rollout_is: remove it"
-        yield from fraction(self, "turn_discount")
         if self.turn_discount and not self.by_turns:
             yield f"turn_discount={self.turn_discount}: this algorithm has no returns of turns, GRPO and PPO do: remove"
         if self.turn_discount and self.generate.episodes is None:
@@ -141,16 +134,6 @@ class PolicyOptions(Options):
             yield f"turn_discount={self.turn_discount} takes rewards of turns as they are, but for their scaling"
         if not self.generate.temperature > 0:
             yield f"temperature={self.generate.temperature} must be above 0: greedy responses are not policy samples"
-        if self.eps_low > 1:
-            yield f"eps_low={self.eps_low} must be at most 1, which is no lower bound: ratios are positive"
-        if not self.dual_clip > 1:
-            yield f"dual_clip={self.dual_clip} must be above 1: it bounds ratios that are; inf disables it"
-        if not self.max_log_ratio > 0:
-            yield f"max_log_ratio={self.max_log_ratio} must be above 0: policies could not differ; inf disables it"
-        if not self.max_reward_clip > 0:
-            yield f"max_reward_clip={self.max_reward_clip} must be above 0: rewards would all be 0"
-        if not self.reward_scaling:
-            yield f"reward_scaling={self.reward_scaling} must not be 0: rewards would all be equal"
         if self.zero_unfinished and not (self.generate.stop_ids or self.generate.stop_strings):
             yield "zero_unfinished=True needs generate.stop_ids or stop_strings: otherwise every reward is 0"
 
@@ -301,10 +284,8 @@ class Batch:
         return result
 
     def group_distances(self, rewards_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distance of each reward from the mean of its prompt's, (P, G), and how many these are, (P,).
-
-        P prompts with G responses each. Samples that are dropped have distance 0 and do not count.
-        """
+        """Return the distance of each reward from the mean of its prompt's, (P, G), and how many these are, (P,). P
+        prompts with G responses each. Samples that are dropped have distance 0 and do not count."""
         size = self.options.generate.group_size
         shape = (len(rewards_N) // size, size)
         rewards_PG, kept_PG = rewards_N.view(shape), self.kept_N.view(shape)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from usp.fields import AtLeast1, Fraction, NotNegative
 from usp.rlhf.graph import Inference, ModelCall, Reduce
 from usp.rlhf.samples import Samples
 
-from .algorithm import Algorithm, at_least, fraction, one_of, train
+from .algorithm import Above0, Algorithm, Share, above, train
 from .objectives import ClippedValue
 from .policy import Batch, PolicyOptions, policy_calls
 from .response_rows import EPSILON, SUMS, RunningMoments, discounted_sums, moments, per_sample, scalars, whitened
@@ -43,31 +44,21 @@ class PPO(PolicyOptions):
 
     by_turns = True
     mini_batches: int = 4
-    gamma: float = 1.0
-    lam: float = 1.0
-    value_eps_clip: float = 0.2
+    gamma: Share = 1.0
+    lam: Share = 1.0
+    value_eps_clip: Annotated[float, above(0, "the critic could not change")] = 0.2
     normalise_rewards: bool = False
     normalise_advantages: bool = True
-    kl_target: float = 0.0
-    kl_horizon: int = 10_000
+    kl_target: NotNegative = 0.0
+    kl_horizon: AtLeast1 = 10_000
     value_norm: Literal["exp", "mean", "none"] = "exp"
-    value_norm_beta: float = 0.99995
-    value_norm_eps: float = 1e-5
+    value_norm_beta: Fraction = 0.99995
+    value_norm_eps: Above0 = 1e-5
 
     def violations(self) -> Iterator[str]:
         yield from super().violations()
-        yield from fraction(self, "gamma", "lam")
-        yield from at_least(self, 0, "kl_target")
-        yield from at_least(self, 1, "kl_horizon")
-        yield from one_of(self, "value_norm", ("exp", "mean", "none"))
-        if not self.value_eps_clip > 0:
-            yield f"value_eps_clip={self.value_eps_clip} must be above 0: the critic could not change"
         if self.kl_target and not self.kl:
             yield f"kl_target={self.kl_target} needs kl above 0, the initial weight"
-        if not 0 <= self.value_norm_beta < 1:
-            yield f"value_norm_beta={self.value_norm_beta} must be at least 0 and below 1"
-        if not self.value_norm_eps > 0:
-            yield f"value_norm_eps={self.value_norm_eps} must be above 0: it bounds a divisor"
         if self.turn_discount and self.normalise_rewards:
             yield "normalise_rewards is of whole responses, and turn_discount has rewards of turns: remove one"
         if self.aggregation != "token_mean":
@@ -75,17 +66,12 @@ class PPO(PolicyOptions):
 
     def step_violations(self, samples: int) -> Iterator[str]:
         if self.kl_target and self.kl_horizon <= MAX_KL_ERROR * samples:
-            yield (
-                f"kl_horizon={self.kl_horizon} must be above {MAX_KL_ERROR:g} times the {samples} samples of a step: "
-                f"otherwise the weight of the KL penalty could fall to 0 or below in one step"
-            )
+            yield f"kl_horizon={self.kl_horizon} must be above {MAX_KL_ERROR:g} times the {samples} samples of a step"
 
 
 def next_kl(options: PPO, weight: float, kl: float, samples: int) -> float:
-    """Adapt the weight of the KL penalty to a step of `samples` responses with mean divergence `kl`.
-
-    Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2.
-    """
+    """Adapt the weight of the KL penalty to a step of `samples` responses with mean divergence `kl`. Ziegler et al.,
+    "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2."""
     if not options.kl_target:
         return weight
     error = min(max(kl / options.kl_target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)

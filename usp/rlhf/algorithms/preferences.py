@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from usp.fields import Rule
 from usp.presets import PRETRAINED_RATE
 from usp.rlhf.graph import Compute, ModelCall, Objective, Reduce, Sequences
 from usp.rlhf.samples import Samples
 
-from .algorithm import Algorithm, Options, logprobs, train
+from .algorithm import Above0, Algorithm, Options, logprobs, train
 from .objectives import Metrics, NextToken, Weighting, mini_batch_numbers
 
 
@@ -23,15 +24,8 @@ from .objectives import Metrics, NextToken, Weighting, mini_batch_numbers
 class DPO(Options):
     """Options of direct preference optimization, see `DirectPreference`."""
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        if not self.beta > 0:
-            yield f"beta={self.beta} must be above 0"
-        if not 0 <= self.label_smoothing < 0.5:
-            yield f"label_smoothing={self.label_smoothing} must be at least 0 and below 0.5"
+    beta: Above0 = 0.1
+    label_smoothing: Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")] = 0.0
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,15 @@ from usp.run.failures import load_from_file
 
 from .algorithm import Algorithm, Options
 from .critic_free import CRITIC_FREE
-from .distillation import DISTILLATION
 from .ppo import PPO_ALGORITHM
 from .preferences import GIVEN_RESPONSES
 
-ALGORITHMS: Mapping[str, Algorithm] = {
-    **GIVEN_RESPONSES,
-    "ppo": PPO_ALGORITHM,
-    **CRITIC_FREE,
-    "distillation": DISTILLATION,
-}
+ALGORITHMS: Mapping[str, Algorithm] = {**GIVEN_RESPONSES, "ppo": PPO_ALGORITHM, **CRITIC_FREE}
 
 
 def with_outside(name: str, algorithms: Mapping[str, Algorithm]) -> Mapping[str, Algorithm]:
-    """Add the algorithm that `name` names, if it is PATH.py:NAME and not among them.
-
-    Raises ValueError for a file that cannot be imported, or has no algorithm of that name.
-    """
+    """Add the algorithm that `name` names, if it is PATH.py:NAME and not among them. Raises ValueError for a file that
+    cannot be imported, or has no algorithm of that name."""
     if name in algorithms or ".py:" not in name:
         return algorithms
     algorithm = load_from_file(name, "algorithm")

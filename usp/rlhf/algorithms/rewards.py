@@ -27,11 +27,8 @@ _Tried = tuple[Tensor, str, str]  # a score; or why there is none, and the trace
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """Return the ready function of a name, or the function that PATH.py:NAME names.
-
-    Raises ValueError for another name, a file that cannot be imported, a missing function or package, or a machine that
-    lacks what the function needs.
-    """
+    """Return the ready function of a name, or the function that PATH.py:NAME names. Raises ValueError for another name,
+    a file that cannot be imported, a missing function or package, or a machine that lacks what the function needs."""
     if name.partition("=")[0] in READY_REWARDS:
         function = from_spec(name, READY_REWARDS)
         getattr(function, "check", lambda: None)()

@@ -1,23 +1,37 @@
-"""Episodes of several turns: their settings, and the processes of their environments on the rank that asks them."""
+"""Episodes of several turns: their settings, and the processes of their environments on the rank that asks them.
+
+A process is this file as a script, `python episodes.py NAME SETTINGS`: a JSON line for every turn in, one with the
+answer out. It imports nothing but the standard library and the user's file, or what is ready, so that it starts fast.
+What the environment prints goes to standard error."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[3])  # instead of this folder, whose files are no modules of the user's
+
+from usp.rlhf.environments.ready_rewards import READY_REWARDS, REWARD, Scored, from_spec
+from usp.rlhf.environments.sandbox import PDEATHSIG, call
+from usp.rlhf.environments.tools import NAME as TOOLS
+from usp.rlhf.environments.tools import Toolbox, ToolEnvironment
+
 Observation = str | list[dict[str, Any]]
 LONGEST = 1 << 24  # bytes of an answer
-WORKER = Path(__file__).with_name("worker.py")
 
 
 class Environment(Protocol):
@@ -62,7 +76,7 @@ class Processes:
     is started before it is asked.
 
     Args:
-        environment: PATH.py:NAME of a class with the methods of `Environment`, or a ready one (`worker.make`) with its
+        environment: PATH.py:NAME of a class with the methods of `Environment`, or a ready one (`make`) with its
             settings. timeout: seconds of a step.
     """
 
@@ -135,7 +149,7 @@ class Processes:
         self._selector.close()
 
     def _start(self) -> _Process:
-        command = [sys.executable, str(WORKER), self._environment, self._settings]
+        command = [sys.executable, __file__, self._environment, self._settings]
         pipe = subprocess.PIPE
         process = _Process(subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True))
         assert process.popen.stdout is not None
@@ -220,3 +234,68 @@ def ids_between(encode: Callable[[str], Iterable[int]], chats: Any, observation:
         raise ValueError("it answered with messages, and the tokenizer has no chat template: answer with text")
     ids = chats.between(observation).tolist()
     return ids[1:] if ids[:1] == [last] else ids
+
+
+# In the process of an environment
+
+
+def make(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
+    """Return what makes the environment of an episode: the class that PATH.py:NAME names, or a ready one."""
+    if name not in (TOOLS, REWARD):
+        return load(name)
+    reward = settings["reward"]
+    score = from_spec(reward, READY_REWARDS) if reward.partition("=")[0] in READY_REWARDS else load(reward)
+    if name == REWARD:
+        return lambda: Scored(score)
+    toolbox = Toolbox(settings["tools"])
+    return lambda: ToolEnvironment(toolbox, score, settings["chat"])
+
+
+def load(name: str) -> Any:
+    """Return what PATH.py:NAME names."""
+    path, _, of_class = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("environment", Path(path).expanduser())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up annotations there
+    spec.loader.exec_module(module)
+    return getattr(module, of_class)
+
+
+def checked(returned: Any) -> dict[str, Any]:
+    """Return what a step returned as JSON values; raise ValueError for anything but (observation, reward, done)."""
+    if not (isinstance(returned, tuple) and len(returned) == 3):
+        raise ValueError(f"step returned {returned!r:.200}, expected (observation, reward, done)")
+    observation, reward, done = returned
+    messages = isinstance(observation, list) and all(isinstance(each, dict) and "role" in each for each in observation)
+    if not (isinstance(observation, str) or messages or (observation is None and done)):
+        raise ValueError(f"the observation {observation!r:.200} must be text, or a list of messages")
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ValueError(f"the reward {reward!r:.200} must be a finite number")
+    return {"observation": observation, "reward": float(reward), "done": bool(done)}
+
+
+def main() -> None:
+    """Answer until there are no more lines. A line with a sample begins an episode."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if sys.platform == "linux":
+        call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # with the rank, also in the middle of a step
+    kind: Any = None
+    environment: Any = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if "sample" in asked:
+                kind = kind or make(sys.argv[1], json.loads(sys.argv[2]))
+                environment = kind()
+                environment.reset(asked["sample"])
+            answer = checked(environment.step(asked["turn"]))
+        except (Exception, SystemExit) as error:
+            answer = {"error": f"it raised {type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

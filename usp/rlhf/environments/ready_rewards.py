@@ -37,9 +37,7 @@ End with a line that holds nothing but a number, from 0 (wrong) to 1 (right)."""
 
 def from_spec(spec: str, kinds: Mapping[str, Callable[..., Any]]) -> Any:
     """Return what `NAME`, `NAME=VALUE` or `NAME={"option": value, ...}` names among `kinds`; VALUE is its first option.
-
-    Raises ValueError for another name, or for options that it does not take.
-    """
+    Raises ValueError for another name, or for options that it does not take."""
     name, equals, value = spec.partition("=")
     if name not in kinds:
         raise ValueError(f"{spec}: {name} must be one of {', '.join(kinds)}")

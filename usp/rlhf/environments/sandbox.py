@@ -151,9 +151,7 @@ def needed_paths(python: str, prefixes: Iterable[str]) -> list[str]:
 
 def isolate(root: str, paths: Iterable[str], limits: Limits, owner: int) -> None:
     """Enter namespaces whose root, built at `root`, holds only `paths` and an empty folder of an owner (0: oneself).
-
-    Raises OSError where that is not allowed. The next child is in the PID namespace.
-    """
+    Raises OSError where that is not allowed. The next child is in the PID namespace."""
     uid, gid, new = os.geteuid(), os.getegid(), NEWNS | NEWIPC | NEWPID | NEWNET
     call("unshare", new if owner else new | NEWUSER)
     if not owner:

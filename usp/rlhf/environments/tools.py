@@ -166,12 +166,13 @@ class Search:
 
     def best(self, query: str) -> list[str]:
         """Return the passages with the highest scores above 0."""
-        scores, mean = dict[int, float](), sum(self._lengths) / max(1, len(self._lengths))
+        lengths, index = self._index
+        scores, mean = dict[int, float](), sum(lengths) / max(1, len(lengths))
         for word in WORD.findall(query.lower()):
-            holders = self._index.get(word, {})
-            rarity = math.log(1 + (len(self._lengths) - len(holders) + 0.5) / (len(holders) + 0.5))
+            holders = index.get(word, {})
+            rarity = math.log(1 + (len(lengths) - len(holders) + 0.5) / (len(holders) + 0.5))
             for number, count in holders.items():
-                weight = count * 2.2 / (count + 1.2 * (0.25 + 0.75 * self._lengths[number] / mean))
+                weight = count * 2.2 / (count + 1.2 * (0.25 + 0.75 * lengths[number] / mean))
                 scores[number] = scores.get(number, 0.0) + rarity * weight
         ordered = sorted(scores, key=lambda number: (-scores[number], number))
         return [self._passages[number] for number in ordered[: self.results]]
@@ -188,20 +189,14 @@ class Search:
         return [text.strip() for text in texts if text.strip()]
 
     @cached_property
-    def _counts(self) -> list[Counter[str]]:
-        return [Counter(WORD.findall(text.lower())) for text in self._passages]
-
-    @cached_property
-    def _lengths(self) -> list[int]:
-        return [count.total() for count in self._counts]
-
-    @cached_property
-    def _index(self) -> dict[str, dict[int, int]]:
-        index: dict[str, dict[int, int]] = {}
-        for number, counts in enumerate(self._counts):
+    def _index(self) -> tuple[list[int], dict[str, dict[int, int]]]:
+        """The words in each passage, and how often each passage with a word has it."""
+        lengths, index = list[int](), dict[str, dict[int, int]]()
+        for number, counts in enumerate(Counter(WORD.findall(text.lower())) for text in self._passages):
+            lengths.append(counts.total())
             for word, count in counts.items():
                 index.setdefault(word, {})[number] = count
-        return index
+        return lengths, index
 
 
 @dataclass
@@ -301,12 +296,7 @@ class Mcp:
                     return message["result"]
 
 
-TOOLS: Mapping[str, Callable[..., Tool]] = {
-    "python": Python,
-    "calculator": Calculator,
-    "search": Search,
-    "mcp": Mcp,
-}
+TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "calculator": Calculator, "search": Search, "mcp": Mcp}
 
 
 def calls_of(turn: str) -> list[tuple[str, dict[str, Any]] | str]:

@@ -155,24 +155,19 @@ def stop_problems(work: Generate, encode: Callable[[str], Iterable[int]], decode
 class GeneratedResponse:
     """One generated response.
 
-    Attributes:
-        tokens: int64, on the CPU.
-        logprobs: float32, of each token at the temperature (1 where it is 0), before top-k and top-p.
-        finished: whether it ends with a stop id, or the token that completes a stop string.
-        turns: int64, of each token, the turn of the policy that wrote it, from 1; 0 for an environment's. None if it
-            wrote all. score: of an episode. rewards: of its turns.
-        complete: False if generation stopped before its end.
-        routed: int16, the experts that the tokens of prompt and response chose, (tokens, `Generate.routed`).
+    routed: the experts that the tokens of prompt and response chose, (tokens, `Generate.routed`). versions: of partial
+    rollouts, those of the weights that wrote each token.
     """
 
-    tokens: Tensor
-    logprobs: Tensor
-    finished: bool
-    turns: Tensor | None = None
-    score: float = 0.0
-    rewards: Sequence[float] = ()
-    complete: bool = True
+    tokens: Tensor  # int64, on the CPU
+    logprobs: Tensor  # float32, of each token at the temperature (1 where it is 0), before top-k and top-p
+    finished: bool  # whether it ends with a stop id, or the token that completes a stop string
+    turns: Tensor | None = None  # int64, the turn that wrote each token, from 1; 0: an environment's; None: all are 1
+    score: float = 0.0  # of an episode
+    rewards: Sequence[float] = ()  # of its turns
+    complete: bool = True  # False if generation stopped before its end
     routed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int16))
+    versions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 @dataclass(eq=False)
@@ -246,17 +241,12 @@ class Rollout:
 
 @dataclass(frozen=True)
 class PrefillGroup:
-    """Sequences to prefill in one forward.
-
-    Attributes:
-        slots, rows: slots[i] is filled from row rows[i]. Equal prompts share a row.
-        padded: tokens in each row, including padding.
-    """
+    """Sequences to prefill in one forward."""
 
     slots: tuple[int, ...]
-    rows: tuple[int, ...]
-    prompts: tuple[Sequence[int], ...]
-    padded: int
+    rows: tuple[int, ...]  # slots[i] is filled from row rows[i]; equal prompts share a row
+    prompts: tuple[Sequence[int], ...]  # of each row
+    padded: int  # tokens in each row, including padding
 
 
 class Slots:
@@ -379,10 +369,8 @@ def cache_violation(cache_tokens: int, places: int, ranks: int, flag: str = "cac
     """Return why a cache of so many tokens, 0 for no bound, is too small for a sequence; empty if it is not."""
     if not cache_tokens or places * ranks <= cache_tokens:
         return ""
-    return (
-        f"{flag} = {cache_tokens} holds no sequence: the longest prompt, padded, and its response need "
-        f"{places * ranks} tokens; use at least so many, or fewer new tokens"
-    )
+    needed = f"the longest prompt, padded, and its response need {places * ranks} tokens"
+    return f"{flag} = {cache_tokens} holds no sequence: {needed}; use at least so many, or fewer new tokens"
 
 
 def capacity(rollouts: Sequence[Rollout], ranks: int, multiple: int) -> int:

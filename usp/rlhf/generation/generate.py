@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from usp.hf.prune import model_parts
 from usp.hf.routers import ChoiceRecorder
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
-from usp.rlhf.environments.episodes import Episodes
 from usp.rlhf.graph import ROUTED, Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -54,15 +53,13 @@ from .decoding import (
     token_keys,
 )
 from .graphs import StepGraphs, eager_reason
-from .turns import Turns
-from .vllm import Enough, RolloutEngine
+from .turns import Turns, responses
+from .vllm import Enough, VllmEngine
 
 
 def generation_problems(config: ModelConfig) -> str:
-    """Return why responses cannot be generated with the causal LM of `config`; empty if they can.
-
-    Raises ValueError if a tiny copy of the model cannot be run, so that nothing is known.
-    """
+    """Return why responses cannot be generated with the causal LM of `config`; empty if they can. Raises ValueError if
+    a tiny copy of the model cannot be run, so that nothing is known."""
     if config.get_text_config() is not config:
         return SEVERAL_PARTS
     model: Any = empty_model(config, causal=True)
@@ -164,19 +161,9 @@ class Generator:
         self._recorder: ChoiceRecorder | None = None
 
     @staticmethod
-    def of(
-        stage: CausalLMStage,
-        mesh: ParallelMesh,
-        slots: int,
-        decode: Decode | None = None,
-        gathered: bool = False,
-        cache_tokens: int = 0,
-        eager: bool = False,
-    ) -> Generator:
-        """Return a generator with a pipeline stage."""
-        place: dict[str, Any] = {"first": stage.first, "last": stage.last, "transform": stage.transform}
-        options: dict[str, Any] = {"slots": slots, "decode": decode, "gathered": gathered, "eager": eager}
-        return Generator(stage.model, mesh, cache_tokens=cache_tokens, **options, **place)
+    def of(stage: CausalLMStage, mesh: ParallelMesh, **options: Any) -> Generator:
+        """Return a generator with a pipeline stage. options: of `Generator`."""
+        return Generator(stage.model, mesh, first=stage.first, last=stage.last, transform=stage.transform, **options)
 
     @torch.inference_mode()
     def generate(
@@ -233,40 +220,18 @@ class Generator:
         started = [(r.prompt, r.seed) for r in rollouts]
         arguments = (len(rollouts), replace(work, episodes=None), self._slots, self._cache_tokens, started)
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
+        turns = None
         if episodes is not None:
-            return self._episodes(rollouts, work, episodes, samples, places)
-        if rollouts or self._together is not None:
-            self._run(rollouts, work, places, enough=enough)
-        return [replace(rollout.response(), routed=self._routed(rollout)) for rollout in rollouts]
-
-    def _episodes(
-        self,
-        rollouts: Sequence[Rollout],
-        work: Generate,
-        episodes: Episodes,
-        samples: Sequence[tuple[int, int]],
-        places: int,
-    ) -> list[GeneratedResponse]:
-        """Return the responses of episodes, whose turns need `places`. Collective as `generate`."""
-        if self._together is not None:
-            raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
-        if not rollouts:
-            return []
-        turns = Turns(rollouts, episodes, samples, self._groups, leads=self._samples, context=self._context)
-        try:
-            self._run(rollouts, work, places, turns)
-        finally:
-            turns.close()
-        pairs = zip(turns.responses(), turns.records, strict=True)
-        return [replace(response, routed=self._routed(record.last)) for response, record in pairs]
+            if self._together is not None:
+                raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
+            turns = Turns(rollouts, episodes, samples, self._groups, leads=self._samples, context=self._context)
+        with closing(turns) if turns else nullcontext():
+            if rollouts or self._together is not None:
+                self._run(rollouts, work, places, turns, enough)
+        return responses(rollouts, turns, self._routed)
 
     def _run(
-        self,
-        rollouts: Sequence[Rollout],
-        work: Generate,
-        places: int,
-        turns: Turns | None = None,
-        enough: Enough | None = None,
+        self, rollouts: Sequence[Rollout], work: Generate, places: int, turns: Turns | None, enough: Enough | None
     ) -> None:
         """Decode the rollouts, and those that follow their turns. places: in the cache, of a sequence on a rank."""
         if work.routed and self._recorder is None:
@@ -322,10 +287,8 @@ class Generator:
         return int(most)
 
     def _prefill(self, cache: KVCache, group: PrefillGroup, active: Sequence[Rollout | None]) -> None:
-        """Write the keys and values of a group's prompts to the cache.
-
-        Prompts are padded on the right, where the causal mask hides the padding from them.
-        """
+        """Write the keys and values of a group's prompts to the cache. Prompts are padded on the right, where the
+        causal mask hides the padding from them."""
         ids = torch.zeros(len(group.prompts), group.padded, dtype=torch.int64)
         for row, prompt in enumerate(group.prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
@@ -387,10 +350,9 @@ class Generator:
         ids, logprobs = chosen.tolist()
         for rollout, logprob in zip(issued, logprobs, strict=True):
             if rollout is not None and not rollout.stopped and logprob != logprob:
-                raise RuntimeError(
-                    f"the model's logits are not finite after {len(rollout.prompt) + len(rollout.tokens)} tokens: "
-                    f"its weights, or its activations in {self._dtype}, are nan or infinite"
-                )
+                tokens = len(rollout.prompt) + len(rollout.tokens)
+                why = f"its weights, or its activations in {self._dtype}, are nan or infinite"
+                raise RuntimeError(f"the model's logits are not finite after {tokens} tokens: {why}")
         for slot, rollout in enumerate(issued):
             if routed is not None and rollout is not None and not rollout.stopped:
                 read = len(rollout.prompt) + len(rollout.tokens) - 1  # the position of the token that the step read
@@ -404,10 +366,10 @@ class Generator:
                 if enough(rollout.number):
                     slots.stop()
 
-    def _routed(self, rollout: Rollout | None) -> Tensor:
+    def _routed(self, rollout: Rollout) -> Tensor:
         """Return the experts that all tokens of a sequence chose, but the last one, which no forward has read: 0.
         Collective over sp and pp, whose ranks have some of the tokens and layers."""
-        if self._recorder is None or rollout is None:
+        if self._recorder is None:
             return torch.zeros(0, dtype=torch.int16)
         whole = rollout.choices(self._recorder.width).to(self._device, torch.int32)
         for axis in ("sp", "pp"):
@@ -467,6 +429,9 @@ def _pass(operation: Callable[..., Any], x: Tensor, pp: dist.ProcessGroup | None
         work.wait()
 
 
+RolloutEngine: TypeAlias = Generator | VllmEngine
+
+
 def generate_samples(prompts: Samples, work: Generate, seed: int, generator: RolloutEngine) -> Samples:
     """Generate `work.group_size` samples for each prompt p, with the ids p * group_size + k.
 
@@ -485,7 +450,7 @@ def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Rol
 
 
 def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
-    """Return a sample's values by the keys of `GENERATED`, but for its versions."""
+    """Return a sample's values by the keys of `GENERATED`."""
     tokens = torch.cat((prompt.cpu(), response.tokens.cpu()))
     # Entry t is about token t + 1, so the first of the response belongs to the last token of the prompt.
     predicted = slice(len(prompt) - 1, len(tokens) - 1)
@@ -494,6 +459,8 @@ def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tens
     turns, rewards = torch.zeros(len(tokens), dtype=torch.int64), torch.zeros(len(tokens))
     turns[predicted] = 1 if response.turns is None else response.turns
     mask[predicted] = (turns[predicted] > 0).float()
+    versions = torch.zeros_like(turns)
+    versions[predicted] = response.versions if len(response.versions) else 0
     for number, reward in enumerate(response.rewards, start=1):
         rewards[torch.nonzero(turns == number).max()] = reward
     return {
@@ -505,6 +472,7 @@ def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tens
         "finished": torch.tensor(response.finished),
         "prompt_length": torch.tensor(len(prompt)),
         "score": torch.tensor(response.score),
+        "versions": versions,
         ROUTED: response.routed.flatten(),
     }
 

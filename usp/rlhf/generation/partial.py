@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,27 +18,11 @@ from usp.rlhf.graph import Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 
 from .decoding import GeneratedResponse
-from .generate import sample_values
-from .vllm import RolloutEngine
+from .generate import RolloutEngine, sample_values
 
-EMPTY = GeneratedResponse(torch.zeros(0, dtype=torch.int64), torch.zeros(0), finished=False, complete=False)
-
-
-@dataclass(frozen=True, eq=False)
-class PartialResponse:
-    """A response so far. versions: int64, of each token."""
-
-    response: GeneratedResponse
-    versions: Tensor
-
-    def followed_by(self, more: GeneratedResponse, version: int) -> PartialResponse:
-        before = self.response
-        tokens, logprobs = torch.cat((before.tokens, more.tokens)), torch.cat((before.logprobs, more.logprobs))
-        versions = torch.cat((self.versions, torch.full_like(more.tokens, version)))
-        return PartialResponse(replace(more, tokens=tokens, logprobs=logprobs), versions)
-
-
-NOT_BEGUN = PartialResponse(EMPTY, EMPTY.tokens)
+PER_TOKEN = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int64}  # of a response so far
+_NOTHING: dict[str, Any] = {key: torch.zeros(0, dtype=dtype) for key, dtype in PER_TOKEN.items()}
+NOT_BEGUN = GeneratedResponse(**_NOTHING, finished=False, complete=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +31,11 @@ class Group:
 
     prompt: Tensor
     seed: int
-    responses: tuple[PartialResponse, ...]
+    responses: tuple[GeneratedResponse, ...]
 
     @property
     def complete(self) -> bool:
-        return all(each.response.complete for each in self.responses)
+        return all(each.complete for each in self.responses)
 
 
 def go_on(
@@ -70,12 +55,8 @@ def go_on(
         enough: called with the tickets of the complete groups.
     """
     complete = [ticket for ticket in sorted(groups) if groups[ticket].complete]
-    places = [
-        (ticket, k)
-        for ticket in sorted(groups)
-        for k, each in enumerate(groups[ticket].responses)
-        if not each.response.complete
-    ]
+    begun = [(ticket, k, each) for ticket in sorted(groups) for k, each in enumerate(groups[ticket].responses)]
+    places = [(ticket, k) for ticket, k, each in begun if not each.complete]
     if enough(complete):
         places = []
     missing = {ticket: sum(other == ticket for other, _ in places) for ticket, _ in places}
@@ -91,22 +72,18 @@ def go_on(
         [groups[ticket].prompt for ticket, _ in places],
         work,
         [derived_seed(groups[ticket].seed, k) for ticket, k in places],
-        begun=[groups[ticket].responses[k].response.tokens.tolist() for ticket, k in places],
+        begun=[groups[ticket].responses[k].tokens.tolist() for ticket, k in places],
         enough=ended,
     )
     after = {ticket: list(group.responses) for ticket, group in groups.items()}
     for (ticket, k), response in zip(places, more, strict=True):
-        after[ticket][k] = after[ticket][k].followed_by(response, version)
+        parts = after[ticket][k], replace(response, versions=torch.full_like(response.tokens, version))
+        joined: dict[str, Any] = {key: torch.cat([getattr(part, key) for part in parts]) for key in PER_TOKEN}
+        after[ticket][k] = replace(response, **joined)
     return {ticket: replace(groups[ticket], responses=tuple(after[ticket])) for ticket in groups}, complete
 
 
 def group_samples(groups: Sequence[Group], ids: Sequence[int], work: Generate) -> Samples:
     """Return the samples of complete groups, as `generate_samples` does, with the ids of all of their samples."""
-    rows = []
-    for group in groups:
-        for each in group.responses:
-            sample = sample_values(group.prompt, each.response)
-            versions = torch.zeros(len(sample["tokens"]), dtype=torch.int64)
-            versions[len(group.prompt) - 1 : -1] = each.versions
-            rows.append({**sample, "versions": versions})
-    return Samples(tuple(ids), {key: [row[key] for row in rows] for key in generated_keys(work)})
+    samples = [sample_values(group.prompt, each) for group in groups for each in group.responses]
+    return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in generated_keys(work)})

@@ -9,12 +9,13 @@ came. No token is decoded and encoded again: the text of a turn is for the envir
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from usp.rlhf.environments.episodes import Answer, Episodes
 
@@ -33,9 +34,10 @@ class Told(NamedTuple):
 
 @dataclass(eq=False)
 class Record:
-    """A response so far. owners: the turn that each token belongs to, from 1; 0 for the environment's. rewards: of the
-    turns that were answered. last: the rollout of the last turn."""
+    """A response so far. last: the rollout of the last turn. owners: the turn that each token belongs to, from 1; 0 for
+    the environment's. rewards: of the turns that were answered."""
 
+    last: Rollout
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
@@ -43,7 +45,6 @@ class Record:
     turns: int = 0
     score: float = 0.0
     done: bool = False
-    last: Rollout | None = None
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
         self.tokens += tokens
@@ -72,7 +73,7 @@ class Turns:
         leads: bool,
         context: int,
     ) -> None:
-        self.records = [Record() for _ in rollouts]
+        self.records = [Record(rollout) for rollout in rollouts]
         self.waiting: dict[int, Rollout] = {}
         self._limits = [rollout.limit for rollout in rollouts]
         self._episodes, self._samples, self._groups, self._context = episodes, samples, groups, context
@@ -101,20 +102,6 @@ class Turns:
             dist.broadcast_object_list(told, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
         following = [self._follow(each) for each in told[0]]
         return [rollout for rollout in following if rollout is not None]
-
-    def responses(self) -> list[GeneratedResponse]:
-        """Return the responses so far."""
-        return [
-            GeneratedResponse(
-                torch.tensor(each.tokens),
-                torch.tensor(each.logprobs, dtype=torch.float32),
-                each.done,
-                torch.tensor(each.owners),
-                each.score,
-                each.rewards,
-            )
-            for each in self.records
-        ]
 
     def _sample(self, number: int) -> dict[str, Any]:
         sample, index = self._samples[number]
@@ -155,3 +142,23 @@ class Turns:
             return None
         record.add(ids, [0.0] * len(ids), 0)
         return Rollout(prompt, rollout.seed, left, number=told.number, before=len(record.tokens))
+
+
+def responses(
+    rollouts: Sequence[Rollout], turns: Turns | None, routed: Callable[[Rollout], Tensor]
+) -> list[GeneratedResponse]:
+    """Return the responses of rollouts, or of their episodes. routed: returns the experts of a rollout's tokens."""
+    if turns is None:
+        return [replace(rollout.response(), routed=routed(rollout)) for rollout in rollouts]
+    return [
+        GeneratedResponse(
+            torch.tensor(each.tokens),
+            torch.tensor(each.logprobs, dtype=torch.float32),
+            each.done,
+            torch.tensor(each.owners),
+            each.score,
+            each.rewards,
+            routed=routed(each.last),
+        )
+        for each in turns.records
+    ]

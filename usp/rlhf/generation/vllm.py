@@ -17,14 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
 from mmap import MADV_DONTNEED, PAGESIZE
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from usp.rlhf.samples import derived_seed
 from usp.rlhf.served import SIZES, Piece, Requests, RolloutServer, Values, Written, forget_kernels, send_pieces
 
 from .decoding import Decode, GeneratedResponse, Rollout, Stops
-from .turns import Turns
+from .turns import Turns, responses
 
 LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
@@ -48,47 +48,20 @@ Enough: TypeAlias = Callable[[int], bool]  # see `Generator.generate`
 Naming: TypeAlias = Callable[[str], AbstractContextManager[Any]]  # see `Watchdog.naming`
 
 
-class RolloutEngine(Protocol):
-    """What a generate call decodes with."""
-
-    def generate(
-        self,
-        prompts: Sequence[Tensor],
-        work: Generate,
-        seeds: Sequence[int],
-        samples: Sequence[tuple[int, int]] = (),
-        *,
-        begun: Sequence[Sequence[int]] = (),
-        enough: Enough | None = None,
-    ) -> list[GeneratedResponse]:
-        """Return one response per prompt, the same on every rank of a data-parallel group. See `Generator.generate`."""
-
-
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an engine, the same on all of its ranks.
+    """Options of an engine, the same on all of its ranks."""
 
-    Attributes:
-        calls: that it decodes for, to be named in errors.
-        tp: consecutive ranks that share a model. experts: these ranks divide the experts, instead of each expert.
-        tokens: the longest sequence. slots: most sequences that are decoded at a time.
-        cache_bytes: of the KV cache on a rank.
-        processed: return the log-probabilities of the sampled distribution, without top-k and top-p; else those at
-            temperature 1.
-        changes: a server is sent only what has changed, after the first update.
-        routed: a server tells which experts tokens chose.
-    """
-
-    calls: str
-    tp: int
-    experts: bool
+    calls: str  # that it decodes for, to be named in errors
+    tp: int  # consecutive ranks that share a model
+    experts: bool  # these ranks divide the experts, instead of each expert
     dtype: torch.dtype
-    tokens: int
-    slots: int
-    cache_bytes: int
-    processed: bool
-    changes: bool = False
-    routed: bool = False
+    tokens: int  # of the longest sequence
+    slots: int  # most sequences that are decoded at a time
+    cache_bytes: int  # of the KV cache on a rank
+    processed: bool  # log-probabilities are those of the sampled distribution, without cuts; else at temperature 1
+    changes: bool = False  # a server is sent only what has changed, after the first update
+    routed: bool = False  # a server tells which experts tokens chose
 
     @property
     def logprobs_mode(self) -> str:
@@ -230,30 +203,19 @@ class VllmEngine:
         longest = self._options.tokens
         if long := [f"prompt {i} has {len(each)} tokens" for i, each in enumerate(prompts) if len(each) >= longest]:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
-        rollouts, episodes, turns = Rollout.begin(prompts, work, seeds, begun, longest), work.episodes, None
-        if episodes is not None:
-            leads = self._mesh.rank("tp") == 0
-            turns = Turns(rollouts, episodes, samples, self._together, leads=leads, context=longest)
-        try:
-            with self._named("while it decoded"):
-                self._decode_all(rollouts, work, turns, enough)
-        finally:
-            if turns is not None:
-                turns.close()
-        responses = turns.responses() if turns is not None else [rollout.response() for rollout in rollouts]
-        if work.routed:
-            lasts = rollouts if turns is None else [record.last for record in turns.records]
-            pairs = zip(responses, lasts, strict=True)
-            responses = [replace(each, routed=last.choices(work.routed)) if last else each for each, last in pairs]
-        for number, response in enumerate(responses):
+        rollouts, episodes = Rollout.begin(prompts, work, seeds, begun, longest), work.episodes
+        leads = self._mesh.rank("tp") == 0
+        turns = Turns(rollouts, episodes, samples, self._together, leads=leads, context=longest) if episodes else None
+        with closing(turns) if turns else nullcontext(), self._named("while it decoded"):
+            self._decode_all(rollouts, work, turns, enough)
+        found = responses(rollouts, turns, lambda rollout: rollout.choices(work.routed))
+        for number, response in enumerate(found):
             if not bool(response.logprobs.isfinite().all()):
-                raise RuntimeError(
-                    f"vLLM's logits of response {number} are not finite: its weights or its activations in "
-                    f"{self._options.dtype} are, or it took weights of other ranks"
-                )
+                why = f"its weights or its activations in {self._options.dtype}, or it took weights of other ranks"
+                raise RuntimeError(f"vLLM's logits of response {number} are not finite: {why}")
         if self._together:
-            self._mesh.agree([each.tokens.tolist() for each in responses], "the tokens that vLLM decoded", ("tp",))
-        return responses
+            self._mesh.agree([each.tokens.tolist() for each in found], "the tokens that vLLM decoded", ("tp",))
+        return found
 
     def _decode_all(
         self, rollouts: Sequence[Rollout], work: Generate, turns: Turns | None, enough: Enough | None
@@ -344,7 +306,9 @@ class VllmEngine:
         return 0 if self._asleep else sum(storage.nbytes() for storage in self._storages())
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        return _distinct([*self._runner().kv_caches, *self._model().parameters()])
+        """Return the storages of KV cache and weights, each once."""
+        storages = (x.untyped_storage() for x in (*self._runner().kv_caches, *self._model().parameters()))
+        return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
     def _model(self) -> torch.nn.Module:
         return self._runner().get_model()
@@ -456,10 +420,8 @@ class ServedEngine(VllmEngine):
                 self._engine.close()
             with self._named("while it decoded"):
                 if (version := self._server.version()) != self._version:
-                    raise RuntimeError(
-                        f"its weights are of version {version} and not {self._version}, which this run gave it: it was "
-                        f"started again, or another run updates it"
-                    )
+                    why = "which this run gave it: it was started again, or another run updates it"
+                    raise RuntimeError(f"its weights are of version {version} and not {self._version}, {why}")
             told = [(responses, ends)]
         if self._options.tp > 1:
             dist.broadcast_object_list(told, group=self._mesh.group("tp"), group_src=0)
@@ -572,8 +534,3 @@ def _give_back(storage: torch.UntypedStorage) -> None:
     begin, end = -(-storage.data_ptr() // PAGESIZE), (storage.data_ptr() + storage.nbytes()) // PAGESIZE
     if begin < end:
         call("madvise", begin * PAGESIZE, (end - begin) * PAGESIZE, MADV_DONTNEED)
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors, each once."""
-    return list({storage.data_ptr(): storage for x in tensors if (storage := x.untyped_storage()).nbytes()}.values())

@@ -27,9 +27,7 @@ from .plan import CallLayout, ExecutionPlan
 
 def policy_as_reference(graph: DataflowGraph, plan: ExecutionPlan) -> tuple[DataflowGraph, ExecutionPlan]:
     """Let the actor, with its adapters off, make the calls of the role "ref" wherever it has weights in their layout.
-
-    For an actor that trains adapters of the weights that "ref" has. Calls in other layouts keep the role.
-    """
+    For an actor that trains adapters of the weights that "ref" has. Calls in other layouts keep the role."""
     layouts = {plan[call.name].of_weights for call in graph.calls if call.role == "actor"}
     train_call = graph.train_call("actor")
     trained = plan[train_call.name] if train_call else None
@@ -85,10 +83,8 @@ class Facts:
 
 
 def heuristic(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
-    """Place every call on all ranks: tp within a host (at most 8), pp over hosts; untrained roles offloaded.
-
-    Training uses Megatron's sequence parallelism. Ranks that tp and pp cannot use go to dp_replicate (1 in ReaL).
-    """
+    """Place every call on all ranks: tp within a host (at most 8), pp over hosts; untrained roles offloaded. Training
+    uses Megatron's sequence parallelism. Ranks that tp and pp cannot use go to dp_replicate (1 in ReaL)."""
     hosts = max(1, facts.world_size // facts.ranks_per_host)
     tp = math.gcd(divisors(facts.world_size // hosts, _MAX_TP)[-1], facts.heads)
     pp = divisors(hosts, facts.layers)[-1]
@@ -113,11 +109,8 @@ def flattening(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
 
 
 def interleaving(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
-    """Split the ranks between the inference calls of a level; place everything else on all ranks.
-
-    Each call gets a multiple of pp x sp x tp ranks; where there are too few, several calls share ranks and run one
-    after another.
-    """
+    """Split the ranks between the inference calls of a level; place everything else on all ranks. Each call gets a
+    multiple of pp x sp x tp ranks; where there are too few, several calls share ranks and run one after another."""
     layouts = dict(flattening(graph, facts).calls)
     replica = facts.dims.pp * facts.dims.sp * facts.dims.tp
     replicas = facts.world_size // replica
@@ -134,10 +127,8 @@ def interleaving(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
 
 
 def separation(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
-    """Place training on the second half of the ranks, everything else on the first.
-
-    Raises ValueError for an odd world size.
-    """
+    """Place training on the second half of the ranks, everything else on the first. Raises ValueError for an odd world
+    size."""
     half, rest = divmod(facts.world_size, 2)
     if rest:
         raise ValueError(f"separation requires an even number of ranks, got {facts.world_size}")

@@ -104,10 +104,8 @@ class Operation:
 
 def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> WeightCopy:
     """Return the copy of the weights that a call uses."""
-    copy = WeightCopy(call.role, plan[call.name].of_weights)
-    return replace(
-        copy, for_generation=isinstance(call.work, Generate) and copy == trained_copy(graph, plan, call.role)
-    )
+    copy, generates = WeightCopy(call.role, plan[call.name].of_weights), isinstance(call.work, Generate)
+    return replace(copy, for_generation=generates and copy == trained_copy(graph, plan, call.role))
 
 
 def weight_copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[WeightCopy, tuple[ModelCall, ...]]:
@@ -141,10 +139,8 @@ def shares_memory(copy: WeightCopy, source: WeightCopy | None) -> bool:
 
 
 def kept_copies(graph: DataflowGraph, before: ExecutionPlan, after: ExecutionPlan) -> frozenset[WeightCopy]:
-    """Return the copies that stay as they are when another plan begins.
-
-    Of a role that is trained, all copies change with the layout of its train step, and with where its optimizer is.
-    """
+    """Return the copies that stay as they are when another plan begins. Of a role that is trained, all copies change
+    with the layout of its train step, and with where its optimizer is."""
 
     def trains(plan: ExecutionPlan, role: str) -> object:
         call = graph.train_call(role)

@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 from attention import LAYOUTS
 from parallel import ZERO_STAGES, ParallelDims, format_ranks
 from usp.config import AC_MODES
-from usp.fields import config_from_mapping, names_of, shared_values
+from usp.fields import AtLeast0, Rule, among, config_from_mapping, names_of, parameter_violations, shared_values
 from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
 from usp.rlhf.served import HTTP
 
 TOKENS_PER_RANK = 16384  # of a micro-batch, on each sequence-parallel rank, where the plan says nothing
 OWN, VLLM = ENGINES = ("own", "vllm")  # what a generate call decodes with
+ENGINE = Rule(lambda name: name in ENGINES or name.startswith(HTTP), f"{', '.join(ENGINES)} or the URL of a server")
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ class CallLayout:
 
     ranks: tuple[int, ...]
     dims: ParallelDims
-    zero: int = 0
-    micro_batch_tokens: int = -1
+    zero: Annotated[int, among(ZERO_STAGES)] = 0
+    micro_batch_tokens: Annotated[int, Rule(lambda value: value >= -1, "at least 1, or 0 (no limit) or -1")] = -1
     tp_sequence_parallel: bool = False
-    sp_layout: str = "zigzag"
-    ac: str = "none"
+    sp_layout: Annotated[str, among(tuple(LAYOUTS))] = "zigzag"
+    ac: Annotated[str, among(tuple(AC_MODES))] = "none"
     ac_offload: bool = False
-    mlp_tile: int = 0
-    loss_chunk: int = 0
-    engine: str = OWN
+    mlp_tile: AtLeast0 = 0
+    loss_chunk: AtLeast0 = 0
+    engine: Annotated[str, ENGINE] = OWN
 
     def __hash__(self) -> int:
         return self._hash
@@ -197,10 +198,8 @@ def optimizer_of(role: str) -> str:
 def _rank_violations(layout: CallLayout, world_size: int) -> Iterator[str]:
     ranks, dims = layout.ranks, layout.dims
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
-        yield (
-            f"ranks {format_ranks(outside)} are missing from the world of {world_size} ranks "
-            f"(0-{world_size - 1}): launch more ranks, or use others"
-        )
+        world = f"the world of {world_size} ranks (0-{world_size - 1})"
+        yield f"ranks {format_ranks(outside)} are missing from {world}: launch more ranks, or use others"
     if list(ranks) != sorted(set(ranks)):
         yield f"ranks {list(ranks)} must be unique and ascending"
     if not ranks:
@@ -215,24 +214,13 @@ def _rank_violations(layout: CallLayout, world_size: int) -> Iterator[str]:
 
 def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
     dims, kind = layout.dims, call.kind
-    if layout.zero not in ZERO_STAGES:
-        yield f"zero={layout.zero} must be one of {', '.join(map(str, ZERO_STAGES))}"
-    if layout.micro_batch_tokens < -1:
-        yield f"micro_batch_tokens={layout.micro_batch_tokens} must be at least 1, or 0 (no limit) or -1"
-    if layout.ac not in AC_MODES:
-        yield f"ac={layout.ac!r} must be one of {', '.join(AC_MODES)}"
-    if min(layout.mlp_tile, layout.loss_chunk) < 0:
-        yield f"mlp_tile={layout.mlp_tile} and loss_chunk={layout.loss_chunk} must be at least 0"
-    if layout.sp_layout not in LAYOUTS:
-        yield f"sp_layout={layout.sp_layout!r} must be one of {', '.join(LAYOUTS)}"
+    yield from parameter_violations(layout)
     if kind == "generate":
         refused = {"zero": layout.zero, "tp_sequence_parallel": layout.tp_sequence_parallel}
         refused |= {"micro_batch_tokens": layout.micro_batch_tokens != -1, "loss_chunk": layout.loss_chunk}
         if unsupported := [name for name, value in refused.items() if value]:
             yield f"a generate call does not support {', '.join(unsupported)}: remove them"
-    if layout.engine not in ENGINES and not layout.served:
-        yield f"engine={layout.engine!r} must be one of {', '.join(ENGINES)}, or the URL of a server"
-    elif layout.engine != OWN and kind != "generate":
+    if layout.engine != OWN and kind != "generate":
         yield f"engine={layout.engine!r} decodes, which only a generate call does: remove it"
     elif layout.engine != OWN and ((dims.pp, dims.sp) != (1, 1) or dims.ep not in (1, dims.tp) or layout.mlp_tile):
         yield (
@@ -307,10 +295,8 @@ def to_mapping(plan: ExecutionPlan) -> dict[str, Any]:
 
 
 def from_mapping(mapping: object) -> ExecutionPlan:
-    """Convert a YAML mapping (see the module docstring) to a plan, with dp_shard resolved.
-
-    Raises ValueError naming every unknown key and every invalid value.
-    """
+    """Convert a YAML mapping (see the module docstring) to a plan, with dp_shard resolved. Raises ValueError naming
+    every unknown key and every invalid value."""
     if not isinstance(mapping, dict) or not isinstance(mapping.get("calls"), dict):
         raise ValueError("a plan must be a mapping with `calls`, the layout of each call by name")
     violations = [f"unknown key {key!r}" for key in mapping if key not in ("name", "offload", "calls")]

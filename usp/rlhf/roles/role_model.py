@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import fmean as mean
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,8 @@ from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
 from usp.losses.output_heads import Head, LastHidden
 from usp.rlhf.algorithms.objectives import NextToken
-from usp.rlhf.generation.decoding import Decode
-from usp.rlhf.generation.generate import Generator, generate_samples
+from usp.rlhf.generation.generate import Generator, RolloutEngine, generate_samples
 from usp.rlhf.generation.partial import Group, go_on
-from usp.rlhf.generation.vllm import RolloutEngine
 from usp.rlhf.graph import Generate, Inference, ModelCall, Objective, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
@@ -93,58 +91,16 @@ class RoleSpec:
         return EngineRecipe(**shared_values(self, EngineRecipe) | shared_values(layout, EngineRecipe) | different)
 
 
-class Role(Protocol):
-    """One copy of a role's weights in the layout of a call, without memory at first.
-
-    Every rank of the mesh makes the same calls. Only the ranks in `CallLayout.leaders` return samples.
-    """
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return parameters and persistent buffers by global names, without those that training leaves as they are."""
-
-    def fill(self) -> None:
-        """Allocate and initialize the weights."""
-
-    def allocate(self) -> None:
-        """Allocate the weights without initializing them. Frozen ones are initialized the first time, and stay."""
-
-    def release(self) -> None:
-        """Free the memory of the weights."""
-
-    def offload(self) -> None:
-        """Move the weights to the host."""
-
-    def load(self) -> None:
-        """Move the weights back to the device."""
-
-    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        """Respond to prompts, by prompt id: samples p * group_size + k, with the keys of `GENERATED`."""
-
-    def go_on(
-        self, groups: Mapping[int, Group], work: Generate, version: int, enough: Callable[[Sequence[int]], bool]
-    ) -> tuple[dict[int, Group], list[int]]:
-        """Go on with this data-parallel rank's responses: `partial.go_on`, on every rank."""
-
-    def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
-        """Return the samples with only the key `output`; see `RoleModel.inference`."""
-
-    def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> Mapping[str, float]:
-        """Train on this data-parallel rank's part of each mini-batch; return the same metrics on every rank."""
-
-
-# The call, with its layout, is the role's train step for the copy that the optimizer updates, else the first call that
-# uses the copy.
-BuildRole: TypeAlias = Callable[[ModelCall, CallLayout, ParallelMesh], Role]
-
-
 class RoleModel:
-    """A `Role` on a transformers model. Every rank of the mesh calls every method, in the same order.
+    """One copy of a role's weights, a transformers model in the layout of a call; without memory at first.
+
+    Every rank of the mesh calls every method, in the same order. Only ranks in `CallLayout.leaders` return samples.
 
     Args:
         trained: this copy is the one that the optimizer updates. It is sharded with FSDP2, as is any copy with zero
             above 0; the others have plain parameters, or DTensors over tp (and ep) only.
-        slots, cache_tokens, decode, eager: of its `Generator`.
         offload_optimizer: the optimizer's states are in host memory except during train steps.
+        generation: options of its `Generator`.
 
     learning_rate: for the next train steps; may be set between them.
     supervised: `Supervised.of_step` of the next train step, or nothing, and the weight of its cross-entropy.
@@ -159,11 +115,8 @@ class RoleModel:
         mesh: ParallelMesh,
         *,
         trained: bool = False,
-        slots: int = 32,
-        cache_tokens: int = 0,
-        decode: Decode | None = None,
-        eager: bool = False,
         offload_optimizer: bool = False,
+        **generation: Any,
     ) -> None:
         self.spec, self.layout, self.mesh, self.trained = spec, layout, mesh, trained
         self._scalar = is_scalar(spec.config)
@@ -174,17 +127,13 @@ class RoleModel:
         self._allocated = False
         self._memory = WeightMemory()
         self._moments, self._offload_optimizer = WeightMemory(self._optimizer_states), offload_optimizer
-        self._new_generator = partial(
-            Generator.of, self.stage, mesh, slots, decode, cache_tokens=cache_tokens, eager=eager
-        )
+        self._new_generator = partial(Generator.of, self.stage, mesh, **generation)
         self.supervised: tuple[Sequence[Samples], float] = (), 0.0
         self._generator: Generator | None = None
 
     def weights(self) -> dict[str, Tensor]:
         """Return the live parameters and persistent buffers by the names they are stored under, with or without memory.
-
-        Of a role with adapters, the parameters of the adapters.
-        """
+        Of a role with adapters, the parameters of the adapters."""
         adapted = self.spec.lora is not None
         return {name: weight for name, weight in self._stored() if is_adapter(name) or not adapted}
 
@@ -194,7 +143,7 @@ class RoleModel:
         return {name: weight for name, weight in self._stored() if adapted and not is_adapter(name)}
 
     def allocate(self) -> None:
-        """Allocate the weights, if they have no memory. Buffers keep theirs."""
+        """Allocate the weights, if they have no memory, without values; buffers and frozen ones keep theirs."""
         if self._allocated:
             self._memory.allocate()
             return
@@ -209,6 +158,7 @@ class RoleModel:
             self.engine = fsdp2_engine([self.stage], self._recipe, self.mesh)
 
     def fill(self) -> None:
+        """Allocate and initialize the weights."""
         self.allocate()
         if self.spec.lora is None:
             self._load()
@@ -224,17 +174,18 @@ class RoleModel:
         alias_buffers(self.stage.model, weights)
         self._allocated = True
         not_shared = self._parameters().keys() - weights.keys()
-        self._memory = WeightMemory(
-            lambda: [weight for name, weight in self._parameters().items() if name in not_shared]
-        )
+        self._memory = WeightMemory(lambda: [x for name, x in self._parameters().items() if name in not_shared])
 
     def release(self) -> None:
+        """Free the memory of the weights."""
         self._memory.release()
 
     def offload(self) -> None:
+        """Move the weights to the host."""
         self._memory.offload()
 
     def load(self) -> None:
+        """Move the weights back to the device."""
         self._memory.load()
 
     def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
@@ -339,16 +290,15 @@ class RoleModel:
         return {**metrics, "grad_norm": mean(norms) if norms else 0.0, "optimizer_steps": float(len(norms))}
 
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        """Respond to this data-parallel rank's prompts, possibly none; return `generate_samples` on its leader.
-
-        For a copy that is not trained, with zero=0.
-        """
+        """Respond to this data-parallel rank's prompts, possibly none; return `generate_samples` on its leader. For a
+        copy that is not trained, with zero=0."""
         samples = generate_samples(prompts, work, seed, self._generates())
         return samples if self._leads else Samples((), {})
 
     def go_on(
         self, groups: Mapping[int, Group], work: Generate, version: int, enough: Callable[[Sequence[int]], bool]
     ) -> tuple[dict[int, Group], list[int]]:
+        """Go on with this data-parallel rank's responses: `partial.go_on`, on every rank."""
         return go_on(groups, work, version, enough, self._generates())
 
     def _generates(self) -> RolloutEngine:
@@ -358,9 +308,7 @@ class RoleModel:
 
     def state(self) -> dict[str, Tensor]:
         """Return the weights and optimizer state of a trained copy, as `Engine.state`, on the device.
-
-        `offload_optimizer` must follow once they have been read.
-        """
+        `offload_optimizer` must follow once they have been read."""
         self._moments.load()
         return self._trained_engine().state()
 
@@ -469,6 +417,11 @@ class RoleModel:
         if (head == "values") != self._scalar:
             actual = "a scalar head" if self._scalar else "a causal LM head"
             raise ValueError(f"{self.spec.role} cannot compute {head}, it has {actual}")
+
+
+# The call, with its layout, is the role's train step for the copy that the optimizer updates, else the first call that
+# uses the copy.
+BuildRole: TypeAlias = Callable[[ModelCall, CallLayout, ParallelMesh], RoleModel]
 
 
 def _is_largest(name: str) -> bool:

@@ -13,7 +13,7 @@ Samples with a common prefix, such as the responses to a prompt, can have it onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -53,17 +53,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The samples in each row.
+    """The samples in each row."""
 
-    Attributes:
-        rows: indices of the samples in each micro-batch, ascending, possibly none.
-        row_len: tokens in a row, including padding, over all sequence-parallel ranks.
-        families: consecutive samples that share their first tokens, and how many. Members are in one row.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    row_len: int
-    families: tuple[Family, ...] = ()
+    rows: tuple[tuple[int, ...], ...]  # indices of the samples in each micro-batch, ascending, possibly none
+    row_len: int  # tokens in a row, including padding, over all sequence-parallel ranks
+    families: tuple[Family, ...] = ()  # consecutive samples in one row that share their first tokens, and how many
 
 
 def pack_lengths(
@@ -158,7 +152,7 @@ def plan_rows(
 
 
 def micro_batches(
-    samples: Samples, plan: RowPlan, layout: CallLayout, mesh: ParallelMesh, keys: Iterable[str] = (), counts: str = ""
+    samples: Samples, plan: RowPlan, layout: CallLayout, mesh: ParallelMesh, keys: Sequence[str] = (), counts: str = ""
 ) -> list[dict[str, Tensor]]:
     """Return this rank's tokens of each row, on the mesh's device; no communication.
 
@@ -173,17 +167,14 @@ def micro_batches(
 
     Raises ValueError naming values that do not have one number per token of their sample.
     """
-    keys = tuple(keys)
-    checked = (*keys, counts) if counts else keys
     violations = [
         f"{key} of sample {sample} has shape {tuple(value.shape)}, expected {tuple(tokens.shape)}"
-        for key in (checked if samples.ids else ())  # empty samples may lack keys
+        for key in ((*keys, *([counts] if counts else [])) if samples.ids else ())  # empty samples may lack keys
         for sample, tokens, value in zip(samples.ids, samples["tokens"], samples[key], strict=True)
         if value.shape != tokens.shape
     ]
     if violations:
         raise ValueError(f"per-token values must have one number per token: {'; '.join(violations[:5])}")
-
     tokens = samples["tokens"] if samples.ids else []
     routed = [x.view(len(ids), -1) for x, ids in zip(samples.values.get(ROUTED, ()), tokens, strict=False)]
     labels = [pad(ids[1:], (0, 1), value=IGNORED_LABEL) for ids in tokens]
@@ -242,9 +233,7 @@ def unpack(
     parts: Sequence[Tensor], plan: RowPlan, samples: Samples, layout: CallLayout, mesh: ParallelMesh
 ) -> list[Tensor]:
     """Return each sample's per-token values, on the CPU, from the (1, this rank's tokens) of each micro-batch.
-
-    Collective over the sp axis, all of whose ranks get all values.
-    """
+    Collective over the sp axis, all of whose ranks get all values."""
     rows = _segments(samples, plan)
     boundaries = list(map(_boundaries, rows))
     longest = max(map(len, boundaries))

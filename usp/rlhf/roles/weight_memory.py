@@ -84,9 +84,7 @@ class WeightMemory:
 
 def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
     """Replace parameters of an empty model by views of `weights`, by stored names; allocate its buffers and the others.
-
-    What is allocated is not initialized. Boxes and dtypes in `weights` are those of this rank's model.
-    """
+    What is allocated is not initialized. Boxes and dtypes in `weights` are those of this rank's model."""
     kept, ends = kept_names(model), tied_ends(model)
     own_weights = {ends.get(name, name): own for name, own in model.named_parameters()}
     new = {  # one per tied parameter, under its first name

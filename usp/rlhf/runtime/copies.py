@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
 from usp.rlhf.plan.plan import OWN, ExecutionPlan
 from usp.rlhf.roles.engine_model import EngineModel
-from usp.rlhf.roles.role_model import BuildRole, Role, RoleModel
+from usp.rlhf.roles.role_model import BuildRole, RoleModel
 
 from .timeline import Event
 
@@ -40,9 +41,9 @@ class RoleCopies:
 
     Args:
         ranks_per_host: for reallocation, which prefers sources on the same host.
-        before: the copies of another plan, between two steps; their models must be of the class `RoleModel`. What both
-            plans have stays, and from the others weights and optimizer states move here, exactly, so that `before`
-            cannot be used afterwards. Of one role at a time, a rank holds what it had and what it gets.
+        before: the copies of another plan, between two steps. What both plans have stays, and from the others weights
+            and optimizer states move here, exactly, so that `before` cannot be used afterwards. Of one role at a time,
+            a rank holds what it had and what it gets.
         event: is filled in with what this rank sends and receives then; given with `before`.
         delta_updates: copies keep their memory from step to step, and receive what has changed; for an engine the
             values stay here that it was given last.
@@ -62,13 +63,14 @@ class RoleCopies:
         event: Event | None = None,
         delta_updates: bool = False,
     ) -> None:
-        self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
+        self._device, self._groups = device, groups
+        self._limits: dict[str, Any] = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
         self._plan, self._event, self.delta_updates = plan, event, delta_updates
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], list[Reallocation]] = {}
         # By which reallocation each copy was last filled, or each round of an engine's; what delta updates gave it.
         self._filled: dict[tuple[WeightCopy, int], Reallocation] = {}
         self._given: dict[tuple[WeightCopy, int], Mapping[str, Tensor]] = {}
-        self._models: dict[WeightCopy, Role] = {}
+        self._models: dict[WeightCopy, RoleModel] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         self._uses = weight_copies(graph, plan)
         staying = kept_copies(graph, before._plan, plan) if before else frozenset()
@@ -95,13 +97,13 @@ class RoleCopies:
         self.aliases: frozenset[WeightCopy] = shared.union(c for c in unsure if self._share(c, frozen))
 
     @property
-    def trained(self) -> dict[str, Role]:
+    def trained(self) -> dict[str, RoleModel]:
         """The models that this rank trains, by role."""
         return {role: self._models[copy] for role, copy in self._trained.items() if copy in self._models}
 
     def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan, staleness: int = 0) -> StepWeights:
         """Plan how the copies of a step are filled, and get ready for it. Collective over the world."""
-        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host, "staleness": staleness}
+        options = {**self._limits, "staleness": staleness}
         step = plan_weights(graph, plan, self._layouts, self.aliases, **options, stay=self.delta_updates)
         for copy, fill in step.fills.items():
             parts = [fill] if copy.layout.engine == OWN else layer_plans(fill)
@@ -110,7 +112,7 @@ class RoleCopies:
             self._reallocations[copy, step.sources[copy]] = reallocations
         return step
 
-    def of_role(self, role: str) -> list[Role]:
+    def of_role(self, role: str) -> list[RoleModel]:
         """Return this rank's models of a role."""
         return [model for copy, model in self._models.items() if copy.role == role]
 
@@ -125,8 +127,7 @@ class RoleCopies:
             if copy in self._models:
                 self._models[copy].load()
             weights = self._weights(copy)
-            layouts, hosts = (self._layouts[source], self._layouts[copy]), self._ranks_per_host
-            for part in layer_plans(plan_realloc(*layouts, bucket_bytes=_BUCKET_BYTES, ranks_per_host=hosts)):
+            for part in layer_plans(plan_realloc(self._layouts[source], self._layouts[copy], **self._limits)):
                 values = {name: torch.empty_like(weights[name]) for name in part.dst.parameters if name in weights}
                 reallocation = Reallocation(part, self._groups, self._device)
                 reallocation.run(self._weights(source), values)
@@ -137,7 +138,7 @@ class RoleCopies:
             if copy in self._models and role in self._plan.offload:
                 self._models[copy].offload()
 
-    def model(self, copy: WeightCopy) -> Role:
+    def model(self, copy: WeightCopy) -> RoleModel:
         """Return the model of a copy that this rank has a part of."""
         return self._models[copy]
 
@@ -206,8 +207,7 @@ class RoleCopies:
             self._models[copy].allocate()
         wanted = self._values(copy, trained)
         layouts, target = [gather_layout(values) for values in held], gather_layout(wanted)
-        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host}
-        plan = plan_realloc(layouts[0], target, copies=layouts[1:], **options)
+        plan = plan_realloc(layouts[0], target, copies=layouts[1:], **self._limits)
         reallocation = Reallocation(plan, self._groups, self._device)
         reallocation.run(held[0], wanted, held[1:])
         model = self._models.get(copy)
@@ -220,7 +220,6 @@ class RoleCopies:
         model = self._models.get(copy)
         if model is None or not states:
             return self._weights(copy)
-        assert isinstance(model, RoleModel), f"{copy.role} cannot change its layout"
         return model.state()
 
     def _weights(self, copy: WeightCopy) -> Mapping[str, Tensor]:
@@ -231,10 +230,8 @@ class RoleCopies:
         return model.frozen() if isinstance(model, RoleModel) else {}
 
     def _share(self, copy: WeightCopy, frozen: Mapping[WeightCopy, ParamLayout]) -> bool:
-        """Share the memory of the trained copy where that has the same boxes on every rank of this one.
-
-        Returns whether all weights are shared; if not, the frozen ones may be.
-        """
+        """Share the memory of the trained copy where that has the same boxes on every rank of this one. Returns whether
+        all weights are shared; if not, the frozen ones may be."""
         source, model = self._trained[copy.role], self._models.get(copy)
         supported = copy.layout.engine == OWN and (model is None or isinstance(model, RoleModel))
         same_frozen = supported and copy.layout.zero == 0 and _holds(frozen[source], frozen[copy])

@@ -21,19 +21,10 @@ from torch import Tensor
 from parallel import ProcessGroups, agree
 from usp.rlhf.algorithms.algorithm import stateful
 from usp.rlhf.algorithms.policy import SPARE
-from usp.rlhf.graph import (
-    Compute,
-    DataflowGraph,
-    Generate,
-    Inference,
-    ModelCall,
-    TrainStep,
-    canonical,
-    tokens_key,
-)
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, TrainStep, canonical, tokens_key
 from usp.rlhf.plan.operations import Operation, copy_of, schedule
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
-from usp.rlhf.roles.role_model import BuildRole, Role
+from usp.rlhf.roles.role_model import BuildRole, RoleModel
 from usp.rlhf.samples import Samples, derived_seed, fingerprint
 from usp.run.failures import UserCodeFailed
 
@@ -41,23 +32,9 @@ from .copies import RoleCopies
 from .measure import SENT_BYTES, WHOLE_BYTES, Summary, merge, numbers_of, summarize, with_measures
 from .rollouts import RolloutOptions, Rollouts
 from .timeline import Event, Timeline, clock_offset
-from .transfer import InFlight, PendingTransfer, StepData, batch_violations, plan_transfer
+from .transfer import PendingTransfer, StepData, batch_violations, plan_transfer
 
 TRANSFER_LANE = "transfer"  # transfers overlap with calls, whose communication must not wait for them
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The state that all steps of a run share."""
-
-    graph: DataflowGraph
-    plan: ExecutionPlan
-    groups: ProcessGroups
-    copies: RoleCopies
-    operations: tuple[Operation, ...]
-    timeline: Timeline
-    device: torch.device
-    rollouts: Rollouts | None = None
 
 
 class StepRunner:
@@ -66,95 +43,95 @@ class StepRunner:
     metrics: of the train steps whose first rank this is, such as "actor/loss".
     """
 
-    def __init__(self, context: RunContext, step: StepData, seed: int) -> None:
-        self._context, self.step, self._seed = context, step, seed
+    def __init__(self, executor: Executor, step: StepData, seed: int) -> None:
+        self._executor, self.step, self._seed = executor, step, seed
         self._rank = dist.get_rank()
         self._posted: list[tuple[PendingTransfer, Event]] = []  # which this rank has not waited for yet
         self.metrics: dict[str, float] = {}
 
     def run(self, operation: Operation) -> None:
         """Run an operation that this rank takes part in."""
-        context = self._context
+        executor = self._executor
         if operation.kind == "call":
-            self._call(context.graph[operation.call])
+            self._call(executor.graph[operation.call])
         elif operation.kind == "transfer":
             self._transfer(operation)
         else:
-            with context.timeline.record(operation.kind, operation.name) as event:
+            with executor.timeline.record(operation.kind, operation.name) as event:
                 if operation.kind == "announce":
                     self._announce(operation.calls, operation.ranks)
                 elif operation.kind == "reallocate":
                     assert operation.copy
-                    context.copies.reallocate(operation.copy, operation.sources, event)
-                    if context.copies.delta_updates:
+                    executor.copies.reallocate(operation.copy, operation.sources, event)
+                    if executor.copies.delta_updates:
                         for name, nbytes in ((SENT_BYTES, event.received), (WHOLE_BYTES, event.minimum)):
                             self.metrics[name] = self.metrics.get(name, 0) + nbytes
                 else:
                     assert operation.copy and operation.kind in ("release", "load", "offload"), operation.kind
-                    getattr(context.copies.model(operation.copy), operation.kind)()
+                    getattr(executor.copies.model(operation.copy), operation.kind)()
 
     def finish(self) -> None:
         """Wait for all posted transfers: with staleness, for those of the samples that the next iteration trains on."""
         if any(transfer.received for transfer, _ in self._posted):
-            with self._context.timeline.record("wait", "the next iteration"):
+            with self._executor.timeline.record("wait", "the next iteration"):
                 self._wait(self._posted)
         self._wait(self._posted)
 
     def _announce(self, calls: Sequence[str], ranks: Sequence[int]) -> None:
         """Tell ranks the lengths of the generated sequences: leaders fill in theirs, an all-reduce sums them."""
-        step, graph = self.step, self._context.graph
-        keys = [tokens_key(graph[name]) for name in calls]
-        lengths = torch.zeros(len(keys) + 1, step.samples, dtype=torch.int64, device=self._context.device)
+        step, executor = self.step, self._executor
+        keys = [tokens_key(executor.graph[name]) for name in calls]
+        lengths = torch.zeros(len(keys) + 1, step.samples, dtype=torch.int64, device=executor.device)
         for row, (key, name) in enumerate(zip(keys, calls, strict=True)):
-            for i in step.led(graph[name]):
+            for i in step.led(executor.graph[name]):
                 lengths[row, i] = len(step.store[key][i])
                 lengths[-1, i] = step.tickets[i] if step.tickets is not None else 0
-        dist.all_reduce(lengths, group=None if len(ranks) == dist.get_world_size() else self._context.groups.get(ranks))
+        dist.all_reduce(lengths, group=None if len(ranks) == dist.get_world_size() else executor.groups.get(ranks))
         *told, tickets = lengths.tolist()
         step.lengths.update(zip(keys, told, strict=True))
-        if self._context.rollouts is not None:
+        if executor.rollouts is not None:
             step.tickets = tickets
-            self._context.rollouts.know_prompts(step)
+            executor.rollouts.know_prompts(step)
 
     def _transfer(self, operation: Operation) -> None:
         """Post this rank's messages; calls wait for those that they need."""
-        context, step = self._context, self.step
-        producer = context.graph[operation.call]
+        executor, step = self._executor, self.step
+        producer = executor.graph[operation.call]
         consumers, served = (
-            [step.transfer_end(context.graph[name], context.graph[name].inputs) for name in names]
+            [step.transfer_end(executor.graph[name], executor.graph[name].inputs) for name in names]
             for names in (operation.calls, operation.served)
         )
         messages = plan_transfer(step.transfer_end(producer, producer.outputs), consumers, served)
         if not messages:
             return
-        group = context.groups.get(operation.ranks, TRANSFER_LANE)
+        group = executor.groups.get(operation.ranks, TRANSFER_LANE)
         assert group
-        event = context.timeline.begin("transfer", operation.name)
-        tag = context.operations.index(operation)
-        transfer = PendingTransfer(messages, operation.calls, step, group=group, device=context.device, tag=tag)
+        event = executor.timeline.begin("transfer", operation.name)
+        tag = executor.operations.index(operation)
+        transfer = PendingTransfer(messages, operation.calls, step, group=group, device=executor.device, tag=tag)
         event.sent = transfer.sent
         event.received = event.minimum = transfer.received
         if transfer.sent and not transfer.received:
-            context.timeline.end(event)
+            executor.timeline.end(event)
         self._posted.append((transfer, event))
 
     def _wait(self, posted: Sequence[tuple[PendingTransfer, Event]]) -> None:
         for transfer, event in posted:
             transfer.wait()
             if transfer.received:
-                self._context.timeline.end(event)
+                self._executor.timeline.end(event)
         self._posted = [pair for pair in self._posted if pair not in posted]
 
     def _call(self, call: ModelCall) -> None:
-        context = self._context
-        layout = context.plan[call.name]
+        executor = self._executor
+        layout = executor.plan[call.name]
         needed = [(t, event) for t, event in self._posted if call.name in t.consumers and t.received]
         if needed:
-            with context.timeline.record("wait", call.name):
+            with executor.timeline.record("wait", call.name):
                 self._wait(needed)
         number = layout.number_of(self._rank)
         batches = self.step.partition(call)[number]
-        with context.timeline.record(call.kind, call.name) as recorded:
+        with executor.timeline.record(call.kind, call.name) as recorded:
             if (isinstance(call.work, Generate) and layout.dims.ep == 1) or isinstance(call.work, Compute):
                 recorded.group = number  # data-parallel ranks do not meet, unless a function reduces
             if isinstance(call.work, TrainStep):
@@ -164,15 +141,15 @@ class StepRunner:
                     self.metrics.update({f"{call.role}/{name}": float(value) for name, value in metrics.items()})
                 return
             ids = sorted(i for batch in batches for i in batch)
-            if isinstance(call.work, Generate) and context.rollouts is not None:
-                result = context.rollouts.generate(self._model(call), self.step, ids)
+            if isinstance(call.work, Generate) and executor.rollouts is not None:
+                result = executor.rollouts.generate(self._model(call), self.step, ids)
             else:
                 result = self._run_work(call, self.step.take(call, ids), recorded)
         if self._rank in layout.leaders:
             self.step.put(call, ids, result)
 
-    def _model(self, call: ModelCall) -> Role:
-        return self._context.copies.model(copy_of(self._context.graph, self._context.plan, call))
+    def _model(self, call: ModelCall) -> RoleModel:
+        return self._executor.copies.model(copy_of(self._executor.graph, self._executor.plan, call))
 
     def _run_work(self, call: ModelCall, samples: Samples, recorded: Event) -> Samples:
         if isinstance(call.work, Generate):
@@ -182,14 +159,14 @@ class StepRunner:
         if isinstance(call.work, Inference):
             key = tokens_key(call)
             sequences = Samples(samples.ids, {**samples.only(set(call.inputs) - {key}).values, "tokens": samples[key]})
-            return self._model(call).inference(sequences, call.work, call.outputs[0], self._context.plan[call.name])
+            return self._model(call).inference(sequences, call.work, call.outputs[0], self._executor.plan[call.name])
         assert isinstance(call.work, Compute)
-        group = self._context.groups.get(self._context.plan[call.name].ranks)
+        group = self._executor.groups.get(self._executor.plan[call.name].ranks)
         assert group
 
         def reduce(value: Tensor) -> Tensor:
             recorded.group = 0
-            total = value.detach().to(self._context.device, copy=True)
+            total = value.detach().to(self._executor.device, copy=True)
             dist.all_reduce(total, group=group)
             return total.to(value.device)
 
@@ -207,22 +184,14 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step.
+    """The result of a step, the same on every rank but for samples and events."""
 
-    Attributes:
-        metrics: see `measure.merge`; the same on every rank.
-        samples: the collected samples, on rank 0.
-        lengths: see `StepData`; the same on every rank.
-        numbers: by key with one number per sample, those by id; the same on every rank; empty with staleness.
-        tickets: with `Rollouts`, those of the samples' prompts.
-    """
-
-    metrics: dict[str, float]
-    samples: Samples | None
-    events: tuple[Event, ...]
-    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    numbers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    tickets: Sequence[int] | None = None
+    metrics: dict[str, float]  # see `measure.merge`
+    samples: Samples | None  # those collected, on rank 0
+    events: tuple[Event, ...]  # of this rank
+    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)  # see `StepData`
+    numbers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by key and id; empty with staleness
+    tickets: Sequence[int] | None = None  # with `Rollouts`, those of the samples' prompts
 
 
 class Executor:
@@ -241,6 +210,7 @@ class Executor:
         rollouts: prompts are begun before their step, which takes those that are complete first. No change of plans.
         delta_updates: see `RoleCopies`.
 
+    graph, plan, operations: of a step, with what is measured. copies: the models of this rank.
     in_flight: the samples that are made and not trained on yet; set to continue from a checkpoint.
     rollouts: what is begun.
 
@@ -269,30 +239,24 @@ class Executor:
         delta_updates: bool = False,
     ) -> None:
         self._rank, self._staleness = dist.get_rank(), staleness
-        self._graph, self._groups, self._collect, self._first = graph, groups, collect, first
+        self._asked, self.groups, self._collect, self._first = graph, groups, collect, first
         self.device, self._build_role, self._ranks_per_host = device, build_role, ranks_per_host
         self._progress, self._before_changes = progress, before_changes
         self._failure: UserCodeFailed | None = None
         self._checked: Mapping[str, float] = {}
-        self.in_flight: InFlight | None = None
+        self.in_flight: StepData | None = None
         self._collected: list[Samples] = []
         assert dist.group.WORLD
         self._world = [dist.group.WORLD]
         graph, plan = self._agreed(plan)
-        built = copies is None
-        if copies is None:
-            copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host, delta_updates=delta_updates)
+        place = (groups, build_role, device, ranks_per_host)
+        self.copies = copies or RoleCopies(graph, plan, *place, delta_updates=delta_updates)
         self.rollouts = None if rollouts is None else Rollouts(rollouts, graph, plan)
         self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
-        self._context = self._ready(graph, plan, copies)
-        for operation in self._context.operations if built else ():
+        self._get_ready(graph, plan)
+        for operation in self.operations if copies is None else ():
             if operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
-                copies.model(operation.copy).offload()
-
-    @property
-    def trained(self) -> dict[str, Role]:
-        """The models that this rank trains, by role."""
-        return self._context.copies.trained
+                self.copies.model(operation.copy).offload()
 
     def change_plan(self, plan: ExecutionPlan) -> None:
         """Run the following steps under another plan, with all values as they are. Collective, between two steps.
@@ -303,15 +267,14 @@ class Executor:
         Raises:
             ValueError, RanksDisagree: as construction, before anything moves.
         """
-        old = self._context
         graph, plan = self._agreed(plan)
         with self.timeline.record("switch", plan.name) as event:
             for name, state in self.function_states().items():
-                stateful(self._graph)[name].load_state_dict(state)
+                stateful(self._asked)[name].load_state_dict(state)
             in_flight = self.in_flight and (self.in_flight.to_extra(), self.in_flight.whole(self.device))
-            place = (self._groups, self._build_role, self.device, self._ranks_per_host)
-            copies = RoleCopies(graph, plan, *place, old.copies, event, old.copies.delta_updates)
-            self._context = self._ready(graph, plan, copies)
+            place = (self.groups, self._build_role, self.device, self._ranks_per_host)
+            self.copies = RoleCopies(graph, plan, *place, self.copies, event, self.copies.delta_updates)
+            self._get_ready(graph, plan)
             if in_flight:
                 extra, whole = in_flight
                 self.in_flight = self.saved_in_flight(extra)
@@ -319,53 +282,48 @@ class Executor:
             gc.collect()  # models refer to themselves
         self.timeline.take()
 
-    def of_role(self, role: str) -> list[Role]:
-        """Return this rank's models of a role."""
-        return self._context.copies.of_role(role)
-
     def follow(self, role: str, trained: str, weight: float) -> None:
         """Move an untrained role towards a trained one between two steps, as `RoleCopies.follow`."""
         with self.timeline.record("reallocate", f"{role} from {trained}") as event:
-            self._context.copies.follow(role, trained, weight, event)
+            self.copies.follow(role, trained, weight, event)
 
     def function_states(self) -> dict[str, dict[str, float]]:
         """Collect the state of stateful functions, which only the ranks that call them have. Collective."""
         states = {}
-        for name, function in stateful(self._graph).items():
+        for name, function in stateful(self._asked).items():
             state = [function.state_dict()]
-            dist.broadcast_object_list(state, src=self._context.plan[name].ranks[0], device=self.device)
+            dist.broadcast_object_list(state, src=self.plan[name].ranks[0], device=self.device)
             states[name] = state[0]
         return states
 
     def _agreed(self, plan: ExecutionPlan) -> tuple[DataflowGraph, ExecutionPlan]:
         """Check a plan, on all ranks the same, and return it and the graph with what is measured."""
-        plan.check(self._graph, dist.get_world_size())
-        if self._staleness and (shared := list(staleness_violations(self._graph, plan))):
+        plan.check(self._asked, dist.get_world_size())
+        if self._staleness and (shared := list(staleness_violations(self._asked, plan))):
             raise ValueError(f"plan {plan.name!r} with staleness={self._staleness}: {'; '.join(shared)}")
-        graph, plan = with_measures(self._graph, plan, self._collect, self._collected.append, self._first)
+        graph, plan = with_measures(self._asked, plan, self._collect, self._collected.append, self._first)
         calls = {call.name: fingerprint(call) for call in graph.calls}
         compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": self._collect}
         options = {"ranks_per_host": self._ranks_per_host, "staleness": self._staleness}
         agree({**compared, **options}, self._world, "the graph and the plan", self.device)
         return graph, plan
 
-    def _ready(self, graph: DataflowGraph, plan: ExecutionPlan, copies: RoleCopies) -> RunContext:
-        """Return the context of steps under a plan, whose process groups are connected. Collective."""
-        world_size, groups, device = dist.get_world_size(), self._groups, self.device
-        weights = copies.plan_step(graph, plan, self._staleness)
-        operations = schedule(graph, plan, world_size, copies.aliases, weights, self._staleness)
-        for operation in operations:
+    def _get_ready(self, graph: DataflowGraph, plan: ExecutionPlan) -> None:
+        """Get ready for steps under a plan, and connect their process groups. Collective."""
+        self.graph, self.plan, world_size = graph, plan, dist.get_world_size()
+        weights = self.copies.plan_step(graph, plan, self._staleness)
+        self.operations = schedule(graph, plan, world_size, self.copies.aliases, weights, self._staleness)
+        for operation in self.operations:
             announces = operation.kind == "announce" and len(operation.ranks) < world_size
             if not announces and operation.kind not in ("call", "transfer"):
                 continue
             # NCCL connects at a group's first communication, in which all members must take part.
-            if group := groups.get(operation.ranks, TRANSFER_LANE if operation.kind == "transfer" else ""):
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+            if group := self.groups.get(operation.ranks, TRANSFER_LANE if operation.kind == "transfer" else ""):
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         trains = (call.name for call in graph.calls if isinstance(call.work, TrainStep))
         changing = {*stateful(graph), *(() if self._staleness else trains)}  # with it, of samples checked before
-        changes = (operation.kind == "call" and operation.call in changing for operation in operations)
-        self._first_change = next((place for place, change in enumerate(changes) if change), len(operations))
-        return RunContext(graph, plan, groups, copies, operations, self.timeline, device, self.rollouts)
+        changes = (operation.kind == "call" and operation.call in changing for operation in self.operations)
+        self._first_change = next((place for place, change in enumerate(changes) if change), len(self.operations))
 
     def another(
         self, graph: DataflowGraph, plan: ExecutionPlan, *, collect: tuple[str, ...], progress: Callable[[str], None]
@@ -374,19 +332,10 @@ class Executor:
 
         plan: needs no other copies.
         """
-        return Executor(
-            graph,
-            plan,
-            self._groups,
-            self._build_role,
-            self.device,
-            ranks_per_host=self._ranks_per_host,
-            collect=collect,
-            first=self._first,
-            progress=progress,
-            before_changes=self._before_changes,
-            copies=self._context.copies,
-        )
+        place = (self.groups, self._build_role, self.device)
+        shared: dict[str, Any] = {"ranks_per_host": self._ranks_per_host, "first": self._first, "copies": self.copies}
+        shared["before_changes"] = self._before_changes
+        return Executor(graph, plan, *place, **shared, collect=collect, progress=progress)
 
     def run_step(self, given: Samples, number: int, seed: int) -> StepResult:
         """Make the samples of step `number` and train on them: `run` with staleness 0."""
@@ -411,7 +360,7 @@ class Executor:
             raise self._failure
         due, runners = self.in_flight, dict[int, StepRunner]()
         if due is not None:
-            runners[0] = StepRunner(self._context, due.step, seed=0)
+            runners[0] = StepRunner(self, due, seed=0)
             self.timeline.step = due.number
         if asked is not None:
             runners[self._staleness] = self._begin(asked)
@@ -440,37 +389,33 @@ class Executor:
                 samples, events = self._take_collected(), self.timeline.take()
                 return StepResult(metrics, samples, events, step.lengths, numbers, step.tickets)
             step.store = {key: step.store[key] for key in step.readers() if key in step.store}
-            self.in_flight = InFlight(asked.number, step, metrics)
+            step.metrics, self.in_flight = metrics, step
         if due is None:
             return None
         metrics = due.metrics | merge([summaries[0] for summaries in told], {})
         samples, events = self._take_collected(), self.timeline.take()
-        return StepResult(metrics, samples, events, due.step.lengths, tickets=due.step.tickets)
+        return StepResult(metrics, samples, events, due.lengths, tickets=due.tickets)
 
-    def saved_in_flight(self, extra: Mapping[str, Any]) -> InFlight:
+    def saved_in_flight(self, extra: Mapping[str, Any]) -> StepData:
         """Return samples in flight of a checkpoint, to be filled and then set as `in_flight`."""
-        step = StepData(self._context.graph, self._context.plan, extra["samples"])
+        step = StepData(self.graph, self.plan, extra["samples"])
         step.lengths.update(extra["lengths"])
-        step.tickets = extra.get("tickets")
-        return InFlight(extra["step"], step, dict(extra["metrics"]))
+        step.number, step.metrics, step.tickets = extra["step"], dict(extra["metrics"]), extra.get("tickets")
+        return step
 
     def _begin(self, asked: StepInput) -> StepRunner:
-        context = self._context
-        if self.rollouts is None:
-            step = StepData.of(context.graph, context.plan, asked.given)
-        else:
-            step = self.rollouts.begin_step()
+        rollouts = self.rollouts
+        step = StepData.of(self.graph, self.plan, asked.given) if rollouts is None else rollouts.begin_step()
         step.number, step.version = asked.number, asked.number - 1 - min(self._staleness, asked.number - 1)
-        if violations := batch_violations(context.graph, step.samples):
+        if violations := batch_violations(self.graph, step.samples):
             raise ValueError("; ".join(violations))
         value = {"step": asked.number, "seed": asked.seed, "samples": step.samples, "lengths": step.lengths}
-        agree(value, self._world, "number, seed and samples of a step", context.device)
-        return StepRunner(context, step, asked.seed)
+        agree(value, self._world, "number, seed and samples of a step", self.device)
+        return StepRunner(self, step, asked.seed)
 
     def _operate(self, runners: Mapping[int, StepRunner]) -> None:
         """Run the operations that have a runner: by `Operation.ahead`."""
-        operations = self._context.operations
-        for place, operation in enumerate((*operations, None)):
+        for place, operation in enumerate((*self.operations, None)):
             if place == self._first_change and self._staleness in runners:
                 try:
                     self._checked = self._before_changes()

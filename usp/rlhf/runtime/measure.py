@@ -153,10 +153,8 @@ class StepLengths:
 
 
 def read_lengths(run: Path) -> StepLengths:
-    """Return the lengths of a run's last step.
-
-    Raises ValueError if the run or the file does not exist, has no step, or a line that is none.
-    """
+    """Return the lengths of a run's last step. Raises ValueError if the run or the file does not exist, has no step, or
+    a line that is none."""
     path = run / LENGTHS_FILE
     if not path.is_file():
         raise ValueError(f"{run} is not the folder of an RLHF run that generates: {LENGTHS_FILE} does not exist")

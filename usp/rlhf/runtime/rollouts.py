@@ -9,45 +9,36 @@ checkpoint holds the responses so far, so that any plan and number of ranks goes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from usp.rlhf.generation.decoding import GeneratedResponse
-from usp.rlhf.generation.partial import NOT_BEGUN, Group, PartialResponse, group_samples
+from usp.rlhf.generation.partial import NOT_BEGUN, PER_TOKEN, Group, group_samples
 from usp.rlhf.graph import DataflowGraph, Generate
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.roles.role_model import Role
+from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.rollout_queue import QueueRules, RolloutQueue, choose
 from usp.rlhf.samples import Samples, derived_seed
 
-from .transfer import PROMPTS, StepData
+from .transfer import PROMPTS, StepData, whole_of_parts
 
-_DTYPES = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int64}
 # By ticket, of each response: its tokens so far, whether it is complete, whether it ended by itself.
 States = Mapping[int, Sequence[tuple[int, bool, bool]]]
 
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How a run begins and takes rollouts.
+    """How a run begins and takes rollouts. begun, ahead, steps: see `QueueRules`."""
 
-    Attributes:
-        prompts: of a step.
-        begun, ahead, steps: see `QueueRules`.
-        draw: returns the given values of the prompts with some tickets, in that order; the same on every rank.
-        seed: of the run.
-    """
-
-    prompts: int
+    prompts: int  # of a step
     begun: float
     ahead: int
     steps: int
-    draw: Callable[[Sequence[int]], Samples]
-    seed: int
+    draw: Callable[[Sequence[int]], Samples]  # given values of the prompts with some tickets, in order, on every rank
+    seed: int  # of the run
 
 
 class Rollouts:
@@ -76,7 +67,7 @@ class Rollouts:
         step.tickets = [0] * step.samples
         return step
 
-    def generate(self, model: Role, step: StepData, ids: Sequence[int]) -> Samples:
+    def generate(self, model: RoleModel, step: StepData, ids: Sequence[int]) -> Samples:
         """Go on with this rank's rollouts until as many are complete as a step takes; return its samples."""
         work = self.call.work
         assert isinstance(work, Generate) and step.tickets is not None
@@ -117,7 +108,7 @@ class Rollouts:
         left = {each.ticket for each in self.queue.begun}
         self._groups = {ticket: group for ticket, group in self._after.items() if ticket in left}
         own = {
-            ticket: [(len(each.versions), each.response.complete, each.response.finished) for each in group.responses]
+            ticket: [(len(each.tokens), each.complete, each.finished) for each in group.responses]
             for ticket, group in self._groups.items()
         }
         told: list[States] = [own] * dist.get_world_size()
@@ -133,7 +124,7 @@ class Rollouts:
     def blank(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return zeros like `whole`; none if nothing is begun."""
         total = sum(tokens for of in self.states.values() for tokens, *_ in of)
-        return {key: torch.zeros(total, dtype=dtype, device=device) for key, dtype in _DTYPES.items() if total}
+        return {key: torch.zeros(total, dtype=dtype, device=device) for key, dtype in PER_TOKEN.items() if total}
 
     def whole(self, device: torch.device) -> dict[str, Tensor]:
         """Return the responses so far, one after another in the order of `states`, on every rank. Collective."""
@@ -141,12 +132,8 @@ class Rollouts:
         for key, joined in whole.items():
             for (ticket, k), piece in self._pieces(joined):
                 if self._leads and ticket in self._groups:
-                    partial = self._groups[ticket].responses[k]
-                    piece.copy_(partial.versions if key == "versions" else getattr(partial.response, key))
-            bytes_of_one_rank = joined.view(torch.uint8).to(device)
-            dist.all_reduce(bytes_of_one_rank)
-            whole[key] = bytes_of_one_rank.view(joined.dtype)
-        return whole
+                    piece.copy_(getattr(self._groups[ticket].responses[k], key))
+        return whole_of_parts(whole, device)
 
     def read_extra(self, extra: Mapping[str, Any]) -> None:
         """Take what `to_extra` returned; `fill` must follow."""
@@ -157,7 +144,7 @@ class Rollouts:
 
     def fill(self, whole: Mapping[str, Tensor]) -> None:
         """Take this rank's responses so far, from those of all ranks."""
-        values: dict[tuple[int, int], dict[str, Tensor]] = {}
+        values: dict[tuple[int, int], dict[str, Any]] = {}
         for key, joined in whole.items():
             for place, piece in self._pieces(joined.cpu()):
                 values.setdefault(place, {})[key] = piece.clone()
@@ -165,9 +152,8 @@ class Rollouts:
             seed = derived_seed(self._options.seed, f"rollout/{each.ticket}/{each.step}")
             responses = []
             for k, (_, complete, finished) in enumerate(self.states[each.ticket]):
-                of = values.get((each.ticket, k), {key: torch.zeros(0, dtype=dtype) for key, dtype in _DTYPES.items()})
-                response = GeneratedResponse(of["tokens"], of["logprobs"], finished, complete=complete)
-                responses.append(PartialResponse(response, of["versions"]))
+                so_far = values.get((each.ticket, k), {})
+                responses.append(replace(NOT_BEGUN, **so_far, finished=finished, complete=complete))
             (prompt,) = self._options.draw([each.ticket])[PROMPTS]
             self._groups[each.ticket] = Group(prompt, seed, tuple(responses))
 

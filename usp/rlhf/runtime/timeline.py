@@ -183,19 +183,13 @@ def _last_runs(events: list[Event]) -> list[Event]:
 
 @dataclass(frozen=True)
 class Activity:
-    """A part of a rank's step: first waiting for another rank, then work. Those of a rank do not overlap.
+    """A part of a rank's step: first waiting for another rank, then work. Those of a rank do not overlap."""
 
-    Attributes:
-        event: the operation; for an expected transfer, that of the transfer.
-        start, begin, end: it waits from `start` to `begin`, and works from `begin` to `end`.
-        last: the rank waited for, which was the last to arrive; `event.rank` if nothing was waited for.
-    """
-
-    event: Event
-    start: float
-    begin: float
+    event: Event  # the operation; for an expected transfer, that of the transfer
+    start: float  # when waiting begins
+    begin: float  # when it ends, and work begins
     end: float
-    last: int
+    last: int  # the rank waited for, which was the last to arrive; `event.rank` if nothing was waited for
 
     @property
     def waiting(self) -> float:

@@ -35,25 +35,18 @@ _SHORT = 0.005  # of a step: shorter parts of the critical path are listed as on
 
 @dataclass(frozen=True)
 class Total:
-    """Work of one kind and name in a step, averaged over steps.
-
-    Attributes:
-        seconds: in which at least one rank works on it; deviation: their standard deviation over steps.
-        waiting: seconds that its first rank waits for the last to arrive.
-        bytes, minimum: received by all ranks, and the least that they need.
-        crossed, host_minimum: of these, received from other hosts, and the least that hosts need.
-    """
+    """Work of one kind and name in a step, averaged over steps."""
 
     kind: str
     name: str
-    seconds: float
-    deviation: float
-    share: float
-    waiting: float
-    bytes: int
-    minimum: int
-    crossed: int = 0
-    host_minimum: int = 0
+    seconds: float  # in which at least one rank works on it
+    deviation: float  # their standard deviation over steps
+    share: float  # of the steps' seconds
+    waiting: float  # seconds that its first rank waits for the last to arrive
+    bytes: int  # received by all ranks
+    minimum: int  # the least that they need
+    crossed: int = 0  # of these bytes, received from other hosts
+    host_minimum: int = 0  # the least that hosts need
 
     @property
     def ratio(self) -> float | None:
@@ -184,10 +177,8 @@ def write_chrome_trace(events: Sequence[Event], path: Path) -> None:
 
 
 def plot(events: Sequence[Event], path: Path) -> None:
-    """Write a PNG of one step with one row per rank: work, waiting, and the critical path.
-
-    Transfers are thin bars below; in the row itself they stand only where a call waits for them.
-    """
+    """Write a PNG of one step with one row per rank: work, waiting, and the critical path. Transfers are thin bars
+    below; in the row itself they stand only where a call waits for them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

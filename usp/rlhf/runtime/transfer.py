@@ -90,6 +90,7 @@ class StepData:
         store: values on this rank, including the given ones.
         tickets: with `Rollouts`, those of the samples' prompts; others than this rank's are known once it is told.
         number, version: of the step; of the weights that make its samples, the steps that had trained them.
+        metrics: of the rollouts, once its samples are in flight, the same on every rank.
     """
 
     def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, samples: int) -> None:
@@ -99,6 +100,7 @@ class StepData:
         self.lengths: dict[str, Sequence[int]] = {}
         self.tickets: list[int] | None = None
         self.number = self.version = 0
+        self.metrics: dict[str, float] = {}
 
     @staticmethod
     def of(graph: DataflowGraph, plan: ExecutionPlan, given: Samples) -> StepData:
@@ -176,6 +178,43 @@ class StepData:
         kind = self.kinds[key]
         return [n * kind.width for n in self.lengths[kind.tokens]] if kind.tokens else [1] * self.samples
 
+    def to_extra(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of samples in flight besides `whole`, as JSON values."""
+        lengths = {key: list(of_key) for key, of_key in self.lengths.items()}
+        extra = {"step": self.number, "samples": self.samples, "lengths": lengths, "metrics": self.metrics}
+        return extra | ({} if self.tickets is None else {"tickets": self.tickets})
+
+    def blank(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Return zeros like `whole`."""
+        sizes = {key: sum(self.sizes(key)) for key in self.readers()}
+        return {key: torch.zeros(size, dtype=self.kinds[key].dtype, device=device) for key, size in sizes.items()}
+
+    def whole(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the values in flight of all samples by key, one after another, on every rank. Collective."""
+        whole = self.blank()
+        for key, call in self.readers().items():
+            pieces = whole[key].split(self.sizes(key))
+            for i in self.led(call):
+                pieces[i].copy_(self.store[key][i].reshape(-1))
+        return whole_of_parts(whole, device)
+
+    def fill(self, whole: Mapping[str, Tensor]) -> None:
+        """Take the values of all samples, on every rank."""
+        for key, joined in whole.items():
+            pieces = joined.cpu().split(self.sizes(key))
+            shaped = pieces if self.kinds[key].tokens else [piece.reshape(()) for piece in pieces]
+            self.store[key] = dict(enumerate(shaped))
+
+
+def whole_of_parts(parts: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return tensors of which each rank has other parts, and zeros elsewhere, whole on every rank. Collective."""
+    whole = {}
+    for key, own in parts.items():
+        joined = own.view(torch.uint8).to(device)
+        dist.all_reduce(joined)
+        whole[key] = joined.view(own.dtype)
+    return whole
+
 
 class PendingTransfer:
     """The messages of this rank in a transfer, one per peer, posted without waiting.
@@ -228,48 +267,3 @@ class PendingTransfer:
             for (key, i), piece in zip(message, received.cpu().split(sizes), strict=True):
                 value = piece.clone().view(kinds[key].dtype)  # pieces may be misaligned for their dtype
                 self._step.store.setdefault(key, {})[i] = value if kinds[key].tokens else value.reshape(())
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """Samples in flight.
-
-    Attributes:
-        number: of the step that trains on them.
-        step: what this rank has of them, without the values that only their rollouts needed.
-        metrics: of their rollouts, the same on every rank.
-    """
-
-    number: int
-    step: StepData
-    metrics: dict[str, float]
-
-    def to_extra(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides `whole`, as JSON values."""
-        lengths = {key: list(of_key) for key, of_key in self.step.lengths.items()}
-        extra = {"step": self.number, "samples": self.step.samples, "lengths": lengths, "metrics": self.metrics}
-        return extra | ({} if self.step.tickets is None else {"tickets": self.step.tickets})
-
-    def blank(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return zeros like `whole`."""
-        sizes = {key: sum(self.step.sizes(key)) for key in self.step.readers()}
-        return {key: torch.zeros(size, dtype=self.step.kinds[key].dtype, device=device) for key, size in sizes.items()}
-
-    def whole(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the values of all samples by key, one sample after another, on every rank. Collective."""
-        whole = self.blank()
-        for key, call in self.step.readers().items():
-            pieces = whole[key].split(self.step.sizes(key))
-            for i in self.step.led(call):
-                pieces[i].copy_(self.step.store[key][i].reshape(-1))
-            bytes_of_one_rank = whole[key].view(torch.uint8).to(device)  # and zeros of the others
-            dist.all_reduce(bytes_of_one_rank)
-            whole[key] = bytes_of_one_rank.view(whole[key].dtype)
-        return whole
-
-    def fill(self, whole: Mapping[str, Tensor]) -> None:
-        """Take the values of all samples, on every rank."""
-        for key, joined in whole.items():
-            pieces = joined.cpu().split(self.step.sizes(key))
-            shaped = pieces if self.step.kinds[key].tokens else [piece.reshape(()) for piece in pieces]
-            self.step.store[key] = dict(enumerate(shaped))

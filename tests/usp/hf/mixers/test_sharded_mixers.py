@@ -13,7 +13,7 @@ from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf.mixers.hybrids import FAMILIES, SIZES, errors, hybrid, relative, sharded
-from tests.usp.sp.planned_bytes import halo_bytes, state_bytes
+from tests.usp.sp.planned_bytes import halo_bytes, moved_bytes, state_bytes
 from usp import shard_sequence
 from usp.hf.mixers import apply_mixers, sharded_mixers
 from usp.sp.in_order import SequenceOrder
@@ -66,11 +66,7 @@ def sent_and_planned(family: str, seq_len: int, layout: str) -> list[tuple[int, 
     parts = [halo_bytes(HaloPlan(plan, convolution.kernel_size[0]), convolution.in_channels * itemsize)]
     parts += [state_bytes(plan, STATES[family] * itemsize)] if family in STATES else []
     if moves := order.moves(2, order.axes.layout(layout, seq_len, plan.documents)):
-        sent, received = (
-            sum(len(index) for peer, index in enumerate(indices) if peer != moves.rank)
-            for indices in (moves.sends, moves.receives)
-        )
-        both = (sent + received) * SIZES["hidden_size"] * itemsize  # to the layer and back
+        both = sum(moved_bytes(moves, order.channel.rank, SIZES["hidden_size"] * itemsize))  # to the layer and back
         parts += [(both, both)]
     with SentBytes() as forward:
         out = mixer(x, cu_seqlens=cu_seqlens)

@@ -19,11 +19,11 @@ from usp.rlhf.algorithms.critic_free import (
     GRPO,
     GSPO,
     RLOO,
+    OnPolicyDistillation,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
 )
-from usp.rlhf.algorithms.distillation import OnPolicyDistillation
 from usp.rlhf.algorithms.objectives import mini_batch_numbers
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO

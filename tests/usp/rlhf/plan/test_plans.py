@@ -156,7 +156,7 @@ def test_all_violations_of_a_plan_are_reported_at_once() -> None:
         "layouts for unknown calls other: the calls are ",
         "actor_generate: a generate call does not support zero, tp_sequence_parallel, loss_chunk: remove them",
         "actor_train: ac='all' must be one of none, selective, attention-saved, full",
-        "actor_train: mlp_tile=-1 and loss_chunk=0 must be at least 0",
+        "actor_train: mlp_tile=-1 must be at least 0",
         "critic_inference: ac and ac_offload keep less for a backward, which only a train_step call has: remove them",
         "advantages: a function supports no options besides ranks and degrees: remove the others",
         "actor_generate: tp_sequence_parallel requires tp >= 2, got tp=1",

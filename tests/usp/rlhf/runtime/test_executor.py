@@ -202,7 +202,7 @@ def run_stale(folder: Path) -> tuple[list[dict[str, float]], tuple[Event, ...]]:
     plan = separation(graph, replace(FACTS, world_size=4))
     marks = [folder / f"critic-{rank}" for rank in plan["critic_train"].ranks]
     made = executor(graph, plan, ProcessGroups(), build_role=partial(Slow, marks=marks, stale=True))
-    copies = made._context.copies
+    copies = made.copies
     reallocate = copies.reallocate
 
     def mark(copy: WeightCopy, *rest: Any) -> None:
