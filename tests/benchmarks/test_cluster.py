@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.cluster import BURST, DEVICE, cluster, unavailable
+from benchmarks.harness.cluster import BURST, DEVICE, Cluster, cluster, unavailable
 
 RATE = 80e6 / 8  # bytes per second
 MESSAGE = 1 << 20
@@ -70,10 +72,18 @@ def test_two_hosts_communicate_and_leave_nothing_behind() -> None:
 
 
 @pytest.mark.usefixtures("needs_hosts")
-def test_what_fails_on_a_host_is_shown() -> None:
+def test_what_fails_on_a_host_is_shown(monkeypatch: pytest.MonkeyPatch, exhaustive: bool) -> None:
+    """With --exhaustive on a rank, else in place of the launcher."""
+    if not exhaustive:
+        monkeypatch.setattr(Cluster, "_start", fails_to_divide)
     failed = pytest.raises(RuntimeError, match=r"host 0 failed.*\n(.*\n)*.*ZeroDivisionError")
     with failed, cluster(1, "1gbit") as host:
         host.call(divmod, 1, 1, 0, timeout=600)
+
+
+def fails_to_divide(hosts: Cluster, host: int, command: Sequence[str], ranks: int) -> subprocess.Popen[str]:
+    inside = ["ip", "netns", "exec", hosts.namespaces[host], sys.executable, "-c", "1 / 0"]
+    return subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.mark.usefixtures("needs_hosts")

@@ -48,11 +48,12 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Job:
-    """A worker's part of a job; `call` is the pickled (fn, args)."""
+    """A worker's part of a job. port: of the pool's store. prefix: of its keys there. call: the pickled (fn, args)."""
 
     rank: int
     world_size: int
-    store: str
+    port: int
+    prefix: str
     timeout: float
     sys_path: tuple[str, ...]
     call: bytes
@@ -89,17 +90,19 @@ class RankPool:
         self._context.set_forkserver_preload([__name__, "torch.distributed.tensor", *preload])
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._store: dist.TCPStore | None = None  # a file would be read again every 10 ms
         self._started = 0
 
     def __enter__(self) -> RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._discard_workers()
         if self._folder is not None:
             self._folder.cleanup()
-        self._folder = None
+        self._folder = self._store = None
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
         """Return [fn(*args) on rank 0, ..., on rank world_size - 1].
@@ -112,7 +115,7 @@ class RankPool:
                 traceback; failures that only report a lost peer are omitted.
             TimeoutError: if ranks do not answer within `timeout` seconds. The message contains their Python stacks.
         """
-        if self._folder is None:
+        if self._store is None:
             raise RuntimeError("RankPool is not open: use `with RankPool() as ranks: ranks.run(...)`")
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
@@ -123,10 +126,10 @@ class RankPool:
             self._workers.append(self._start_worker())
         workers = self._workers[:world_size]
         self._started += 1
-        store = str(Path(self._folder.name) / f"store-{self._started}")
+        of_all = (self._store.port, str(self._started), timeout, tuple(sys.path), call, self._adversarial)
         try:
             for rank, worker in enumerate(workers):
-                worker.connection.send(_Job(rank, world_size, store, timeout, tuple(sys.path), call, self._adversarial))
+                worker.connection.send(_Job(rank, world_size, *of_all))
             replies = _collect(workers, timeout)
             if not all(rank in replies and replies[rank].ok for rank in range(world_size)):
                 raise _failure(fn, workers, replies, timeout)
@@ -194,7 +197,7 @@ def _run_job(job: _Job) -> _Reply:
         fn, args = pickle.loads(job.call)
         # Longer than the job's timeout, so that the pool, which reports every rank's stack, times out first.
         limit = timedelta(seconds=job.timeout + 60)
-        store = dist.FileStore(job.store, job.world_size)
+        store = dist.PrefixStore(job.prefix, dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit))
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
         if not job.adversarial:
             return _Reply(True, pickle.dumps(fn(*args)), time.monotonic())

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from parallel.cluster.hardware import AttentionRates, hardware_from_mapping
 from tests.e2e.processes import ONE_THREAD
 from tests.harness.ranks import RankPool
 from usp.__main__ import main
+from usp.predict import calibrate
 from usp.predict.calibrate import Measured, Plan, cautions, contents, measure
 from usp.predict.rounds import Estimate, Rounds, Timed
 
@@ -33,13 +35,15 @@ def tiny(device: torch.device, host_size: int, heads: int = 2, head_dim: int = 1
 
 
 def on_hosts_of(host_size: int) -> dict[str, Any]:
-    plan = tiny(torch.device("cpu"), host_size)
-    measured = measure(plan)
-    # Of tiny calls under load, not even which takes longer is certain.
-    large = {name: Estimate(1.0, 0.0) for name in measured.times if f"of {1 << 22} bytes" in name}
-    times = {name: Estimate(one.seconds, 0.0) for name, one in measured.times.items()}
-    slow = {name: Estimate(1.0, 0.0) for name in times if name.startswith("sdpa")}
-    return contents(plan, "test", replace(measured, times={**times, **large, **slow}))
+    """With messages, and memory, of fewer bytes."""
+    plan, nbytes = tiny(torch.device("cpu"), host_size), 1 << 16
+    with patch.multiple(calibrate, LARGE=nbytes, CALLS={calibrate.SMALL: 2, nbytes: 1}, UNCACHED=1 << 18):
+        measured = measure(plan)
+        # Of tiny calls under load, not even which takes longer is certain.
+        large = {name: Estimate(1.0, 0.0) for name in measured.times if f"of {nbytes} bytes" in name}
+        times = {name: Estimate(one.seconds, 0.0) for name, one in measured.times.items()}
+        slow = {name: Estimate(1.0, 0.0) for name in times if name.startswith("sdpa")}
+        return contents(plan, "test", replace(measured, times={**times, **large, **slow}))
 
 
 def test_links_by_tier(ranks: RankPool) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel import load_hardware
-from tests.usp.rlhf.test_dry_run import GRPO, runs_of, step_of
+from tests.usp.rlhf.test_dry_run import GRPO, step_of
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
@@ -17,6 +17,7 @@ from usp.predict.job import PASSES, Job
 from usp.predict.memory import forward_memory
 from usp.predict.seconds import pass_seconds, step_seconds
 from usp.predict.traffic import pass_parts, step_traffic
+from usp.rlhf.dry_run import dry_run_calls
 from usp.train.resolve import job_of
 
 A800 = load_hardware("a800")
@@ -73,7 +74,8 @@ CASES: list[Any] = [
 @pytest.mark.parametrize(("world_size", "flags"), CASES, ids=str)
 def test_the_peak_of_inference_is_that_of_its_dry_run(world_size: int, flags: dict[str, Any]) -> None:
     config = replace(GRPO, **flags)
-    run, step = runs_of(config, world_size)[0]["ref_inference"], step_of(config, world_size)
+    step = step_of(config, world_size)
+    (run,) = (call for call in dry_run_calls(step, torch.device("cpu")) if call.call == "ref_inference")
     layout, spec = step.plan["ref_inference"], step.roles["ref"]
     row = run.tokens * run.samples // run.micro_batches
     train = TrainConfig(

@@ -99,6 +99,7 @@ def test_a_train_step_takes_the_memory_of_train_py_and_of_its_dry_run(ranks: Ran
 
 def test_an_engine_has_the_base_of_adapters_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr("usp.rlhf.dry_run._call", lambda *args: None)  # which adds no parameters
 
     def parameters(**changes: Any) -> int:
         config = replace(GRPO, sft_steps=1, **changes)
@@ -137,9 +138,11 @@ def test_the_peak_of_a_call_equals_that_of_a_real_one(
         assert added == pytest.approx([run.peak_bytes - run.start_bytes for run in runs], rel=TOLERANCE)
 
 
-def test_what_other_calls_keep_and_the_cache_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_other_calls_keep_and_the_cache_are_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["rlhf-dry-run", "--world-size", "4", "--device", "cpu", "--tokenizer", "bytes", "--sft-steps", "0"]
-    words += ["--prompts", "4", "--group-size", "4"]
+    words += ["--prompts", "2", "--group-size", "4"]
     words += ["--sp-ulysses", "2", "--prompt-tokens", "128", "--max-new-tokens", "32", "--json"]
     assert main(words) == 0
     calls = {call["call"]: call for call in json.loads(capsys.readouterr().out)}
@@ -148,8 +151,12 @@ def test_what_other_calls_keep_and_the_cache_are_counted(capsys: pytest.CaptureF
     weights, states = train["by_category"]["parameters"], train["by_category"]["optimizer states"]
     assert states == pytest.approx(2 * weights, rel=0.01)
     assert generate["by_category"]["parameters"] == pytest.approx(4 * weights, rel=0.01)  # whole, not sharded
-    slots, places, layers, kv_heads, head_dim = 8, (128 + 32) // 2, 2, 4, 16
+    slots, places, layers, kv_heads, head_dim = 4, (128 + 32) // 2, 2, 4, 16
     assert generate["by_category"]["KV cache"] == slots * places * layers * kv_heads * 2 * head_dim * 4
+    assert main(words[:-1]) == 0
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in ("actor_generate", "KV cache", "other calls", "alltoall_base"))
+    monkeypatch.setattr("usp.rlhf.dry_run._call", lambda *args: None)  # what is there without it is all that is read
     assert main([*words, "--cache-tokens", str(3 * (128 + 32) + 1)]) == 0
     (bounded, *_) = json.loads(capsys.readouterr().out)
     assert bounded["by_category"]["KV cache"] * slots == generate["by_category"]["KV cache"] * 3
@@ -166,9 +173,6 @@ def test_what_other_calls_keep_and_the_cache_are_counted(capsys: pytest.CaptureF
         calls = {call["call"]: call for call in json.loads(capsys.readouterr().out)}
         kept.append(calls["actor_generate"]["others_bytes"])
     assert kept[1] - kept[0] == pytest.approx(calls["actor_inference"]["by_category"]["parameters"], rel=0.01)
-    assert main(words[:-1]) == 0
-    shown = capsys.readouterr().out
-    assert all(part in shown for part in ("actor_generate", "KV cache", "other calls", "alltoall_base"))
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def ended(config: RlhfConfig) -> str:
 def test_a_failing_environment_stops_the_run_or_leaves_the_sample_out(
     ranks: RankPool, data: str, tmp_path: Path
 ) -> None:
-    config = replace(CONFIG, data=data, environment=f"{FILE}:Fragile", steps=1, sp_ulysses=2)
+    config = replace(CONFIG, data=data, environment=f"{FILE}:Fragile", steps=1, prompts=2, sp_ulysses=2)
     for message in ranks.run(ended, 2, replace(config, output=str(tmp_path / "stop"))):
         assert "the environment failed for sample" in message and "it raised RuntimeError: no more" in message
         assert "bad-samples.jsonl" in message

@@ -75,13 +75,13 @@ PLANS = (
     "heuristic",
     STAGES,
 )
-# Without --exhaustive, on four ranks: those that differ most for the graph with every kind of call.
+# Without --exhaustive, on four ranks. More with GRPO: test_switching.py
 CHOSEN = {
-    "ppo": ("tp2 pp2", "separation"),
-    "grpo": ("interleaving",),  # and others: test_switching.py
-    "dpo": ("flattening", "heuristic"),
+    "ppo": ("separation",),
+    "grpo": ("interleaving",),
+    "dpo": ("heuristic",),
     "remax": ("u2 tp2",),
-    "distillation": ("separation",),
+    "distillation": ("flattening",),
 }
 
 

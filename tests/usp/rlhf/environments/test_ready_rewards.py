@@ -127,7 +127,7 @@ def test_slow_functions_are_called_in_processes(tmp_path: Path) -> None:
         "import os, pathlib, time\n"
         "def reward(prompt, response, answer):\n"
         "    tried = pathlib.Path(__file__).with_name(answer)\n"
-        "    if answer == 'a' and not tried.exists():\n"
+        "    if answer in ('a', 'bb') and not tried.exists():\n"
         "        tried.touch()\n"
         "        os._exit(3)\n"
         "    if answer == 'bb':\n"

@@ -36,8 +36,8 @@ GRIDS = (
     ParallelDims(pp=2, ep=2),
 )
 ALL_GRIDS = {"mixtral": range(len(GRIDS)), "qwen3_moe": (0, 3, 5, 7, 9)}
-ON_GRIDS = {"mixtral": (6, 9, 10), "qwen3_moe": (7,)}
-WITHOUT_PROMPTS = {"mixtral": (2, 10)}  # where most data-parallel ranks have none
+ON_GRIDS = {"mixtral": (9, 10), "qwen3_moe": (7,)}
+WITHOUT_PROMPTS = {"mixtral": (2,)}  # where most data-parallel ranks have none
 LENGTHS = (40, 1, 65, 3, 2, 33, 9)
 # Responses of very different lengths, so that data-parallel ranks end at different times.
 WORKS = (

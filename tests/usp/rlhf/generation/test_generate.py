@@ -42,8 +42,8 @@ GRIDS = (
 )
 LAYOUTS = {5: "contiguous", 3: "striped"}  # by the grid's number; zigzag elsewhere
 ON_GRIDS = {"llama": (0, 3, 6, 7, 8), "qwen3": (2, 5), "mistral": (1, 4, 7)}
-ON_RANKS = {4: (0, 1, 2, 3, 4, 5, 7)}
-ALL_ON_RANKS = ON_RANKS | {8: (6, 8)}
+ON_RANKS = {4: (3, 4, 5, 7)}  # all but grids with fewer axes and, on 8 ranks, more
+ALL_ON_RANKS = {4: (0, 1, 2, 3, 4, 5, 7), 8: (6, 8)}
 
 
 def prompts() -> list[Tensor]:

@@ -40,6 +40,7 @@ from usp.hf.disk import disk_layout
 from usp.hf.routers import ChoiceRecorder
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.dry_run import CallRun, dry_run_calls
+from usp.rlhf.environments import ready_rewards
 from usp.rlhf.generation.decoding import sample, sequence_key, token_keys
 from usp.rlhf.generation.vllm import ServedEngine
 from usp.rlhf.graph import Generate
@@ -58,7 +59,7 @@ CONFIG = RlhfConfig(
     algorithm="grpo",
     tokenizer="bytes",
     max_new_tokens=6,
-    steps=3,
+    steps=2,
     warmup_steps=0,
     sft_steps=0,
     learning_rate=3e-3,
@@ -272,7 +273,12 @@ def steps_of(config: RlhfConfig) -> list[dict[str, Any]]:
         left.append(LOAD(self, pieces))
         return left[-1]
 
-    with patch.object(Executor, "run", moving), patch.object(ServedEngine, "load", loading):
+    at_once = SimpleNamespace(sleep=lambda seconds: None)  # before a request is tried again
+    with (
+        patch.object(Executor, "run", moving),
+        patch.object(ServedEngine, "load", loading),
+        patch.object(ready_rewards, "time", at_once),
+    ):
         trainer = begun(config)
         steps = [trainer.step(number).metrics for number in range(1, config.steps + 1)]
         return [metrics | {"moved": moved, "left": left} for metrics in steps]
@@ -331,7 +337,10 @@ def test_workers_are_sent_what_has_changed(ranks: RankPool, folder: Path, tmp_pa
     assert all(0 < changed < 0.6 * whole for whole, changed in zip(left[0][1:], left[1][1:], strict=True))
 
 
-@pytest.mark.parametrize("name", ["one rank", "tp 2 on ranks of its own"])
+IN_TWO = [pytest.param("one rank", marks=pytest.mark.exhaustive), "tp 2 on ranks of its own"]
+
+
+@pytest.mark.parametrize("name", IN_TWO)
 def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
     size, tp, options = LAYOUTS[name]
     lora: dict[str, Any] = {"lora_rank": 4, "lora_targets": "q_proj,down_proj", "learning_rate": 3e-2}
@@ -347,7 +356,7 @@ def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, tmp_path
     assert sent_by(found) == [server.sizes[0] + factors, *[factors] * (CONFIG.steps - 1)]
 
 
-@pytest.mark.parametrize("name", ["one rank", "tp 2 on ranks of its own"])
+@pytest.mark.parametrize("name", IN_TWO)
 def test_experts_of_a_server_are_replayed(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
     size, tp, options = LAYOUTS[name]
     replay: dict[str, Any] = {"model": str(folder / "experts"), "router_replay": True, "router_aux_loss_coef": 0.0}
@@ -398,16 +407,17 @@ def evaluated(config: RlhfConfig) -> tuple[dict[str, float], list[list[int]]]:
 
 
 def test_turns_go_on_and_stop_strings_end(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
-    """At temperature 0, where noise does not matter."""
+    """At temperature 0, where noise does not matter. Turns on ranks of their own, and strings on one rank."""
     turns = {"environment": f"{folder / 'lengths.py'}:Lengths", "max_observation_tokens": 40}
     turns |= {"reward_function": RlhfConfig.reward_function, "stop_ids": ",".join(map(str, range(0, BYTE_VOCAB, 5)))}
     strings = {"stop": json.dumps([chr(code) for code in range(32, 80)])}
-    for number, options in enumerate((turns, strings)):
+    for number, (options, name) in enumerate(((turns, "tp 2 on ranks of its own"), (strings, "one rank"))):
+        size, tp, layout = LAYOUTS[name]
         options |= {"eval_every": 1, "eval_prompts": 4, "eval_temperature": 0.0, "max_new_tokens": 12}
         wanted, responses = ranks.run(evaluated, 1, of(folder, tmp_path / f"own{number}", **options))[0]
-        with stub(2) as server:
-            config = of(folder, tmp_path / f"served{number}", rollout_engine=server.url, **options, **APART)
-            found = ranks.run(evaluated, 4, config)
+        with stub(tp) as server:
+            config = of(folder, tmp_path / f"served{number}", rollout_engine=server.url, **options, **layout)
+            found = ranks.run(evaluated, size, config)
         assert found[0][1] == responses and responses
         assert all(metrics == pytest.approx(wanted) for metrics, _ in found)
 
@@ -421,10 +431,11 @@ def test_partial_rollouts_go_on(ranks: RankPool, folder: Path, tmp_path: Path) -
             "oversample": 1.5,
             "max_new_tokens": 24,
             "slots": 3,
+            "steps": 3,
         }
         options |= {"stop_ids": ",".join(map(str, range(0, BYTE_VOCAB, 20)))}
         for found in ranks.run(steps_of, 4, of(folder, tmp_path / "run", rollout_engine=server.url, **options)):
-            assert len(found) == CONFIG.steps and all(step["actor/grad_norm"] > 0 for step in found)
+            assert len(found) == 3 and all(step["actor/grad_norm"] > 0 for step in found)
         begun = [asked for asked in server.asked if asked["max_tokens"] < 24]
         assert begun, "no response went on"
 
@@ -513,9 +524,9 @@ def test_ranks_need_no_memory_for_a_server(folder: Path, tmp_path: Path) -> None
     def generates(**options: Any) -> CallRun:
         options |= {"plan": "separation", "rollout": "dp_shard=1"}
         config = of(folder, tmp_path / "run", rollout_engine=server.url, **options)
-        runs = [prepare(config, Launch(rank, 2, local_world_size=2)) for rank in range(2)]
-        calls = [call for run in runs for call in dry_run_calls(run, torch.device("cpu"))]
-        (generate,) = (call for call in calls if call.call == "actor_generate")
+        run = prepare(config, Launch(0, 2, local_world_size=2))
+        assert run.plan["actor_generate"].ranks == (0,)
+        (generate,) = (call for call in dry_run_calls(run, torch.device("cpu")) if call.call == "actor_generate")
         return generate
 
     whole = sum(weight.nbytes for weight in drawn_model(MODEL).parameters())

@@ -25,7 +25,7 @@ HERE = importlib.import_module("tests.usp.rlhf.environments.answers").__file__
 LENGTHS = (40, 3, 1, CONTEXT - 20, 7)
 STOPS = tuple(range(0, VOCAB, 3))
 TOKENS = {"Echo": 9, "Counts": 30, "Faults": 60}
-ON_RANKS = {4: (3, 4, 7), 8: (0, 8)}
+FEW, ON_RANKS = (4, 7), {4: (3, 4, 7), 8: (0, 8)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def test_every_grid_matches_one_process(ranks: RankPool, exhaustive: bool, kind:
     wanted = [alone(model, example, kind, max_turns) for example in examples()]
     assert len({done for *_, done in wanted}) == (1 if max_turns == 2 else 2)
     assert max(len(rewards) for *_, rewards, _ in wanted) == {2: 2, 8: 3, 5: 5}[max_turns]
-    usual = {4: ON_RANKS[4] if max_turns == 8 else (4,)}
+    usual = {4: FEW if max_turns == 8 else (4,)}
     for size, numbers in (ON_RANKS if exhaustive else usual).items():
         for found in ranks.run(on_grids, size, numbers, kind.__name__, {"max_turns": max_turns}):
             for number, responses in found.items():

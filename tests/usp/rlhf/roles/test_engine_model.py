@@ -22,7 +22,7 @@ from parallel.reallocation.boxes import Box
 from parallel.reallocation.described_layout import Described, described_layout
 from parallel.reallocation.param_layout import Kind
 from tests.harness.ranks import RankPool
-from tests.usp.rlhf.test_numerics import ALGORITHMS, builder, given
+from tests.usp.rlhf.test_numerics import ALGORITHMS, alone, builder, given
 from usp.hf.disk import DiskTensor, disk_layout, stored_tensors
 from usp.hf.lora import Lora
 from usp.rlhf.algorithms.registry import build_graph
@@ -40,7 +40,7 @@ from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.runtime.measure import SENT_BYTES, WHOLE_BYTES
 from usp.rlhf.served import Piece
 
-STEPS, RANKS = 3, 4
+STEPS, RANKS = 2, 4
 ALL, FIRST, LAST = (0, 1, 2, 3), (0, 1), (2, 3)
 # the layouts of training and of generation, and the family
 CASES: dict[str, tuple[str, CallLayout, CallLayout]] = {
@@ -113,13 +113,14 @@ class StandIn:
 def steps_of(
     name: str, engine: str, groups: ProcessGroups, delta: bool = False, dtype: torch.dtype = torch.float32
 ) -> tuple[list[tuple[dict, list[Tensor]]], list[int]]:
-    """What rank 0 is told of each step; bytes that this rank received for the engine, and that it lacked."""
+    """What rank 0 is told of each step, with our own decoding on it alone; bytes that this rank received for the
+    engine, and that it lacked."""
     family, train, generate = CASES[name]
     trained: dict[str, RoleModel] = {}
     graph = build_graph("grpo", ALGORITHMS["grpo"])
-    plan = with_engine(plan_of(graph, train, generate), graph, engine)
+    plan = alone(graph) if engine == OWN else with_engine(plan_of(graph, train, generate), graph, engine)
     one = ParallelDims(dp_shard=1)
-    alone = [ParallelMesh.create(one, "cpu", (rank,), groups) for rank in range(RANKS)][dist.get_rank()]
+    own = [ParallelMesh.create(one, "cpu", (rank,), groups) for rank in range(RANKS)][dist.get_rank()]
     build = builder(trained, dtype, family=family, lora=LORA if name.startswith("adapters") else None)
 
     def build_role(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
@@ -127,7 +128,7 @@ def steps_of(
         return EngineModel(model.spec, layout, mesh, stand_in(model.spec, mesh)) if layout.engine == VLLM else model
 
     def stand_in(spec: RoleSpec, mesh: ParallelMesh) -> Any:
-        return StandIn(spec, mesh, alone)
+        return StandIn(spec, mesh, own)
 
     executor = Executor(
         graph,

@@ -148,9 +148,11 @@ def largest(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(errors, default=0.0)
 
 
-def test_shared_prefixes_change_no_result(ranks: RankPool) -> None:
-    for results in ranks.run(run_both, 4, CASES):
-        for case, (errors, (whole, shared)) in zip(CASES, results, strict=True):
+def test_shared_prefixes_change_no_result(ranks: RankPool, exhaustive: bool) -> None:
+    """Without --exhaustive without the first case, of which each other one has a part."""
+    cases = CASES if exhaustive else CASES[1:]
+    for results in ranks.run(run_both, 4, cases):
+        for case, (errors, (whole, shared)) in zip(cases, results, strict=True):
             assert all(error <= 1e-5 for error in errors.values()), (case, errors)
             assert shared < 0.8 * whole
 

@@ -18,7 +18,7 @@ from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.runtime.measure import SENT_BYTES, WHOLE_BYTES
 from usp.rlhf.runtime.timeline import Event
 
-STEPS, COLLECTED = 3, ("tokens", "logprobs", "old_logprobs")
+STEPS, COLLECTED = 2, ("tokens", "logprobs", "old_logprobs")
 # The metrics of each step, what rank 0 collected, this rank's reallocations in the last step, its weights.
 Result = tuple[list[dict[str, float]], list[Tensor], list[Event], dict[str, Tensor]]
 

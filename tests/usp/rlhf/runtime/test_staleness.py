@@ -24,7 +24,7 @@ from usp.rlhf.runtime.measure import merge
 from usp.rlhf.samples import Samples, derived_seed
 from usp.run.failures import UserCodeFailed
 
-STEPS, PROMPTS = 4, 5
+STEPS, PROMPTS = 3, 5
 COLLECTED = ("tokens", "advantages", "old_logprobs")
 FACTS = Facts(world_size=8, ranks_per_host=4, heads=4, layers=2)
 
