@@ -76,7 +76,7 @@ def problems(draw: st.DrawFn) -> tuple[SequenceLayout, AttentionSpec, int]:
     return layout, spec, batch
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(problems())
 def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_once(problem) -> None:
     layout, spec, batch = problem
@@ -109,7 +109,7 @@ def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_on
 APART = AttentionSpec(documents=((0, 4, 6, 7, 9),), parents=((-1, 0, -1, 0),))
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @example((SequenceLayout("contiguous", 9, 1), APART, 1))
 @given(problems())
 def test_arrays_plan_the_tasks_that_a_search_pair_by_pair_finds(problem) -> None:

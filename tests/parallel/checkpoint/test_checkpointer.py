@@ -134,14 +134,14 @@ def differing(path: Path, layout: str) -> list[str]:
 def test_checkpoints_of_every_layout_load_bitwise_into_every_layout(
     ranks: RankPool, tmp_path: Path, exhaustive: bool
 ) -> None:
-    """Write with every layout and read with every layout, on different numbers of ranks. Without --exhaustive, half of
-    the pairs."""
+    """Write with every layout and read with every layout, on different numbers of ranks. Without --exhaustive, a third
+    of the pairs."""
     written = [("fsdp", 8), ("tp_fsdp", 4), ("hsdp", 4), ("stages", 4), ("plain", 1)]
     read = [("tp_fsdp", 4), ("hsdp", 4), ("stages", 2), ("fsdp", 3), ("plain", 1)]
     for number, (saved_as, world_size) in enumerate(written):
         ranks.run(save, world_size, tmp_path / saved_as, saved_as, 20, {})
         path = tmp_path / saved_as / "step-00000020"
-        for layout, size in read if exhaustive else read[number % 2 :: 2]:
+        for layout, size in read if exhaustive else read[number % 3 :: 3]:
             assert ranks.run(differing, size, path, layout) == [[]] * size, (saved_as, layout)
 
 
@@ -253,7 +253,7 @@ def save_until_killed(folder: Path, victim: int, delay: float, saved_before: int
 def test_a_rank_killed_at_any_time_leaves_complete_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
     """Each round loads the last checkpoint of the previous one, and is killed while saving."""
     steps = [0]
-    for victim, delay, saved_before in [(0, 0.05, 0), (1, 0.11, 1), (0, 0.16, 1), (1, 0.2, 1), (0, 0.31, 1)]:
+    for victim, delay, saved_before in [(0, 0.05, 0), (1, 0.16, 1), (0, 0.31, 1)]:
         with pytest.raises(RankError, match="the worker died"):
             ranks.run(save_until_killed, 2, tmp_path, victim, delay, saved_before)
         path = latest(tmp_path)

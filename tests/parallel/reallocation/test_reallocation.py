@@ -225,7 +225,7 @@ def interpret(plan: ReallocPlan) -> tuple[int, int, list[str]]:
     return total, between, wrong
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(random_layouts(), st.sampled_from([256, 400, 10**6]), st.integers(1, 3))
 def test_random_layouts_are_exact_and_send_the_minimum(
     layouts: tuple[ParamLayout, ParamLayout, tuple[ParamLayout, ...]], bucket_bytes: int, ranks_per_host: int

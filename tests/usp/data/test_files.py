@@ -247,7 +247,7 @@ def test_a_tokenizer_gets_little_text_at_a_time(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=bpe).save_pretrained(tmp_path / "tokenizer")
     files = [tmp_path / "small.txt", tmp_path / "large.txt"]
     files[0].write_text(TEXT[:1000])
-    write_text(files[1], 8)
+    write_text(files[1], 4)
     small, large = peaks(files, tmp_path / "tokenizer")
 
     assert large - small < 160

@@ -51,7 +51,7 @@ def test_a_store_is_the_same_after_a_kill_at_any_moment(
     tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, save_every: int, masked: bool, exhaustive: bool
 ) -> None:
     """What is on disk after each batch, without what is buffered, is what a kill at that moment leaves. Without
-    --exhaustive after every third one, which is saved or not in turn."""
+    --exhaustive after every fifth one, which is saved or not in turn."""
     files, moments, append = corpus(tmp_path / "data"), [], _Output.append
     if masked:
         rows = [json.dumps({"prompt": "document ", "completion": f"{number} " * number}) for number in range(40)]
@@ -71,7 +71,7 @@ def test_a_store_is_the_same_after_a_kill_at_any_moment(
     whole = content(tmp_path / "whole")
     files_of_store = ["index.bin", "manifest.json", *(["mask.bin"] if masked else []), "tokens.bin"]
     assert sorted(whole) == files_of_store and len(moments) > 20
-    for moment in moments[:: 1 if exhaustive else 3]:
+    for moment in moments[:: 1 if exhaustive else 5]:
         with pytest.raises(ValueError, match="is not finished: run the same"):
             TokenStore(moment)
         assert write_store(files, "text", BYTES, moment)

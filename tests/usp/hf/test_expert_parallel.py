@@ -219,8 +219,9 @@ def train_sharded(family: str, dims: ParallelDims, steps: int, broken: Break) ->
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
-    return {family: ranks.run(train_alone, 1, family, STEPS, COEFFICIENT)[0] for family in ("mixtral", "qwen3_moe")}
+def alone(ranks: RankPool, exhaustive: bool) -> dict[str, list[tuple[float, float]]]:
+    steps, families = (STEPS, ("mixtral", "qwen3_moe")) if exhaustive else (FEW_STEPS, ("mixtral",))
+    return {family: ranks.run(train_alone, 1, family, steps, COEFFICIENT)[0] for family in families}
 
 
 @pytest.mark.exhaustive  # more: test_matrix.py

@@ -17,7 +17,7 @@ from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients
 from tests.usp.hf.test_indexers import DOCUMENTS, LENGTH, ROWS, batch_of, tiny_model
-from tests.usp.train.families.test_families import MESHES, steps, write
+from tests.usp.train.families.test_families import MESHES, PAIRS, steps, write
 from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
 from usp.hf.indexers import indexer_losses, indexers, train_indexers
@@ -135,9 +135,9 @@ def test_training_steps_are_those_of_one_process(ranks: RankPool, tmp_path: Path
     expected = ranks.run(steps, 1, str(tmp_path / "tiny"), asked)[0]
     without = ranks.run(steps, 1, str(tmp_path / "tiny"), {"max_grad_norm": 1e9})[0]
     assert expected[0][0] == without[0][0] and expected[0][1] > without[0][1]  # norms of gradients
-    chosen = ["u2 r2, recomputed", "pp2 r2"] if exhaustive else ["u2 r2, recomputed"]
-    for mesh in chosen:
-        found = ranks.run(steps, 4, str(tmp_path / "tiny"), {**MESHES[mesh], **asked})[0]
+    for mesh in ["u2 r2, recomputed", "pp2 r2"] if exhaustive else ["r2, recomputed"]:
+        flags = (MESHES | PAIRS)[mesh] | asked
+        found = ranks.run(steps, 4 if exhaustive else 2, str(tmp_path / "tiny"), flags)[0]
         assert relative(torch.tensor(found), torch.tensor(expected)) <= 1e-5
 
 
@@ -145,11 +145,8 @@ def test_steps_of_a_warm_up_are_those_of_one_process(ranks: RankPool, tmp_path: 
     write("glm_moe_dsa", tmp_path / "tiny", index_topk=5, index_n_heads=2)
     asked = {"indexer_loss_coef": COEFFICIENT, "indexer_warmup": True, "max_grad_norm": 1e9}
     expected = ranks.run(steps, 1, str(tmp_path / "tiny"), asked)[0]
-    for mesh in (
-        {**MESHES["u2 r2, recomputed"], "ac": "attention-saved"},
-        {"sp_ring": 2, "ep": 2, "batch_size": 1, "ac": "full"},
-    ):
-        found = ranks.run(steps, 4, str(tmp_path / "tiny"), {**asked, **mesh})[0]
+    for mesh in ({**PAIRS["r2, recomputed"], "ac": "attention-saved"}, {"sp_ring": 2, "ep": 2, "ac": "full"}):
+        found = ranks.run(steps, 2, str(tmp_path / "tiny"), {**asked, **mesh})[0]
         assert relative(torch.tensor(found), torch.tensor(expected)) <= 1e-5
 
 

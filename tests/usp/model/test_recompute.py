@@ -28,6 +28,7 @@ from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 CASES = [("none", False, 0), ("full", False, 0), ("attention-saved", False, 0), ("attention-saved", True, 0)]
 CASES += [("selective", False, 0), ("selective", True, 0)]
 CASES += [("full", True, 3), ("none", False, 3), ("attention-saved", False, 3)]
+FEW = [CASES[number] for number in (0, 1, 3, 5, 6, 7)]  # each mode, and each with one more option
 TOKENS = 100
 
 
@@ -50,12 +51,12 @@ def gradients(stage: CausalLMStage) -> dict[str, Tensor]:
     return {name: p.grad.full_tensor() for name, p in stage.named_parameters()}
 
 
-def compare_modes() -> list[float]:
+def compare_modes(cases: list[tuple[str, bool, int]]) -> list[float]:
     """Return each case's largest relative difference of any gradient from saving everything, with two micro-batches
     whose forwards precede their backwards."""
     wanted: dict[str, Tensor] = {}
     differences = []
-    for case in CASES:
+    for case in cases:
         stage, mesh = build(ParallelDims(ring=2), *case)
         apply_fsdp(stage, mesh, decoder_layers(stage.model))
         losses = [loss_of(stage, mesh, step) for step in range(2)]
@@ -68,10 +69,12 @@ def compare_modes() -> list[float]:
     return differences
 
 
-def test_gradients_match_saving_everything(ranks: RankPool) -> None:
-    for differences in ranks.run(compare_modes, 2):
+def test_gradients_match_saving_everything(ranks: RankPool, exhaustive: bool) -> None:
+    cases = CASES if exhaustive else FEW
+    for differences in ranks.run(compare_modes, 2, cases):
         assert torch.tensor(differences).amax() <= 1e-6
-        assert differences[:6] == [0.0] * 6  # nothing is even summed in another order
+        for (_, _, tile), difference in zip(cases, differences, strict=True):
+            assert difference == 0.0 or tile  # nothing is even summed in another order
 
 
 def sent(mode: str) -> tuple[int, int, list[str]]:

@@ -33,7 +33,7 @@ from usp.train.prepare import prepare
 from usp.train.trainer import train
 
 RUN = TrainConfig(
-    seq_len=256, steps=6, warmup_steps=2, checkpoint_every=2, batch_size=2, adam_eps=1e-4, device="cpu", hang_timeout=0
+    seq_len=64, steps=6, warmup_steps=2, checkpoint_every=2, batch_size=2, adam_eps=1e-4, device="cpu", hang_timeout=0
 )
 
 

@@ -27,7 +27,7 @@ from usp.train.step import train_step
 
 pytestmark = pytest.mark.compiles
 
-ROWS, SEQ_LEN, STEPS = 4, 32, 4
+ROWS, SEQ_LEN, STEPS = 4, 32, 3
 SP = {"sp_ulysses": 2, "sp_ring": 2}
 
 
@@ -93,6 +93,8 @@ def compare(
 
 def test_a_layer_is_one_graph(ranks: RankPool, tmp_path: Path) -> None:
     flags = {"sp_ulysses": 1, "ac": "attention-saved"}
+    kinds = ["sliding_attention", "full_attention"]
+    write("gemma3_text", tmp_path / "gemma3_text", num_hidden_layers=2, layer_types=kinds)
     full_and_windowed = compare(ranks, tmp_path / "gemma3_text", "gemma3_text", "aot_eager", flags, world_size=2)
     assert (full_and_windowed["graphs"][0], full_and_windowed["breaks"]) == (2, [])
 

@@ -90,7 +90,7 @@ def steps(configs: list[TrainConfig]) -> list[list[tuple[float, float, int]]]:
 
 
 def measured(run: Callable[..., list[Any]], folder: Path) -> dict[str, dict[str, list[Any]]]:
-    """Return what is recorded of each run: by step, by rank, and the peak of the first and the last rank.
+    """Return what is recorded of each run: by step, by rank, and the peak of the first rank of each stage.
 
     run: as `RankPool.run`.
     """
@@ -106,7 +106,7 @@ def measured(run: Callable[..., list[Any]], folder: Path) -> dict[str, dict[str,
             "loss": list(losses),
             "gradient norm": list(norms),
             "bytes sent": [[sent for _, _, sent in of_step] for of_step in zip(*histories, strict=True)],
-            "peak bytes": [dry_run(config, WORLD, rank).peak_bytes for rank in (0, WORLD - 1)],
+            "peak bytes": [dry_run(config, WORLD, rank).peak_bytes for rank in range(0, WORLD, WORLD // config.pp)],
         }
     return found
 

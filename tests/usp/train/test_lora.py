@@ -196,7 +196,7 @@ def no_group_stays_open() -> Iterator[None]:
 
 
 RUN = TrainConfig(
-    seq_len=256,
+    seq_len=64,
     steps=4,
     warmup_steps=2,
     checkpoint_every=2,
@@ -381,7 +381,7 @@ def test_defaults_are_those_of_adapters(whole: Path) -> None:
 
 
 def test_a_dry_run_has_the_optimizer_states_of_the_adapters() -> None:
-    found = dry_run(replace(RUN, model="tiny", dtype="float32"), 4)
+    found = dry_run(replace(RUN, model="tiny", dtype="float32", batch_size=1, seq_len=64), 4)
     model = drawn_model(load_model_config("tiny"))
     add_adapters(model, ALL, rank=8)
     elements = sum(p.numel() for _, p in adapter_parameters(model))

@@ -20,7 +20,7 @@ from usp.train.prepare import prepare
 from usp.train.trainer import Trainer
 
 # 4 sequences a step in every layout; eps as in tiny.py: by default rounding decides the first steps.
-RUN = TrainConfig(seq_len=256, steps=4, warmup_steps=2, checkpoint_every=2, adam_eps=1e-4, device="cpu", zero=3)
+RUN = TrainConfig(seq_len=64, steps=4, warmup_steps=2, checkpoint_every=2, adam_eps=1e-4, device="cpu", zero=3)
 SAVED_ON = {"sp_ulysses": 2, "batch_size": 2}  # dp2 u2
 LAYOUTS = [
     (4, SAVED_ON),
@@ -75,7 +75,7 @@ def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, 
     [
         ({"model": "qwen3-tiny"}, r"--model = qwen3-tiny is not the model of the checkpoint \(.*model_type"),
         ({"steps": 2}, "--steps = 2 leaves nothing to do: the checkpoint is of step 2; use at least 3"),
-        ({"seq_len": 512}, "seq_len = 512, but the checkpoint has 256: use the same as before, or --data-changed"),
+        ({"seq_len": 512}, "seq_len = 512, but the checkpoint has 64: use the same as before, or --data-changed"),
         ({"seed": 1}, "seed = 1, but the checkpoint has 0"),
     ],
 )

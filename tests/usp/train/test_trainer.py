@@ -300,7 +300,7 @@ SEQUENCES = 4
 
 @pytest.fixture(scope="module")
 def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    config = replace(SMALL, batch_size=SEQUENCES)
+    config = replace(SMALL, steps=2, batch_size=SEQUENCES)
     return ranks.run(steps_on, 1, config, str(tmp_path_factory.mktemp("alone")))[0]
 
 
@@ -308,7 +308,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[tup
 def test_every_mesh_trains_as_one_process(
     ranks: RankPool, alone: list[tuple[float, float]], tmp_path: Path, world_size: int, degrees: dict[str, int]
 ) -> None:
-    many = replace(SMALL, **degrees)
+    many = replace(SMALL, steps=2, **degrees)
     dp = world_size // (many.sp_ulysses * many.sp_ring)
     many = replace(many, batch_size=SEQUENCES // dp)
     for own in ranks.run(steps_on, world_size, many, str(tmp_path)):

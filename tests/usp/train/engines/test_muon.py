@@ -1,7 +1,7 @@
 """Muon on sharded matrices is torch's on whole ones, and sends each matrix once there and once back.
 
 Newton-Schulz in bfloat16 makes much of the smallest singular values, so updates are compared for equal gradients. How
-far trainings drift apart in three steps says only whether the gradients are those of one process.
+far trainings drift apart in a few steps says only whether the gradients are those of one process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from usp.train.engines.fsdp2 import Fsdp2Engine, MuonAdamW
 from usp.train.resolve import job_of, resolve
 from usp.train.step import train_step
 
-STEPS, RATE = 3, 3e-3
+STEPS, RATE = 2, 3e-3
 LAYOUTS: dict[str, list[dict[str, Any]]] = {  # those with the bytes that all ranks send in 2 bytes of every matrix
     "llama": [
         {"tp": 2, "dp_shard": 2},
@@ -113,7 +113,7 @@ def built(config: TrainConfig) -> tuple[Fsdp2Engine, ParallelMesh, TrainConfig]:
 
 
 def updated(config: TrainConfig) -> tuple[dict[str, Tensor], int, int]:
-    """Return the weights after three updates, the bytes that the last one sent, and those of the shared matrices."""
+    """Return the weights after a few updates, the bytes that the last one sent, and those of the shared matrices."""
     engine, _, _ = built(config)
     for group in engine.optimizer.param_groups:
         group["lr"] = RATE
@@ -147,7 +147,7 @@ def each(configs: list[TrainConfig]) -> list[tuple[dict[str, Tensor], int, int, 
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_three_steps_are_those_of_torch_in_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
+def test_steps_are_those_of_torch_in_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     wanted, losses = Alone(tmp_path).updated(), torch.tensor(Alone(tmp_path).trained(), dtype=torch.float64)
     found = ranks.run(each, 4, [config_of(tmp_path, **flags) for flags in LAYOUTS[family]])
