@@ -89,7 +89,9 @@ def balanced_ranges(
         layers whose pairs and keys are counted.
     """
     row, pool = _Row.of(boundaries, seq_len, ring, windows)
-    divisions = [tuple(tuple(_ranges(pieces)) for pieces in division) for division in row.divisions(pool, ring)]
+    divisions = [  # the order of ranks changes how evenly they send
+        tuple(sorted(tuple(_ranges(pieces)) for pieces in division)) for division in row.divisions(pool, ring)
+    ]
     return min(divisions, key=lambda division: load(boundaries, division, windows))
 
 
