@@ -89,7 +89,8 @@ def balanced_ranges(
         layers whose pairs and keys are counted.
     """
     row, pool = _Row.of(boundaries, seq_len, ring, windows)
-    divisions = [tuple(tuple(_ranges(pieces)) for pieces in division) for division in row.divisions(pool, ring)]
+    # ranks in the order of their first tokens send more evenly
+    divisions = [tuple(sorted(tuple(_ranges(part)) for part in parts)) for parts in row.divisions(pool, ring)]
     return min(divisions, key=lambda division: load(boundaries, division, windows))
 
 
