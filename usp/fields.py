@@ -132,7 +132,7 @@ def value_violations(config: Any, **rules: Rule) -> dict[str, str]:
 def parameter_violations(values: Any) -> Iterator[str]:
     """Yield what is wrong with single fields of a dataclass, as `beta=0.0 must be above 0`. A number must be finite,
     unless the field has a rule that infinity satisfies."""
-    rules = _rules(type(values))
+    rules = _rules(values.__class__)
     for name in names_of(values):
         value, rule = getattr(values, name), rules.get(name)
         holds = rule is None or rule.holds(value)

@@ -268,7 +268,7 @@ def test_only_a_ranks_part_has_values() -> None:
         (CallLayout(ALL, ParallelDims(ring=2, dp_shard=2), engine=VLLM), "divides a model only over tp"),
         (CallLayout(ALL, ParallelDims(tp=2, ep=4, dp_shard=2), engine=VLLM), "ep=1 or 2"),
         (CallLayout((1, 2), ParallelDims(tp=2, dp_shard=1), engine=VLLM), "from a multiple of 2 on"),
-        (CallLayout(ALL, ParallelDims(dp_shard=4), engine="other"), "must be one of own, vllm"),
+        (CallLayout(ALL, ParallelDims(dp_shard=4), engine="other"), "must be own, vllm"),
     ],
 )
 def test_layouts_that_vllm_does_not_have_are_refused(generate: CallLayout, message: str) -> None:
