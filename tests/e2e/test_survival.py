@@ -44,9 +44,9 @@ step = Trainer.step
 
 def fail(self, number):
     place = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], number
-    if place == ("0", "1", 3):
+    if place == ("0", "1", 5):
         os.kill(os.getpid(), signal.SIGKILL)
-    if place == ("1", "1", 5):
+    if place == ("1", "1", 7):
         raise RuntimeError("this rank is broken")
     return step(self, number)
 
@@ -59,7 +59,7 @@ def test_a_run_whose_ranks_are_killed_and_crash_resumes_in_its_directory_bit_for
     ranks: RankPool, launch: Callable[..., Run], tmp_path: Path
 ) -> None:
     """The default directory is named after the time, and the restart finds that of the first attempt."""
-    args, undisturbed, broken = [*TINY, "--steps", "6"], tmp_path / "undisturbed", tmp_path / "broken"
+    args, undisturbed, broken = [*TINY, "--steps", "8"], tmp_path / "undisturbed", tmp_path / "broken"
     undisturbed.mkdir()
     broken.mkdir()
     ranks.run(run_here, 2, "train", args, undisturbed)
@@ -75,9 +75,9 @@ def test_a_run_whose_ranks_are_killed_and_crash_resumes_in_its_directory_bit_for
     assert crashed.count("RuntimeError: this rank is broken\nrank 1 failed: RuntimeError: this rank is broken") == 1
     assert "rank      : 1 " in summary.partition("Root Cause")[2]
     (first,), (second,) = (list((folder / "runs").iterdir()) for folder in (undisturbed, broken))
-    assert len(logged_steps(second)) == 4
+    assert len(logged_steps(second)) == 6
     ranks.run(run_here, 2, "train", [*args, "--output", str(second), "--resume", "auto"], broken)
-    assert logged_steps(first) == logged_steps(second) and len(logged_steps(first)) == 6
+    assert logged_steps(first) == logged_steps(second) and len(logged_steps(first)) == 8
     ours, theirs = weights_of(first), weights_of(second)
     assert ours and ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

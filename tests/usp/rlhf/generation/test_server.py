@@ -13,10 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from http.server import ThreadingHTTPServer
 from io import BytesIO
 from itertools import chain
@@ -292,11 +293,27 @@ def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
         assert all(received == minimum for received, minimum in one["moved"])
 
 
+Own = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def own(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Own:
+    """Return the function from options to steps with our own decoding on one rank, which are run once."""
+
+    @cache
+    def steps(**options: Any) -> list[dict[str, Any]]:
+        return ranks.run(steps_of, 1, of(folder, tmp_path_factory.mktemp("own"), **options))[0]
+
+    return steps
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_steps_are_those_of_our_own_decoding(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
+def test_steps_are_those_of_our_own_decoding(
+    ranks: RankPool, folder: Path, own: Own, tmp_path: Path, name: str
+) -> None:
     size, tp, options = LAYOUTS[name]
     stops = {"stop_ids": ",".join(map(str, range(0, BYTE_VOCAB, 9)))}
-    wanted = ranks.run(steps_of, 1, of(folder, tmp_path / "own", **stops))[0]
+    wanted = own(**stops)
     with stub(tp) as server:
         config = of(folder, tmp_path / "served", rollout_engine=server.url, **stops, **options)
         for found in ranks.run(steps_of, size, config):
@@ -341,10 +358,10 @@ IN_TWO = [pytest.param("one rank", marks=pytest.mark.exhaustive), "tp 2 on ranks
 
 
 @pytest.mark.parametrize("name", IN_TWO)
-def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
+def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, own: Own, tmp_path: Path, name: str) -> None:
     size, tp, options = LAYOUTS[name]
     lora: dict[str, Any] = {"lora_rank": 4, "lora_targets": "q_proj,down_proj", "learning_rate": 3e-2}
-    wanted = ranks.run(steps_of, 1, of(folder, tmp_path / "own", **lora))[0]
+    wanted = own(**lora)
     with stub(tp) as server:
         found = ranks.run(steps_of, size, of(folder, tmp_path / "served", rollout_engine=server.url, **lora | options))
     for steps in found:
@@ -357,11 +374,11 @@ def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", IN_TWO)
-def test_experts_of_a_server_are_replayed(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
+def test_experts_of_a_server_are_replayed(ranks: RankPool, folder: Path, own: Own, tmp_path: Path, name: str) -> None:
     size, tp, options = LAYOUTS[name]
     replay: dict[str, Any] = {"model": str(folder / "experts"), "router_replay": True, "router_aux_loss_coef": 0.0}
     replay |= {"options": "mini_batches=2,old_logprobs=recompute", "stop_ids": ",".join(map(str, range(0, 384, 9)))}
-    wanted = ranks.run(steps_of, 1, of(folder, tmp_path / "own", **replay))[0]
+    wanted = own(**replay)
     with stub(tp, config=EXPERTS, routed=True) as server:
         config = of(folder, tmp_path / "served", rollout_engine=server.url, **replay | options)
         for found in ranks.run(steps_of, size, config):
