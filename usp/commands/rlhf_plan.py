@@ -143,8 +143,9 @@ def _plan(
     progress.end()
     Console().print(render_choice(choice, supposed))
     if prices:
-        price = Terms(prices=prices).price(question.hardware.name)
-        print(step_cost_text(choice.simulation.seconds, asked.world_size, len(question.workload.sequences), price))
+        name, samples = question.hardware.name, len(question.workload.sequences)
+        price = Terms(prices=prices).price(name)
+        print(step_cost_text(choice.simulation.seconds, asked.world_size, samples, name, price))
     not_measured = question.not_measured(plan) if question.measurements else ()
     for line in (*rate_lines(question, choice), *not_measured):
         print(line)

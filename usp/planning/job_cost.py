@@ -106,10 +106,10 @@ def hours_text(hours: float) -> str:
     return f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:.2f} h"
 
 
-def step_cost_text(seconds: float, devices: int, samples: int, price: float | None) -> str:
+def step_cost_text(seconds: float, devices: int, samples: int, hardware: str, price: float | None) -> str:
     """Return what a step and each of its samples cost."""
     if price is None:
-        return "cost unknown: --price has no price of this hardware"
+        return f"cost unknown: no --price for {hardware}"
     cost = devices * seconds / 3600 * price
     return f"a step costs {cost:,.4g}, a sample {cost / samples:,.4g}, in the unit of --price"
 

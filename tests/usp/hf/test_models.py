@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    MambaConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
@@ -24,7 +26,7 @@ from transformers import (
 from tests.usp.tiny import drawn_model
 from usp.hf.experts import has_balancing_loss
 from usp.hf.export import save_weights
-from usp.hf.models import FAMILIES, load_model_config, model_facts, scalar_config, with_layers
+from usp.hf.models import FAMILIES, context_length, load_model_config, model_facts, scalar_config, with_layers
 from usp.hf.shapes import shape_of
 from usp.hf.shrink import shrink
 from usp.hf.tensor_parallel import model_shape
@@ -228,3 +230,8 @@ def test_checkpoint_code_is_never_executed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="transformers cannot read"):
         load_model_config(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_context_without_positions_has_no_end() -> None:
+    assert context_length(load_model_config("llama3-8b")) == 8192
+    assert context_length(MambaConfig(num_hidden_layers=1)) == sys.maxsize
