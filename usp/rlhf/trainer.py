@@ -386,15 +386,19 @@ class RlhfTrainer(TrainingLoop):
 
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None
-        if saved.in_flight:
-            self.executor.in_flight = self.executor.saved_in_flight(saved.in_flight)
+        ahead: dict[str, StepData | Rollouts] = {}
+        in_flight = self.executor.saved_in_flight(saved.in_flight) if saved.in_flight else None
+        if in_flight is not None:
+            ahead["in_flight"] = in_flight
         if saved.rollouts and self.executor.rollouts is not None:
             self.executor.rollouts.read_extra(saved.rollouts)
-        values = {name: samples.blank(self.device) for name, samples in self._ahead.items()}
+            ahead["rollouts"] = self.executor.rollouts
+        values = {name: samples.blank(self.device) for name, samples in ahead.items()}
         more = {f"{name}.{key}": blank for name, of in values.items() for key, blank in of.items()}
         self.restore(self.prepared.start.checkpoint, more)
-        for name, samples in self._ahead.items():
+        for name, samples in ahead.items():
             samples.fill(values[name])
+        self.executor.in_flight = in_flight  # only now: `restore` asks for the state, and these had no values yet
         for name, function in stateful(self.prepared.graph).items():
             function.load_state_dict(saved.functions[name])
         self.done, self.taken = saved.step, saved.examples
