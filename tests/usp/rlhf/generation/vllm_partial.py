@@ -73,7 +73,7 @@ def main(store: str, family: str, url: str = "") -> None:
                 logprobs = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None]).squeeze(1)
             own = ((updated["versions"][n] == version) & (updated["mask"][n] > 0))[:-1]
             assert same(updated["logprobs"][n][:-1][own], logprobs[own]), (version, n)
-    pairs = [[each.response.tokens.tolist() for each in group.responses] for group in groups.values()]
+    pairs = [[each.tokens.tolist() for each in group.responses] for group in groups.values()]
     assert any(first != second for first, second in pairs), "responses of a prompt have noise of their own"
 
 
