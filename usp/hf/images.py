@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig
 
-from attention import OF_DOCUMENTS, SequenceLayout, compute_now
+from attention import OF_DOCUMENTS, SequenceLayout, compute_now, parse_layout
 from parallel import ParallelMesh
 from usp.data.batches import own_images
 from usp.data.chats import Image
@@ -127,7 +127,7 @@ def image_inputs(
         axial = [select_tokens(axis, axes.positions(layout)).to(shard["position_ids"].device) for axis in whole]
         found["position_ids"] = torch.stack([shard["position_ids"].expand_as(axial[0]), *axial])
     if bidirectional(config):
-        if attention.layout.startswith(OF_DOCUMENTS):
+        if parse_layout(attention.layout)[0] in OF_DOCUMENTS:
             raise ValueError(f"layout={attention.layout!r} does not support images that attend both ways: use zigzag")
         found |= _image_blocks(is_image, documents)
     owners = balanced([image.patches for image in images], axes.ranks)

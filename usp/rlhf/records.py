@@ -19,6 +19,7 @@ import torch.distributed as dist
 from jinja2 import Environment, FileSystemLoader
 from torch import Tensor
 
+from parallel.groups import gather_objects
 from usp.rlhf.runtime.measure import LENGTHS_FILE, StepLengths
 from usp.rlhf.runtime.timeline import read_lines
 from usp.run.failures import UserCodeFailed
@@ -131,9 +132,7 @@ class SampleFiles:
         total = torch.tensor(len(records), device=self._device)
         dist.all_reduce(total)
         if failed := int(total):
-            messages = [str(RewardFailed(records[0])) if records else ""] * dist.get_world_size()
-            dist.all_gather_object(messages, messages[0])
-            first = next(filter(None, messages))
+            first = next(filter(None, gather_objects(str(RewardFailed(records[0])) if records else "")))
             where = f"the sample is in {self._bad}" if failed == 1 else f"{failed} samples are in {self._bad}"
             if self._reward_failure == "stop":
                 raise UserCodeFailed(f"{first}; {where}")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
+from parallel.groups import gather_objects
 from usp.rlhf.plan.plan import ExecutionPlan, to_mapping
 from usp.rlhf.runtime.executor import StepResult
 from usp.rlhf.runtime.measure import StepLengths
@@ -155,8 +155,7 @@ class Replanning:
     def decide(self, running: ExecutionPlan) -> Decision:
         """Return the decision after the step that was added last; rank 0 says and writes it. Collective. Raises
         ConfigurationError on every rank, if nothing can be predicted."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, [events for _, _, events in self._ran])
+        gathered = gather_objects([events for _, _, events in self._ran])
         measured = [
             MeasuredStep(number, lengths, call_seconds(chain.from_iterable(of_ranks)))
             for (number, lengths, _), *of_ranks in zip(self._ran, *gathered, strict=True)

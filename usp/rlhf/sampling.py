@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from parallel import ParallelMesh
 from parallel.fsdp import gathered
+from parallel.groups import gather_objects
 from usp.config import TrainConfig
 from usp.data.sources import DataFile
 from usp.data.tokenizer import Ids, Tokenizer, as_document
@@ -55,13 +55,12 @@ class Sampler:
                 found = generator.generate(prompts, self.work, seeds)
         finally:
             stage.train()
-        own, everywhere = {}, [dict[int, str]() for _ in range(dist.get_world_size())]
+        own = dict[int, str]()
         for number, each in zip(numbers, found, strict=True):
             texts = {"prompt": self.tokenizer.show(self.prompts[number].tolist())}
             texts["response"] = self.tokenizer.decode(each.tokens.tolist())
             own[number] = json.dumps({"step": step, **texts, "finished": each.finished}, ensure_ascii=False)
-        dist.all_gather_object(everywhere, own)
-        lines = {number: line for part in everywhere for number, line in part.items()}
+        lines = {number: line for part in gather_objects(own) for number, line in part.items()}
         return [lines[number] for number in sorted(lines)]
 
 

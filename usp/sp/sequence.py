@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from attention import OF_DOCUMENTS, AttentionSpec, Channel, Keep, SequenceLayout, compute_now
+from attention import OF_DOCUMENTS, AttentionSpec, Channel, Keep, SequenceLayout, compute_now, parse_layout
 from attention.comm import Pending
 from attention.spec import Documents
 from parallel import ParallelMesh, agree
@@ -75,7 +75,7 @@ class SpAxes:
     def layout(self, name: str, seq_len: int, documents: tuple[Documents, ...] | None = None) -> SequenceLayout:
         """Return the layout of rows of `seq_len` global tokens over these axes. Raises ValueError if they do not divide
         it, or if the layout depends on `documents`, as in `AttentionSpec`, and they do not fit."""
-        known = documents if name.startswith(OF_DOCUMENTS) else None
+        known = documents if parse_layout(name)[0] in OF_DOCUMENTS else None
         return SequenceLayout(name, seq_len, self.ring, self.ulysses, known).decided
 
     def padding(self, name: str, seq_len: int) -> int:
@@ -165,7 +165,7 @@ def shard_sequence(
 
 
 def _check_documents(layout: str, cu_seqlens: Tensor | None) -> None:
-    if layout.startswith(OF_DOCUMENTS) and cu_seqlens is None:
+    if parse_layout(layout)[0] in OF_DOCUMENTS and cu_seqlens is None:
         raise ValueError(
             f"layout={layout!r} depends on the documents: pass the cu_seqlens that shard_batch gets; one document per "
             "row is torch.tensor([0, length])"

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh, format_ranks
+from parallel.groups import gather_objects
 from parallel.reallocation.boxes import Box
 from usp.hf.disk import DiskTensor
 from usp.hf.models import ModelConfig
@@ -211,7 +212,7 @@ class VllmEngine:
         found = responses(rollouts, turns, lambda rollout: rollout.choices(work.routed))
         for number, response in enumerate(found):
             if not bool(response.logprobs.isfinite().all()):
-                why = f"its weights or its activations in {self._options.dtype}, or it took weights of other ranks"
+                why = f"its weights or its activations in {self._options.dtype} are, or it took weights of other ranks"
                 raise RuntimeError(f"vLLM's logits of response {number} are not finite: {why}")
         if self._together:
             self._mesh.agree([each.tokens.tolist() for each in found], "the tokens that vLLM decoded", ("tp",))
@@ -367,9 +368,8 @@ class ServedEngine(VllmEngine):
     def _send(self, pieces: Iterator[Piece], token: str) -> int:
         """Send this rank's weights to its worker of the server."""
         group, host, after = self._mesh.group("tp"), self._server.own_address(), self._after
-        addresses: list[Any] = [None] * group.size()
         with socket.create_server((host, 0)) as listener, ThreadPoolExecutor(1) as pool:
-            dist.all_gather_object(addresses, (host, listener.getsockname()[1]), group=group)
+            addresses = gather_objects((host, listener.getsockname()[1]), group)
             update = None
             if self._mesh.rank("tp") == 0:
                 update = pool.submit(self._server.update, addresses, token, self._version, after)

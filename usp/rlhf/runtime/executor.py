@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ProcessGroups, agree
+from parallel.groups import gather_objects
 from usp.rlhf.algorithms.algorithm import stateful
 from usp.rlhf.algorithms.policy import SPARE
 from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, TrainStep, canonical, tokens_key
@@ -377,8 +378,7 @@ class Executor:
         self.in_flight = None
         if self._failure is not None and due is None:
             raise self._failure
-        told: list[Mapping[int, Summary]] = [summaries] * dist.get_world_size()
-        dist.all_gather_object(told, summaries)
+        told = gather_objects(summaries)
         if asked is not None and self._failure is None:
             step = runners[self._staleness].step
             made = [summaries[self._staleness] for summaries in told]

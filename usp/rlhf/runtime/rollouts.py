@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.groups import gather_objects
 from usp.rlhf.generation.partial import NOT_BEGUN, PER_TOKEN, Group, group_samples
 from usp.rlhf.graph import DataflowGraph, Generate
 from usp.rlhf.plan.plan import ExecutionPlan
@@ -111,9 +112,7 @@ class Rollouts:
             ticket: [(len(each.tokens), each.complete, each.finished) for each in group.responses]
             for ticket, group in self._groups.items()
         }
-        told: list[States] = [own] * dist.get_world_size()
-        dist.all_gather_object(told, own)
-        known = {ticket: of for each in told for ticket, of in each.items()}
+        known = {ticket: of for told in gather_objects(own) for ticket, of in told.items()}
         self.states = {each.ticket: known[each.ticket] for each in self.queue.begun}
 
     def to_extra(self) -> dict[str, Any]:
