@@ -268,7 +268,8 @@ VllmEngine._decode_all = dying
 def test_an_engine_that_dies_is_named_and_the_run_resumes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = {*Path("/dev/shm").glob("*-cpushm_*")}  # of servers, whose own it is to remove
+    segments = f"{'[0-9a-f]' * 16}-*-cpushm_*"  # of engines; those of servers begin with a port
+    others = {*Path("/dev/shm").glob(segments)}
     train, generate, rank, more = DEATHS[name]
     options = options_of(("llama", "grpo", train, generate), tmp_path) | {"steps": 4, "checkpoint_every": 1} | more
     ranks = 1 + max(int(of["ranks"][-1]) for of in (train, generate))
@@ -300,7 +301,7 @@ def test_an_engine_that_dies_is_named_and_the_run_resumes(
     resumed = ended("deadly", "--resume", "auto")
     assert resumed.exit_code == 0 and "resumed from: deadly/checkpoints/step-0000000" in resumed.out, resumed.err
     assert steps("deadly") == steps("calm") and len(steps("calm")) == options["steps"]
-    assert {*Path("/dev/shm").glob("*-cpushm_*")} <= others, "shared memory of engines that are gone"
+    assert {*Path("/dev/shm").glob(segments)} <= others, "shared memory of engines that are gone"
 
 
 def test_a_server_that_is_killed_is_named_and_the_run_resumes_with_another(tmp_path: Path) -> None:
