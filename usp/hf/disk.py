@@ -184,9 +184,10 @@ def read_headers(folder: Path) -> dict[str, Any]:
 def in_whole(whole: PreTrainedModel, found: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what files hold by the names in the `whole` model, also of files that its base model wrote by itself, such
     as the language model of a multimodal one."""
-    prefix = f"{name_of(whole, backbone(whole))}."
-    complete = any(name.startswith(prefix) for name in found) or decoder(whole) is not backbone(whole)
-    return found if complete else {f"{prefix}{name}": value for name, value in found.items()}
+    base = backbone(whole)
+    if decoder(whole) is not base or found.keys().isdisjoint(stored_tensors(base)):
+        return found
+    return {f"{name_of(whole, base)}.{name}": value for name, value in found.items()}
 
 
 def choose_tensors(

@@ -347,6 +347,20 @@ def test_checkpoint_variants_load(tmp_path: Path) -> None:
         assert_equal(model, tied)
 
 
+def test_files_with_other_names_than_the_model_load(tmp_path: Path) -> None:
+    """Nemotron-H's begin with "backbone", and a base model's, such as GPT-2's release, with nothing."""
+    whole, base = any_tiny_model("nemotron_h"), any_tiny_model("gpt2")
+    whole.save_pretrained(tmp_path / "nemotron_h")
+    base.base_model.save_pretrained(tmp_path / "gpt2")
+    for theirs, some in ((whole, "backbone.embeddings.weight"), (base, "wte.weight")):
+        folder = tmp_path / theirs.config.model_type
+        assert some in read_headers(folder)
+        ours = empty_model(theirs.config)
+        materialise(ours, CPU)
+        load_weights(ours, folder)
+        assert_equal(ours, theirs)
+
+
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     file = folder / "model.safetensors"
     save_file(edit(load_file(file)), file, metadata={"format": "pt"})
