@@ -15,10 +15,12 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import torch
 
 from attention import (
@@ -79,6 +81,35 @@ class Plan:
         return [sum(n * each.tokens_sent for each, n in layers) for layers in self.schedules]
 
 
+def least_sent(boundaries: tuple[int, ...], ring: int, uneven: float = 1.05, step: int = 64) -> int:
+    """Return a number of tokens below which no layout sends whose ranks have equal tokens and at most `uneven` of the
+    mean work.
+
+    A rank receives what precedes its last token of a document, without its own. So all receive, of a document, the sum
+    over positions x of the ranks that hold a token from x on, without the document's tokens. N such ranks hold all from
+    x on, and the rest of their tokens has at least the pairs of the row's cheapest. Found every `step` positions: there
+    are fewer at each next one.
+    """
+    lengths = [end - begin for begin, end in pairwise(boundaries)]
+    tokens, pairs = SEQ_LEN // ring, np.arange(max(lengths) + 1)
+    most = uneven * sum(n * (n + 1) // 2 for n in lengths) / ring
+    having = np.array([0, *(sum(n >= p for n in lengths) for p in pairs[1:])])  # tokens with p pairs
+    received = -SEQ_LEN
+    for length in lengths:
+        for begin in range(0, length, step):
+            end = min(begin + step, length)
+            last = length - end + 1  # tokens from the last position of this step on
+            work = (length * (length + 1) - end * (end - 1)) / 2
+            others = having - ((pairs >= end) & (pairs <= length))
+            cheapest, theirs = np.cumsum(others), np.cumsum(others * pairs)
+            ranks = np.arange(-(-last // tokens), ring + 1)
+            added = ranks * tokens - last
+            at = np.searchsorted(cheapest, added).clip(1)
+            needed = work + theirs[at - 1] + (added - cheapest[at - 1]) * pairs[at]
+            received += (end - begin) * int(ranks[needed <= most * ranks][0])
+    return received
+
+
 def rank_seconds(plan: Plan, rank: int, boundaries: tuple[int, ...]) -> float:
     """Return the processor's time for forward and backward of one rank's ring steps, after a first call."""
     spec, ring = AttentionSpec(documents=(boundaries,)), len(plan.schedules)
@@ -113,6 +144,7 @@ def measure(ring: int, timed: int, windows: Sequence[int]) -> list[dict[str, Any
             "sent": [sum(plan.sent) for plan in plans[kind]],
             "busiest": [max(plan.sent) for plan in plans[kind]],
             "planning_ms": median(plan.seconds for plan in plans[kind]) * 1e3,
+            "least": [least_sent(row, ring) for row in rows] if kind == "balanced" and not any(windows) else [],
             "slowest_seconds": slowest[kind],
             "slowest_of_zigzag": [a / b for a, b in zip(slowest[kind], slowest["zigzag"], strict=True)],
             "sent_of_zigzag": sum(sum(plan.sent) for plan in plans[kind])
@@ -138,6 +170,17 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def least(data: Sequence[dict[str, Any]]) -> str:
+    """Say what no layout can do better; see `least_sent`."""
+    said = []
+    for ring in (8, 64):
+        zigzag, balanced = (next(d for d in data if (d["ring"], d["layout"]) == (ring, k)) for k in LAYOUTS[1:])
+        of_zigzag = sum(balanced["least"]) / sum(zigzag["sent"])
+        more = sum(a > b for a, b in zip(balanced["least"], zigzag["sent"], strict=True))
+        said.append(f"{of_zigzag:.2f} of zigzag's tokens over {ring} ranks (in {more} rows, no less than zigzag)")
+    return f"No layout with equal tokens and at most 1.05 of the mean work sends less than {' and '.join(said)}."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timed", type=int, default=3, help="rows whose 8 ranks are timed, without --windows")
@@ -158,6 +201,7 @@ def main() -> None:
             f"{MEDIAN:,}, sigma {SIGMA}.",
             "work: visible pairs of the busiest rank, over the mean of the ranks; mean of the rows, and the worst row.",
             "sent, busiest: tokens whose keys and values all ranks, and the rank that sends most, send; of zigzag's.",
+            *([] if any(windows) else [least(data)]),
             f"slowest rank: forward and backward of its ring steps, of zigzag's; median of {timed} rows.",
             "planning: of the layout and all ranks' schedules; a rank plans its own and the layout.",
         ),
