@@ -19,6 +19,7 @@ import torch
 import transformers  # its models, which take seconds to import, are attributes, imported on first use
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from usp.model.facts import NO_ATTENTION, ModelFacts
@@ -460,8 +461,10 @@ def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedMod
     """
     kind: Any = transformers.AutoModelForImageTextToText if sees_images(config) else transformers.AutoModelForCausalLM
     kind = transformers.AutoModelForSequenceClassification if is_scalar(config) and not causal else kind
-    with torch.device("meta"):
-        return kind.from_config(copy.deepcopy(config), dtype=torch.float32)
+    with torch.device("meta"), no_init_weights():  # nothing to draw, and transformers leaves tying out as well
+        model = kind.from_config(copy.deepcopy(config), dtype=torch.float32)
+    model.tie_weights()
+    return model
 
 
 def materialise(model: nn.Module, device: torch.device, parameters: torch.device | None = None) -> None:

@@ -35,6 +35,7 @@ _SIZES = {
     "zero_expert_num": 2,
     **dict.fromkeys(("index_head_dim", "index_n_heads"), 16),
     "dim_model_base": 16,
+    **dict.fromkeys(("nemo_conv_channels", "ext_pw_out_channel", "depthwise_separable_out_channel"), HIDDEN),
     "index_block_size": 4,
     # linear attention and state spaces: heads x head size = 2 x hidden
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), HEADS),
@@ -49,7 +50,7 @@ _SIZES = {
 _AT_MOST = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "num_expert_group", "n_groups", "mamba_n_groups", "mamba_ngroups"), 2),
-    "index_topk_blocks": 2,
+    **dict.fromkeys(("index_topk_blocks", "hc_sinkhorn_iters"), 2),
     **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
 }
@@ -58,7 +59,7 @@ _KV_HEADS = (
     *("num_query_groups", "kv_n_heads"),
 )
 _LOW = 8  # none of WINDOWS
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
 # Numbers that are compared with no length: sizes, except that of positions, and by a part of their names.
 _NO_LENGTHS = {*_SIZES, *_AT_MOST, *_KV_HEADS, *LAYERS, "qk_head_dim"} - set(POSITIONS)
 _NO_LENGTH_PARTS = ("layer", "token", "theta", "vocab", "idx", "_ids")

@@ -108,7 +108,7 @@ def test_steps_are_the_same_under_every_plan_and_after_a_resume(
     alone = ranks.run(metrics_of, 1, replace(config, output=str(tmp_path / "alone")), 4)[0]
     *plans, last = list(PLANS.values()) if exhaustive else list(PLANS.values())[:3:2]
     for number, plan in enumerate(plans):
-        check(ranks.run(metrics_of, 4, replace(config, **plan, output=str(tmp_path / str(number))), 4)[0], alone)
+        check(ranks.run(metrics_of, 4, replace(config, **plan, output=str(tmp_path / str(number))), 2)[0], alone[:2])
     check(ranks.run(run, 4, replace(config, **last, output=str(output)))[0], alone)
     shutil.rmtree(output / CHECKPOINTS / "step-00000004")
     again = replace(config, **PLANS["dp2 pp2"], output=str(output), resume="auto")

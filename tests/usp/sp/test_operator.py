@@ -114,7 +114,8 @@ def kept_results() -> float:
         return attention(q, k, v).cos() @ v.mT
 
     keep = KeepResults()
-    quickly = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True}  # compiled without trying the instruction sets first
+    # compiled without trying the instruction sets, or compiling the headers, first
+    quickly = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
     with torch.no_grad(), attention.keeping(keep):
         torch.compile(layer, options=quickly)(q, k, v)
     with attention.keeping(keep.replay()):
