@@ -342,6 +342,7 @@ SECTIONS: dict[str, dict[str, Headline]] = {
         "searched_plans": Headline("Is the searched plan the fastest when measured?", _searched_plans),
         "search_quality": Headline("Does a longer search find a better plan?", _search_quality),
         "estimates": Headline("How far are predicted calls and steps from measured ones?", _estimates),
+        "estimates_hosts": Headline("And on two hosts?", _estimates),
         "real_figure": Headline("How far are predictions from ReaL's published steps?", _real_figure),
         "long_rollouts": Headline("What does sequence parallelism gain in PPO on long samples?", _long_rollouts),
         "replan": Headline("What does re-planning gain while responses grow?", _replan),
