@@ -91,7 +91,7 @@ BAD = [
     (["--data", "empty.jsonl"], ["--data = empty.jsonl holds no line"]),
     (["--data", "bad.jsonl"], ["line 2: a prompt of 0 tokens", "line 3: no text under 'answer'", "line 4: not JSON"]),
     (["--data", "long.jsonl"], ["line 1: a prompt of 200000 tokens, expected 1 to 131064"]),
-    (["--prompt-tokens", "200000"], ["--prompt-tokens = 200000 must be from 64 to 131064"]),
+    (["--prompt-tokens", "200000"], ["--prompt-tokens = 200000 must be at least 64", "and at most 131064"]),
     (["--options", "k1=3,mini_batches=x"], ["unknown 'k1'", "kl=0.04", "mini_batches = 'x' must be int"]),
     (["--options", "mini_batches=0"], ["grpo: mini_batches=0 must be at least 1"]),
     (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),

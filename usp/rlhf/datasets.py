@@ -158,7 +158,10 @@ def open_examples(
     """
     if data == STDLIB:
         if not SHORTEST <= prompt_tokens <= longest:
-            raise ValueError(f"prompt_tokens={prompt_tokens} must be from {SHORTEST} to {longest} to fit the context")
+            raise ValueError(
+                f"prompt_tokens={prompt_tokens} must be at least {SHORTEST}, the shortest built-in prompt, and at most "
+                f"{longest}, what the model's context holds beside a response (max_new_tokens)"
+            )
         return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
     if not file.is_file() or DataFile.of(file).format != "lines":
