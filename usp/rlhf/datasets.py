@@ -158,15 +158,12 @@ def open_examples(
     """
     if data == STDLIB:
         if not SHORTEST <= prompt_tokens <= longest:
-            raise ValueError(
-                f"prompt_tokens={prompt_tokens} must be at least {SHORTEST}, the shortest built-in prompt, and at most "
-                f"{longest}, what the model's context holds beside a response (max_new_tokens)"
-            )
+            fits = f"{longest} to fit the model's context beside a response"
+            raise ValueError(f"prompt_tokens={prompt_tokens} must be at least {SHORTEST}, and at most {fits}")
         return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
     if not file.is_file() or DataFile.of(file).format != "lines":
-        names = ", ".join(keys)
-        raise ValueError(f"data={data} must be stdlib, or a .jsonl file, or JSON lines without a suffix, with {names}")
+        raise ValueError(f"data={data} must be stdlib, a .jsonl file or JSON lines with no suffix, with {', '.join(keys)}")
     examples, problems, long, bad = [], list[str](), list[str](), list[str]()
     read = Counter[tuple[tuple[str, ...], ...]]()
     with open_text(file, newline="\n") as lines:
