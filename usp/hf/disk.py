@@ -218,8 +218,7 @@ def choose_tensors(
         chosen[first] = tensors = (present or options)[0]
         copies.extend((tensors[0], other[0]) for other in present[1:])
     wanted = [*chain.from_iterable(chosen.values()), *(copy for _, copy in copies)]
-    violations = _violations(whole, wanted, found)
-    if violations:
+    if violations := _violations(whole, wanted, found):
         model_type = whole.config.model_type
         raise ValueError(f"{folder} does not contain the weights of the {model_type} in its config.json: {violations}")
     return chosen, copies

@@ -158,12 +158,13 @@ def open_examples(
     """
     if data == STDLIB:
         if not SHORTEST <= prompt_tokens <= longest:
-            fits = f"{longest} to fit the model's context beside a response"
-            raise ValueError(f"prompt_tokens={prompt_tokens} must be at least {SHORTEST}, and at most {fits}")
+            fits = f"at least {SHORTEST}, and at most {longest} to fit the context beside a response"
+            raise ValueError(f"prompt_tokens={prompt_tokens} must be {fits}")
         return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
     if not file.is_file() or DataFile.of(file).format != "lines":
-        raise ValueError(f"data={data} must be stdlib, a .jsonl file or JSON lines with no suffix, with {', '.join(keys)}")
+        names = ", ".join(keys)
+        raise ValueError(f"data={data} must be stdlib, or a .jsonl file, or JSON lines without a suffix, with {names}")
     examples, problems, long, bad = [], list[str](), list[str](), list[str]()
     read = Counter[tuple[tuple[str, ...], ...]]()
     with open_text(file, newline="\n") as lines:
