@@ -41,6 +41,8 @@ from benchmarks.harness.record import Record, finish
 SEQ_LEN, MEDIAN, SIGMA, ROWS = 65_536, 1000, 1.5, 8
 HEADS, HEAD_DIM = 1, 64
 LAYOUTS = ("contiguous", "zigzag", "balanced")
+RINGS = (8, 64)
+UNEVEN, STEP = 1.05, 64  # of the bound on what a layout sends: the most work of a rank over the mean, and its grid
 
 
 def documents(seed: int) -> tuple[int, ...]:
@@ -81,23 +83,23 @@ class Plan:
         return [sum(n * each.tokens_sent for each, n in layers) for layers in self.schedules]
 
 
-def least_sent(boundaries: tuple[int, ...], ring: int, uneven: float = 1.05, step: int = 64) -> int:
-    """Return a number of tokens below which no layout sends whose ranks have equal tokens and at most `uneven` of the
+def least_sent(boundaries: tuple[int, ...], ring: int) -> int:
+    """Return a number of tokens below which no layout sends whose ranks have equal tokens and at most `UNEVEN` of the
     mean work.
 
     A rank receives what precedes its last token of a document, without its own. So all receive, of a document, the sum
     over positions x of the ranks that hold a token from x on, without the document's tokens. N such ranks hold all from
-    x on, and the rest of their tokens has at least the pairs of the row's cheapest. Found every `step` positions: there
+    x on, and the rest of their tokens has at least the pairs of the row's cheapest. Found every `STEP` positions: there
     are fewer at each next one.
     """
     lengths = [end - begin for begin, end in pairwise(boundaries)]
     tokens, pairs = SEQ_LEN // ring, np.arange(max(lengths) + 1)
-    most = uneven * sum(n * (n + 1) // 2 for n in lengths) / ring
+    most = UNEVEN * sum(n * (n + 1) // 2 for n in lengths) / ring
     having = np.array([0, *(sum(n >= p for n in lengths) for p in pairs[1:])])  # tokens with p pairs
     received = -SEQ_LEN
     for length in lengths:
-        for begin in range(0, length, step):
-            end = min(begin + step, length)
+        for begin in range(0, length, STEP):
+            end = min(begin + STEP, length)
             last = length - end + 1  # tokens from the last position of this step on
             work = (length * (length + 1) - end * (end - 1)) / 2
             others = having - ((pairs >= end) & (pairs <= length))
@@ -173,12 +175,13 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
 def least(data: Sequence[dict[str, Any]]) -> str:
     """Say what no layout can do better; see `least_sent`."""
     said = []
-    for ring in (8, 64):
-        zigzag, balanced = (next(d for d in data if (d["ring"], d["layout"]) == (ring, k)) for k in LAYOUTS[1:])
+    of_layout = {(found["ring"], found["layout"]): found for found in data}
+    for ring in RINGS:
+        zigzag, balanced = of_layout[ring, "zigzag"], of_layout[ring, "balanced"]
         of_zigzag = sum(balanced["least"]) / sum(zigzag["sent"])
         more = sum(a > b for a, b in zip(balanced["least"], zigzag["sent"], strict=True))
         said.append(f"{of_zigzag:.2f} of zigzag's tokens over {ring} ranks (in {more} rows, no less than zigzag)")
-    return f"No layout with equal tokens and at most 1.05 of the mean work sends less than {' and '.join(said)}."
+    return f"No layout with equal tokens and at most {UNEVEN} of the mean work sends less than {' and '.join(said)}."
 
 
 def main() -> None:
@@ -190,7 +193,7 @@ def main() -> None:
     torch.set_num_threads(1)
     windows = [int(window) for window in arguments.windows.split(",")]
     timed = 0 if any(windows) else arguments.timed
-    data = [found for ring in (8, 64) for found in measure(ring, timed if ring == 8 else 0, windows)]
+    data = [found for ring in RINGS for found in measure(ring, timed if ring == 8 else 0, windows)]
     record = Record.of(
         "balance",
         "Packed documents over a ring: work and traffic by layout",
