@@ -68,7 +68,7 @@ def command_module(command: str) -> Any:
 
 def usp() -> NoReturn:
     """Run the console script `usp`."""
-    sys.exit(main(sys.argv[1:], os.environ, "usp"))
+    leave(main(sys.argv[1:], os.environ, "usp"))
 
 
 def _program(name: str) -> NoReturn:
@@ -81,4 +81,4 @@ usp_train, usp_rlhf = partial(_program, "train"), partial(_program, "rlhf")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    leave(main(sys.argv[1:], os.environ))

@@ -18,7 +18,7 @@ from usp.model.facts import ModelFacts
 from usp.predict.devices import Memory, hardware_here
 from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import host_bytes, peak_moment
-from usp.predict.seconds import PUBLISHED_ERROR, least_seconds, step_seconds
+from usp.predict.seconds import PUBLISHED_ERROR, least_seconds, least_shard_seconds, step_seconds
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
@@ -137,6 +137,7 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
         _kept_by(_chosen, lambda config: step_seconds(like(config), hardware)),
         _kept_by(_chosen, lambda config: least_seconds(like(config), hardware)),
         _kept_by(_chosen, lambda config: least_seconds(like(config), hardware, sharded=True)),
+        _kept_by(_chosen, lambda config: least_shard_seconds(like(config), hardware)),
         _kept_by(_chosen, on_device),
         _kept_by(_chosen, on_host),
     )
@@ -202,7 +203,12 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
         predictor = search.predictor
         if question.hardware is not search.question.hardware:  # memory and compute do not depend on links
             found = predictor_for(choice.job, question.hardware)
-            predictor = replace(predictor, seconds=found.seconds, least_sharded=found.least_sharded)
+            predictor = replace(
+                found,
+                least_seconds=predictor.least_seconds,
+                device_bytes=predictor.device_bytes,
+                host_bytes=predictor.host_bytes,
+            )
         supposed.append((words, Search(question, predictor, search.every).preferred()))
     return supposed
 

@@ -3,7 +3,8 @@
 The search is best first by a lower bound that grows from step to step:
 
     degrees       as a layout with these degrees and schedule in the largest micro-batches, without the bubble
-    a layout      compute, and the traffic of activations as in the largest micro-batches
+    a layout      compute, the traffic of activations as in the largest micro-batches, and the least optimizer and
+                  traffic of parameters of any shards that can fit
     an option     as a layout, with the recomputation and the copies of a way to save activations
     shards        likewise, with the optimizer and the traffic of parameters of a ZeRO stage and a number of replicas
                   (HSDP) that fit
@@ -59,6 +60,7 @@ class Predictor:
     seconds: Callable[[TrainConfig], StepTime]  # of its step
     least_seconds: Callable[[TrainConfig], float]  # a lower bound: compute, and copies of activations to the host
     least_sharded: Callable[[TrainConfig], float]  # likewise, with what depends on the shards
+    least_shards: Callable[[TrainConfig], tuple[float, float]]  # (traffic without the bubble, optimizer) of shards
     device_bytes: Callable[[TrainConfig], float]  # of the rank that needs most
     host_bytes: Callable[[TrainConfig], float]  # of the host that needs most
 
@@ -236,6 +238,7 @@ class Search:
         self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
         self.waits: dict[tuple[int, ...], float] = {}  # by inner degrees, as the layouts with the largest micro-batches
         self.largest: dict[tuple[int, ...], TrainConfig] = {}
+        self.shards: dict[object, list[tuple[float, float]]] = {}  # by degrees and schedule, of each number of replicas
         self.groups: dict[object, list[TrainConfig]] = {}  # by degrees and schedule, in the largest micro-batches first
         for layout in sorted(every, key=lambda layout: layout.micro_batches / layout.batch_size):
             self.largest.setdefault(_inner(layout), layout)
@@ -273,16 +276,25 @@ class Search:
                 if len(best) < keep:
                     best.setdefault(family(config), candidate)
             elif state == "degrees":
-                for layout in self.groups[_like(config)]:
-                    push(self._least(layout), "layout", layout)
-            elif state == "layout":
-                report(tried, len(self.every))
-                tried += 1
-                *_, most = options = list(recomputations(config, self.question.facts))
-                smallest = self.predictor.device_bytes(changed(most, optim_offload=self.can_offload))
-                for option in options if smallest <= self.usable.device else ():
-                    if self.only in (None, (option.ac, option.ac_offload)):
-                        push(self._least(option), "option", option)
+                group = self.groups[_like(config)]
+                if math.isinf(self.least_of_shards(config)):
+                    tried += len(group)
+                    continue
+                for layout in group:
+                    push(self._least(layout) + self.least_of_shards(layout), "layout", layout)
+            elif state in ("layout", "recomputation"):
+                options = list(recomputations(config, self.question.facts))
+                if state == "layout":
+                    report(tried, len(self.every))
+                    tried += 1
+                    smallest = self.predictor.device_bytes(changed(options[-1], optim_offload=self.can_offload))
+                    if smallest > self.usable.device:
+                        continue
+                for option in options:
+                    if option.ac == config.ac and self.only in (None, (option.ac, option.ac_offload)):
+                        push(self._least(option) + self.least_of_shards(option), "option", option)
+                if more := [option for option in options if AC_MODES.index(option.ac) == AC_MODES.index(config.ac) + 1]:
+                    push(self._least(more[0]) + self.least_of_shards(more[0]), "recomputation", more[0])
             elif state == "option":
                 for each in self._fitting(config):
                     push(max(least, self._waiting(config) + self.predictor.least_sharded(each)), "shards", each)
@@ -319,6 +331,30 @@ class Search:
             self.waits[key] = exposed * largest.pp / largest.batch_size
         return self.waits[key] * config.batch_size / config.pp / (1 - _bubble(config))
 
+    def least_of_shards(self, config: TrainConfig) -> float:
+        """Return a lower bound of what shards add to a layout or an option; infinite if none fit."""
+        if (key := _like(config)) not in self.shards:
+            self.shards[key] = list(self._least_shards(self.groups[key]))
+        rest = 1 - _bubble(config)
+        return min((exposed / rest + optimizer for exposed, optimizer in self.shards[key]), default=math.inf)
+
+    def _least_shards(self, group: Sequence[TrainConfig]) -> Iterator[tuple[float, float]]:
+        """Yield, by the number of replicas, the least that shards take in any layout of a group: the traffic that the
+        largest micro-batches hide with the most recomputation, of ZeRO-3 where no lower stage can fit."""
+
+        def fits(config: TrainConfig) -> bool:
+            return self.predictor.device_bytes(changed(config, optim_offload=self.can_offload)) <= self.usable.device
+
+        (*_, largest), (*_, smallest) = (recomputations(group[end], self.question.facts) for end in (0, -1))
+        lower = True
+        for replicas in replications(largest):
+            # One micro-batch of ZeRO-1 accumulates no gradients, and of several, ZeRO-2 shards them.
+            ends = shardings(largest, replicas), shardings(smallest, replicas)
+            lower = lower and (fits(ends[1][-2:][0]) or fits(ends[0][0]))
+            if not lower and not any(fits(stages[-1]) for stages in ends):
+                return
+            yield self.predictor.least_shards(ends[0][0 if lower else -1])
+
     def _fitting(self, config: TrainConfig) -> Iterator[TrainConfig]:
         """Yield, by the number of replicas, the lowest ZeRO stage that fits, and a lower one if it fits with optimizer
         offload. More replicas need more memory."""
@@ -337,7 +373,7 @@ class Search:
         for replicas in replications(config):
             stages = shardings(config, replicas)
             least = changed(stages[-1], optim_offload=self.can_offload)
-            if not fits(stages[0]) and self.predictor.device_bytes(least) > self.usable.device:
+            if self.predictor.device_bytes(least) > self.usable.device:
                 return
             found = lowest(stages)
             lower = [each for each in stages if not found or each.zero < found[0].zero] if self.can_offload else []

@@ -15,7 +15,7 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +45,17 @@ from .compute import (
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
-from .traffic import FLOAT32, ByPass, Sent, attention_plan, attention_spec, fsdp_traffic, gather_counts, pass_parts
+from .traffic import (
+    FLOAT32,
+    ByPass,
+    Sent,
+    attention_plan,
+    attention_spec,
+    fsdp_traffic,
+    gather_counts,
+    gathering,
+    pass_parts,
+)
 
 if TYPE_CHECKING:
     from .meter import Work
@@ -332,9 +342,14 @@ def _held(job: Job, rank: int) -> Hashable:
 
 
 @shared(lambda job: (job.model, job.dims.pp, job.config.pp_schedule))
-def _differing(job: Job) -> tuple[int, ...]:
+def _differing_places(job: Job) -> tuple[int, ...]:
     """Return the places of pipeline ranks that compute different things, the last of each kind."""
     return tuple({_held(job, rank): place for place, rank in enumerate(job.slowest_ranks)}.values())
+
+
+def _differing(job: Job) -> list[int]:
+    """Return those of `slowest_ranks` that compute different things."""
+    return [job.slowest_ranks[place] for place in _differing_places(job)]
 
 
 @shared(lambda job, hardware, rank: (job.work, _attending(job, hardware, rank), _held(job, rank)))
@@ -374,32 +389,52 @@ def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfer
     return passes
 
 
+class Transfers(NamedTuple):
+    """Seconds of a pass's messages by axis, the ring's left out."""
+
+    exposed: Mapping[str, float]
+    overlapped: Mapping[int, Mapping[str, float]]  # by the number of micro-batches whose compute overlaps with them
+
+
+def _transfers(job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int) -> Transfers:
+    """Return the seconds of what is `sent` in a pass."""
+    exposed, overlapping = defaultdict[str, float](float), dict[int, defaultdict[str, float]]()
+    for part in sent:
+        seconds = sent_seconds(job, hardware, part, rank) if part.axis != "ring" else 0.0
+        if OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > SCALARS * part.calls:
+            times = job.config.micro_batches if _repeats(job, part) else 1
+            overlapping.setdefault(times, defaultdict(float))[part.axis] += seconds
+        else:
+            exposed[part.axis] += seconds
+    return Transfers(exposed, overlapping)
+
+
+def _by_axis(
+    job: Job, hardware: Hardware, transfers: Transfers, rank: int, compute: float
+) -> dict[str, TransferSeconds]:
+    """Return the communication of a pass. The seconds of `compute` of one micro-batch hide gathers and reductions, if
+    collectives have streams."""
+    hiding = compute if hardware.streams else 0.0
+    by_axis = {axis: TransferSeconds(exposed=seconds) for axis, seconds in transfers.exposed.items() if seconds}
+    pieces = 1 + sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
+    for times, axes in transfers.overlapped.items():
+        together = sum(axes.values())
+        once = overlapped_in_pieces(together / times, hiding, pieces)
+        for axis, seconds in axes.items():
+            free = _links(job, hardware, axis, rank, "send")[2]
+            found = once.times(times * seconds / together).with_free_part(free)
+            by_axis[axis] = by_axis[axis] + found if axis in by_axis else found
+    return by_axis
+
+
 def sent_by_axis(
     job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds
 ) -> dict[str, TransferSeconds]:
-    """Return the communication of a pass, with the `ring`'s as it overlaps with attention. The seconds of `compute` of
-    one micro-batch hide gathers and reductions, if collectives have streams."""
-    number, hiding = job.config.micro_batches, compute if hardware.streams else 0.0
-    by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
-    transfers: defaultdict[int, Counter[str]] = defaultdict(Counter)
-    for part in sent:
-        if OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > SCALARS * part.calls:
-            seconds = sent_seconds(job, hardware, part, rank)
-            transfers[number if _repeats(job, part) else 1][part.axis] += seconds  # type: ignore[assignment]
-        elif part.axis != "ring":
-            by_axis[part.axis] += TransferSeconds(exposed=sent_seconds(job, hardware, part, rank))
-    layers = sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
-    for times, axes in transfers.items():
-        together = sum(axes.values())
-        once = overlapped_in_pieces(together / times, hiding, layers + 1)
-        for axis, seconds in axes.items():
-            by_axis[axis] += once.times(times * seconds / together)
-    by_axis["ring"] = ring
-    return {
-        axis: each.with_free_part(_links(job, hardware, axis, rank, "send")[2]) if each.overlapped else each
-        for axis, each in by_axis.items()
-        if any(each)
-    }
+    """Return the communication of a pass as `_by_axis`, with the `ring`'s as it overlaps with attention."""
+    found = _by_axis(job, hardware, _transfers(job, hardware, sent, rank), rank, compute)
+    if any(ring):
+        found["ring"] = ring.with_free_part(_links(job, hardware, "ring", rank, "send")[2])
+    return found
 
 
 @dataclass(frozen=True)
@@ -529,17 +564,40 @@ def rank_seconds(
 
 def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> float:
     """Return a lower bound of `step_seconds`: the compute of the slowest pipeline rank, with exposed copies to the host
-    and the bubble; if `sharded` also with the optimizer and the exposed traffic of parameters."""
-    number = job.config.micro_batches
+    and the bubble; if `sharded` also with `shard_seconds`."""
+    number, most = job.config.micro_batches, 0.0
     rest = 1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)
-    most = 0.0
-    for place in _differing(job):
-        rank = job.slowest_ranks[place]
+    for rank in _differing(job):
         hides = _hides(compute := _compute(job, hardware, rank))
-        transfers = [host_copies(job, hardware, rank, hides["forward"], hides["backward"])]
-        for kind, sent in fsdp_traffic(job, rank).items() if sharded else ():
-            transfers.append(sent_by_axis(job, hardware, sent, rank, hides[kind], TransferSeconds()))
         busy = number * sum(each.total for each in compute.values())
-        busy += sum(each.exposed for found in transfers for each in found.values())
-        most = max(most, busy / rest + (optimizer_seconds(job, hardware, rank) if sharded else 0.0))
+        copies = host_copies(job, hardware, rank, hides["forward"], hides["backward"])
+        busy += sum(each.exposed for each in copies.values())
+        traffic, optimizer = shard_seconds(job, hardware, rank) if sharded else (0.0, 0.0)
+        most = max(most, (busy + traffic) / rest + optimizer)
     return most
+
+
+def _parameter_links(job: Job, hardware: Hardware, rank: int) -> Hashable:
+    """Return what determines the seconds of a rank's traffic of parameters."""
+    links = [job.extents[axis] for axis in ("fsdp", "efsdp", "dp_replicate", "loss", "tp")]
+    return id(hardware), gathering(job, rank), *links, job.placed or job.world_size, rank
+
+
+@shared(_parameter_links)
+def _parameter_transfers(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfers]:
+    """Return the seconds of a rank's traffic of parameters."""
+    return {kind: _transfers(job, hardware, sent, rank) for kind, sent in fsdp_traffic(job, rank).items()}
+
+
+def shard_seconds(job: Job, hardware: Hardware, rank: int) -> tuple[float, float]:
+    """Return (the exposed traffic of parameters without bubble, the optimizer) of a rank."""
+    hides, exposed = _hides(_compute(job, hardware, rank)), 0.0
+    for kind, transfers in _parameter_transfers(job, hardware, rank).items():
+        exposed += sum(each.exposed for each in _by_axis(job, hardware, transfers, rank, hides[kind]).values())
+    return exposed, optimizer_seconds(job, hardware, rank)
+
+
+def least_shard_seconds(job: Job, hardware: Hardware) -> tuple[float, float]:
+    """Return `shard_seconds`, each of the pipeline rank that has least."""
+    exposed, optimizer = zip(*(shard_seconds(job, hardware, rank) for rank in _differing(job)), strict=True)
+    return min(exposed), min(optimizer)

@@ -166,13 +166,13 @@ def _unit(
 ByPass = Mapping[Pass, Sequence[Sent]]
 
 
-def _gathering(job: Job, rank: int) -> Hashable:
+def gathering(job: Job, rank: int) -> Hashable:
     """Return what determines the traffic of a rank's parameters."""
     replicas = job.config.zero, job.dims.dp_replicate, job.degree("loss")
     return job.sharding, job.schedule(rank), *replicas, job.dtype, job.trained, job.counts_choices
 
 
-@shared(_gathering)
+@shared(gathering)
 def fsdp_traffic(job: Job, rank: int) -> ByPass:
     """Return the gathers of parameters and the reductions of gradients in a step of `rank`, also over tp."""
     parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
@@ -185,7 +185,7 @@ def fsdp_traffic(job: Job, rank: int) -> ByPass:
         for unit, each, number in counts:
             for kind, sent in _unit_traffic(job, unit, each):
                 parts[kind] += [sent.times(number)] if job.degree(sent.axis) > 1 else []
-    return parts
+    return {kind: merged(sents) for kind, sents in parts.items()}
 
 
 def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
