@@ -30,7 +30,7 @@ from usp.hf.probe import MaskKind, structure
 from usp.hf.prune import model_parts
 from usp.hf.routers import ChoiceRecorder
 from usp.hf.stage import CausalLMStage, logit_transform
-from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
+from usp.losses import UNCHANGED, LogitTransform, softmax_dtype
 from usp.rlhf.graph import ROUTED, Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 from usp.sp.sp_attention import UnifiedSPAttention

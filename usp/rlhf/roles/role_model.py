@@ -26,7 +26,7 @@ from usp.hf.lora import Lora, adapters_off
 from usp.hf.models import ModelConfig, is_scalar, materialise, model_facts
 from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
-from usp.losses.output_heads import Head, LastHidden
+from usp.losses import Head, LastHidden
 from usp.rlhf.algorithms.objectives import NextToken
 from usp.rlhf.generation.generate import Generator, RolloutEngine, generate_samples
 from usp.rlhf.generation.partial import Group, go_on

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel import ParallelMesh
 from usp.hf.disk import stored_tensors
 from usp.hf.stage import CausalLMStage
-from usp.losses.output_heads import Head
+from usp.losses import Head
 
 from .base import AdamW, MicroBatch, count_choices, loss_share
 
