@@ -250,7 +250,7 @@ class RlhfTrainer(TrainingLoop):
             self._warn_once(CLIPPED, f"step {number}: {message}")
         seconds = time.perf_counter() - begin
         evaluated = self._evaluate(number)
-        stopping = torch.tensor(int(self.stop.requested), device=self.device)
+        stopping = torch.tensor(int(self.stop.signal_number), device=self.device)
         dist.all_reduce(stopping, dist.ReduceOp.MAX)
         self.stopping = bool(stopping)
         replanned = self._replan(number, result)

@@ -258,7 +258,8 @@ class RoleModel:
         engine = self._trained_engine()
         self._check_head(work.objective.head)
         self.stage.loss_chunk = self._recipe.loss_chunk
-        self._moments.prefetch()
+        if self._offload_optimizer:
+            self._moments.prefetch()
         metrics = self._optimizer_steps(engine, mini_batches, work)
         self.offload_optimizer()
         return metrics
@@ -284,7 +285,8 @@ class RoleModel:
             if seen[-1][name] > bound:
                 engine.optimizer.zero_grad()
                 break
-            self._moments.load()
+            if self._offload_optimizer:
+                self._moments.load()
             norms.append(engine.step(self.learning_rate, self.spec.max_grad_norm))
             if not math.isfinite(norms[-1]):
                 raise TrainingDiverged(f"{place}: the gradient norm is {norms[-1]}, expected a finite value")

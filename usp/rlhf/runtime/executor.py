@@ -150,7 +150,7 @@ class StepRunner:
             self.step.put(call, ids, result)
 
     def _model(self, call: ModelCall) -> RoleModel:
-        return self._executor.copies.model(copy_of(self._executor.graph, self._executor.plan, call))
+        return self._executor.copies.model(self._executor.copy_of[call.name])
 
     def _run_work(self, call: ModelCall, samples: Samples, recorded: Event) -> Samples:
         if isinstance(call.work, Generate):
@@ -211,7 +211,8 @@ class Executor:
         rollouts: prompts are begun before their step, which takes those that are complete first. No change of plans.
         delta_updates: see `RoleCopies`.
 
-    graph, plan, operations: of a step, with what is measured. copies: the models of this rank.
+    graph, plan, operations: of a step, with what is measured. copies: the models of this rank. copy_of: which of them
+    each call uses.
     in_flight: the samples that are made and not trained on yet; set to continue from a checkpoint.
     rollouts: what is begun.
 
@@ -312,6 +313,7 @@ class Executor:
     def _get_ready(self, graph: DataflowGraph, plan: ExecutionPlan) -> None:
         """Get ready for steps under a plan, and connect their process groups. Collective."""
         self.graph, self.plan, world_size = graph, plan, dist.get_world_size()
+        self.copy_of = {call.name: copy_of(graph, plan, call) for call in graph.calls if call.role}
         weights = self.copies.plan_step(graph, plan, self._staleness)
         self.operations = schedule(graph, plan, world_size, self.copies.aliases, weights, self._staleness)
         for operation in self.operations:
