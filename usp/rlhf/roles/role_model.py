@@ -206,7 +206,9 @@ class RoleModel:
         def head(last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
             return last.logprobs(inputs["shift_labels"], work.temperature)[0] if logprobs else last.values()
 
-        layout = replace(layout or self.layout, sp_layout=self.layout.sp_layout)
+        layout = layout or self.layout
+        if layout.sp_layout != self.layout.sp_layout:  # auto, which the copy has settled
+            layout = replace(layout, sp_layout=self.layout.sp_layout)
         self.stage.loss_chunk = layout.loss_chunk or self.spec.loss_chunk
         counts = "mask" if "mask" in samples.values and logprobs else ""
         plan = plan_rows(samples, layout, self.mesh, share=self.spec.share_prefixes, counts=counts)
