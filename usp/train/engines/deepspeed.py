@@ -214,16 +214,12 @@ def _full(value: Tensor) -> Tensor:
 @contextmanager
 def _own_errors_only() -> Iterator[None]:
     """Silence DeepSpeed's warnings about deliberate choices of this file."""
-    logger = logging.getLogger("DeepSpeed")
-    logger.addFilter(_is_error)
+    logger, is_error = logging.getLogger("DeepSpeed"), lambda record: record.levelno >= logging.ERROR
+    logger.addFilter(is_error)
     try:
         yield
     finally:
-        logger.removeFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+        logger.removeFilter(is_error)
 
 
 def load_deepspeed(device_type: str) -> Any:
