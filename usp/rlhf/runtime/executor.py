@@ -388,15 +388,12 @@ class Executor:
             if self.rollouts is not None:
                 self.rollouts.end(step, [i for i, spare in numbers.get(SPARE, {}).items() if spare])
             if not self._staleness:
-                samples, events = self._take_collected(), self.timeline.take()
-                return StepResult(metrics, samples, events, step.lengths, numbers, step.tickets)
+                return self._result(step, metrics, numbers)
             step.store = {key: step.store[key] for key in step.readers() if key in step.store}
             step.metrics, self.in_flight = metrics, step
         if due is None:
             return None
-        metrics = due.metrics | merge([summaries[0] for summaries in told], {})
-        samples, events = self._take_collected(), self.timeline.take()
-        return StepResult(metrics, samples, events, due.lengths, tickets=due.tickets)
+        return self._result(due, due.metrics | merge([summaries[0] for summaries in told], {}), {})
 
     def saved_in_flight(self, extra: Mapping[str, Any]) -> StepData:
         """Return samples in flight of a checkpoint, to be filled and then set as `in_flight`."""
@@ -429,5 +426,8 @@ class Executor:
                 self._progress(f"{operation.kind} {operation.name}")
                 runners[operation.ahead].run(operation)
 
-    def _take_collected(self) -> Samples | None:
-        return self._collected.pop() if self._collected else None
+    def _result(
+        self, step: StepData, metrics: dict[str, float], numbers: Mapping[str, Mapping[int, float]]
+    ) -> StepResult:
+        samples = self._collected.pop() if self._collected else None
+        return StepResult(metrics, samples, self.timeline.take(), step.lengths, numbers, step.tickets)
