@@ -3,7 +3,7 @@ resharding and checkpoints of distributed tensors; a hardware model; a counter o
 
 Independent of attention. Each file imports only earlier ones:
 
-dims, stages, groups, mesh, reallocation, fsdp, grad_norm, pipeline, tensor, expert, checkpoint, wire, cluster.
+dims, stages, groups, mesh, reallocation, fsdp, pipeline, tensor, expert, checkpoint, wire, cluster.
 """
 
 from importlib import import_module
@@ -19,7 +19,6 @@ from .cluster.links import (
     transfer_seconds,
 )
 from .dims import SP_ORDERS, ZERO_STAGES, ParallelDims, divisors
-from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups, RanksDisagree, agree, format_ranks
 from .mesh import ParallelMesh, local_tensor
 from .reallocation.delta import DeltaReallocation
@@ -31,12 +30,12 @@ from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_s
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import DAMAGED, Checkpointer, complete_checkpoints, latest, set_aside, verify
     from .checkpoint.safetensors_storage import DamagedCheckpoint, read_extra
-    from .fsdp import apply_fsdp, before_micro_batch
+    from .fsdp import apply_fsdp, before_micro_batch, clip_grad_norm
 
 _SLOW = {
     ".checkpoint.checkpointer": ("DAMAGED", "Checkpointer", "complete_checkpoints", "latest", "set_aside", "verify"),
     ".checkpoint.safetensors_storage": ("DamagedCheckpoint", "read_extra"),
-    ".fsdp": ("apply_fsdp", "before_micro_batch"),
+    ".fsdp": ("apply_fsdp", "before_micro_batch", "clip_grad_norm"),
 }
 
 

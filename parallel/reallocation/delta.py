@@ -30,7 +30,7 @@ from torch import Tensor
 from parallel.groups import ProcessGroups
 
 from .realloc_plan import ReallocPlan
-from .reallocation import Piece, Reallocation, Round
+from .reallocation import Piece, Reallocation, Round, Traffic
 
 _LEAST = 64  # elements of a piece: smaller ones are sent whole, without a count
 _BLOCK = 1 << 16  # elements whose positions have 16 bits
@@ -48,14 +48,6 @@ class Delta(NamedTuple):
 
     changed: int
     content: Tensor
-
-
-class Traffic(NamedTuple):
-    """Bytes that a rank has sent and received, and those received from other hosts; counts included."""
-
-    sent: int
-    received: int
-    crossed: int
 
 
 def delta_size(numel: int, itemsize: int, count: int) -> tuple[int, Encoding]:
@@ -152,7 +144,7 @@ class DeltaReallocation(Reallocation):
         *,
         intact: bool = True,
     ) -> Traffic:
-        """Copy the weights of `src` to `dst` as `run`, and return what this rank sent and received.
+        """Copy the weights of `src` to `dst` as `run`, and return what this rank sent and received, counts included.
 
         All weights are sent whole the first time, and whenever a rank says that `dst` is not intact.
 
@@ -173,8 +165,7 @@ class DeltaReallocation(Reallocation):
             if _is_counted(piece) and not self._in_dst(piece):
                 self._references[piece] = self._values(piece, held).clone()
         self._filled = True
-        plan, rank = self.plan, self._rank
-        return Traffic(*(of.get(rank, 0) for of in (plan.sent_bytes, plan.received_bytes, plan.crossed_bytes)))
+        return self.traffic
 
     @torch.no_grad()
     def _send_changes(self, held: Sequence[Mapping[str, Tensor]]) -> Traffic:
@@ -218,7 +209,7 @@ class DeltaReallocation(Reallocation):
             ready |= {piece: delta for piece, delta in waiting.deltas.items() if piece in self._onward}
             waiting = _Arriving(posted, buffers, arriving, flags)
         self._copy_kept(held)
-        return Traffic(nbytes["sent"], nbytes["received"], nbytes["crossed"])
+        return self.traffic._replace(**{name: nbytes[name] for name in ("sent", "received", "crossed")})
 
     def _delta(
         self, piece: Piece, held: Sequence[Mapping[str, Tensor]], ready: dict[Piece, Delta], uses: Counter[Piece]

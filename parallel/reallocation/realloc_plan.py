@@ -115,7 +115,7 @@ class ReallocPlan:
     shares: int
     grain: int
 
-    @property
+    @cached_property
     def layouts(self) -> tuple[ParamLayout, ...]:
         return (self.src, *self.copies, self.dst)
 

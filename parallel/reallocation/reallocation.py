@@ -13,6 +13,7 @@ received into the parameter directly if contiguous there. Small and strided piec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,16 @@ def _shares(pieces: Sequence[Piece], plan: ReallocPlan) -> list[list[Piece]]:
     return shares
 
 
+class Traffic(NamedTuple):
+    """Bytes of a rank in a run: sent, received, and those from other hosts; its `lacking_bytes`, its host's."""
+
+    sent: int
+    received: int
+    crossed: int
+    minimum: int
+    host_minimum: int
+
+
 class Reallocation:
     """Executes a plan, any number of times. Must be created on every rank of the world, in the same order.
 
@@ -112,6 +123,13 @@ class Reallocation:
             (name, index, self._slices(name, index, box), self._slices(name, -1, box))
             for name, index, box in plan.kept(self._rank)
         ]
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """The bytes of this rank in a run."""
+        plan, rank = self.plan, self._rank
+        sent, received, crossed = (x.get(rank, 0) for x in (plan.sent_bytes, plan.received_bytes, plan.crossed_bytes))
+        return Traffic(sent, received, crossed, plan.lacking_bytes(rank), plan.host_lacking_bytes(rank))
 
     @torch.no_grad()
     def run(

@@ -283,7 +283,7 @@ class Command:
                 self.run(config, launch, stop, error_file)
         except (Exception, KeyboardInterrupt) as error:
             try:
-                return end(ending_of(error, launch.rank), launch, error_file, asked_to_stop=stop.requested)
+                return end(ending_of(error, launch.rank), launch, error_file, asked_to_stop=stop.signal_number > 0)
             except KeyboardInterrupt:  # while waiting for the launcher
                 return INTERRUPTED
         return 0

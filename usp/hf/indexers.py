@@ -549,21 +549,20 @@ def _remember_latents(module: Any, expand: Callable[..., tuple[Tensor, Tensor]])
 
 
 def absorbed(
-    module: Any, given: QKV, latents: tuple[Tensor, Tensor] | None, axes: SpAxes | None = None
+    module: Any, given: QKV, latents: tuple[Tensor, Tensor], axes: SpAxes | None = None
 ) -> tuple[QKV, Callable[[Tensor], Tensor]]:
     """Return what attention takes in place of a module's q (B, S, N, H), k (B, S, N, H) and v (B, S, N, V), and what
     makes its results (B, S, N, V) of those for them: q (B, S, N, C + R), k (B, S, 1, C + R) and v (B, S, 1, C) of the
-    latents; the same without latents, where these are not fewer bytes to send over axes, and where the linear that
-    expands them is not a plain one.
+    latents; the same where these are not fewer bytes to send over axes, and where the linear that expands them is not a
+    plain one.
 
     A token has a latent c and a rotary part r, of which a head n makes k = [W_n c, r] and v = U_n c (DeepSeek-V2, arXiv
     2405.04434, section 2.1). Since q . k = [W_n^T q_nope, q_rot] . [c, r], all heads can attend to one key [c, r] of
     one value c instead, and U_n is applied to the result: the same numbers, up to rounding.
     """
     (q, k, v), linear = given, _expanding_linear(module)
-    if latents is None or linear is None:
-        return given, lambda out: out
-    if axes is not None and not _fewer_bytes(q.shape[2], k.shape[-1] + v.shape[-1], latents, axes):
+    more = axes is not None and not _fewer_bytes(q.shape[2], k.shape[-1] + v.shape[-1], latents, axes)
+    if linear is None or more:
         return given, lambda out: out
     c, r = (x.transpose(1, 2).to(q.dtype) for x in latents)
     nope, rotary = q.split([q.shape[-1] - r.shape[-1], r.shape[-1]], -1)

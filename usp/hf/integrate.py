@@ -363,20 +363,21 @@ def _attention_forward(
     if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
         indices = None
     compressor: ShardedCompressor | None = getattr(module, "sharded_compressor", None)
+    given, expand = (q, k, v), lambda out: out
     if kv_cache is not None:
-        compressed = latents if cached_latents(module) else None
-        cached, expand = absorbed(module, (q, k, v), compressed)
+        compressed = latents is not None and cached_latents(module) > 0
+        cached, expand_cached = absorbed(module, given, latents) if compressed else (given, expand)
         if isinstance(kv_cache, DecodeStep):
-            values = cached[2] if compressed is None else cached[2].shape[-1]
+            values = cached[2].shape[-1] if compressed else cached[2]
             more = None if compressor is None else compressor.decoded
             out = kv_cache.attend(module, *cached[:2], values, window=window, indices=indices, more=more, **options)
-            return expand(out), None
-        kv_cache.store(module, *(cached[1:] if compressed is None else cached[1:2]))
-    if compressor is not None:
-        sides = None if window is None else (window - 1, -1)
-        return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None
-    given, expand = absorbed(module, (q, k, v), None if indices is None else latents, attention.axes)
+            return expand_cached(out), None
+        kv_cache.store(module, *(cached[1:2] if compressed else cached[1:]))
     sides = None if window is None else (window - 1, -1)
+    if compressor is not None:
+        return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None
+    if latents is not None and indices is not None:
+        given, expand = absorbed(module, given, latents, attention.axes)
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
     if block_indices is not None and indexer is not None:

@@ -1,6 +1,6 @@
 """A pipeline stage of a causal language model.
 
-    first stage   ids -> embedding -> layers ->  ...  -> layers -> norm -> usp.losses.output_heads.Head   last stage
+    first stage   ids -> embedding -> layers ->  ...  -> layers -> norm -> usp.losses.Head   last stage
 
 The model is an unmodified transformers model without the layers of other stages. Its output head is never called: the
 loss uses its weight, so that the logits of all tokens are never materialized, and what the model's forward does to them
@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from parallel import ParallelMesh
-from usp.losses.output_heads import Head, LastHidden
-from usp.losses.vocabulary import UNCHANGED, LogitTransform
+from usp.losses import UNCHANGED, Head, LastHidden, LogitTransform
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .dropout import numbers_of
@@ -150,7 +149,7 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
     if not torch.allclose(logits, expected, rtol=1e-6, atol=1e-9):
         raise ValueError(
             f"{kind} computes its logits from its output head by more than a scale and a softcap, which the loss does "
-            f"not know: use another model, or extend usp.losses.vocabulary.LogitTransform"
+            f"not know: use another model, or extend usp.losses.LogitTransform"
         )
     return transform
 

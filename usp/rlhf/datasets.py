@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -126,6 +126,11 @@ def _ids_of(path: Path, tokenizer: Tokenizer) -> Ids:
 
 
 Examples: TypeAlias = FileExamples | HiddenMark
+
+
+def answers(examples: Sequence[Example] | HiddenMark) -> Callable[[int], str]:
+    """Return what gives the answer of an example by its index."""
+    return lambda index: examples[index].answer
 
 
 def open_examples(

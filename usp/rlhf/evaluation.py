@@ -20,7 +20,7 @@ from usp.train.step import Evaluations
 
 from .algorithms.rewards import ScoreWith
 from .config import RlhfConfig
-from .datasets import Example, prompt_samples
+from .datasets import Example, answers, prompt_samples
 from .graph import ROUTED, Compute, DataflowGraph, Generate, ModelCall
 from .samples import Samples, derived_seed, fingerprint
 
@@ -105,7 +105,7 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) 
         work = replace(work, partial=False, routed=0)
         return replace(call, work=work, outputs=tuple(k for k in call.outputs if k not in ("versions", ROUTED)))
     if isinstance(work, Compute) and isinstance(work.function, ScoreWith):
-        scored = replace(work.function, answer=lambda index: prompts[index].answer)
+        scored = replace(work.function, answer=answers(prompts))
         return replace(call, work=replace(work, function=scored))
     return call
 

@@ -54,7 +54,7 @@ from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
 from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, given, texts, violations
-from .datasets import Example, Examples, Supervised, hold_out, open_examples
+from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
 from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import REWARD
 from .environments.tools import NAME as TOOLS
@@ -348,7 +348,7 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
     return ScoreWith(
         _about("--reward-function = ", lambda: load_reward_function(config.reward_function)),
         tokenizer.decode,
-        lambda index: examples[index].answer,
+        answers(examples),
         retries=config.reward_retries,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
         pool=pool,

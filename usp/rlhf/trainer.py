@@ -56,7 +56,7 @@ from .algorithms.policy import CLIPPED
 from .checkpoints import RlhfState
 from .config import RlhfConfig
 from .datasets import example_indices, given_samples
-from .evaluation import Evaluator
+from .evaluation import COLLECTED, Evaluator
 from .graph import ModelCall, TrainStep
 from .prepare import (
     SFT,
@@ -78,10 +78,7 @@ from .served import RolloutServer
 BuildReplanner: TypeAlias = Callable[[PreparedRlhf, Launch], Replanner]
 
 MOST = 0.5  # share of clipped rewards above which the run warns
-_COLLECTED = (
-    *("tokens", "prompt_length", "score", "finished", "turns", "turn_rewards"),
-    *("reward", "advantages", "logprobs", "old_logprobs"),
-)
+_COLLECTED = (*COLLECTED, "reward", "advantages", "old_logprobs")
 
 
 def train_rlhf(
@@ -250,7 +247,7 @@ class RlhfTrainer(TrainingLoop):
             self._warn_once(CLIPPED, f"step {number}: {message}")
         seconds = time.perf_counter() - begin
         evaluated = self._evaluate(number)
-        stopping = torch.tensor(int(self.stop.requested), device=self.device)
+        stopping = torch.tensor(int(self.stop.signal_number), device=self.device)
         dist.all_reduce(stopping, dist.ReduceOp.MAX)
         self.stopping = bool(stopping)
         replanned = self._replan(number, result)

@@ -38,10 +38,6 @@ class StopRequest:
     signal_number: int = 0
     since: float = 0.0
 
-    @property
-    def requested(self) -> bool:
-        return self.signal_number != 0
-
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle the signals while the block runs, then restore the previous handlers. Main thread only."""
@@ -54,9 +50,9 @@ class StopRequest:
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.requested and now - self.since > ECHO_SECONDS:
+        if self.signal_number and now - self.since > ECHO_SECONDS:
             os._exit(128 + signal_number)
-        if not self.requested:
+        if not self.signal_number:
             self.signal_number, self.since = signal_number, now
 
 

@@ -38,7 +38,7 @@ from usp.hf.routers import RouterBias, replay_choices
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import fill_buffers, initialise, load_weights
-from usp.losses.vocabulary import UNCHANGED
+from usp.losses import UNCHANGED
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, compile_layers
 from usp.presets import PRESETS
 from usp.sp.in_order import SequenceOrder

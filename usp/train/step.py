@@ -17,8 +17,7 @@ from usp.config import CommonConfig, TrainConfig
 from usp.data.batches import ImageBatch, Part, one_epoch
 from usp.data.rows import PackedRows, WholeRows
 from usp.hf.images import image_inputs
-from usp.losses.output_heads import LastHidden, NextTokenLoss
-from usp.losses.vocabulary import global_token_count
+from usp.losses import LastHidden, NextTokenLoss, global_token_count
 from usp.sp.sequence import IGNORED_LABEL, SpAxes, split_rows
 
 from .engines.base import Engine

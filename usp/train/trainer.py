@@ -393,7 +393,7 @@ class Trainer(TrainingLoop):
         """Sum over ranks the losses, what attention sent and waited, FLOPs, requests to stop and balanced rows; return
         the loss."""
         sent, own = self._attention_sent(), [share.item()]
-        own += [sent - self.sent, self._attention_waited(), self._flops(batch), float(self.stop.requested)]
+        own += [sent - self.sent, self._attention_waited(), self._flops(batch), float(self.stop.signal_number > 0)]
         models = [stage.model for stage in self.engine.stages]
         own += [batch.balanced or 0.0]
         own += indexer_losses(models) if self.config.indexer_loss_coef else (0.0, 0.0)

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attention.cuda_calls import DispatchedOps
 from tests.harness.ranks import RankPool
-from usp.losses import vocab_loss
-from usp.losses.vocabulary import HeadGradients
+from usp.losses import HeadGradients, vocab_loss
 
 BATCH, TOKENS, HIDDEN, VOCAB, TARGETS = 2, 13, 6, 23, 41
 

@@ -44,8 +44,7 @@ from usp.hf.export import save_weights
 from usp.hf.lora import ADAPTER, Lora, adapter_parameters, initialise_adapters, lora_config, lora_targets, save_adapter
 from usp.hf.models import load_model_config
 from usp.hf.probe import tiny_config
-from usp.losses.output_heads import NextTokenLoss
-from usp.losses.vocabulary import causal_lm_loss, global_token_count
+from usp.losses import NextTokenLoss, causal_lm_loss, global_token_count
 from usp.predict.meter import OPTIMIZER
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch

@@ -233,10 +233,10 @@ class Rollout:
             whole[positions] = chosen
         return whole
 
-    def response(self) -> GeneratedResponse:
-        """Return what has been decoded."""
+    def response(self, routed: Tensor) -> GeneratedResponse:
+        """Return what has been decoded; routed: the experts of its tokens."""
         tokens, logprobs = torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.logprobs).float()
-        return GeneratedResponse(tokens, logprobs, self.stopped, complete=self.done)
+        return GeneratedResponse(tokens, logprobs, self.stopped, complete=self.done, routed=routed)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from usp.hf.probe import MaskKind, structure
 from usp.hf.prune import model_parts
 from usp.hf.routers import ChoiceRecorder
 from usp.hf.stage import CausalLMStage, logit_transform
-from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
+from usp.losses import UNCHANGED, LogitTransform, softmax_dtype
 from usp.rlhf.graph import ROUTED, Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -52,7 +52,7 @@ from .decoding import (
     token_keys,
 )
 from .graphs import StepGraphs, eager_reason
-from .turns import Turns, responses
+from .turns import Turns
 from .vllm import Enough, VllmEngine
 
 
@@ -227,7 +227,7 @@ class Generator:
         with closing(turns) if turns else nullcontext():
             if rollouts or self._together is not None:
                 self._run(rollouts, work, places, turns, enough)
-        return responses(rollouts, turns, self._routed)
+        return turns.responses(self._routed) if turns else [each.response(self._routed(each)) for each in rollouts]
 
     def _run(
         self, rollouts: Sequence[Rollout], work: Generate, places: int, turns: Turns | None, enough: Enough | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +103,21 @@ class Turns:
         following = [self._follow(each) for each in told[0]]
         return [rollout for rollout in following if rollout is not None]
 
+    def responses(self, routed: Callable[[Rollout], Tensor]) -> list[GeneratedResponse]:
+        """Return the responses of the episodes. routed: returns the experts of a rollout's tokens."""
+        return [
+            GeneratedResponse(
+                torch.tensor(each.tokens),
+                torch.tensor(each.logprobs, dtype=torch.float32),
+                each.done,
+                torch.tensor(each.owners),
+                each.score,
+                each.rewards,
+                routed=routed(each.last),
+            )
+            for each in self.records
+        ]
+
     def _sample(self, number: int) -> dict[str, Any]:
         sample, index = self._samples[number]
         return {**self._episodes.sample(index), "sample": sample, "prompt_index": index}
@@ -142,23 +157,3 @@ class Turns:
             return None
         record.add(ids, [0.0] * len(ids), 0)
         return Rollout(prompt, rollout.seed, left, number=told.number, before=len(record.tokens))
-
-
-def responses(
-    rollouts: Sequence[Rollout], turns: Turns | None, routed: Callable[[Rollout], Tensor]
-) -> list[GeneratedResponse]:
-    """Return the responses of rollouts, or of their episodes. routed: returns the experts of a rollout's tokens."""
-    if turns is None:
-        return [replace(rollout.response(), routed=routed(rollout)) for rollout in rollouts]
-    return [
-        GeneratedResponse(
-            torch.tensor(each.tokens),
-            torch.tensor(each.logprobs, dtype=torch.float32),
-            each.done,
-            torch.tensor(each.owners),
-            each.score,
-            each.rewards,
-            routed=routed(each.last),
-        )
-        for each in turns.records
-    ]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
 from mmap import MADV_DONTNEED, PAGESIZE
+from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -41,7 +42,7 @@ from usp.rlhf.samples import derived_seed
 from usp.rlhf.served import SIZES, Piece, Requests, RolloutServer, Values, Written, forget_kernels, send_pieces
 
 from .decoding import Decode, GeneratedResponse, Rollout, Stops
-from .turns import Turns, responses
+from .turns import Turns
 
 LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
@@ -209,7 +210,8 @@ class VllmEngine:
         turns = Turns(rollouts, episodes, samples, self._together, leads=leads, context=longest) if episodes else None
         with closing(turns) if turns else nullcontext(), self._named("while it decoded"):
             self._decode_all(rollouts, work, turns, enough)
-        found = responses(rollouts, turns, lambda rollout: rollout.choices(work.routed))
+        routed = methodcaller("choices", work.routed)
+        found = turns.responses(routed) if turns else [each.response(routed(each)) for each in rollouts]
         for number, response in enumerate(found):
             if not bool(response.logprobs.isfinite().all()):
                 why = f"its weights or its activations in {self._options.dtype} are, or it took weights of other ranks"

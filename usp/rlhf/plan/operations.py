@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 
 from parallel import ParamLayout, ReallocPlan, format_ranks, plan_realloc
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall, canonical, key_kinds
@@ -89,7 +89,7 @@ class Operation:
     sources: tuple[WeightCopy, ...] = ()
     ahead: int = 0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name in a timeline."""
         if self.copy:

@@ -81,7 +81,7 @@ class CallLayout:
         """The ranks that weights are for: of a server, one for each of its workers."""
         return self.groups[0] if self.served else self.ranks
 
-    @property
+    @cached_property
     def token_budget(self) -> int:
         """The maximum tokens of a micro-batch on a data-parallel rank; 0: no limit."""
         return self.micro_batch_tokens if self.micro_batch_tokens >= 0 else TOKENS_PER_RANK * self.dims.sp
@@ -107,7 +107,7 @@ class CallLayout:
 
     def number_of(self, rank: int) -> int:
         """Return the data-parallel index of a global rank."""
-        return self.dims.coordinates(self.ranks.index(rank))["batch"]
+        return next(number for number, ranks in enumerate(self.groups) if rank in ranks)
 
     def __str__(self) -> str:
         zero = f", ZeRO {self.zero}" if self.zero else ""

@@ -26,7 +26,7 @@ from usp.hf.lora import Lora, adapters_off
 from usp.hf.models import ModelConfig, is_scalar, materialise, model_facts
 from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
-from usp.losses.output_heads import Head, LastHidden
+from usp.losses import Head, LastHidden
 from usp.rlhf.algorithms.objectives import NextToken
 from usp.rlhf.generation.generate import Generator, RolloutEngine, generate_samples
 from usp.rlhf.generation.partial import Group, go_on
@@ -206,7 +206,9 @@ class RoleModel:
         def head(last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
             return last.logprobs(inputs["shift_labels"], work.temperature)[0] if logprobs else last.values()
 
-        layout = replace(layout or self.layout, sp_layout=self.layout.sp_layout)
+        layout = layout or self.layout
+        if layout.sp_layout != self.layout.sp_layout:  # auto, which the copy has settled
+            layout = replace(layout, sp_layout=self.layout.sp_layout)
         self.stage.loss_chunk = layout.loss_chunk or self.spec.loss_chunk
         counts = "mask" if "mask" in samples.values and logprobs else ""
         plan = plan_rows(samples, layout, self.mesh, share=self.spec.share_prefixes, counts=counts)
@@ -258,7 +260,8 @@ class RoleModel:
         engine = self._trained_engine()
         self._check_head(work.objective.head)
         self.stage.loss_chunk = self._recipe.loss_chunk
-        self._moments.prefetch()
+        if self._offload_optimizer:
+            self._moments.prefetch()
         metrics = self._optimizer_steps(engine, mini_batches, work)
         self.offload_optimizer()
         return metrics
@@ -284,7 +287,8 @@ class RoleModel:
             if seen[-1][name] > bound:
                 engine.optimizer.zero_grad()
                 break
-            self._moments.load()
+            if self._offload_optimizer:
+                self._moments.load()
             norms.append(engine.step(self.learning_rate, self.spec.max_grad_norm))
             if not math.isfinite(norms[-1]):
                 raise TrainingDiverged(f"{place}: the gradient norm is {norms[-1]}, expected a finite value")

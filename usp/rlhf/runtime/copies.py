@@ -22,6 +22,7 @@ from parallel import (
     gather_layout,
     plan_realloc,
 )
+from parallel.reallocation.reallocation import Traffic
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
 from usp.rlhf.plan.plan import OWN, ExecutionPlan
@@ -134,7 +135,7 @@ class RoleCopies:
                 for name, of_trained in values.items():
                     share = weight if of_trained.is_floating_point() else 1
                     weights[name].copy_(of_trained if share == 1 else weights[name].lerp(of_trained, share))
-                _record(event, reallocation)
+                _record(event, reallocation.traffic)
             if copy in self._models and role in self._plan.offload:
                 self._models[copy].offload()
 
@@ -159,14 +160,14 @@ class RoleCopies:
                         self._given[place] = parts
                 else:
                     parts = self._weights(copy)
-                changes: Mapping[str, int] = {}
+                traffic = reallocation.traffic
                 if isinstance(reallocation, DeltaReallocation):
                     intact = self._filled.get(place) is reallocation  # evaluations may fill a copy from others
-                    changes = reallocation.update(held, parts, others, intact=intact)._asdict()
+                    traffic = reallocation.update(held, parts, others, intact=intact)
                 else:
                     reallocation.run(held, parts, others)
                 self._filled[place] = reallocation
-                _record(event, reallocation, **changes)
+                _record(event, traffic)
                 yield parts
 
         if isinstance(model, EngineModel):
@@ -213,7 +214,7 @@ class RoleCopies:
         model = self._models.get(copy)
         if trained and isinstance(model, RoleModel):
             model.restore(wanted)
-        _record(self._event, reallocation)
+        _record(self._event, reallocation.traffic)
 
     def _values(self, copy: WeightCopy, states: bool) -> Mapping[str, Tensor]:
         """Return all that a copy on this rank has between steps: its weights, and if trained its optimizer's states."""
@@ -265,17 +266,9 @@ def layer_plans(plan: ReallocPlan) -> list[ReallocPlan]:
     return plans
 
 
-def _record(event: Event | None, reallocation: Reallocation, **changes: int) -> None:
-    """Add what this rank sends and receives to an event; changes: in place of what the plan says."""
-    plan, rank = reallocation.plan, dist.get_rank()
-    moved = {
-        "sent": plan.sent_bytes.get(rank, 0),
-        "received": plan.received_bytes.get(rank, 0),
-        "crossed": plan.crossed_bytes.get(rank, 0),
-        "minimum": plan.lacking_bytes(rank),
-        "host_minimum": plan.host_lacking_bytes(rank),
-    }
-    for name, nbytes in (moved | changes).items():
+def _record(event: Event | None, traffic: Traffic) -> None:
+    """Add what this rank has sent and received to an event."""
+    for name, nbytes in traffic._asdict().items():
         setattr(event, name, getattr(event, name) + nbytes)
 
 

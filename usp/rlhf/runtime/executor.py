@@ -150,7 +150,7 @@ class StepRunner:
             self.step.put(call, ids, result)
 
     def _model(self, call: ModelCall) -> RoleModel:
-        return self._executor.copies.model(copy_of(self._executor.graph, self._executor.plan, call))
+        return self._executor.copies.model(self._executor.copy_of[call.name])
 
     def _run_work(self, call: ModelCall, samples: Samples, recorded: Event) -> Samples:
         if isinstance(call.work, Generate):
@@ -211,7 +211,8 @@ class Executor:
         rollouts: prompts are begun before their step, which takes those that are complete first. No change of plans.
         delta_updates: see `RoleCopies`.
 
-    graph, plan, operations: of a step, with what is measured. copies: the models of this rank.
+    graph, plan, operations: of a step, with what is measured. copies: the models of this rank. copy_of: which of them
+    each call uses.
     in_flight: the samples that are made and not trained on yet; set to continue from a checkpoint.
     rollouts: what is begun.
 
@@ -312,6 +313,7 @@ class Executor:
     def _get_ready(self, graph: DataflowGraph, plan: ExecutionPlan) -> None:
         """Get ready for steps under a plan, and connect their process groups. Collective."""
         self.graph, self.plan, world_size = graph, plan, dist.get_world_size()
+        self.copy_of = {call.name: copy_of(graph, plan, call) for call in graph.calls if call.role}
         weights = self.copies.plan_step(graph, plan, self._staleness)
         self.operations = schedule(graph, plan, world_size, self.copies.aliases, weights, self._staleness)
         for operation in self.operations:
@@ -386,15 +388,12 @@ class Executor:
             if self.rollouts is not None:
                 self.rollouts.end(step, [i for i, spare in numbers.get(SPARE, {}).items() if spare])
             if not self._staleness:
-                samples, events = self._take_collected(), self.timeline.take()
-                return StepResult(metrics, samples, events, step.lengths, numbers, step.tickets)
+                return self._result(step, metrics, numbers)
             step.store = {key: step.store[key] for key in step.readers() if key in step.store}
             step.metrics, self.in_flight = metrics, step
         if due is None:
             return None
-        metrics = due.metrics | merge([summaries[0] for summaries in told], {})
-        samples, events = self._take_collected(), self.timeline.take()
-        return StepResult(metrics, samples, events, due.lengths, tickets=due.tickets)
+        return self._result(due, due.metrics | merge([summaries[0] for summaries in told], {}), {})
 
     def saved_in_flight(self, extra: Mapping[str, Any]) -> StepData:
         """Return samples in flight of a checkpoint, to be filled and then set as `in_flight`."""
@@ -427,5 +426,8 @@ class Executor:
                 self._progress(f"{operation.kind} {operation.name}")
                 runners[operation.ahead].run(operation)
 
-    def _take_collected(self) -> Samples | None:
-        return self._collected.pop() if self._collected else None
+    def _result(
+        self, step: StepData, metrics: dict[str, float], numbers: Mapping[str, Mapping[int, float]]
+    ) -> StepResult:
+        samples = self._collected.pop() if self._collected else None
+        return StepResult(metrics, samples, self.timeline.take(), step.lengths, numbers, step.tickets)

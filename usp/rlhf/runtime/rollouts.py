@@ -26,9 +26,6 @@ from usp.rlhf.samples import Samples, derived_seed
 
 from .transfer import PROMPTS, StepData, whole_of_parts
 
-# By ticket, of each response: its tokens so far, whether it is complete, whether it ended by itself.
-States = Mapping[int, Sequence[tuple[int, bool, bool]]]
-
 
 @dataclass(frozen=True)
 class RolloutOptions:
@@ -45,7 +42,8 @@ class RolloutOptions:
 class Rollouts:
     """The begun rollouts of the one generate call of a graph.
 
-    queue: after the last step. states: of all begun prompts; both are the same on every rank.
+    queue: after the last step. states: of all begun prompts by ticket, and each response: its tokens so far, whether it
+        is complete, whether it ended by itself. Both are the same on every rank.
     """
 
     def __init__(self, options: RolloutOptions, graph: DataflowGraph, plan: ExecutionPlan) -> None:

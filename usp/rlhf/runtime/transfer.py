@@ -118,7 +118,7 @@ class StepData:
         if call.name not in self._partitions:
             keys = [key for key in call.inputs if key == PROMPTS or canonical(key) == "tokens"]
             weights = [1 + sum(self.lengths[key][i] for key in keys) for i in range(self.samples)]
-            parts = self.plan[call.name].dims.batch
+            parts = len(self.plan[call.name].groups)
             mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
             first = call.work.first if isinstance(call.work, Compute) else None
             group = self.graph.sharing_group(call)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from parallel import ParallelMesh, local_tensor, rank_stages
 from parallel.pipeline import Pipeline
 from usp.hf.stage import CausalLMStage
-from usp.losses.output_heads import Head
+from usp.losses import Head
 
 # input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), other inputs of the head sharded alike, and
 # images, as `CausalLMStage` takes them

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel import ParallelMesh
 from usp.hf.disk import stored_tensors
 from usp.hf.stage import CausalLMStage
-from usp.losses.output_heads import Head
+from usp.losses import Head
 
 from .base import AdamW, MicroBatch, count_choices, loss_share
 
@@ -214,16 +214,12 @@ def _full(value: Tensor) -> Tensor:
 @contextmanager
 def _own_errors_only() -> Iterator[None]:
     """Silence DeepSpeed's warnings about deliberate choices of this file."""
-    logger = logging.getLogger("DeepSpeed")
-    logger.addFilter(_is_error)
+    logger, is_error = logging.getLogger("DeepSpeed"), lambda record: record.levelno >= logging.ERROR
+    logger.addFilter(is_error)
     try:
         yield
     finally:
-        logger.removeFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+        logger.removeFilter(is_error)
 
 
 def load_deepspeed(device_type: str) -> Any:
