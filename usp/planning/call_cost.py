@@ -159,7 +159,7 @@ def mini_batch_rows(work: TrainStep, layout: CallLayout, workload: Workload, *, 
     """Return the rows of a train step's mini-batches, and how many mini-batches have them."""
     unit, samples = work.objective.unit, workload.samples
     each = -(-len(samples) // unit // work.mini_batches) * unit
-    mini_batches = [samples[first : first + each] for first in range(0, len(samples), each)]
+    mini_batches = (samples[first : first + each] for first in range(0, len(samples), each))
     return Counter(packed_rows(mini_batch, layout, unit, share=share) for mini_batch in mini_batches)
 
 
@@ -208,9 +208,8 @@ def _batchings(
     workload: Workload, parts: int, slots: int, cache_tokens: int, ranks: int, multiple: int, ahead: Ahead | None
 ) -> tuple[AheadBatchings, ...]:
     size, limit = workload.group_size, workload.limit
-    lengths = list(zip(workload.prompts, workload.responses, strict=True))
-    balanced = balance(range(len(lengths)), workload.prompts, parts, size)
-    samples = {tuple(Sample(n // size, *lengths[i]) for n, i in enumerate(part)): None for part in balanced if part}
+    each, balanced = workload.samples, balance(range(len(workload.prompts)), workload.prompts, parts, size)
+    samples = {tuple(each[i]._replace(group=n // size) for n, i in enumerate(part)): None for part in balanced if part}
     options = {"slots": slots, "ranks": ranks, "multiple": multiple, "cache_tokens": cache_tokens}
     if ahead is not None:  # every rank has all prompts in turn: one with as many tokens as any has now
         most = max(samples, key=lambda part: sum(sample.tokens for sample in part))
@@ -286,10 +285,8 @@ class _Calls:
         """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
         micro_batches = self.layout.dims.pp if self.options.pipelined else 1
         job = self._job("cache", seq_len=tokens, batch_size=-(-rows // micro_batches))
-        stages = []
-        for rank in job.slowest_ranks:
-            busy, _ = rank_seconds(job, self.hardware, rank, collective=self.options.collective_launches)
-            stages.append(busy.total)
+        each = self.options.collective_launches
+        stages = [rank_seconds(job, self.hardware, rank, collective=each)[0].total for rank in job.slowest_ranks]
         return sum(stages) + (micro_batches - 1) * max(stages)
 
     def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
@@ -306,8 +303,7 @@ class _Calls:
             sum(each) if micro_batches == 1 else micro_batches * max(each) for each in zip(*stages, strict=True)
         )
         per_place = self.hardware.memory_seconds(rows * read)
-        graphs = self.options.cuda_graphs and self.hardware.streams
-        if graphs and job.dims.pp == 1 and not job.model.experts_per_token:
+        if self.options.cuda_graphs and self.hardware.streams and job.dims.pp == 1 and not job.model.experts_per_token:
             launched = 1.0
         return fixed, per_place, launched * self.hardware.launch_seconds
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from parallel import Hardware
+from usp.data.store import write_json
 from usp.model.facts import ModelShape
 from usp.predict.traffic import FLOAT32
 from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
@@ -287,12 +288,8 @@ class Measurements:
             {**asdict(part), "points": [[*at, seconds] for at, seconds in points.items()]}
             for part, points in sorted(self.points.items())
         ]
-        values = {"version": VERSION, "device": self.device, "dtype": self.dtype, "ranks": self.ranks}
-        values["sizes"] = asdict(self.sizes)
-        lines = ",\n  ".join(map(json.dumps, parts))
-        new = path.with_name(f"{path.name}.new")
-        new.write_text(f'{json.dumps(values)[:-1]}, "parts": [\n  {lines}\n]}}\n')
-        new.replace(path)
+        made_of = {name: getattr(self, name) for name in ("device", "dtype", "ranks")}
+        write_json(path, {"version": VERSION, **made_of, "sizes": asdict(self.sizes), "parts": parts})
 
     @staticmethod
     def load(path: Path) -> Measurements:
@@ -302,15 +299,11 @@ class Measurements:
             if values["version"] != VERSION:
                 raise ValueError(f"its version must be {VERSION}")
             points = {}
-            for part in values["parts"]:
-                # points may end with the seconds of processors, which are not used
-                measured = {tuple(at): float(seconds) for *at, seconds in (point[:4] for point in part["points"])}
+            for part in values["parts"]:  # whose points may end with the seconds of processors, which are not used
+                measured = {(d, n, t): float(took) for d, n, t, took, *_ in part["points"]}
                 points[Part(part["model"], part["work"], part["layout"])] = measured
-            sizes: dict[str, Any] = {
-                name: tuple(x) if isinstance(x, list) else x for name, x in values["sizes"].items()
-            }
-            made_of = values["device"], values["dtype"], values["ranks"]
-            return Measurements(*made_of, Sizes(**sizes), points)
+            sizes = {name: tuple(x) if isinstance(x, list) else x for name, x in values["sizes"].items()}
+            return Measurements(values["device"], values["dtype"], values["ranks"], Sizes(**sizes), points)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is not a profile of python -m usp rlhf-profile: {error!r}") from error
 

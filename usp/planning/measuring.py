@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import median
 from types import MappingProxyType
 
@@ -95,16 +96,14 @@ class _Run:
             self.model = RoleModel(random, self.asked.layout, self.mesh, trained=trained, slots=slots)
             self.model.fill()
 
-    def seconds(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """Return the seconds of calls, timed in turns: medians, because a step's ranks wait for each other as these do.
-        Collective over the world."""
-        turns = self.rounds.turns([Timed(str(key), call if self.model else None, 1) for key, call in calls.items()])
+    def seconds(
+        self, call: Callable[..., Callable[[], object]], shapes: Sequence[tuple[int, ...]]
+    ) -> dict[tuple[int, ...], float]:
+        """Return the seconds of what `call` makes of the model and each shape, timed in turns: medians, because a
+        step's ranks wait for each other as these do. Collective over the world."""
+        turns = self.rounds.turns([Timed(str(at), call(self.model, *at) if self.model else None, 1) for at in shapes])
         took = self.rounds.on_slowest_rank(turns).values()
-        return {key: median(of_all) for key, of_all in zip(calls, took, strict=True)}
-
-    def of_rank(self, samples: int) -> int:
-        """Return the samples of a data-parallel rank."""
-        return max(1, -(-samples // self.mesh.dims.batch))
+        return {shape: median(of_all) for shape, of_all in zip(shapes, took, strict=True)}
 
     def drawn(self, samples: int, tokens: int) -> list[Tensor]:
         """Return random tokens of samples, different on every data-parallel rank."""
@@ -118,23 +117,20 @@ class _RowsRun(_Run):
 
     def timings(self) -> Timings:
         pp, trains = self.mesh.dims.pp, isinstance(self.asked.call.work, TrainStep)
-        numbers = sorted({max(pp, self.of_rank(samples)) for samples in self.sizes.samples})
-        shapes: list[tuple[int, ...]] = [(number, tokens) for number in numbers for tokens in self.sizes.tokens]
+        numbers = sorted({max(pp, -(-samples // self.mesh.dims.batch)) for samples in self.sizes.samples})
+        shapes: list[tuple[int, ...]] = [*product(numbers, self.sizes.tokens)]
         first, least = numbers[0], min(self.sizes.tokens)
         twice = (2 * first, least, 2 * pp)  # in twice the micro-batches
-        found = self.seconds({shape: self._call(*shape) for shape in [*shapes, *([twice] if trains else [])]})
+        found = self.seconds(self._call, [*shapes, *([twice] if trains else [])])
         for number, tokens in shapes:
             yield self.part, (self.layers, number, tokens), found[number, tokens]
         if trains:
             update = max(0.0, 2 * found[first, least] - found[twice])
             yield replace(self.part, work=UPDATE + self.part.work), (self.layers, 1, 1), update
 
-    def _call(self, number: int, tokens: int, rows: int = 0) -> Callable[[], object]:
+    def _call(self, model: RoleModel, number: int, tokens: int, rows: int = 0) -> Callable[[], object]:
         """Return a call on `number` samples in as few rows as the layout allows, or in `rows`."""
-        if self.model is None:
-            return lambda: None
-        model, work = self.model, self.asked.call.work
-        samples = self._samples(number, tokens)
+        work, samples = self.asked.call.work, self._samples(number, tokens)
         layout = replace(model.layout, micro_batch_tokens=-(-number * tokens // rows) if rows else 0)
         if isinstance(work, Inference):
             return lambda: model.inference(samples, work, "output", layout)
@@ -166,20 +162,17 @@ class _GenerateRun(_Run):
 
     def timings(self) -> Timings:
         steps = self.sizes.decoded
-        numbers = sorted({self.of_rank(samples) for samples in self.sizes.samples})
-        shapes = [(number, tokens) for number in numbers for tokens in self.sizes.prompts]
-        found = self.seconds({(*shape, more): self._call(*shape, 1 + more) for shape in shapes for more in (0, steps)})
-        for number, tokens in shapes:
-            first, whole = found[number, tokens, 0], found[number, tokens, steps]
+        numbers = sorted({-(-samples // self.mesh.dims.batch) for samples in self.sizes.samples})
+        found = self.seconds(self._call, [*product(numbers, self.sizes.prompts, (1, 1 + steps))])
+        for number, tokens in product(numbers, self.sizes.prompts):
+            first, whole = found[number, tokens, 1], found[number, tokens, 1 + steps]
             # On a busy machine the longer run may seem the shorter one. No step is free: then all forwards share it.
             step = (whole - first) / steps if whole > first else whole / (1 + steps)
             yield self.part, (self.layers, number, tokens + steps // 2), step
             yield replace(self.part, work=PREFILL), (self.layers, number, tokens), max(0.0, first - step)
 
-    def _call(self, number: int, tokens: int, responses: int) -> Callable[[], object]:
-        if self.model is None:
-            return lambda: None
-        model, work = self.model, self.asked.call.work
+    def _call(self, model: RoleModel, number: int, tokens: int, responses: int) -> Callable[[], object]:
+        work = self.asked.call.work
         assert isinstance(work, Generate)
         prompts = Samples(tuple(range(number)), {"prompt_ids": self.drawn(number, tokens + 1)})
         generate = replace(work, group_size=1, max_new_tokens=responses, stop_ids=(), stop_strings=())

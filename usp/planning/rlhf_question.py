@@ -288,14 +288,13 @@ def suppose(
     NothingFits; after `budget` seconds only the first one is looked at."""
     end = time.monotonic() + budget
     for number, (words, make) in enumerate(suppositions):
-        if number and time.monotonic() >= end:
+        if (begin := time.monotonic()) >= end and number:
             return
-        left = (end - time.monotonic()) / (len(suppositions) - number)
+        until = begin + (end - begin) / (len(suppositions) - number)
         try:
-            begin = time.monotonic()
-            problem = make(begin + left / 2)
-            rest = begin + left - time.monotonic()
-            best, plan = search(problem, seed=seed, budget=rest, starts=[choice.plan]).best[0]
+            problem = make((begin + until) / 2)
+            left = until - time.monotonic()
+            best, plan = search(problem, seed=seed, budget=left, starts=[choice.plan]).best[0]
         except (NothingFits, IndexError):
             yield words, None, 0.0
             continue

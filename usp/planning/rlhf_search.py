@@ -223,10 +223,9 @@ class Problem:
         for other, layout in plan.calls.items():
             if other != call:
                 busy[rank_index(layout.ranks)] += seconds(other, layout)
-        least, most = {o.ranks: 0.0 for o in self.options[call]}, float(busy.max())
-        for ranks in least:
-            least[ranks] = float(busy[rank_index(ranks)].max())
-        bounds = [(max(most, least[o.ranks] + seconds(call, o)), o) for o in self.options[call]]
+        options, most = self.options[call], float(busy.max())
+        least = {ranks: float(busy[rank_index(ranks)].max()) for ranks in {each.ranks for each in options}}
+        bounds = [(max(most, least[each.ranks] + seconds(call, each)), each) for each in options]
         for bound, layout in sorted(bounds, key=itemgetter(0)):
             yield bound, replace(plan, calls={**plan.calls, call: layout})
 
@@ -330,8 +329,7 @@ class _Descents:
             return _FORBIDDEN * shared
         seconds, peak = self.problem.simulator.measure(plan)
         if peak > self.problem.memory_bytes:
-            if self.nearest is None or peak < self.nearest[0]:
-                self.nearest = peak, plan
+            self.nearest = min(self.nearest or (peak, plan), (peak, plan), key=itemgetter(0))
             return _OVER_MEMORY * peak / self.problem.memory_bytes
         if not self.best or seconds < self.best[0][0]:
             self.history.append((self.clock() - self.begin, seconds))
@@ -390,9 +388,8 @@ def _measured(name: str, facts: Facts, problem: Problem, space: OptionSpace) -> 
         plan = named_plan(name, graph, facts)
     except ValueError:
         return None
-    if not all(
-        allows(call, plan[call.name].dims, space) and space.allowed(call, plan[call.name]) for call in graph.calls
-    ):
+    layouts = [(call, plan[call.name]) for call in graph.calls]
+    if not all(allows(call, layout.dims, space) and space.allowed(call, layout) for call, layout in layouts):
         return None
     seconds, peak = problem.simulator.measure(plan)
     if peak > problem.memory_bytes:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from parallel import ReallocPlan, plan_realloc, realloc_seconds
 from parallel.cluster.links import level_between
+from usp.fields import shared_values
 from usp.model.facts import ModelShape, weight_layout
 from usp.predict.compute import dtype_name
 from usp.predict.devices import hardware_here, of_launch
@@ -112,22 +113,15 @@ def question_of(run: PreparedRlhf) -> Question:
         return not call.role or allowed_as(call.role, alike, call.kind == "train_step")
 
     ahead = Ahead(config.begun, config.staleness if config.partial_rollouts else 0) if config.begins_ahead else None
+    options = {"dtype": dtype, "kernel": config.attention_kernel, "ahead": ahead}
+    options["cuda_graphs"] = not config.eager_decoding
     return Question(
         graph=run.graph,
         models=model_shapes({role: (spec.source, spec.config) for role, spec in run.roles.items()}),
         workload=_workload(run),
         hardware=hardware,
         world_size=run.launch.world_size,
-        options=CallOptions(
-            dtype,
-            config.slots,
-            config.loss_chunk,
-            config.attention_kernel,
-            share_prefixes=config.share_prefixes,
-            ahead=ahead,
-            cache_tokens=config.cache_tokens,
-            cuda_graphs=not config.eager_decoding,
-        ),
+        options=CallOptions(**shared_values(config, CallOptions) | options),
         staleness=config.staleness,
         allowed=allowed,
     )

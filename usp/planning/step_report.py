@@ -90,8 +90,7 @@ class StepReport:
         from usp.predict.meter import CATEGORIES
 
         run = max(self.runs, key=lambda run: run.peak_bytes)
-        sizes = [run.by_category[name] for name in CATEGORIES]
-        parameters, gradients, optimizer, whole, activations, transient = sizes
+        parameters, gradients, optimizer, whole, activations, transient = map(run.by_category.__getitem__, CATEGORIES)
         peak = Moment("the dry run", parameters, optimizer, gradients, whole, activations, transient)
         return Footprint(parameters, gradients, optimizer, activations, run.host_bytes, peak)
 
@@ -297,12 +296,9 @@ def fitted(
     traced: Mapping[str, float],
     where: str,
 ) -> tuple[dict[str, Any], str]:
-    """Fit the rates in the `values` of a hardware file so that `predict` gives the seconds of a run's step; return the
-    new values, and by how much they differ.
-
-    traced: of `traced_parts`. where: the folder of the run.
-    Raise ConfigurationError if the run does not determine the rates.
-    """
+    """Fit the rates in the `values` of a hardware file so that `predict` gives the seconds of a step of the run in the
+    folder `where`, whose `traced_parts` are `traced`; return the new values, and by how much they differ. Raise
+    ConfigurationError if the run does not determine the rates."""
     if run.steps < FEWEST_STEPS:
         raise ConfigurationError(
             f"--write-hardware: {where} has {run.steps} steps after the first ones, and a median of at least "
