@@ -256,16 +256,11 @@ def _read_mapping(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Command:
-    """A program that torchrun starts on every rank.
+    """A program that torchrun starts on every rank. `run` gets the configuration, the launch, the stop request, and
+    torchrun's error file; it imports what takes seconds when it is called, because the flags are valid then."""
 
-    prog: program name in the usage message.
-    config: dataclass of its flags.
-    run: runs a configuration; it imports what takes seconds when it is called, because the flags are valid then. It
-        gets the configuration, the launch, the stop request, and torchrun's error file.
-    """
-
-    prog: str
-    config: type
+    prog: str  # program name in the usage message
+    config: type  # dataclass of its flags
     run: Callable[[Any, Launch, StopRequest, str | None], None]
 
     def main(self, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:

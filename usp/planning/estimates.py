@@ -63,11 +63,9 @@ def factor_of(factors: Factors, call: str, layout: CallLayout) -> float | None:
 
 
 class Estimates:
-    """Seconds and bytes of a graph's calls and of the movement of weights. Bytes are those of the rank that has most.
-
-    A call takes the same wherever its ranks are within a host, or on whole hosts; and so do calls of one kind to roles
-    that share a model. A layout without a factor has that of the most similar layout of the call.
-    """
+    """Seconds and bytes of a graph's calls and of the movement of weights. Bytes are those of the rank that has most. A
+    call takes the same wherever its ranks are within a host, or on whole hosts, and so do calls of one kind to roles
+    that share a model. A layout without a factor has that of the most similar layout of the call."""
 
     def __init__(
         self,
@@ -171,12 +169,10 @@ def _parts_by_host(layout: CallLayout, host_devices: int) -> dict[int, float]:
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """What is timed: a part of calls, by a model, in a layout.
-
-    Work is PREFILL: a forward over prompts, to the first token; DECODE: one step; "logprobs", "values": a forward;
-    "train logprobs", "train values": an optimizer step on one mini-batch of as few micro-batches as the layout allows;
-    UPDATE and one of these: what does not repeat with further micro-batches.
-    """
+    """What is timed: a part of calls, by a model, in a layout. Work is PREFILL: a forward over prompts, to the first
+    token; DECODE: one step; "logprobs", "values": a forward; "train logprobs", "train values": an optimizer step on one
+    mini-batch of as few micro-batches as the layout allows; UPDATE and one of these: what does not repeat with further
+    micro-batches."""
 
     model: str  # `model_key`
     work: str

@@ -142,11 +142,9 @@ def _workload(run: PreparedRlhf) -> Workload:
 
 
 def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping[str, float], Estimates]]) -> Factors:
-    """Return the factors of calls after further steps (seconds by call, and the estimates for its lengths) of a plan.
-
-    Of each call the median over the steps counts half, the factor before half (geometrically), so that one slow step
-    changes nothing for long.
-    """
+    """Return the factors of calls after further steps (seconds by call, and the estimates for its lengths) of a plan:
+    of each call the median over the steps counts half, the factor before half (geometrically), so that one slow step
+    changes nothing for long."""
     found = {call: dict(of_call) for call, of_call in factors.items()}
     for call, layout in plan.calls.items():
         if ratios := [seconds[call] / of.formula(call, layout) for seconds, of in steps if seconds.get(call)]:

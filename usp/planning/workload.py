@@ -112,7 +112,7 @@ class _Prompt:
 
 
 def _rollout(sample: Sample, done: int = 0) -> Rollout:
-    """Return what is left of a sample after so many tokens; of its texts only lengths are read, and prompts compared."""
+    """Return what is left of a sample after `done` tokens. Of its texts, lengths are read, and prompts compared."""
     prompt = cast(Any, _Prompt(sample.group, sample.prompt + done))
     return Rollout(prompt, 0, sample.response - done, cast(Any, range(0)), resumed=done)
 
@@ -121,8 +121,7 @@ def batching(
     samples: Sequence[Sample], limit: int, *, slots: int, ranks: int, multiple: int, cache_tokens: int = 0
 ) -> Batching:
     """Return what `usp.rlhf.generation.decoding` does with samples of these lengths, of which there is at least one.
-    A response has at most `limit` tokens; `ranks` share a sequence, and divide the `multiple` of a prefill's tokens.
-    """
+    A response has at most `limit` tokens; `ranks` share a sequence, and divide the `multiple` of a prefill's tokens."""
     rollouts = list(map(_rollout, samples))
     places = capacity([replace(rollout, limit=limit) for rollout in rollouts], ranks, multiple)
     slots = max(1, fitting_slots(slots, cache_tokens, places, ranks))
@@ -172,10 +171,8 @@ class AheadBatchings:
 def batchings_ahead(
     samples: Sequence[Sample], limit: int, ahead: Ahead, *, slots: int, ranks: int, multiple: int, cache_tokens: int = 0
 ) -> AheadBatchings:
-    """Return what `usp.rlhf.runtime.rollouts` does with a data-parallel rank's samples, in a new order for each step.
-
-    A token's age is that of its weights when a step trains on it, whose samples are made one step before.
-    """
+    """Return what `usp.rlhf.runtime.rollouts` does with a data-parallel rank's samples, in a new order for each step. A
+    token's age is that of its weights when a step trains on it, whose samples are made one step before."""
     unit, order = max(1, limit // _LENGTHS), random.Random(0)
     rounded = [each._replace(response=max(1, round(each.response / unit) * unit)) for each in samples]
     groups = [tuple(of) for _, of in groupby(rounded, lambda sample: sample.group)]

@@ -43,11 +43,8 @@ _UNKNOWN = "a data-dependent value, which a dry run does not have"
 
 
 class KnownValues:
-    """The known values of fake tensors.
-
-    routes: whether those of which the largest are taken belong to a router. tables: of the experts of each token id,
-    with the number of experts.
-    """
+    """The known values of fake tensors. `routes`: whether those of which the largest are taken belong to a router;
+    `tables`: of the experts of each token id, with the number of experts."""
 
     def __init__(self) -> None:
         self.routes = True
