@@ -145,15 +145,13 @@ def parse(
     leading_config: bool = False,
     without: Collection[str] = (),
 ) -> C:
-    """Parse `argv`, and the file that its --config names, into a `kind`.
+    """Parse `argv`, and the file that its --config names, into a dataclass in which every field has a default. Raises
+    ConfigurationError for a wrong flag or value, a file that cannot be read, and a wrong key in it.
 
-    kind: dataclass in which every field has a default.
-    without: inherited fields that are keys of the file, and no flags.
     prog: program name in the usage message.
     show_help: whether --help prints; it raises SystemExit(0) either way.
     leading_config: accept the configuration file as a first argument without --config.
-
-    Raises ConfigurationError for a wrong flag or value, a file that cannot be read, and a wrong key in it.
+    without: inherited fields that are keys of the file, and no flags.
     """
     words = list(argv)
     if leading_config and words and not words[0].startswith("-"):

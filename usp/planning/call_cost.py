@@ -114,7 +114,7 @@ def call_cost(
 
 def weight_elements(layout: CallLayout, model: ModelShape, options: CallOptions) -> int:
     """Return the parameter elements of the rank that holds most in a layout."""
-    tokens = _row_multiple(layout) * layout.dims.tp  # the shortest row: only weights matter
+    tokens = _prefill_multiple(layout) * layout.dims.tp  # a short row: only weights matter
     job = _job(replace(layout, ac="none", ac_offload=False), model, options, output="values", seq_len=tokens)
     return max(held_elements(job, rank) for rank in job.ranks("pp", 0))
 
@@ -128,10 +128,6 @@ def _job(
     config = TrainConfig(**values | sizes, dtype=dtype_name(options.dtype))
     weights = torch.float32 if trained else options.dtype
     return Job(config, model, layout.dims, trained=trained, output=output, weights=weights, placed=layout.ranks)
-
-
-def _row_multiple(layout: CallLayout) -> int:
-    return SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
 
 
 def _prefill_multiple(layout: CallLayout) -> int:
@@ -150,7 +146,7 @@ def packed_rows(samples: tuple[Sample, ...], layout: CallLayout, unit: int = 1, 
     """Return the rows of the data-parallel rank with most tokens, as `usp.rlhf.roles.rows` packs them."""
     share &= unit == 1
     number, longest, pairs = _rows(samples, layout.dims.batch, unit, layout.token_budget, layout.dims.pp, share)
-    multiple = _row_multiple(layout) * layout.dims.tp
+    multiple = layout.dims.tp * SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
     row_len = -(-longest // multiple) * multiple
     return Rows(number, row_len, min(1.0, pairs / (number * row_len**2)))
 

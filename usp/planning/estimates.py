@@ -298,7 +298,7 @@ class Measurements:
             for part in values["parts"]:  # whose points may end with the seconds of processors, which are not used
                 measured = {(d, n, t): float(took) for d, n, t, took, *_ in part["points"]}
                 points[Part(part["model"], part["work"], part["layout"])] = measured
-            sizes = {name: tuple(x) if isinstance(x, list) else x for name, x in values["sizes"].items()}
+            sizes: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in values["sizes"].items()}
             return Measurements(values["device"], values["dtype"], values["ranks"], Sizes(**sizes), points)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is not a profile of python -m usp rlhf-profile: {error!r}") from error

@@ -75,16 +75,14 @@ def job_grid(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Grid:
         f"{1000 * terms.failures:.3g} failures in 1,000 device-hours, a checkpoint every {terms.checkpoint_minutes:g} "
         f"and restarts of {terms.restart_minutes:g} minutes{'; cost in the unit of --price' if terms.prices else ''}"
     )
+    rows = []
+    for name, job in jobs:
+        money = "no price" if job.money is None else money_text(job.money)
+        deadline = "" if math.isinf(terms.deadline) else "missed" if job.late(terms) else "kept"
+        cells = (hours_text(job.hours), f"{job.device_hours:,.1f}", f"{job.lost:.1%}", money, deadline)
+        rows.append((name, *(("never ends", "", "100%", "", "missed") if math.isinf(job.hours) else cells)))
     columns = ("", "wall-clock", "device-hours", "lost to failures", "cost", "deadline")
-    return Grid(heading, columns, tuple((name, *_cells(job, terms)) for name, job in jobs))
-
-
-def _cells(job: JobCost, terms: Terms) -> tuple[str, ...]:
-    if math.isinf(job.hours):
-        return "never ends", "", "100%", "", "missed"
-    money = "no price" if job.money is None else money_text(job.money)
-    deadline = "" if math.isinf(terms.deadline) else "missed" if job.late(terms) else "kept"
-    return hours_text(job.hours), f"{job.device_hours:,.1f}", f"{job.lost:.1%}", money, deadline
+    return Grid(heading, columns, tuple(rows))
 
 
 def money_text(money: float) -> str:

@@ -38,12 +38,6 @@ class Asked:
     spec: RoleSpec
     layout: CallLayout
 
-    def part(self) -> Part:
-        """Return what is measured; of generation, its decode steps."""
-        config = self.spec.config
-        key = model_key(shape_of(model_facts(self.spec.source, config), config), self.spec.dtype)
-        return Part(key, work_of(self.call), layout_key(self.layout))
-
 
 def measure_calls(
     asked: Sequence[Asked],
@@ -61,12 +55,14 @@ def measure_calls(
     points = {part: dict(measured) for part, measured in known.items()}
     result = Measurements(device_name, dtype_name(asked[0].spec.dtype), dist.get_world_size(), sizes, points)
     for one in asked:
-        part = one.part()
+        config = one.spec.config
+        key = model_key(shape_of(model_facts(one.spec.source, config), config), one.spec.dtype)
+        part = Part(key, work_of(one.call), layout_key(one.layout))
         if part in points:
             continue
         progress(f"{part.work} of {part.model}: {part.layout}")
         mesh = ParallelMesh.create(one.layout.dims, rounds.device.type, one.layout.ranks, groups)
-        depths = sizes.layers or (one.spec.config.num_hidden_layers,)
+        depths = sizes.layers or (config.num_hidden_layers,)
         for layers in sorted({max(layers, one.layout.dims.pp) for layers in depths}):
             run = _GenerateRun if isinstance(one.call.work, Generate) else _RowsRun
             for measured, at, seconds in run(one, part, layers, sizes, mesh, rounds).timings():
