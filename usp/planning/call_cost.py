@@ -166,8 +166,7 @@ def _rows(
     """Return (rows, tokens of the longest row, pairs of tokens in sequences), the most of any data-parallel rank."""
     packed, pairs, together = [], [], unit
     if share:
-        largest = max(Counter(sample.group for sample in samples).values())
-        together = kept_together(len(samples), largest, parts)
+        together = kept_together(len(samples), max(Counter(sample.group for sample in samples).values()), parts)
     for part in balance(range(len(samples)), [sample.tokens for sample in samples], parts, together):
         own = [samples[index] for index in part]
         ids, shared = _families(own, budget) if share else (range(len(own)), [0] * len(own))
@@ -210,8 +209,7 @@ def _batchings(
     if ahead is not None:  # every rank has all prompts in turn: one with as many tokens as any has now
         most = max(samples, key=lambda part: sum(sample.tokens for sample in part))
         return (batchings_ahead(most, limit, ahead, **options),)
-    runs = (batching(part, limit, **options) for part in samples)
-    return tuple(AheadBatchings((run,), 0.0, 0) for run in runs)
+    return tuple(AheadBatchings((batching(part, limit, **options),), 0.0, 0) for part in samples)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,16 @@ class Compared:
         return sum(sent.nbytes for sent in self.sent)
 
     @property
+    def plan(self) -> str:
+        """The degrees above 1 and the memory options, as the planner says them."""
+        config = replace(self.step.job.config, dp_shard=self.step.job.dims.dp_shard)
+        return f"{degrees(config)}, {memory_options(config)}"
+
+    @property
+    def bars(self) -> dict[str, Bar]:
+        return {"Step": _bar(self.step.time.parts, seconds), "Memory": _bar(memory_parts(self.step.memory), size)}
+
+    @property
     def reason(self) -> str:
         """Why the method does not fit, and what would make it; empty if it fits."""
         if self.step.fits:
@@ -323,18 +333,15 @@ def page(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"size": size, "seconds": seconds, "short": short, "log2": math.log2}
-    methods = [_method(each) for each in judged]
     return environment.get_template("page.html").render(
         title=title,
         headline=_headline(judged),
         facts=facts,
-        methods=methods,
+        methods=judged,
         infeasible=problems,
         shown=SHOWN,
         kinds=KINDS,
-        legends=[
-            (name, _legend(each[key] for each in methods)) for name, key in (("Step", "time"), ("Memory", "memory"))
-        ],
+        legends=[(name, _legend(each.bars[name] for each in judged)) for name in ("Step", "Memory")],
         longest=max((each.step.time.total for each in judged), default=1),
         largest=max((each.step.memory.peak.total for each in judged), default=1),
         limit=judged[0].step.limits.device if judged else 0,
@@ -342,20 +349,6 @@ def page(
         charts=[(panel, *_powers(panel)) for panel in panels],
         number={each.method: index for index, each in enumerate(judged)},
     )
-
-
-def _method(method: Compared) -> dict[str, Any]:
-    step = method.step
-    config = replace(step.job.config, dp_shard=step.job.dims.dp_shard)
-    return {
-        "name": method.method,
-        "degrees": f"{degrees(config)}, {memory_options(config)}",
-        "step": step,
-        "reason": method.reason,
-        "time": _bar(step.time.parts, seconds),
-        "memory": _bar(memory_parts(step.memory), size),
-        "sent": method.sent_bytes,
-    }
 
 
 def _headline(judged: Sequence[Compared]) -> str:

@@ -81,8 +81,7 @@ def job_grid(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Grid:
         deadline = "" if math.isinf(terms.deadline) else "missed" if job.late(terms) else "kept"
         cells = (hours_text(job.hours), f"{job.device_hours:,.1f}", f"{job.lost:.1%}", money, deadline)
         rows.append((name, *(("never ends", "", "100%", "", "missed") if math.isinf(job.hours) else cells)))
-    columns = ("", "wall-clock", "device-hours", "lost to failures", "cost", "deadline")
-    return Grid(heading, columns, tuple(rows))
+    return Grid(heading, ("", "wall-clock", "device-hours", "lost to failures", "cost", "deadline"), tuple(rows))
 
 
 def money_text(money: float) -> str:

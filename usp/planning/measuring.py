@@ -104,8 +104,7 @@ class _Run:
     def drawn(self, samples: int, tokens: int) -> list[Tensor]:
         """Return random tokens of samples, different on every data-parallel rank."""
         draw = torch.Generator().manual_seed(self.asked.layout.number_of(dist.get_rank()))
-        vocabulary = self.asked.spec.config.vocab_size
-        return [torch.randint(vocabulary, (tokens,), generator=draw) for _ in range(samples)]
+        return [torch.randint(self.asked.spec.config.vocab_size, (tokens,), generator=draw) for _ in range(samples)]
 
 
 class _RowsRun(_Run):

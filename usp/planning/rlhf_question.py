@@ -112,8 +112,7 @@ class Question(Devices):
         """Yield which calls of a plan were not measured in its layouts, and how many layouts were not."""
         measured = {(name, key) for name, of_call in self.estimates.factors.items() for key in of_call}
         calls = [call.name for call in self.graph.calls if call.role]
-        chosen = [(name, layout_key(plan[name])) for name in calls]
-        if missing := [key for key in chosen if key not in measured]:
+        if missing := [key for name in calls if (key := (name, layout_key(plan[name]))) not in measured]:
             listed = "; ".join(f"{name} ({layout})" for name, layout in missing)
             yield f"NOT IN THE PROFILE, so by their most similar layouts there, or the rates of the hardware: {listed}"
         elif self.measurements:
@@ -215,8 +214,7 @@ def _fits(question: Question, until: float) -> bool:
     except NothingFits:
         return False
     named = [one.plan for one in baselines(problem, question.space, question.facts, until) if one.plan]
-    left = min(_REMEDY_SECONDS, until - time.monotonic())
-    return bool(search(problem, budget=left, starts=named).best)
+    return bool(search(problem, budget=min(_REMEDY_SECONDS, until - time.monotonic()), starts=named).best)
 
 
 def choose_plan(
@@ -273,8 +271,7 @@ def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Suppos
     """Yield what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
     for words, other in suppositions(question):
         memory = replace(problem, options=question.layouts, memory_bytes=other.usable.device)
-        same = other.hardware is question.hardware
-        yield words, memory.that_fit if same else partial(other.problem, None)
+        yield words, memory.that_fit if other.hardware is question.hardware else partial(other.problem, None)
     for words, times in (("twice", 2.0), ("half", 0.5)):
         longer = replace(question, workload=question.workload.longer(times))
         yield f"with responses {words} as long", partial(longer.problem, None)

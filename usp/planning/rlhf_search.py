@@ -96,9 +96,7 @@ def options(call: ModelCall, space: OptionSpace) -> Iterator[CallLayout]:
         if call.kind == "compute":
             yield CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))
             continue
-        for dims in degrees(len(ranks), space):
-            if not allows(call, dims, space):
-                continue
+        for dims in (dims for dims in degrees(len(ranks), space) if allows(call, dims, space)):
             stages = space.zero if dims.dp_shard * dims.sp > 1 and call.kind != "generate" else (0,)
             whole = CallLayout(ranks, dims, tp_sequence_parallel=trains and dims.tp > 1)
             every = (replace(whole, zero=zero, ac=ac, ac_offload=out) for zero, (ac, out) in product(stages, recompute))
@@ -113,11 +111,8 @@ def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
         heads, divided = facts.num_heads, math.gcd(facts.num_heads, facts.num_kv_heads)
         if divided % dims.tp or dims.tp * dims.ulysses > heads or dims.pp > len(facts.windows):
             return False
-    if dims.pp > max(space.hosts, _STAGES_BESIDE_HOSTS):
-        return False
-    if not isinstance(call.work, TrainStep):
-        return space.samples >= dims.batch * dims.pp
-    return space.samples >= 2 * dims.batch * dims.pp * call.work.mini_batches
+    rows = 2 * call.work.mini_batches if isinstance(call.work, TrainStep) else 1  # at least, for each stage
+    return dims.pp <= max(space.hosts, _STAGES_BESIDE_HOSTS) and space.samples >= rows * dims.batch * dims.pp
 
 
 def _in_turns(layouts: Iterable[CallLayout]) -> list[list[CallLayout]]:
@@ -140,8 +135,7 @@ def _in_turns(layouts: Iterable[CallLayout]) -> list[list[CallLayout]]:
         sizes[len(layout.ranks)] += [] if first in groups else [first]
         groups[first].append(layout)
     turns = (chain(*zip(sorted(of, key=axes), sorted(of, key=held), strict=True)) for of in sizes.values())
-    order = dict.fromkeys(filter(None, chain(*zip_longest(*turns))))
-    return [groups[first] for first in reversed(order)]
+    return [groups[first] for first in reversed(dict.fromkeys(filter(None, chain(*zip_longest(*turns)))))]
 
 
 class NothingFits(ValueError):

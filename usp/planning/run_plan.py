@@ -109,8 +109,7 @@ def question_of(run: PreparedRlhf) -> Question:
         return not any(call_violations(layout, run.roles[role], trained=trained))
 
     def allowed(call: ModelCall, layout: CallLayout) -> bool:
-        alike = replace(layout.of_weights, ranks=())
-        return not call.role or allowed_as(call.role, alike, call.kind == "train_step")
+        return not call.role or allowed_as(call.role, replace(layout.of_weights, ranks=()), call.kind == "train_step")
 
     ahead = Ahead(config.begun, config.staleness if config.partial_rollouts else 0) if config.begins_ahead else None
     options = {"dtype": dtype, "kernel": config.attention_kernel, "ahead": ahead}
@@ -129,8 +128,7 @@ def question_of(run: PreparedRlhf) -> Question:
 
 def _workload(run: PreparedRlhf) -> Workload:
     """Return the lengths of the first step's samples; a response that is generated has as many as it may."""
-    drawn = example_indices(0, run.drawn, len(run.examples), run.config.seed)
-    examples = [run.examples[index] for index in drawn]
+    examples = [run.examples[index] for index in example_indices(0, run.drawn, len(run.examples), run.config.seed)]
     group, limit = run.graph.group_size, run.config.max_new_tokens
     if run.algorithm.data == "prompts":
         prompts = [len(example.prompt) for example in examples for _ in range(group)]

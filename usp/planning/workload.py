@@ -203,8 +203,7 @@ def batchings_ahead(
                 ages.update({number + 1 - at: tokens for at, tokens in of.items() if tokens})
         queue = queue.end(rules, number, chosen)
         prompts = {each.ticket: prompts[each.ticket] for each in queue.begun}
-    mean_age = sum(age * tokens for age, tokens in ages.items()) / ages.total()
-    return AheadBatchings(tuple(steps), mean_age, max(ages))
+    return AheadBatchings(tuple(steps), sum(age * tokens for age, tokens in ages.items()) / ages.total(), max(ages))
 
 
 def _taken(

@@ -101,8 +101,7 @@ class KnownValues:
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         outputs = tensors_of(result)
         if outputs and all(map(_small, outputs)) and all(self.of(x) is not None for x in tensors_of((args, kwargs))):
-            real = self._really(func, args, kwargs)
-            for x, value in zip(outputs, tensors_of(real), strict=True):
+            for x, value in zip(outputs, tensors_of(self._really(func, args, kwargs)), strict=True):
                 if isinstance(x, FakeTensor):
                     self._values[x] = value
         elif func._schema.is_mutable:  # the values of what it writes to are lost, and those of their views
