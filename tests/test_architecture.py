@@ -30,7 +30,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/hf": 6800,
     "usp/losses": 525,
     "usp/model": 675,
-    "usp/planning": 4275,
+    "usp/planning": 4150,
     "usp/predict": 3350,
     "usp/rlhf": 12775,
     "usp/run": 1275,
