@@ -100,8 +100,7 @@ def terms_of(asked: JobFlags) -> Terms:
 
 
 def prices_of(text: str) -> dict[str, float]:
-    """Return prices by hardware name in lower case, "" for any, from a price or a file of prices. Raises
-    ConfigurationError for anything else."""
+    """Return prices by hardware in lower case, "" for any, from a price or a file; else raise ConfigurationError."""
     if not text:
         return {}
     try:

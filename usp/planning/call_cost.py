@@ -100,8 +100,7 @@ def call_cost(
     hardware: Hardware,
     options: CallOptions = CallOptions(),
 ) -> CallCost:
-    """Return what a call takes; raise ValueError for a function, which has no model, and if the hardware has no peak
-    for the dtype or connects too few devices."""
+    """Return what a call takes; raise ValueError for functions, and hardware that is too small or lacks the dtype."""
     calls = _Calls(layout, model, workload, hardware, options)
     if isinstance(call.work, Generate):
         return calls.generate()

@@ -171,8 +171,7 @@ def _parts_by_host(layout: CallLayout, host_devices: int) -> dict[int, float]:
 class Part:
     """What is timed: a part of calls, by a model, in a layout. Work is PREFILL: a forward over prompts, to the first
     token; DECODE: one step; "logprobs", "values": a forward; "train logprobs", "train values": an optimizer step on one
-    mini-batch of as few micro-batches as the layout allows; UPDATE and one of these: what does not repeat with further
-    micro-batches."""
+    mini-batch of as few micro-batches as the layout allows; UPDATE and one of these: what happens once in a step."""
 
     model: str  # `model_key`
     work: str
@@ -305,8 +304,7 @@ class Measurements:
 
 
 def _along(known: Mapping[Any, float], x: float, *others: float) -> float:
-    """Return what lies at x, then at the other coordinates: on the line through the two nearest known ones, or in
-    proportion to a single one."""
+    """Return the value at (x, *others): on the line through the two nearest known x, or in proportion to only one."""
     xs = sorted({first for first, *_ in known})
 
     def at(first: int) -> float:

@@ -1,8 +1,7 @@
 """What a whole training job takes: device-hours, wall-clock time with restarts, and money. Pure.
 
 A failure stops all devices. The work since the last checkpoint, half an interval on average, is done again after the
-restart (Young, 1974, "A first order approximation to the optimum checkpoint interval"); saving itself is taken to
-overlap with training."""
+restart (Young, 1974, "A first order approximation to the optimum checkpoint interval"); saving overlaps with steps."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def step_cost_text(seconds: float, devices: int, samples: int, hardware: str, pr
 
 
 def verdicts(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> list[str]:
-    """Return which job is the fastest and which the cheapest, of those that keep the deadline if any does, and what
-    has no price."""
+    """Return the fastest and the cheapest job, of those that keep the deadline if any does, and what has no price."""
     kept = [pair for pair in jobs if not pair[1].late(terms) and pair[1].hours < math.inf]
     among = kept or list(jobs)
     name, job = min(among, key=lambda pair: pair[1].hours)
@@ -122,8 +120,7 @@ def missing_prices(jobs: Sequence[tuple[str, JobCost]]) -> list[str]:
 
 
 def pareto(jobs: Sequence[tuple[str, JobCost]]) -> list[int]:
-    """Return the places of the jobs that no other beats in both time and cost, the fastest first; where a price is
-    missing, the cost is device-hours."""
+    """Return the places of the jobs that no other beats in both time and cost, as by `_costs`; the fastest first."""
     costs = _costs(jobs)
     order = sorted(range(len(jobs)), key=lambda place: (jobs[place][1].hours, costs[place]))
     cheapest = accumulate((costs[place] for place in order), min, initial=math.inf)
@@ -131,6 +128,7 @@ def pareto(jobs: Sequence[tuple[str, JobCost]]) -> list[int]:
 
 
 def _costs(jobs: Sequence[tuple[str, JobCost]]) -> list[float]:
+    """Return what each job costs; where a price is missing, device-hours."""
     money = [job.money for _, job in jobs if job.money is not None]
     return money if len(money) == len(jobs) else [job.device_hours for _, job in jobs]
 

@@ -100,8 +100,7 @@ class Question(Devices):
     ) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
         models and optimizer states; `until` and `report` as in `Problem.that_fit`. Raise NothingFits naming the calls
-        that no layout fits, and ValueError for devices that are not whole hosts, or that the hardware does not
-        connect."""
+        that no layout fits, and ValueError for devices that are not whole hosts, or not connected."""
         estimates = estimates or self.estimates
         simulator = Simulator(self.graph, estimates, self.world_size, staleness=min(1, self.staleness))
         trained = self.graph.trained_roles
@@ -147,9 +146,8 @@ def answer(
     report: Progress,
     predicted: Callable[[int, int], None] = lambda tried, every: None,
 ) -> RlhfChoice:
-    """Search the fastest plan in `budget` seconds: at most `_PREDICTING` of them predict layouts, which `predicted` is
-    told of, and the rest compares plans. Raise as `Question.problem`, and NothingFits with the plan that needs least
-    memory and what would help."""
+    """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, as `predicted` is told.
+    Raise as `Question.problem`, and NothingFits with the plan that needs least memory and what would help."""
     begin = time.monotonic()
     try:
         problem = question.problem(until=begin + _PREDICTING * budget, report=predicted)

@@ -5,8 +5,7 @@ that divides the host and at a multiple of that size, or whole consecutive hosts
 has whole hosts. Ring and Ulysses degrees, ZeRO stages and activation checkpointing are beyond it.
 
 The search descends from the named plans, from every call's fastest layout, and again from the best plan with all or
-half of its calls changed by chance. A plan that needs more memory than a rank has is worse than any that fits, the
-more so the more it needs."""
+half of its calls changed by chance. A plan that does not fit is worse than any that does, by the memory it needs."""
 
 from __future__ import annotations
 

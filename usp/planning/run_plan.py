@@ -97,8 +97,7 @@ def _of_resumed(run: PreparedRlhf) -> tuple[Path, ExecutionPlan] | None:
 
 def question_of(run: PreparedRlhf) -> Question:
     """Return the question of a run: the samples of its first step, with responses of --max-new-tokens; raise ValueError
-    for hardware that is unknown, does not connect all ranks or has no peak for the dtype, and for models that there are
-    no formulas for."""
+    for hardware that is unknown, does not connect all ranks or has no peak for the dtype, and models without formulas."""
     config, dtype = run.config, run.roles[next(iter(run.graph.trained_roles))].dtype
     hardware = of_launch(hardware_here(config.hardware, run.device, run.launch), run.device, run.launch)
     level_between(hardware, 0, run.launch.world_size - 1)
@@ -140,9 +139,8 @@ def _workload(run: PreparedRlhf) -> Workload:
 
 
 def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping[str, float], Estimates]]) -> Factors:
-    """Return the factors of calls after further steps (seconds by call, and the estimates for its lengths) of a plan:
-    of each call the median over the steps counts half, the factor before half (geometrically), so that one slow step
-    changes nothing for long."""
+    """Return the factors of calls after further steps (seconds by call, and the estimates for its lengths) of a plan.
+    The median over them counts half, the factor before half (geometrically): one slow step changes nothing for long."""
     found = {call: dict(of_call) for call, of_call in factors.items()}
     for call, layout in plan.calls.items():
         if ratios := [seconds[call] / of.formula(call, layout) for seconds, of in steps if seconds.get(call)]:

@@ -134,8 +134,7 @@ class StepReport:
 def step_report(
     config: TrainConfig, world_size: int, hardware: Hardware, data: Callable[[ModelFacts], Data], run: Measured | None
 ) -> StepReport:
-    """Predict a step by formulas, or where these do not apply by dry runs; raise ConfigurationError for configurations
-    that train.py refuses, and for DeepSpeed."""
+    """Predict a step by formulas, or else by dry runs; raise ConfigurationError as train.py does, and for DeepSpeed."""
     model = trained_model(config, weights=False)
     found = data(model_facts(config.model, model))
     job = job_of(config, model, world_size, data=found)

@@ -56,9 +56,8 @@ class Workload:
 
     @staticmethod
     def of(prompts: int, group_size: int, prompt_tokens: int, quantiles: Sequence[int]) -> Workload:
-        """Return prompts of equal length, with responses whose lengths follow a distribution, in any order. Quantiles
-        are lengths at equal steps of probability, ascending, such as minimum, median and maximum, or a single one;
-        linear in between. The last is the limit."""
+        """Return prompts of equal length, with responses of lengths in any order, between `quantiles` linear: ascending
+        lengths at equal steps of probability, such as minimum, median and maximum, or one. The last is the limit."""
         number = prompts * group_size
         places = [(index + 0.5) / number * (len(quantiles) - 1) for index in range(number)]
         lengths = [max(1, round(float(length))) for length in np.interp(places, range(len(quantiles)), quantiles)]

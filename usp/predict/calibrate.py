@@ -100,8 +100,7 @@ class LinkTier:
     def overlapping(
         self, device: torch.device, product: Callable[[], object], seconds: float, times: Mapping[str, float]
     ) -> list[Timed]:
-        """Return a message, matrix products that take about as long, and both at once, by the `seconds` of one product
-        and the `times` of what `timed` returned."""
+        """Return a message, products that take as long by `seconds` of one and `times` of `timed`, and both at once."""
         number = max(1, round(times[self._name(TOGETHER if self.shared else "send", LARGE)] / seconds))
         begin = self._message(device, LARGE)
 

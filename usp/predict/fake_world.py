@@ -208,8 +208,7 @@ class HostMemory:
 def kernel_for(
     name: str, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> tuple[Kernel, str]:
-    """Select among the kernels that ship with torch: flash-attn's makes the same launches and tensors as torch's own;
-    raise ValueError as `select_kernel`."""
+    """Select as `select_kernel` among torch's kernels: flash-attn's makes the same launches and tensors as its own."""
     check_kernel_name(name)
     name = "sdpa" if name == "auto" or name.startswith("flash") else name
     return select_kernel(name, spec, device, dtype, head_dim, v_head_dim)
@@ -217,8 +216,7 @@ def kernel_for(
 
 @contextmanager
 def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
-    """Patch the code to decide as on `device` although tensors are on the CPU, and to skip the agreements that ranks
-    make once, in the first step of a run."""
+    """Patch code to decide as on `device` although tensors are on the CPU, and to skip a first step's agreements."""
 
     def choose(name: str, spec: AttentionSpec, _: torch.device, *dtype_and_sizes: Any) -> tuple[Kernel, str, str]:
         return *kernel_for(name, spec, device, *dtype_and_sizes[:3]), ""
