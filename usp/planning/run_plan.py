@@ -97,7 +97,7 @@ def _of_resumed(run: PreparedRlhf) -> tuple[Path, ExecutionPlan] | None:
 
 def question_of(run: PreparedRlhf) -> Question:
     """Return the question of a run: the samples of its first step, with responses of --max-new-tokens; raise ValueError
-    for hardware that is unknown, does not connect all ranks or has no peak for the dtype, and models without formulas."""
+    for hardware that is unknown, does not connect all ranks or lacks the dtype, and for models without formulas."""
     config, dtype = run.config, run.roles[next(iter(run.graph.trained_roles))].dtype
     hardware = of_launch(hardware_here(config.hardware, run.device, run.launch), run.device, run.launch)
     level_between(hardware, 0, run.launch.world_size - 1)
