@@ -94,15 +94,15 @@ class Question(Devices):
 
     def problem(
         self,
-        estimates: Estimates | None = None,
         until: float = math.inf,
         report: Callable[[int, int], None] = lambda tried, every: None,
+        estimates: Estimates | None = None,
     ) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
         models and optimizer states; `until` and `report` as in `Problem.that_fit`. Raise NothingFits naming the calls
         that no layout fits, and ValueError for devices that are not whole hosts, or not connected."""
-        estimates = estimates or self.estimates
-        simulator = Simulator(self.graph, estimates, self.world_size, staleness=min(1, self.staleness))
+        staleness = min(1, self.staleness)
+        simulator = Simulator(self.graph, estimates or self.estimates, self.world_size, staleness=staleness)
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload).that_fit(until, report)
@@ -197,10 +197,8 @@ def _fewer_slots(question: Question) -> int:
         except NothingFits:
             return False
 
-    halves = list(takewhile(bool, (question.options.slots >> places for places in range(1, 32))))
-    if not halves or fits(question.options.slots) or not fits(halves[-1]):
-        return 0
-    return next(filter(fits, halves))
+    halves = takewhile(bool, (question.options.slots >> places for places in range(1, 32)))
+    return 0 if fits(question.options.slots) else next(filter(fits, halves), 0)
 
 
 def _fits(question: Question, until: float) -> bool:
@@ -269,10 +267,10 @@ def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Suppos
     """Yield what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
     for words, other in suppositions(question):
         memory = replace(problem, options=question.layouts, memory_bytes=other.usable.device)
-        yield words, memory.that_fit if other.hardware is question.hardware else partial(other.problem, None)
+        yield words, memory.that_fit if other.hardware is question.hardware else other.problem
     for words, times in (("twice", 2.0), ("half", 0.5)):
         longer = replace(question, workload=question.workload.longer(times))
-        yield f"with responses {words} as long", partial(longer.problem, None)
+        yield f"with responses {words} as long", longer.problem
 
 
 def suppose(

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,12 +19,12 @@ from rich.console import Console
 from parallel import ReallocPlan, plan_realloc, realloc_seconds
 from parallel.cluster.links import level_between
 from usp.fields import shared_values
-from usp.model.facts import ModelShape, weight_layout
+from usp.model.facts import weight_layout
 from usp.predict.compute import dtype_name
 from usp.predict.devices import hardware_here, of_launch
 from usp.rlhf.config import SEARCH
 from usp.rlhf.datasets import example_indices, sequences_of
-from usp.rlhf.graph import DataflowGraph, ModelCall
+from usp.rlhf.graph import ModelCall
 from usp.rlhf.plan.operations import kept_copies, trained_copy, weight_copies
 from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, ExecutionPlan, from_mapping, optimizer_of, to_mapping
 from usp.rlhf.prepare import PreparedRlhf
@@ -149,24 +149,18 @@ def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping
     return found
 
 
-def moves(
-    graph: DataflowGraph,
-    before: ExecutionPlan,
-    after: ExecutionPlan,
-    models: Mapping[str, ModelShape],
-    dtype: torch.dtype,
-    ranks_per_host: int,
-) -> Iterator[tuple[ReallocPlan, int]]:
-    """Yield the reallocations between two plans, of trained copies and of untrained ones (in `dtype`) that only `after`
-    has, each with the number of tensors per parameter that it runs for."""
-    stay, options = kept_copies(graph, before, after), {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
+def moves(question: Question, before: ExecutionPlan, after: ExecutionPlan) -> Iterator[tuple[ReallocPlan, int]]:
+    """Yield the reallocations between two plans, of trained copies and of untrained ones that only `after` has, each
+    with the number of tensors per parameter that it runs for."""
+    graph, options = question.graph, {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": question.ranks_per_host}
+    stay = kept_copies(graph, before, after)
     for role in graph.roles:
-        trains, layouts = graph.train_call(role) is not None, []
+        model, trains, layouts = question.models[role], graph.train_call(role) is not None, []
+        dtype = torch.float32 if trains else question.options.dtype
         for plan, without in ((before, ()), (after, stay)):  # of the copies that have their values between steps
             copies = [c for c in weight_copies(graph, plan) if c.role == role and c not in without]
             at = [c.layout for c in copies if trained_copy(graph, plan, role) in (None, c)]
-            of_role = partial(weight_layout, models[role], dtype=torch.float32 if trains else dtype)
-            layouts.append([of_role(each.dims, each.ranks, zero=each.zero) for each in at])
+            layouts.append([weight_layout(model, each.dims, each.ranks, dtype=dtype, zero=each.zero) for each in at])
         held, wanted = layouts
         for target in wanted:
             yield plan_realloc(held[0], target, copies=held[1:], **options), _STATES if trains else 1
@@ -193,13 +187,12 @@ class SearchingPlanner:
         question = questions[-1]
         stays = Decision(number, remaining, running, 0.0, 0.0, SwitchCost(), self.options.gain)
         try:
-            problem = question.problem(question.estimates.with_factors(self.factors))
+            problem = question.problem(estimates=question.estimates.with_factors(self.factors))
         except ValueError as error:  # by prediction nothing fits, and yet the plan runs
             return replace(stays, why_not=str(error))
         seconds = problem.simulator.measure(running)[0]
         decision = self._best(problem, question, replace(stays, running_seconds=seconds, best_seconds=seconds))
-        dtype = question.options.dtype
-        moved = list(moves(question.graph, running, decision.best, question.models, dtype, question.ranks_per_host))
+        moved = list(moves(question, running, decision.best))
         cost = SwitchCost(
             sum(times * plan.total_bytes for plan, times in moved),
             sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),

@@ -288,16 +288,11 @@ def plot(report: StepReport) -> Any:
     return figure
 
 
-def fitted(
-    values: Mapping[str, Any],
-    predict: Callable[[Hardware], StepTime],
-    run: Measured,
-    traced: Mapping[str, float],
-    where: str,
-) -> tuple[dict[str, Any], str]:
-    """Fit the rates in the `values` of a hardware file so that `predict` gives the seconds of a step of the run in the
-    folder `where`, whose `traced_parts` are `traced`; return the new values, and by how much they differ. Raise
-    ConfigurationError if the run does not determine the rates."""
+def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: Path) -> tuple[dict[str, Any], str]:
+    """Fit the rates in the `values` of a hardware file so that the step of `report` and its parts are predicted to take
+    what they took in a run, the parts by the trace that may be in its folder; return the new values, and by how much
+    they differ. Raise ConfigurationError if the run does not determine the rates."""
+    traced = traced_parts(where) if report.job.dims.pp == 1 else {}  # rank 0 is of one stage
     if run.steps < FEWEST_STEPS:
         raise ConfigurationError(
             f"--write-hardware: {where} has {run.steps} steps after the first ones, and a median of at least "
@@ -311,7 +306,7 @@ def fitted(
     else:
         told.pop(MEMORY, None)
     for _ in range(ROUNDS):
-        time = predict(hardware_from_mapping(scaled(values, factors), where))
+        time = replace(report, hardware=hardware_from_mapping(scaled(values, factors), str(where))).time
         parts = {name: time.parts[name] for name in factors}
         parts[MEMORY] += time.parts["optimizer"]
         compute = run.seconds - (time.total - sum(parts.values()))
