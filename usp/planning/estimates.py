@@ -17,7 +17,6 @@ from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean as mean
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,38 +61,36 @@ def factor_of(factors: Factors, call: str, layout: CallLayout) -> float | None:
     return known[min(known, key=lambda key: len(words.symmetric_difference(key.split())))] if known else None
 
 
+@dataclass(eq=False)
 class Estimates:
     """Seconds and bytes of a graph's calls and of the movement of weights. Bytes are those of the rank that has most. A
     call takes the same wherever its ranks are within a host, or on whole hosts, and so do calls of one kind to roles
     that share a model. A layout without a factor has that of the most similar layout of the call."""
 
-    def __init__(
-        self,
-        graph: DataflowGraph,
-        models: Mapping[str, ModelShape],
-        workload: Workload,
-        hardware: Hardware,
-        options: CallOptions,
-        factors: Factors = MappingProxyType({}),
-    ) -> None:
-        self.graph, self.models, self.workload, self.hardware, self.options = graph, models, workload, hardware, options
-        self.factors = factors
+    graph: DataflowGraph
+    models: Mapping[str, ModelShape]
+    workload: Workload
+    hardware: Hardware
+    options: CallOptions
+    factors: Factors = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph, models, setting = self.graph, self.models, (self.workload, self.hardware, self.options)
         # of each call with a model the first that does the same with the same model
         self._like, first = dict[str, str](), dict[object, str]()
         for call in (call for call in graph.calls if call.role):
             work = call.work.head if isinstance(call.work, Inference) else call.name
             self._like[call.name] = first.setdefault((work, id(models[call.role])), call.name)
         self._placed = cache(self._somewhere)
-        setting = workload, hardware, options
         self._cost = cache(lambda call, at: call_cost(graph[call], at, models[graph[call].role], *setting))
-        self._elements = cache(lambda role, at: weight_elements(at, models[role], options))
+        self._elements = cache(lambda role, at: weight_elements(at, models[role], self.options))
         # Searches ask for the same very often.
         self.call_seconds, self.fill_seconds = cache(self._call_seconds), cache(self._fill_seconds)
         self.weight_bytes = cache(self._weight_bytes)
 
     def with_factors(self, factors: Factors) -> Estimates:
         """Return the same estimates with other factors."""
-        other = Estimates(self.graph, self.models, self.workload, self.hardware, self.options, factors)
+        other = replace(self, factors=factors)
         other._cost, other._elements = self._cost, self._elements
         return other
 

@@ -4,11 +4,10 @@ Every layout is measured on all of its ranks, in turns (`usp.predict.rounds`). A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch import Tensor
 from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import model_facts, with_layers
 from usp.hf.shapes import shape_of
-from usp.predict.compute import dtype_name
 from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
@@ -25,7 +23,7 @@ from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.samples import Samples
 
-from .estimates import PREFILL, UPDATE, Measurements, Part, Points, Sizes, layout_key, model_key, work_of
+from .estimates import PREFILL, UPDATE, Measurements, Part, Sizes, layout_key, model_key, work_of
 
 Timings = Iterator[tuple[Part, tuple[int, int, int], float]]  # (part, (layers, sequences, tokens), seconds)
 
@@ -41,19 +39,16 @@ class Asked:
 
 def measure_calls(
     asked: Sequence[Asked],
-    sizes: Sizes,
+    known: Measurements,
     rounds: Rounds,
-    device_name: str,
     groups: ProcessGroups,
     progress: Callable[[str], None] = lambda doing: None,
-    known: Mapping[Part, Points] = MappingProxyType({}),
     keep: Callable[[Measurements], None] = lambda measured: None,
 ) -> Measurements:
-    """Measure every call, of which there is at least one and all are of one dtype, once for each model and layout.
-    Collective over the world, all of whose ranks ask the same. What is `known` is not measured again; `keep` gets what
-    is measured so far after each call. Raise ValueError for layers of several kinds, and unsupported layouts."""
-    points = {part: dict(measured) for part, measured in known.items()}
-    result = Measurements(device_name, dtype_name(asked[0].spec.dtype), dist.get_world_size(), sizes, points)
+    """Measure every call, once for each model and layout, but what is known; all are of one dtype. Collective over the
+    world, all of whose ranks ask the same. `keep` gets what is measured so far after each call. Raise ValueError for
+    layers of several kinds, and unsupported layouts."""
+    points = {part: dict(measured) for part, measured in known.points.items()}
     for one in asked:
         config = one.spec.config
         key = model_key(shape_of(model_facts(one.spec.source, config), config), one.spec.dtype)
@@ -62,13 +57,13 @@ def measure_calls(
             continue
         progress(f"{part.work} of {part.model}: {part.layout}")
         mesh = ParallelMesh.create(one.layout.dims, rounds.device.type, one.layout.ranks, groups)
-        depths = sizes.layers or (config.num_hidden_layers,)
+        depths = known.sizes.layers or (config.num_hidden_layers,)
         for layers in sorted({max(layers, one.layout.dims.pp) for layers in depths}):
             run = _GenerateRun if isinstance(one.call.work, Generate) else _RowsRun
-            for measured, at, seconds in run(one, part, layers, sizes, mesh, rounds).timings():
+            for measured, at, seconds in run(one, part, layers, known.sizes, mesh, rounds).timings():
                 points.setdefault(measured, {})[at] = seconds
-        keep(result)
-    return result
+        keep(replace(known, points=points))
+    return replace(known, points=points)
 
 
 @dataclass(eq=False)
