@@ -24,6 +24,7 @@ from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.samples import Samples
 
 from .estimates import PREFILL, UPDATE, Measurements, Part, Sizes, layout_key, model_key, work_of
+from .question import silent
 
 Timings = Iterator[tuple[Part, tuple[int, int, int], float]]  # (part, (layers, sequences, tokens), seconds)
 
@@ -42,8 +43,8 @@ def measure_calls(
     known: Measurements,
     rounds: Rounds,
     groups: ProcessGroups,
-    progress: Callable[[str], None] = lambda doing: None,
-    keep: Callable[[Measurements], None] = lambda measured: None,
+    progress: Callable[[str], None] = silent,
+    keep: Callable[[Measurements], None] = silent,
 ) -> Measurements:
     """Measure every call, once for each model and layout, but what is known; all are of one dtype. Collective over the
     world, all of whose ranks ask the same. `keep` gets what is measured so far after each call. Raise ValueError for

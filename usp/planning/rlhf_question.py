@@ -30,7 +30,7 @@ from usp.run.tables import GIB, Grid
 
 from .call_cost import CallOptions, batchings
 from .estimates import Estimates, Measurements, layout_key
-from .question import Devices, enough_devices, suppositions, what_if_line
+from .question import Devices, Tried, enough_devices, silent, suppositions, what_if_line
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
 from .simulator import Simulation, Simulator
 from .workload import Workload
@@ -92,12 +92,7 @@ class Question(Devices):
         layers = min(len(facts.windows) for facts in models)
         return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=any(f.num_experts for f in models))
 
-    def problem(
-        self,
-        until: float = math.inf,
-        report: Callable[[int, int], None] = lambda tried, every: None,
-        estimates: Estimates | None = None,
-    ) -> Problem:
+    def problem(self, until: float = math.inf, report: Tried = silent, estimates: Estimates | None = None) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
         models and optimizer states; `until` and `report` as in `Problem.that_fit`. Raise NothingFits naming the calls
         that no layout fits, and ValueError for devices that are not whole hosts, or not connected."""
@@ -139,12 +134,7 @@ class RlhfChoice:
 
 
 def answer(
-    question: Question,
-    *,
-    seed: int = 0,
-    budget: float = 60.0,
-    report: Progress,
-    predicted: Callable[[int, int], None] = lambda tried, every: None,
+    question: Question, *, seed: int = 0, budget: float = 60.0, report: Progress = silent, predicted: Tried = silent
 ) -> RlhfChoice:
     """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, as `predicted` is told.
     Raise as `Question.problem`, and NothingFits with the plan that needs least memory and what would help."""

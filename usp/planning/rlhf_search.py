@@ -29,6 +29,7 @@ from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.run.tables import GIB
 
+from .question import Tried, silent
 from .simulator import Simulator, rank_index
 
 _STAGES_BESIDE_HOSTS = 8  # ReaL: pp is at most the number of hosts, or this if there are fewer
@@ -150,9 +151,7 @@ class Problem:
     memory_bytes: float  # of a rank
     offload: tuple[str, ...] = ()  # names that may be offloaded: see `ExecutionPlan.offload`
 
-    def that_fit(
-        self, until: float = math.inf, report: Callable[[int, int], None] = lambda tried, every: None
-    ) -> Problem:
+    def that_fit(self, until: float = math.inf, report: Tried = silent) -> Problem:
         """Return the problem without layouts that alone need too much, and without those that are not predicted by the
         time `until` of `time.monotonic`; tell `report` how many are, of all. Calls take turns, each with its simplest
         layouts and its most sharded ones first. Raise NothingFits naming calls without any."""
@@ -242,7 +241,7 @@ def search(
     seed: int = 0,
     budget: float = 60.0,
     starts: Sequence[ExecutionPlan] = (),
-    progress: Progress = lambda seconds, simulated, best: None,
+    progress: Progress = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """Search for the fastest plan that fits, until `budget` seconds are up or no change of a call helps, from every

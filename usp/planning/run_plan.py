@@ -72,9 +72,8 @@ def _searched(run: PreparedRlhf) -> dict[str, Any]:
         print(f"plan: that of the run, from {resumed[0]}", flush=True)
         return to_mapping(resumed[1])
     print(f"plan: searching for {run.launch.world_size} ranks", flush=True)
-    budget, seed = run.config.search_budget, run.config.seed
     try:
-        choice = answer(question_of(run), seed=seed, budget=budget, report=lambda seconds, simulated, best: None)
+        choice = answer(question_of(run), seed=run.config.seed, budget=run.config.search_budget)
     except ValueError as error:
         raise ValueError(f"--plan = {SEARCH}: {error}") from error
     Console(width=max(Console().width, _WIDTH)).print(render_choice(choice))
