@@ -96,8 +96,7 @@ class Question(Devices):
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
         models and optimizer states; `until` and `report` as in `Problem.that_fit`. Raise NothingFits naming the calls
         that no layout fits, and ValueError for devices that are not whole hosts, or not connected."""
-        staleness = min(1, self.staleness)
-        simulator = Simulator(self.graph, estimates or self.estimates, self.world_size, staleness=staleness)
+        simulator = Simulator(self.graph, estimates or self.estimates, self.world_size, min(1, self.staleness))
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload).that_fit(until, report)

@@ -250,7 +250,7 @@ def search(
     fastest = {name: min(layouts, key=partial(seconds, name)) for name, layouts in problem.options.items()}
     plans = [ExecutionPlan("search", {name: plan[name] for name in fastest}, plan.offload) for plan in starts]
     plans.append(ExecutionPlan("search", fastest))
-    descents, chance = _Descents(problem, budget, progress, clock), random.Random(seed)
+    descents, chance = _Descents(problem, budget, progress, clock, clock()), random.Random(seed)
     for plan in plans:
         descents.energy(plan)
     for plan in plans:
@@ -263,8 +263,7 @@ def search(
         descents.descend(replace(best, calls={**best.calls, **changed}), chance)
         number += 1
         last = number if len(descents.history) > before else last
-    nearest = None if descents.best else descents.nearest
-    took = clock() - descents.begin
+    nearest, took = None if descents.best else descents.nearest, clock() - descents.begin
     return Found(tuple(descents.best), nearest, len(descents.energies), took, tuple(descents.history))
 
 
@@ -276,13 +275,11 @@ class _Descents:
     budget: float
     progress: Progress
     clock: Callable[[], float]
+    begin: float  # by the clock
     energies: dict[object, float] = field(default_factory=dict)
     best: list[tuple[float, ExecutionPlan]] = field(default_factory=list)
     nearest: tuple[float, ExecutionPlan] | None = None
     history: list[tuple[float, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.begin = self.clock()
 
     def descend(self, plan: ExecutionPlan, chance: random.Random) -> None:
         """Offload what helps and give every call its best layout in turn, until no change helps or the time is up."""
