@@ -226,8 +226,7 @@ class _Calls:
         job = self._of_rows("logprobs" if work.head == "logprobs" else "values", rows)
         step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
         memory = max((forward_memory(job, rank) for rank in job.slowest_ranks), key=lambda moment: moment.total)
-        seconds = {"forward": step.total - step.bubble, "bubble": step.bubble}
-        return CallCost(seconds, memory.total - memory.parameters)
+        return CallCost({"forward": step.total - step.bubble, "bubble": step.bubble}, memory.total - memory.parameters)
 
     def train_step(self, work: TrainStep) -> CallCost:
         seconds, peaks = defaultdict[str, float](float), []

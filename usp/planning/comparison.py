@@ -357,10 +357,8 @@ def _headline(judged: Sequence[Compared]) -> str:
         return "None of the methods can run as asked; the reasons are below."
     first, *others = judged
     if first.step.fits:
-        time, memory = first.step.time, f"{size(first.step.memory.peak.total)} of {size(first.step.limits.device)}"
-        words = (
-            f"{first.method} is the fastest that fits: {seconds(time.total)} per step, {time.mfu:.0%} MFU, {memory}."
-        )
+        time, held = first.step.time, f"{size(first.step.memory.peak.total)} of {size(first.step.limits.device)}"
+        words = f"{first.method} is the fastest that fits: {seconds(time.total)} per step, {time.mfu:.0%} MFU, {held}."
         if others and others[0].step.fits:
             words += f" {others[0].method} takes {others[0].step.time.total / time.total - 1:.0%} longer."
         return words

@@ -5,7 +5,7 @@ Every layout is measured on all of its ranks, in turns (`usp.predict.rounds`). A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 
@@ -77,10 +77,9 @@ class _Run:
     sizes: Sizes
     mesh: ParallelMesh
     rounds: Rounds
-    model: RoleModel | None = field(init=False)
+    model: RoleModel | None = None
 
     def __post_init__(self) -> None:
-        self.model = None
         if self.mesh.member:
             spec, trained = self.asked.spec, isinstance(self.asked.call.work, TrainStep)
             random = replace(spec, source=next(iter(PRESETS)), config=with_layers(spec.config, self.layers), lora=None)

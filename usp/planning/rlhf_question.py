@@ -258,8 +258,7 @@ def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Suppos
         memory = replace(problem, options=question.layouts, memory_bytes=other.usable.device)
         yield words, memory.that_fit if other.hardware is question.hardware else other.problem
     for words, times in (("twice", 2.0), ("half", 0.5)):
-        longer = replace(question, workload=question.workload.longer(times))
-        yield f"with responses {words} as long", longer.problem
+        yield f"with responses {words} as long", replace(question, workload=question.workload.longer(times)).problem
 
 
 def suppose(
@@ -275,8 +274,8 @@ def suppose(
         until = begin + (end - begin) / (len(suppositions) - number)
         try:
             problem = make((begin + until) / 2)
-            left = until - time.monotonic()
-            best, plan = search(problem, seed=seed, budget=left, starts=[choice.plan]).best[0]
+            rest = until - time.monotonic()
+            best, plan = search(problem, seed=seed, budget=rest, starts=[choice.plan]).best[0]
         except (NothingFits, IndexError):
             yield words, None, 0.0
             continue
@@ -293,8 +292,7 @@ def described_graph(
     if algorithm not in ALGORITHMS or ALGORITHMS[algorithm].data != "prompts":
         raise ConfigurationError(f"--algorithm = {algorithm} must be one that generates: see --help")
     kind = ALGORITHMS[algorithm].options
-    group = group_size or vars(kind())["generate"].group_size
-    generate = Generate(group_size=group, max_new_tokens=max_new_tokens)
+    generate = Generate(group_size=group_size or vars(kind())["generate"].group_size, max_new_tokens=max_new_tokens)
     reward = ScoreWith(lambda *_: 0.0, str, str) if function else None
     values = parse_options(options, kind, "--options", without=("generate", "reward", "staleness"))
     built = kind(**values, generate=generate, reward=reward, staleness=staleness)  # type: ignore[call-arg]
@@ -348,8 +346,8 @@ def _calls(choice: RlhfChoice) -> Grid:
 
 def _plans(choice: RlhfChoice) -> Grid:
     memory, best, own = choice.problem.memory_bytes, choice.simulation.seconds, choice.plan
-    plans = [(one.name, one.plan) for one in choice.named if one.plan]
-    same = [name for name, plan in plans if (plan.calls, plan.offload) == (own.calls, own.offload)]
+    plans = {one.name: one.plan for one in choice.named if one.plan}
+    same = [name for name, plan in plans.items() if (plan.calls, plan.offload) == (own.calls, own.offload)]
     name = f"this plan, {same[0]}" if same else "this plan"
     rows = [(name, seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
     for named in choice.named:

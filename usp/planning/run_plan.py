@@ -110,15 +110,14 @@ def question_of(run: PreparedRlhf) -> Question:
         return not call.role or allowed_as(call.role, replace(layout.of_weights, ranks=()), call.kind == "train_step")
 
     ahead = Ahead(config.begun, config.staleness if config.partial_rollouts else 0) if config.begins_ahead else None
-    options = {"dtype": dtype, "kernel": config.attention_kernel, "ahead": ahead}
-    options["cuda_graphs"] = not config.eager_decoding
+    own = {"dtype": dtype, "kernel": config.attention_kernel, "ahead": ahead, "cuda_graphs": not config.eager_decoding}
     return Question(
         graph=run.graph,
         models=model_shapes({role: (spec.source, spec.config) for role, spec in run.roles.items()}),
         workload=_workload(run),
         hardware=hardware,
         world_size=run.launch.world_size,
-        options=CallOptions(**shared_values(config, CallOptions) | options),
+        options=CallOptions(**shared_values(config, CallOptions) | own),
         staleness=config.staleness,
         allowed=allowed,
     )

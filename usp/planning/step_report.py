@@ -205,7 +205,6 @@ def render(report: StepReport, terms: Terms) -> Group:
 
 def report_json(report: StepReport, terms: Terms | None = None) -> dict[str, Any]:
     """Return the report, and with `terms` the job, as JSON values: seconds, bytes, fractions and hours."""
-    peak = report.memory.peak
     return {
         "seconds": report.time.total,
         "parts": report.time.parts,
@@ -213,7 +212,7 @@ def report_json(report: StepReport, terms: Terms | None = None) -> dict[str, Any
         "tokens": report.tokens,
         "mfu": report.time.mfu,
         "unmasked_mfu": report.unmasked_mfu,
-        "memory_bytes": peak.total,
+        "memory_bytes": report.memory.peak.total,
         "memory_parts": memory_parts(report.memory),
         "host_bytes": report.memory.host,
         "memory_limit_bytes": report.limits.device,

@@ -183,7 +183,7 @@ def batchings_ahead(
         queue = queue.begin(rules, number)
         while len(drawn) < queue.drawn:
             drawn += order.sample(groups, len(groups))
-        tickets = [each.ticket for each in queue.begun]
+        tickets = (each.ticket for each in queue.begun)
         prompts = {t: prompts.get(t) or [(sample, Counter()) for sample in drawn[t]] for t in tickets}
         running = {ticket: [_rollout(sample, of.total()) for sample, of in begun] for ticket, begun in prompts.items()}
         taken = partial(_taken, rules, number, queue, running)
