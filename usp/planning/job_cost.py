@@ -23,7 +23,7 @@ class Terms:
     """What is asked of a job."""
 
     tokens: int = 0  # to train on; 0: not asked
-    prices: Mapping[str, float] = field(default_factory=dict)  # by hardware name in lower case; "": of any hardware
+    prices: Mapping[str, float] = field(default_factory=dict)  # of a device-hour by name in lower case; "": of any
     deadline: float = math.inf  # hours of wall-clock time
     failures: float = FAILURES  # of a device in an hour
     checkpoint_minutes: float = 30.0  # between checkpoints

@@ -43,7 +43,7 @@ Progress = Callable[[float, int, float], None]  # with (seconds, simulated plans
 @dataclass(frozen=True)
 class OptionSpace:
     """The layouts to choose from, on whole hosts. By the models of roles, tp divides both kinds of heads, tp x ulysses
-    is at most the number of heads, pp of layers; `allowed` tells whether a call's model can have a layout otherwise."""
+    is at most the number of heads, pp of layers; beyond that, `allowed` tells what the model of a call can have."""
 
     world_size: int
     ranks_per_host: int

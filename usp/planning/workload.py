@@ -56,7 +56,7 @@ class Workload:
 
     @staticmethod
     def of(prompts: int, group_size: int, prompt_tokens: int, quantiles: Sequence[int]) -> Workload:
-        """Return prompts of equal length, with responses of lengths in any order, between `quantiles` linear: ascending
+        """Return prompts of equal length, with responses of lengths in any order, linear between `quantiles`: ascending
         lengths at equal steps of probability, such as minimum, median and maximum, or one. The last is the limit."""
         number = prompts * group_size
         places = [(index + 0.5) / number * (len(quantiles) - 1) for index in range(number)]
