@@ -100,8 +100,7 @@ def terms_of(asked: JobFlags) -> Terms:
 
 
 def prices_of(text: str) -> dict[str, float]:
-    """Return prices by hardware name in lower case, "" for any, from a price or a file of prices. Raises
-    ConfigurationError for anything else."""
+    """Return prices by hardware in lower case, "" for any, from a price or a file; else raise ConfigurationError."""
     if not text:
         return {}
     try:
@@ -145,15 +144,13 @@ def parse(
     leading_config: bool = False,
     without: Collection[str] = (),
 ) -> C:
-    """Parse `argv`, and the file that its --config names, into a `kind`.
+    """Parse `argv`, and the file that its --config names, into a dataclass in which every field has a default. Raises
+    ConfigurationError for a wrong flag or value, a file that cannot be read, and a wrong key in it.
 
-    kind: dataclass in which every field has a default.
-    without: inherited fields that are keys of the file, and no flags.
     prog: program name in the usage message.
     show_help: whether --help prints; it raises SystemExit(0) either way.
     leading_config: accept the configuration file as a first argument without --config.
-
-    Raises ConfigurationError for a wrong flag or value, a file that cannot be read, and a wrong key in it.
+    without: inherited fields that are keys of the file, and no flags.
     """
     words = list(argv)
     if leading_config and words and not words[0].startswith("-"):
@@ -256,16 +253,11 @@ def _read_mapping(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Command:
-    """A program that torchrun starts on every rank.
+    """A program that torchrun starts on every rank. `run` gets the configuration, the launch, the stop request, and
+    torchrun's error file; it imports what takes seconds when it is called, because the flags are valid then."""
 
-    prog: program name in the usage message.
-    config: dataclass of its flags.
-    run: runs a configuration; it imports what takes seconds when it is called, because the flags are valid then. It
-        gets the configuration, the launch, the stop request, and torchrun's error file.
-    """
-
-    prog: str
-    config: type
+    prog: str  # program name in the usage message
+    config: type  # dataclass of its flags
     run: Callable[[Any, Launch, StopRequest, str | None], None]
 
     def main(self, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:

@@ -72,14 +72,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
                 status.update(f"planning: {tried} of {layouts} layouts tried; most are ruled out by their bounds")
 
         for hardware, size in places:
+            name = f"{size} x {hardware.name}"
             try:
-                choice = choose(config, size, hardware, report, partial(flags.data_of, asked))
+                choices[name] = choice = choose(config, size, hardware, report, partial(flags.data_of, asked))
             except ConfigurationError as error:
                 if len(places) == 1:
                     raise
-                choices[f"{size} x {hardware.name}"] = str(error)
-                continue
-            choices[f"{size} x {hardware.name}"] = choice
+                choices[name] = str(error)
         if len(places) == 1:
             status.update("planning: with other memory and links")
             shown = render_plan(choice, suppose(choice), terms)

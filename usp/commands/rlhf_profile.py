@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,7 +18,7 @@ from usp.run.launch import Launch, choose_device, process_group, set_library_def
 from .flags import check, output_problem, parse, token_counts
 
 if TYPE_CHECKING:
-    from usp.planning.estimates import Measurements, Part, Points, Sizes
+    from usp.planning.estimates import Measurements
 
 Share = Annotated[float, Rule(lambda value: 0 < value < 1, "above 0 and below 1")]
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     import torch.distributed as dist
 
     from parallel import ProcessGroups
-    from usp.planning.estimates import Sizes
+    from usp.planning.estimates import Measurements, Sizes
     from usp.planning.measuring import measure_calls
     from usp.predict.compute import dtype_name
     from usp.predict.rounds import Rounds
@@ -100,33 +100,31 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     with process_group(launch, device):
         groups = ProcessGroups()
         rounds = Rounds(device, asked.rounds, 0.02)
-        known = from_first_rank(lambda: _known(asked.out, name, dtype_name(dtype), launch.world_size, sizes))
+        nothing = Measurements(name, dtype_name(dtype), launch.world_size, sizes, {})
+        known = from_first_rank(lambda: _known(asked.out, nothing))
 
         def keep(measured: Measurements) -> None:
             if launch.rank == 0:
                 measured.save(asked.out)
 
-        measured = measure_calls(calls, sizes, rounds, name, groups, progress, known, keep)
-        keep(measured)
+        measured = measure_calls(calls, known, rounds, groups, progress, keep)
         if launch.rank == 0:
             print(f"{asked.out}: {len(measured.points)} parts of calls on up to {measured.ranks} ranks")
         dist.barrier()
 
 
-def _known(out: Path, device: str, dtype: str, ranks: int, sizes: Sizes) -> Mapping[Part, Points]:
-    """Return what an existing file has; raise ValueError if it has no measurements, or was measured otherwise."""
-    from usp.planning.estimates import Measurements
-
+def _known(out: Path, nothing: Measurements) -> Measurements:
+    """Return what an existing file has, or `nothing`; raise ValueError if it has none, or was measured otherwise."""
     if not out.exists():
-        return {}
-    had = Measurements.load(out)
-    if (had.device, had.dtype, had.ranks, had.sizes) != (device, dtype, ranks, sizes):
+        return nothing
+    had = nothing.load(out)
+    if replace(had, points={}) != nothing:
         flags = " ".join(f"--{n} {','.join(map(str, getattr(had.sizes, n)))}" for n in ("layers", "samples", "tokens"))
         raise ValueError(
             f"--out = {out} exists, and was measured by {had.ranks} ranks on {had.device} in {had.dtype}, with "
             f"{flags} --response-share {had.sizes.counted}: name another file, or remove it"
         )
-    return had.points
+    return had
 
 
 def _calls(asked: RlhfProfileConfig, dtype, samples: int, zero: Sequence[int], launch: Launch):

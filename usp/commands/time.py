@@ -52,7 +52,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         "--write-hardware needs a run: give its folder as --against" if fit and not asked.against else None,
     )
 
-    from usp.planning.step_report import fitted, measured, plot, render, report_json, step_report, traced_parts
+    from usp.planning.step_report import fitted, measured, plot, render, report_json, step_report
 
     config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware, train_tokens=0)
     terms = terms_of(asked)
@@ -69,9 +69,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         plot(report).savefig(picture, dpi=150)
         written.append(f"written: {picture}")
     if run and fit:
-        traced = traced_parts(folder) if report.job.dims.pp == 1 else {}  # rank 0 is of one stage
-        values, predict = hardware_values(name), lambda hardware: replace(report, hardware=hardware).time
-        values, words = fitted(values, predict, run, traced, str(folder))
+        values, words = fitted(report, hardware_values(name), run, folder)
         fit.write_text(json.dumps(values, indent=1) + "\n")
         written.append(f"written: {fit}: {words}")
     if written and not asked.json:

@@ -145,13 +145,8 @@ class Prompt:
 
 
 class Haystack:
-    """Maker of the prompts of a probe.
-
-    texts: of the haystack, repeated where they are too short.
-    most: tokens of the longest prompt; no more than twice as many tokens of `texts` are read.
-
-    Raises ValueError if `texts` hold nothing.
-    """
+    """Maker of the prompts of a probe from `texts`, repeated where they are too short; no more than twice as many
+    tokens are read as the longest prompt has, `most`. Raises ValueError if `texts` hold nothing."""
 
     def __init__(self, config: NeedleConfig, tokenizer: Tokenizer, texts: Iterable[str], most: int) -> None:
         self._config, self._tokenizer = config, tokenizer

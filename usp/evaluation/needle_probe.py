@@ -117,10 +117,8 @@ class NeedleResult:
 
 
 def plot_heat_map(result: NeedleResult, title: str, mark: int | None = None) -> Any:
-    """Return a matplotlib figure: lengths from left to right, depths from top to bottom, percent in each cell.
-
-    mark: a dashed line stands behind the last length up to this one.
-    """
+    """Return a matplotlib figure: lengths from left to right, depths from top to bottom, percent in each cell; a dashed
+    line stands behind the last length up to `mark`."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
@@ -202,12 +200,8 @@ def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
 
 
 def run_probe(prepared: PreparedProbe, say: Callable[[str], None] = lambda line: None) -> NeedleResult:
-    """Return the responses to all prompts, the same on every rank. Collective.
-
-    say: takes a line at the end of every length.
-
-    Raises ConfigurationError on every rank, if the model cannot be divided as asked.
-    """
+    """Return the responses to all prompts, the same on every rank; `say` takes a line at the end of every length.
+    Collective. Raises ConfigurationError on every rank, if the model cannot be divided as asked."""
     config, layout = prepared.config, prepared.layout
     mesh = ParallelMesh.create(layout.dims, device_type=prepared.device.type)
     mesh.agree((config, prepared.cells, prepared.spec.config.to_dict()), "the needle probe")

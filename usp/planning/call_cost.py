@@ -100,8 +100,7 @@ def call_cost(
     hardware: Hardware,
     options: CallOptions = CallOptions(),
 ) -> CallCost:
-    """Return what a call takes; raise ValueError for a function, which has no model, and if the hardware has no peak
-    for the dtype or connects too few devices."""
+    """Return what a call takes; raise ValueError for functions, and hardware that is too small or lacks the dtype."""
     calls = _Calls(layout, model, workload, hardware, options)
     if isinstance(call.work, Generate):
         return calls.generate()
@@ -114,7 +113,7 @@ def call_cost(
 
 def weight_elements(layout: CallLayout, model: ModelShape, options: CallOptions) -> int:
     """Return the parameter elements of the rank that holds most in a layout."""
-    tokens = _row_multiple(layout) * layout.dims.tp  # the shortest row: only weights matter
+    tokens = _prefill_multiple(layout) * layout.dims.tp  # a short row: only weights matter
     job = _job(replace(layout, ac="none", ac_offload=False), model, options, output="values", seq_len=tokens)
     return max(held_elements(job, rank) for rank in job.ranks("pp", 0))
 
@@ -128,10 +127,6 @@ def _job(
     config = TrainConfig(**values | sizes, dtype=dtype_name(options.dtype))
     weights = torch.float32 if trained else options.dtype
     return Job(config, model, layout.dims, trained=trained, output=output, weights=weights, placed=layout.ranks)
-
-
-def _row_multiple(layout: CallLayout) -> int:
-    return SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
 
 
 def _prefill_multiple(layout: CallLayout) -> int:
@@ -150,7 +145,7 @@ def packed_rows(samples: tuple[Sample, ...], layout: CallLayout, unit: int = 1, 
     """Return the rows of the data-parallel rank with most tokens, as `usp.rlhf.roles.rows` packs them."""
     share &= unit == 1
     number, longest, pairs = _rows(samples, layout.dims.batch, unit, layout.token_budget, layout.dims.pp, share)
-    multiple = _row_multiple(layout) * layout.dims.tp
+    multiple = layout.dims.tp * SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
     row_len = -(-longest // multiple) * multiple
     return Rows(number, row_len, min(1.0, pairs / (number * row_len**2)))
 
@@ -159,7 +154,7 @@ def mini_batch_rows(work: TrainStep, layout: CallLayout, workload: Workload, *, 
     """Return the rows of a train step's mini-batches, and how many mini-batches have them."""
     unit, samples = work.objective.unit, workload.samples
     each = -(-len(samples) // unit // work.mini_batches) * unit
-    mini_batches = [samples[first : first + each] for first in range(0, len(samples), each)]
+    mini_batches = (samples[first : first + each] for first in range(0, len(samples), each))
     return Counter(packed_rows(mini_batch, layout, unit, share=share) for mini_batch in mini_batches)
 
 
@@ -170,8 +165,7 @@ def _rows(
     """Return (rows, tokens of the longest row, pairs of tokens in sequences), the most of any data-parallel rank."""
     packed, pairs, together = [], [], unit
     if share:
-        largest = max(Counter(sample.group for sample in samples).values())
-        together = kept_together(len(samples), largest, parts)
+        together = kept_together(len(samples), max(Counter(sample.group for sample in samples).values()), parts)
     for part in balance(range(len(samples)), [sample.tokens for sample in samples], parts, together):
         own = [samples[index] for index in part]
         ids, shared = _families(own, budget) if share else (range(len(own)), [0] * len(own))
@@ -208,15 +202,13 @@ def _batchings(
     workload: Workload, parts: int, slots: int, cache_tokens: int, ranks: int, multiple: int, ahead: Ahead | None
 ) -> tuple[AheadBatchings, ...]:
     size, limit = workload.group_size, workload.limit
-    lengths = list(zip(workload.prompts, workload.responses, strict=True))
-    balanced = balance(range(len(lengths)), workload.prompts, parts, size)
-    samples = {tuple(Sample(n // size, *lengths[i]) for n, i in enumerate(part)): None for part in balanced if part}
+    each, balanced = workload.samples, balance(range(len(workload.prompts)), workload.prompts, parts, size)
+    samples = {tuple(each[i]._replace(group=n // size) for n, i in enumerate(part)): None for part in balanced if part}
     options = {"slots": slots, "ranks": ranks, "multiple": multiple, "cache_tokens": cache_tokens}
     if ahead is not None:  # every rank has all prompts in turn: one with as many tokens as any has now
         most = max(samples, key=lambda part: sum(sample.tokens for sample in part))
         return (batchings_ahead(most, limit, ahead, **options),)
-    runs = (batching(part, limit, **options) for part in samples)
-    return tuple(AheadBatchings((run,), 0.0, 0) for run in runs)
+    return tuple(AheadBatchings((batching(part, limit, **options),), 0.0, 0) for part in samples)
 
 
 @dataclass(frozen=True)
@@ -234,8 +226,7 @@ class _Calls:
         job = self._of_rows("logprobs" if work.head == "logprobs" else "values", rows)
         step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
         memory = max((forward_memory(job, rank) for rank in job.slowest_ranks), key=lambda moment: moment.total)
-        seconds = {"forward": step.total - step.bubble, "bubble": step.bubble}
-        return CallCost(seconds, memory.total - memory.parameters)
+        return CallCost({"forward": step.total - step.bubble, "bubble": step.bubble}, memory.total - memory.parameters)
 
     def train_step(self, work: TrainStep) -> CallCost:
         seconds, peaks = defaultdict[str, float](float), []
@@ -286,10 +277,8 @@ class _Calls:
         """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
         micro_batches = self.layout.dims.pp if self.options.pipelined else 1
         job = self._job("cache", seq_len=tokens, batch_size=-(-rows // micro_batches))
-        stages = []
-        for rank in job.slowest_ranks:
-            busy, _ = rank_seconds(job, self.hardware, rank, collective=self.options.collective_launches)
-            stages.append(busy.total)
+        each = self.options.collective_launches
+        stages = [rank_seconds(job, self.hardware, rank, collective=each)[0].total for rank in job.slowest_ranks]
         return sum(stages) + (micro_batches - 1) * max(stages)
 
     def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
@@ -306,8 +295,7 @@ class _Calls:
             sum(each) if micro_batches == 1 else micro_batches * max(each) for each in zip(*stages, strict=True)
         )
         per_place = self.hardware.memory_seconds(rows * read)
-        graphs = self.options.cuda_graphs and self.hardware.streams
-        if graphs and job.dims.pp == 1 and not job.model.experts_per_token:
+        if self.options.cuda_graphs and self.hardware.streams and job.dims.pp == 1 and not job.model.experts_per_token:
             launched = 1.0
         return fixed, per_place, launched * self.hardware.launch_seconds
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,16 @@ class Compared:
         return sum(sent.nbytes for sent in self.sent)
 
     @property
+    def plan(self) -> str:
+        """The degrees above 1 and the memory options, as the planner says them."""
+        config = replace(self.step.job.config, dp_shard=self.step.job.dims.dp_shard)
+        return f"{degrees(config)}, {memory_options(config)}"
+
+    @property
+    def bars(self) -> dict[str, Bar]:
+        return {"Step": _bar(self.step.time.parts, seconds), "Memory": _bar(memory_parts(self.step.memory), size)}
+
+    @property
     def reason(self) -> str:
         """Why the method does not fit, and what would make it; empty if it fits."""
         if self.step.fits:
@@ -144,17 +155,14 @@ def judge(compared: Iterable[Compared], setting: Setting) -> list[Compared]:
 def _remedy(step: StepReport, setting: Setting) -> tuple[str, StepReport] | None:
     if step.fits:
         return None
-    config, saving = step.job.config, []
+    config, saving, names = step.job.config, [], ("zero", "ac", "ac_offload", "mlp_tile", "optim_offload")
     zeros, modes = range(max(1, config.zero), 4), AC_MODES[AC_MODES.index(config.ac) :]
     for zero, ac, offload, optimizer in product(zeros, modes, (False, True), (False, True)):
-        if offload and ac == "none":
-            continue
-        asked: dict[str, Any] = {"zero": zero, "ac": ac, "ac_offload": offload, "mlp_tile": MLP_TILE if offload else 0}
-        asked["optim_offload"] = optimizer
-        changes = {name: value for name, value in asked.items() if value != getattr(config, name)}
+        asked = zip(names, (zero, ac, offload, MLP_TILE if offload else 0, optimizer), strict=True)
+        changes: dict[str, Any] = {name: value for name, value in asked if value != getattr(config, name)}
         try:
             other = StepReport(setting.job(replace(config, **changes)), setting.hardware)
-        except ValueError:  # zero-bubble has neither ZeRO-2 nor 3
+        except ValueError:  # zero-bubble has neither ZeRO-2 nor 3, and without recomputation nothing is offloaded
             continue
         if other.fits:
             words = (flag(name) if value is True else f"{flag(name)} {value}" for name, value in changes.items())
@@ -183,14 +191,10 @@ def _communication(compared: Sequence[Compared]) -> Grid:
 
 
 def _memory(compared: Sequence[Compared]) -> Grid:
-    largest = max(each.step.memory.peak.total for each in compared)
-    unit, name = (GIB, "GiB") if largest >= GIB else (2**20, "MiB")
-    rows = []
-    for each in compared:
-        memory = each.step.memory
-        sizes = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.host)
-        sizes_and_peak = (f"{nbytes / unit:.1f}" for nbytes in (*sizes, memory.peak.total))
-        rows.append((each.method, *sizes_and_peak, memory.peak.name))
+    held = [(each.method, each.step.memory) for each in compared]
+    unit, name = (GIB, "GiB") if max(memory.peak.total for _, memory in held) >= GIB else (2**20, "MiB")
+    sizes = attrgetter("parameters", "gradients", "optimizer", "activations", "host", "peak.total")
+    rows = ((method, *(f"{n / unit:.1f}" for n in sizes(memory)), memory.peak.name) for method, memory in held)
     columns = ("method", "params", "grads", "optim", "activ", "host", "peak", "at")
     return Grid(f"Memory of the rank that needs most, {name}", columns, tuple(rows))
 
@@ -283,6 +287,7 @@ def sweep(methods: Sequence[Method], setting: Setting) -> list[Panel]:
 def plot(panels: Sequence[Panel]) -> Any:
     """Return a matplotlib figure of the four panels of a sweep."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(13, 9), layout="constrained")
     columns = figure.subplots(2, 2).T.flat
@@ -295,10 +300,9 @@ def plot(panels: Sequence[Panel]) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks(panel.places, [short(place) for place in panel.places])
-        powers = range(-4, int(max([1.0, *_values(panel)])).bit_length() + 1)
-        low, high = axes.get_ylim()
-        axes.set_yticks([2.0**power for power in powers], [f"{2.0**power:g}" for power in powers])
-        axes.set_ylim(max(low, 2.0**-4), high)
+        axes.yaxis.set_major_locator(LogLocator(base=2, numticks=99))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], 2.0**-4))
         axes.minorticks_off()
         axes.set_xlabel(panel.below)
         axes.set_ylabel(panel.title)
@@ -308,13 +312,9 @@ def plot(panels: Sequence[Panel]) -> Any:
     return figure
 
 
-def _values(panel: Panel) -> list[float]:
-    return [value for line in panel.lines.values() for value in line.values() if value > 0]
-
-
 def _powers(panel: Panel) -> tuple[float, float, int, int]:
     """Return the powers of two at the ends of a chart's axes: the first and last place, and around all values."""
-    values = [*_values(panel), *([panel.limit] if panel.limit else [])] or [1.0]
+    values = list(filter(None, (panel.limit, *chain(*(line.values() for line in panel.lines.values()))))) or [1.0]
     low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     first, last = math.log2(panel.places[0]), math.log2(panel.places[-1])
     return first, max(last, first + 1), low, max(high, low + 1)
@@ -333,18 +333,15 @@ def page(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"size": size, "seconds": seconds, "short": short, "log2": math.log2}
-    methods = [_method(each) for each in judged]
     return environment.get_template("page.html").render(
         title=title,
         headline=_headline(judged),
         facts=facts,
-        methods=methods,
+        methods=judged,
         infeasible=problems,
         shown=SHOWN,
         kinds=KINDS,
-        legends=[
-            (name, _legend(each[key] for each in methods)) for name, key in (("Step", "time"), ("Memory", "memory"))
-        ],
+        legends=[(name, _legend(each.bars[name] for each in judged)) for name in ("Step", "Memory")],
         longest=max((each.step.time.total for each in judged), default=1),
         largest=max((each.step.memory.peak.total for each in judged), default=1),
         limit=judged[0].step.limits.device if judged else 0,
@@ -354,30 +351,14 @@ def page(
     )
 
 
-def _method(method: Compared) -> dict[str, Any]:
-    step = method.step
-    config = replace(step.job.config, dp_shard=step.job.dims.dp_shard)
-    return {
-        "name": method.method,
-        "degrees": f"{degrees(config)}, {memory_options(config)}",
-        "step": step,
-        "reason": method.reason,
-        "time": _bar(step.time.parts, seconds),
-        "memory": _bar(memory_parts(step.memory), size),
-        "sent": method.sent_bytes,
-    }
-
-
 def _headline(judged: Sequence[Compared]) -> str:
     """Return the decision in a sentence or two."""
     if not judged:
         return "None of the methods can run as asked; the reasons are below."
     first, *others = judged
     if first.step.fits:
-        time, memory = first.step.time, f"{size(first.step.memory.peak.total)} of {size(first.step.limits.device)}"
-        words = (
-            f"{first.method} is the fastest that fits: {seconds(time.total)} per step, {time.mfu:.0%} MFU, {memory}."
-        )
+        time, held = first.step.time, f"{size(first.step.memory.peak.total)} of {size(first.step.limits.device)}"
+        words = f"{first.method} is the fastest that fits: {seconds(time.total)} per step, {time.mfu:.0%} MFU, {held}."
         if others and others[0].step.fits:
             words += f" {others[0].method} takes {others[0].step.time.total / time.total - 1:.0%} longer."
         return words

@@ -17,12 +17,12 @@ from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean as mean
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from parallel import Hardware
+from usp.data.store import write_json
 from usp.model.facts import ModelShape
 from usp.predict.traffic import FLOAT32
 from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
@@ -61,40 +61,36 @@ def factor_of(factors: Factors, call: str, layout: CallLayout) -> float | None:
     return known[min(known, key=lambda key: len(words.symmetric_difference(key.split())))] if known else None
 
 
+@dataclass(eq=False)
 class Estimates:
-    """Seconds and bytes of a graph's calls and of the movement of weights. Bytes are those of the rank that has most.
+    """Seconds and bytes of a graph's calls and of the movement of weights. Bytes are those of the rank that has most. A
+    call takes the same wherever its ranks are within a host, or on whole hosts, and so do calls of one kind to roles
+    that share a model. A layout without a factor has that of the most similar layout of the call."""
 
-    A call takes the same wherever its ranks are within a host, or on whole hosts; and so do calls of one kind to roles
-    that share a model. A layout without a factor has that of the most similar layout of the call.
-    """
+    graph: DataflowGraph
+    models: Mapping[str, ModelShape]
+    workload: Workload
+    hardware: Hardware
+    options: CallOptions
+    factors: Factors = field(default_factory=dict)
 
-    def __init__(
-        self,
-        graph: DataflowGraph,
-        models: Mapping[str, ModelShape],
-        workload: Workload,
-        hardware: Hardware,
-        options: CallOptions,
-        factors: Factors = MappingProxyType({}),
-    ) -> None:
-        self.graph, self.models, self.workload, self.hardware, self.options = graph, models, workload, hardware, options
-        self.factors = factors
+    def __post_init__(self) -> None:
+        graph, models, setting = self.graph, self.models, (self.workload, self.hardware, self.options)
         # of each call with a model the first that does the same with the same model
         self._like, first = dict[str, str](), dict[object, str]()
         for call in (call for call in graph.calls if call.role):
             work = call.work.head if isinstance(call.work, Inference) else call.name
             self._like[call.name] = first.setdefault((work, id(models[call.role])), call.name)
         self._placed = cache(self._somewhere)
-        setting = workload, hardware, options
         self._cost = cache(lambda call, at: call_cost(graph[call], at, models[graph[call].role], *setting))
-        self._elements = cache(lambda role, at: weight_elements(at, models[role], options))
+        self._elements = cache(lambda role, at: weight_elements(at, models[role], self.options))
         # Searches ask for the same very often.
         self.call_seconds, self.fill_seconds = cache(self._call_seconds), cache(self._fill_seconds)
         self.weight_bytes = cache(self._weight_bytes)
 
     def with_factors(self, factors: Factors) -> Estimates:
         """Return the same estimates with other factors."""
-        other = Estimates(self.graph, self.models, self.workload, self.hardware, self.options, factors)
+        other = replace(self, factors=factors)
         other._cost, other._elements = self._cost, self._elements
         return other
 
@@ -170,12 +166,9 @@ def _parts_by_host(layout: CallLayout, host_devices: int) -> dict[int, float]:
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """What is timed: a part of calls, by a model, in a layout.
-
-    Work is PREFILL: a forward over prompts, to the first token; DECODE: one step; "logprobs", "values": a forward;
-    "train logprobs", "train values": an optimizer step on one mini-batch of as few micro-batches as the layout allows;
-    UPDATE and one of these: what does not repeat with further micro-batches.
-    """
+    """What is timed: a part of calls, by a model, in a layout. Work is PREFILL: a forward over prompts, to the first
+    token; DECODE: one step; "logprobs", "values": a forward; "train logprobs", "train values": an optimizer step on one
+    mini-batch of as few micro-batches as the layout allows; UPDATE and one of these: what happens once in a step."""
 
     model: str  # `model_key`
     work: str
@@ -287,12 +280,8 @@ class Measurements:
             {**asdict(part), "points": [[*at, seconds] for at, seconds in points.items()]}
             for part, points in sorted(self.points.items())
         ]
-        values = {"version": VERSION, "device": self.device, "dtype": self.dtype, "ranks": self.ranks}
-        values["sizes"] = asdict(self.sizes)
-        lines = ",\n  ".join(map(json.dumps, parts))
-        new = path.with_name(f"{path.name}.new")
-        new.write_text(f'{json.dumps(values)[:-1]}, "parts": [\n  {lines}\n]}}\n')
-        new.replace(path)
+        made_of = {name: getattr(self, name) for name in ("device", "dtype", "ranks")}
+        write_json(path, {"version": VERSION, **made_of, "sizes": asdict(self.sizes), "parts": parts})
 
     @staticmethod
     def load(path: Path) -> Measurements:
@@ -302,22 +291,17 @@ class Measurements:
             if values["version"] != VERSION:
                 raise ValueError(f"its version must be {VERSION}")
             points = {}
-            for part in values["parts"]:
-                # points may end with the seconds of processors, which are not used
-                measured = {tuple(at): float(seconds) for *at, seconds in (point[:4] for point in part["points"])}
+            for part in values["parts"]:  # whose points may end with the seconds of processors, which are not used
+                measured = {(d, n, t): float(took) for d, n, t, took, *_ in part["points"]}
                 points[Part(part["model"], part["work"], part["layout"])] = measured
-            sizes: dict[str, Any] = {
-                name: tuple(x) if isinstance(x, list) else x for name, x in values["sizes"].items()
-            }
-            made_of = values["device"], values["dtype"], values["ranks"]
-            return Measurements(*made_of, Sizes(**sizes), points)
+            sizes: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in values["sizes"].items()}
+            return Measurements(values["device"], values["dtype"], values["ranks"], Sizes(**sizes), points)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is not a profile of python -m usp rlhf-profile: {error!r}") from error
 
 
 def _along(known: Mapping[Any, float], x: float, *others: float) -> float:
-    """Return what lies at x, then at the other coordinates: on the line through the two nearest known ones, or in
-    proportion to a single one."""
+    """Return the value at (x, *others): on the line through the two nearest known x, or in proportion to only one."""
     xs = sorted({first for first, *_ in known})
 
     def at(first: int) -> float:

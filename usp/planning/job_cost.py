@@ -1,14 +1,14 @@
 """What a whole training job takes: device-hours, wall-clock time with restarts, and money. Pure.
 
 A failure stops all devices. The work since the last checkpoint, half an interval on average, is done again after the
-restart (Young, 1974, "A first order approximation to the optimum checkpoint interval"); saving itself is taken to
-overlap with training."""
+restart (Young, 1974, "A first order approximation to the optimum checkpoint interval"); saving overlaps with steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from usp.run.tables import Grid
@@ -20,23 +20,14 @@ BILLION = 10**9
 
 @dataclass(frozen=True)
 class Terms:
-    """What is asked of a job.
+    """What is asked of a job."""
 
-    Attributes:
-        tokens: to train on; 0: not asked.
-        prices: of a device-hour by hardware name in lower case; "" is that of any hardware.
-        deadline: hours of wall-clock time; inf: none.
-        failures: of a device in an hour.
-        checkpoint_minutes: between checkpoints.
-        restart_minutes: from a failure to the next step.
-    """
-
-    tokens: int = 0
-    prices: Mapping[str, float] = field(default_factory=dict)
-    deadline: float = math.inf
-    failures: float = FAILURES
-    checkpoint_minutes: float = 30.0
-    restart_minutes: float = 15.0
+    tokens: int = 0  # to train on; 0: not asked
+    prices: Mapping[str, float] = field(default_factory=dict)  # of a device-hour by name in lower case; "": of any
+    deadline: float = math.inf  # hours of wall-clock time
+    failures: float = FAILURES  # of a device in an hour
+    checkpoint_minutes: float = 30.0  # between checkpoints
+    restart_minutes: float = 15.0  # from a failure to the next step
 
     @property
     def asked(self) -> bool:
@@ -76,25 +67,20 @@ def job_cost(terms: Terms, hardware: str, devices: int, step_seconds: float, ste
     return JobCost(hours, min(1.0, lost), devices * hours, None if price is None else devices * hours * price)
 
 
-def job_grid(terms: Terms, jobs: Sequence[tuple[str, JobCost]], title: str = "") -> Grid:
+def job_grid(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Grid:
     """Return the table of jobs, each with the text that names it."""
-    rows = [(name, *_cells(job, terms)) for name, job in jobs]
-    tokens = f"{terms.trained / BILLION:,g}B tokens"
     heading = (
-        f"{title}{'The whole job' if terms.tokens else 'Each job'}: {tokens}, {1000 * terms.failures:.3g} failures in "
-        f"1,000 device-hours, a checkpoint every {terms.checkpoint_minutes:g} and restarts of "
-        f"{terms.restart_minutes:g} minutes"
-        f"{'; cost in the unit of --price' if terms.prices else ''}"
+        f"{'The whole job' if terms.tokens else 'Each job'}: {terms.trained / BILLION:,g}B tokens, "
+        f"{1000 * terms.failures:.3g} failures in 1,000 device-hours, a checkpoint every {terms.checkpoint_minutes:g} "
+        f"and restarts of {terms.restart_minutes:g} minutes{'; cost in the unit of --price' if terms.prices else ''}"
     )
+    rows = []
+    for name, job in jobs:
+        money = "no price" if job.money is None else money_text(job.money)
+        deadline = "" if math.isinf(terms.deadline) else "missed" if job.late(terms) else "kept"
+        cells = (hours_text(job.hours), f"{job.device_hours:,.1f}", f"{job.lost:.1%}", money, deadline)
+        rows.append((name, *(("never ends", "", "100%", "", "missed") if math.isinf(job.hours) else cells)))
     return Grid(heading, ("", "wall-clock", "device-hours", "lost to failures", "cost", "deadline"), tuple(rows))
-
-
-def _cells(job: JobCost, terms: Terms) -> tuple[str, ...]:
-    if math.isinf(job.hours):
-        return "never ends", "", "100%", "", "missed"
-    money = "no price" if job.money is None else money_text(job.money)
-    deadline = "" if math.isinf(terms.deadline) else "missed" if job.late(terms) else "kept"
-    return hours_text(job.hours), f"{job.device_hours:,.1f}", f"{job.lost:.1%}", money, deadline
 
 
 def money_text(money: float) -> str:
@@ -115,8 +101,7 @@ def step_cost_text(seconds: float, devices: int, samples: int, hardware: str, pr
 
 
 def verdicts(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> list[str]:
-    """Return which job is the fastest and which the cheapest, of those that keep the deadline if any does, and what
-    has no price."""
+    """Return the fastest and the cheapest job, of those that keep the deadline if any does, and what has no price."""
     kept = [pair for pair in jobs if not pair[1].late(terms) and pair[1].hours < math.inf]
     among = kept or list(jobs)
     name, job = min(among, key=lambda pair: pair[1].hours)
@@ -135,21 +120,17 @@ def missing_prices(jobs: Sequence[tuple[str, JobCost]]) -> list[str]:
 
 
 def pareto(jobs: Sequence[tuple[str, JobCost]]) -> list[int]:
-    """Return the places of the jobs that no other beats in both time and cost, the fastest first; where a price is
-    missing, the cost is device-hours."""
-    order = sorted(range(len(jobs)), key=lambda place: (jobs[place][1].hours, _cost(jobs, place)))
-    best, front = math.inf, []
-    for place in order:
-        if _cost(jobs, place) < best:
-            best = _cost(jobs, place)
-            front.append(place)
-    return front
+    """Return the places of the jobs that no other beats in both time and cost, as by `_costs`; the fastest first."""
+    costs = _costs(jobs)
+    order = sorted(range(len(jobs)), key=lambda place: (jobs[place][1].hours, costs[place]))
+    cheapest = accumulate((costs[place] for place in order), min, initial=math.inf)
+    return [place for place, before in zip(order, cheapest, strict=False) if costs[place] < before]
 
 
-def _cost(jobs: Sequence[tuple[str, JobCost]], place: int) -> float:
-    known = all(job.money is not None for _, job in jobs)
-    money = jobs[place][1].money
-    return money if known and money is not None else jobs[place][1].device_hours
+def _costs(jobs: Sequence[tuple[str, JobCost]]) -> list[float]:
+    """Return what each job costs; where a price is missing, device-hours."""
+    money = [job.money for _, job in jobs if job.money is not None]
+    return money if len(money) == len(jobs) else [job.device_hours for _, job in jobs]
 
 
 def plot(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Any:
@@ -157,23 +138,21 @@ def plot(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes, front = figure.subplots(), pareto(jobs)
-    places = [(jobs[place][1].hours, _cost(jobs, place)) for place in range(len(jobs))]
-    unit = 24 if min(hours for hours, _ in places) >= 48 else 1
-    axes.plot([places[p][0] / unit for p in front], [places[p][1] for p in front], "-", color="0.6", zorder=1)
-    for place, (hours, cost) in enumerate(places):
-        on_front = place in front
-        axes.scatter(hours / unit, cost, color="tab:blue" if on_front else "0.5", zorder=2)
-        offset = (6, -12 if on_front else 5)
-        axes.annotate(jobs[place][0], (hours / unit, cost), textcoords="offset points", xytext=offset, fontsize="small")
+    axes, front, costs = figure.subplots(), pareto(jobs), _costs(jobs)
+    unit = 24 if min(job.hours for _, job in jobs) >= 48 else 1
+    points = [(job.hours / unit, cost) for (_, job), cost in zip(jobs, costs, strict=True)]
+    axes.plot([points[place][0] for place in front], [points[place][1] for place in front], color="0.6", zorder=1)
+    for place, (name, _) in enumerate(jobs):
+        color, below = ("tab:blue", -12) if place in front else ("0.5", 5)
+        axes.scatter(*points[place], color=color, zorder=2)
+        axes.annotate(name, points[place], textcoords="offset points", xytext=(6, below), fontsize="small")
     if terms.deadline < math.inf:
         axes.axvline(terms.deadline / unit, color="tab:red", linestyle="--", linewidth=1, label="deadline")
         axes.legend(frameon=False)
-    known = all(job.money is not None for _, job in jobs)
     axes.set_xlabel(f"{'days' if unit == 24 else 'hours'} of wall-clock time, restarts included")
-    axes.set_ylabel("cost, in the unit of --price" if known else "device-hours (a price is missing)")
+    axes.set_ylabel("device-hours (a price is missing)" if missing_prices(jobs) else "cost, in the unit of --price")
     axes.set_title(f"{terms.trained / BILLION:,g}B tokens; the line joins plans that no other beats", fontsize="medium")
     axes.margins(x=0.2)
-    axes.set_ylim(0, 1.15 * max((cost for _, cost in places if cost < math.inf), default=1.0))
+    axes.set_ylim(0, 1.15 * max((cost for cost in costs if cost < math.inf), default=1.0))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     return figure

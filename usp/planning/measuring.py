@@ -4,10 +4,10 @@ Every layout is measured on all of its ranks, in turns (`usp.predict.rounds`). A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from statistics import median
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor
 from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import model_facts, with_layers
 from usp.hf.shapes import shape_of
-from usp.predict.compute import dtype_name
 from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
@@ -24,7 +23,8 @@ from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.samples import Samples
 
-from .estimates import PREFILL, UPDATE, Measurements, Part, Points, Sizes, layout_key, model_key, work_of
+from .estimates import PREFILL, UPDATE, Measurements, Part, Sizes, layout_key, model_key, work_of
+from .question import silent
 
 Timings = Iterator[tuple[Part, tuple[int, int, int], float]]  # (part, (layers, sequences, tokens), seconds)
 
@@ -37,41 +37,34 @@ class Asked:
     spec: RoleSpec
     layout: CallLayout
 
-    def part(self) -> Part:
-        """Return what is measured; of generation, its decode steps."""
-        config = self.spec.config
-        key = model_key(shape_of(model_facts(self.spec.source, config), config), self.spec.dtype)
-        return Part(key, work_of(self.call), layout_key(self.layout))
-
 
 def measure_calls(
     asked: Sequence[Asked],
-    sizes: Sizes,
+    known: Measurements,
     rounds: Rounds,
-    device_name: str,
     groups: ProcessGroups,
-    progress: Callable[[str], None] = lambda doing: None,
-    known: Mapping[Part, Points] = MappingProxyType({}),
-    keep: Callable[[Measurements], None] = lambda measured: None,
+    progress: Callable[[str], None] = silent,
+    keep: Callable[[Measurements], None] = silent,
 ) -> Measurements:
-    """Measure every call, of which there is at least one and all are of one dtype, once for each model and layout.
-    Collective over the world, all of whose ranks ask the same. What is `known` is not measured again; `keep` gets what
-    is measured so far after each call. Raise ValueError for layers of several kinds, and unsupported layouts."""
-    points = {part: dict(measured) for part, measured in known.items()}
-    result = Measurements(device_name, dtype_name(asked[0].spec.dtype), dist.get_world_size(), sizes, points)
+    """Measure every call, once for each model and layout, but what is known; all are of one dtype. Collective over the
+    world, all of whose ranks ask the same. `keep` gets what is measured so far after each call. Raise ValueError for
+    layers of several kinds, and unsupported layouts."""
+    points = {part: dict(measured) for part, measured in known.points.items()}
     for one in asked:
-        part = one.part()
+        config = one.spec.config
+        key = model_key(shape_of(model_facts(one.spec.source, config), config), one.spec.dtype)
+        part = Part(key, work_of(one.call), layout_key(one.layout))
         if part in points:
             continue
         progress(f"{part.work} of {part.model}: {part.layout}")
         mesh = ParallelMesh.create(one.layout.dims, rounds.device.type, one.layout.ranks, groups)
-        depths = sizes.layers or (one.spec.config.num_hidden_layers,)
+        depths = known.sizes.layers or (config.num_hidden_layers,)
         for layers in sorted({max(layers, one.layout.dims.pp) for layers in depths}):
             run = _GenerateRun if isinstance(one.call.work, Generate) else _RowsRun
-            for measured, at, seconds in run(one, part, layers, sizes, mesh, rounds).timings():
+            for measured, at, seconds in run(one, part, layers, known.sizes, mesh, rounds).timings():
                 points.setdefault(measured, {})[at] = seconds
-        keep(result)
-    return result
+        keep(replace(known, points=points))
+    return replace(known, points=points)
 
 
 @dataclass(eq=False)
@@ -84,10 +77,9 @@ class _Run:
     sizes: Sizes
     mesh: ParallelMesh
     rounds: Rounds
-    model: RoleModel | None = field(init=False)
+    model: RoleModel | None = None
 
     def __post_init__(self) -> None:
-        self.model = None
         if self.mesh.member:
             spec, trained = self.asked.spec, isinstance(self.asked.call.work, TrainStep)
             random = replace(spec, source=next(iter(PRESETS)), config=with_layers(spec.config, self.layers), lora=None)
@@ -95,22 +87,19 @@ class _Run:
             self.model = RoleModel(random, self.asked.layout, self.mesh, trained=trained, slots=slots)
             self.model.fill()
 
-    def seconds(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """Return the seconds of calls, timed in turns: medians, because a step's ranks wait for each other as these do.
-        Collective over the world."""
-        turns = self.rounds.turns([Timed(str(key), call if self.model else None, 1) for key, call in calls.items()])
+    def seconds(
+        self, call: Callable[..., Callable[[], object]], shapes: Sequence[tuple[int, ...]]
+    ) -> dict[tuple[int, ...], float]:
+        """Return the seconds of what `call` makes of the model and each shape, timed in turns: medians, because a
+        step's ranks wait for each other as these do. Collective over the world."""
+        turns = self.rounds.turns([Timed(str(at), call(self.model, *at) if self.model else None, 1) for at in shapes])
         took = self.rounds.on_slowest_rank(turns).values()
-        return {key: median(of_all) for key, of_all in zip(calls, took, strict=True)}
-
-    def of_rank(self, samples: int) -> int:
-        """Return the samples of a data-parallel rank."""
-        return max(1, -(-samples // self.mesh.dims.batch))
+        return {shape: median(of_all) for shape, of_all in zip(shapes, took, strict=True)}
 
     def drawn(self, samples: int, tokens: int) -> list[Tensor]:
         """Return random tokens of samples, different on every data-parallel rank."""
         draw = torch.Generator().manual_seed(self.asked.layout.number_of(dist.get_rank()))
-        vocabulary = self.asked.spec.config.vocab_size
-        return [torch.randint(vocabulary, (tokens,), generator=draw) for _ in range(samples)]
+        return [torch.randint(self.asked.spec.config.vocab_size, (tokens,), generator=draw) for _ in range(samples)]
 
 
 class _RowsRun(_Run):
@@ -118,23 +107,20 @@ class _RowsRun(_Run):
 
     def timings(self) -> Timings:
         pp, trains = self.mesh.dims.pp, isinstance(self.asked.call.work, TrainStep)
-        numbers = sorted({max(pp, self.of_rank(samples)) for samples in self.sizes.samples})
-        shapes: list[tuple[int, ...]] = [(number, tokens) for number in numbers for tokens in self.sizes.tokens]
+        numbers = sorted({max(pp, -(-samples // self.mesh.dims.batch)) for samples in self.sizes.samples})
+        shapes: list[tuple[int, ...]] = [*product(numbers, self.sizes.tokens)]
         first, least = numbers[0], min(self.sizes.tokens)
         twice = (2 * first, least, 2 * pp)  # in twice the micro-batches
-        found = self.seconds({shape: self._call(*shape) for shape in [*shapes, *([twice] if trains else [])]})
+        found = self.seconds(self._call, [*shapes, *([twice] if trains else [])])
         for number, tokens in shapes:
             yield self.part, (self.layers, number, tokens), found[number, tokens]
         if trains:
             update = max(0.0, 2 * found[first, least] - found[twice])
             yield replace(self.part, work=UPDATE + self.part.work), (self.layers, 1, 1), update
 
-    def _call(self, number: int, tokens: int, rows: int = 0) -> Callable[[], object]:
+    def _call(self, model: RoleModel, number: int, tokens: int, rows: int = 0) -> Callable[[], object]:
         """Return a call on `number` samples in as few rows as the layout allows, or in `rows`."""
-        if self.model is None:
-            return lambda: None
-        model, work = self.model, self.asked.call.work
-        samples = self._samples(number, tokens)
+        work, samples = self.asked.call.work, self._samples(number, tokens)
         layout = replace(model.layout, micro_batch_tokens=-(-number * tokens // rows) if rows else 0)
         if isinstance(work, Inference):
             return lambda: model.inference(samples, work, "output", layout)
@@ -166,20 +152,17 @@ class _GenerateRun(_Run):
 
     def timings(self) -> Timings:
         steps = self.sizes.decoded
-        numbers = sorted({self.of_rank(samples) for samples in self.sizes.samples})
-        shapes = [(number, tokens) for number in numbers for tokens in self.sizes.prompts]
-        found = self.seconds({(*shape, more): self._call(*shape, 1 + more) for shape in shapes for more in (0, steps)})
-        for number, tokens in shapes:
-            first, whole = found[number, tokens, 0], found[number, tokens, steps]
+        numbers = sorted({-(-samples // self.mesh.dims.batch) for samples in self.sizes.samples})
+        found = self.seconds(self._call, [*product(numbers, self.sizes.prompts, (1, 1 + steps))])
+        for number, tokens in product(numbers, self.sizes.prompts):
+            first, whole = found[number, tokens, 1], found[number, tokens, 1 + steps]
             # On a busy machine the longer run may seem the shorter one. No step is free: then all forwards share it.
             step = (whole - first) / steps if whole > first else whole / (1 + steps)
             yield self.part, (self.layers, number, tokens + steps // 2), step
             yield replace(self.part, work=PREFILL), (self.layers, number, tokens), max(0.0, first - step)
 
-    def _call(self, number: int, tokens: int, responses: int) -> Callable[[], object]:
-        if self.model is None:
-            return lambda: None
-        model, work = self.model, self.asked.call.work
+    def _call(self, model: RoleModel, number: int, tokens: int, responses: int) -> Callable[[], object]:
+        work = self.asked.call.work
         assert isinstance(work, Generate)
         prompts = Samples(tuple(range(number)), {"prompt_ids": self.drawn(number, tokens + 1)})
         generate = replace(work, group_size=1, max_new_tokens=responses, stop_ids=(), stop_strings=())

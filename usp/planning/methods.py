@@ -15,18 +15,8 @@ from usp.model.facts import ModelFacts
 from usp.predict.job import Job
 from usp.run.failures import nearest
 
-PARTS = {
-    "ulysses": "sp_ulysses",
-    "ring": "sp_ring",
-    "usp": "",
-    "dp": "dp_shard",
-    "hsdp": "dp_replicate",
-    "tp": "tp",
-    "tp-sp": "tp",
-    "pp": "pp",
-    "ep": "ep",
-    "zero": "zero",
-}
+PARTS = {"ulysses": "sp_ulysses", "ring": "sp_ring", "usp": "", "dp": "dp_shard", "hsdp": "dp_replicate"}
+PARTS |= {"tp": "tp", "tp-sp": "tp", "pp": "pp", "ep": "ep", "zero": "zero"}
 DEFAULT = (
     *("ulysses", "ring", "usp", "dp", "zero1", "zero2", "zero3", "usp+zero1", "usp+zero2", "usp+zero3"),
     *("tp", "tp-sp", "pp", "ep", "tp-sp2+usp+zero1", "pp2+usp+zero1"),
@@ -86,11 +76,9 @@ class Method:
         return Method(name, tuple(parts.items()))
 
     def config(self, base: TrainConfig, facts: ModelFacts, world_size: int, sequences: int, rows: int) -> TrainConfig:
-        """Return the configuration of a run with `sequences` per step, in micro-batches of `rows` on a rank.
-
-        Raise ValueError for degrees that do not divide the devices, if the sequences do not divide evenly over the
-        data-parallel ranks and their micro-batches, or if they are too few for the pipeline.
-        """
+        """Return the configuration of a run with `sequences` per step, in micro-batches of `rows` on a rank; raise
+        ValueError for degrees that do not divide the devices, and sequences that do not divide evenly over the
+        data-parallel ranks and their micro-batches, or are too few for the pipeline."""
         flags = self._flags(facts, world_size)
         dp = world_size // math.prod(flags.get(name, 1) for name in ("sp_ulysses", "sp_ring", "tp", "pp"))
         number, rest = divmod(sequences, dp * rows)

@@ -13,6 +13,7 @@ from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
 Q = TypeVar("Q", bound="Devices")
+Tried = Callable[[int, int], None]  # is told how many layouts are tried, of all
 
 LAYOUT = (  # what a plan of a training step sets, without options to save memory
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
@@ -20,6 +21,10 @@ LAYOUT = (  # what a plan of a training step sets, without options to save memor
 )
 CHOSEN = (*LAYOUT, "zero", "ac", "ac_offload", "mlp_tile", "optim_offload")
 MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are too few
+
+
+def silent(*told: object) -> None:
+    """Take a report that nobody reads."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -30,7 +30,7 @@ from usp.run.tables import GIB, Grid
 
 from .call_cost import CallOptions, batchings
 from .estimates import Estimates, Measurements, layout_key
-from .question import Devices, enough_devices, suppositions, what_if_line
+from .question import Devices, Tried, enough_devices, silent, suppositions, what_if_line
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
 from .simulator import Simulation, Simulator
 from .workload import Workload
@@ -92,18 +92,11 @@ class Question(Devices):
         layers = min(len(facts.windows) for facts in models)
         return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=any(f.num_experts for f in models))
 
-    def problem(
-        self,
-        estimates: Estimates | None = None,
-        until: float = math.inf,
-        report: Callable[[int, int], None] = lambda tried, every: None,
-    ) -> Problem:
+    def problem(self, until: float = math.inf, report: Tried = silent, estimates: Estimates | None = None) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
         models and optimizer states; `until` and `report` as in `Problem.that_fit`. Raise NothingFits naming the calls
-        that no layout fits, and ValueError for devices that are not whole hosts, or that the hardware does not
-        connect."""
-        estimates = estimates or self.estimates
-        simulator = Simulator(self.graph, estimates, self.world_size, staleness=min(1, self.staleness))
+        that no layout fits, and ValueError for devices that are not whole hosts, or not connected."""
+        simulator = Simulator(self.graph, estimates or self.estimates, self.world_size, min(1, self.staleness))
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload).that_fit(until, report)
@@ -112,8 +105,7 @@ class Question(Devices):
         """Yield which calls of a plan were not measured in its layouts, and how many layouts were not."""
         measured = {(name, key) for name, of_call in self.estimates.factors.items() for key in of_call}
         calls = [call.name for call in self.graph.calls if call.role]
-        chosen = [(name, layout_key(plan[name])) for name in calls]
-        if missing := [key for key in chosen if key not in measured]:
+        if missing := [key for name in calls if (key := (name, layout_key(plan[name]))) not in measured]:
             listed = "; ".join(f"{name} ({layout})" for name, layout in missing)
             yield f"NOT IN THE PROFILE, so by their most similar layouts there, or the rates of the hardware: {listed}"
         elif self.measurements:
@@ -141,16 +133,10 @@ class RlhfChoice:
 
 
 def answer(
-    question: Question,
-    *,
-    seed: int = 0,
-    budget: float = 60.0,
-    report: Progress,
-    predicted: Callable[[int, int], None] = lambda tried, every: None,
+    question: Question, *, seed: int = 0, budget: float = 60.0, report: Progress = silent, predicted: Tried = silent
 ) -> RlhfChoice:
-    """Search the fastest plan in `budget` seconds: at most `_PREDICTING` of them predict layouts, which `predicted` is
-    told of, and the rest compares plans. Raise as `Question.problem`, and NothingFits with the plan that needs least
-    memory and what would help."""
+    """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, as `predicted` is told.
+    Raise as `Question.problem`, and NothingFits with the plan that needs least memory and what would help."""
     begin = time.monotonic()
     try:
         problem = question.problem(until=begin + _PREDICTING * budget, report=predicted)
@@ -200,10 +186,8 @@ def _fewer_slots(question: Question) -> int:
         except NothingFits:
             return False
 
-    halves = list(takewhile(bool, (question.options.slots >> places for places in range(1, 32))))
-    if not halves or fits(question.options.slots) or not fits(halves[-1]):
-        return 0
-    return next(filter(fits, halves))
+    halves = takewhile(bool, (question.options.slots >> places for places in range(1, 32)))
+    return 0 if fits(question.options.slots) else next(filter(fits, halves), 0)
 
 
 def _fits(question: Question, until: float) -> bool:
@@ -215,8 +199,7 @@ def _fits(question: Question, until: float) -> bool:
     except NothingFits:
         return False
     named = [one.plan for one in baselines(problem, question.space, question.facts, until) if one.plan]
-    left = min(_REMEDY_SECONDS, until - time.monotonic())
-    return bool(search(problem, budget=left, starts=named).best)
+    return bool(search(problem, budget=min(_REMEDY_SECONDS, until - time.monotonic()), starts=named).best)
 
 
 def choose_plan(
@@ -273,11 +256,9 @@ def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Suppos
     """Yield what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
     for words, other in suppositions(question):
         memory = replace(problem, options=question.layouts, memory_bytes=other.usable.device)
-        same = other.hardware is question.hardware
-        yield words, memory.that_fit if same else partial(other.problem, None)
+        yield words, memory.that_fit if other.hardware is question.hardware else other.problem
     for words, times in (("twice", 2.0), ("half", 0.5)):
-        longer = replace(question, workload=question.workload.longer(times))
-        yield f"with responses {words} as long", partial(longer.problem, None)
+        yield f"with responses {words} as long", replace(question, workload=question.workload.longer(times)).problem
 
 
 def suppose(
@@ -288,13 +269,12 @@ def suppose(
     NothingFits; after `budget` seconds only the first one is looked at."""
     end = time.monotonic() + budget
     for number, (words, make) in enumerate(suppositions):
-        if number and time.monotonic() >= end:
+        if (begin := time.monotonic()) >= end and number:
             return
-        left = (end - time.monotonic()) / (len(suppositions) - number)
+        until = begin + (end - begin) / (len(suppositions) - number)
         try:
-            begin = time.monotonic()
-            problem = make(begin + left / 2)
-            rest = begin + left - time.monotonic()
+            problem = make((begin + until) / 2)
+            rest = until - time.monotonic()
             best, plan = search(problem, seed=seed, budget=rest, starts=[choice.plan]).best[0]
         except (NothingFits, IndexError):
             yield words, None, 0.0
@@ -312,8 +292,7 @@ def described_graph(
     if algorithm not in ALGORITHMS or ALGORITHMS[algorithm].data != "prompts":
         raise ConfigurationError(f"--algorithm = {algorithm} must be one that generates: see --help")
     kind = ALGORITHMS[algorithm].options
-    group = group_size or vars(kind())["generate"].group_size
-    generate = Generate(group_size=group, max_new_tokens=max_new_tokens)
+    generate = Generate(group_size=group_size or vars(kind())["generate"].group_size, max_new_tokens=max_new_tokens)
     reward = ScoreWith(lambda *_: 0.0, str, str) if function else None
     values = parse_options(options, kind, "--options", without=("generate", "reward", "staleness"))
     built = kind(**values, generate=generate, reward=reward, staleness=staleness)  # type: ignore[call-arg]
@@ -367,8 +346,8 @@ def _calls(choice: RlhfChoice) -> Grid:
 
 def _plans(choice: RlhfChoice) -> Grid:
     memory, best, own = choice.problem.memory_bytes, choice.simulation.seconds, choice.plan
-    plans = [(one.name, one.plan) for one in choice.named if one.plan]
-    same = [name for name, plan in plans if (plan.calls, plan.offload) == (own.calls, own.offload)]
+    plans = {one.name: one.plan for one in choice.named if one.plan}
+    same = [name for name, plan in plans.items() if (plan.calls, plan.offload) == (own.calls, own.offload)]
     name = f"this plan, {same[0]}" if same else "this plan"
     rows = [(name, seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
     for named in choice.named:

@@ -5,8 +5,7 @@ that divides the host and at a multiple of that size, or whole consecutive hosts
 has whole hosts. Ring and Ulysses degrees, ZeRO stages and activation checkpointing are beyond it.
 
 The search descends from the named plans, from every call's fastest layout, and again from the best plan with all or
-half of its calls changed by chance. A plan that needs more memory than a rank has is worse than any that fits, the
-more so the more it needs."""
+half of its calls changed by chance. A plan that does not fit is worse than any that does, by the memory it needs."""
 
 from __future__ import annotations
 
@@ -30,6 +29,7 @@ from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.run.tables import GIB
 
+from .question import Tried, silent
 from .simulator import Simulator, rank_index
 
 _STAGES_BESIDE_HOSTS = 8  # ReaL: pp is at most the number of hosts, or this if there are fewer
@@ -42,11 +42,8 @@ Progress = Callable[[float, int, float], None]  # with (seconds, simulated plans
 
 @dataclass(frozen=True)
 class OptionSpace:
-    """The layouts to choose from, on whole hosts.
-
-    By the models of roles, tp divides both kinds of heads, tp x ulysses is at most the number of heads, pp of layers.
-    `allowed` tells whether the model of a call can have a layout beyond these limits.
-    """
+    """The layouts to choose from, on whole hosts. By the models of roles, tp divides both kinds of heads, tp x ulysses
+    is at most the number of heads, pp of layers; beyond that, `allowed` tells what the model of a call can have."""
 
     world_size: int
     ranks_per_host: int
@@ -99,9 +96,7 @@ def options(call: ModelCall, space: OptionSpace) -> Iterator[CallLayout]:
         if call.kind == "compute":
             yield CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))
             continue
-        for dims in degrees(len(ranks), space):
-            if not allows(call, dims, space):
-                continue
+        for dims in (dims for dims in degrees(len(ranks), space) if allows(call, dims, space)):
             stages = space.zero if dims.dp_shard * dims.sp > 1 and call.kind != "generate" else (0,)
             whole = CallLayout(ranks, dims, tp_sequence_parallel=trains and dims.tp > 1)
             every = (replace(whole, zero=zero, ac=ac, ac_offload=out) for zero, (ac, out) in product(stages, recompute))
@@ -116,11 +111,8 @@ def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
         heads, divided = facts.num_heads, math.gcd(facts.num_heads, facts.num_kv_heads)
         if divided % dims.tp or dims.tp * dims.ulysses > heads or dims.pp > len(facts.windows):
             return False
-    if dims.pp > max(space.hosts, _STAGES_BESIDE_HOSTS):
-        return False
-    if not isinstance(call.work, TrainStep):
-        return space.samples >= dims.batch * dims.pp
-    return space.samples >= 2 * dims.batch * dims.pp * call.work.mini_batches
+    rows = 2 * call.work.mini_batches if isinstance(call.work, TrainStep) else 1  # at least, for each stage
+    return dims.pp <= max(space.hosts, _STAGES_BESIDE_HOSTS) and space.samples >= rows * dims.batch * dims.pp
 
 
 def _in_turns(layouts: Iterable[CallLayout]) -> list[list[CallLayout]]:
@@ -143,8 +135,7 @@ def _in_turns(layouts: Iterable[CallLayout]) -> list[list[CallLayout]]:
         sizes[len(layout.ranks)] += [] if first in groups else [first]
         groups[first].append(layout)
     turns = (chain(*zip(sorted(of, key=axes), sorted(of, key=held), strict=True)) for of in sizes.values())
-    order = dict.fromkeys(filter(None, chain(*zip_longest(*turns))))
-    return [groups[first] for first in reversed(order)]
+    return [groups[first] for first in reversed(dict.fromkeys(filter(None, chain(*zip_longest(*turns)))))]
 
 
 class NothingFits(ValueError):
@@ -160,9 +151,7 @@ class Problem:
     memory_bytes: float  # of a rank
     offload: tuple[str, ...] = ()  # names that may be offloaded: see `ExecutionPlan.offload`
 
-    def that_fit(
-        self, until: float = math.inf, report: Callable[[int, int], None] = lambda tried, every: None
-    ) -> Problem:
+    def that_fit(self, until: float = math.inf, report: Tried = silent) -> Problem:
         """Return the problem without layouts that alone need too much, and without those that are not predicted by the
         time `until` of `time.monotonic`; tell `report` how many are, of all. Calls take turns, each with its simplest
         layouts and its most sharded ones first. Raise NothingFits naming calls without any."""
@@ -223,10 +212,9 @@ class Problem:
         for other, layout in plan.calls.items():
             if other != call:
                 busy[rank_index(layout.ranks)] += seconds(other, layout)
-        least, most = {o.ranks: 0.0 for o in self.options[call]}, float(busy.max())
-        for ranks in least:
-            least[ranks] = float(busy[rank_index(ranks)].max())
-        bounds = [(max(most, least[o.ranks] + seconds(call, o)), o) for o in self.options[call]]
+        options, most = self.options[call], float(busy.max())
+        least = {ranks: float(busy[rank_index(ranks)].max()) for ranks in {each.ranks for each in options}}
+        bounds = [(max(most, least[each.ranks] + seconds(call, each)), each) for each in options]
         for bound, layout in sorted(bounds, key=itemgetter(0)):
             yield bound, replace(plan, calls={**plan.calls, call: layout})
 
@@ -253,7 +241,7 @@ def search(
     seed: int = 0,
     budget: float = 60.0,
     starts: Sequence[ExecutionPlan] = (),
-    progress: Progress = lambda seconds, simulated, best: None,
+    progress: Progress = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """Search for the fastest plan that fits, until `budget` seconds are up or no change of a call helps, from every
@@ -262,7 +250,7 @@ def search(
     fastest = {name: min(layouts, key=partial(seconds, name)) for name, layouts in problem.options.items()}
     plans = [ExecutionPlan("search", {name: plan[name] for name in fastest}, plan.offload) for plan in starts]
     plans.append(ExecutionPlan("search", fastest))
-    descents, chance = _Descents(problem, budget, progress, clock), random.Random(seed)
+    descents, chance = _Descents(problem, budget, progress, clock, clock()), random.Random(seed)
     for plan in plans:
         descents.energy(plan)
     for plan in plans:
@@ -275,8 +263,7 @@ def search(
         descents.descend(replace(best, calls={**best.calls, **changed}), chance)
         number += 1
         last = number if len(descents.history) > before else last
-    nearest = None if descents.best else descents.nearest
-    took = clock() - descents.begin
+    nearest, took = None if descents.best else descents.nearest, clock() - descents.begin
     return Found(tuple(descents.best), nearest, len(descents.energies), took, tuple(descents.history))
 
 
@@ -288,13 +275,11 @@ class _Descents:
     budget: float
     progress: Progress
     clock: Callable[[], float]
+    begin: float  # by the clock
     energies: dict[object, float] = field(default_factory=dict)
     best: list[tuple[float, ExecutionPlan]] = field(default_factory=list)
     nearest: tuple[float, ExecutionPlan] | None = None
     history: list[tuple[float, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.begin = self.clock()
 
     def descend(self, plan: ExecutionPlan, chance: random.Random) -> None:
         """Offload what helps and give every call its best layout in turn, until no change helps or the time is up."""
@@ -330,8 +315,7 @@ class _Descents:
             return _FORBIDDEN * shared
         seconds, peak = self.problem.simulator.measure(plan)
         if peak > self.problem.memory_bytes:
-            if self.nearest is None or peak < self.nearest[0]:
-                self.nearest = peak, plan
+            self.nearest = min(self.nearest or (peak, plan), (peak, plan), key=itemgetter(0))
             return _OVER_MEMORY * peak / self.problem.memory_bytes
         if not self.best or seconds < self.best[0][0]:
             self.history.append((self.clock() - self.begin, seconds))
@@ -390,9 +374,8 @@ def _measured(name: str, facts: Facts, problem: Problem, space: OptionSpace) -> 
         plan = named_plan(name, graph, facts)
     except ValueError:
         return None
-    if not all(
-        allows(call, plan[call.name].dims, space) and space.allowed(call, plan[call.name]) for call in graph.calls
-    ):
+    layouts = [(call, plan[call.name]) for call in graph.calls]
+    if not all(allows(call, layout.dims, space) and space.allowed(call, layout) for call, layout in layouts):
         return None
     seconds, peak = problem.simulator.measure(plan)
     if peak > problem.memory_bytes:

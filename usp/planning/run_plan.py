@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,12 +18,13 @@ from rich.console import Console
 
 from parallel import ReallocPlan, plan_realloc, realloc_seconds
 from parallel.cluster.links import level_between
-from usp.model.facts import ModelShape, weight_layout
+from usp.fields import shared_values
+from usp.model.facts import weight_layout
 from usp.predict.compute import dtype_name
 from usp.predict.devices import hardware_here, of_launch
 from usp.rlhf.config import SEARCH
 from usp.rlhf.datasets import example_indices, sequences_of
-from usp.rlhf.graph import DataflowGraph, ModelCall
+from usp.rlhf.graph import ModelCall
 from usp.rlhf.plan.operations import kept_copies, trained_copy, weight_copies
 from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, ExecutionPlan, from_mapping, optimizer_of, to_mapping
 from usp.rlhf.prepare import PreparedRlhf
@@ -71,9 +72,8 @@ def _searched(run: PreparedRlhf) -> dict[str, Any]:
         print(f"plan: that of the run, from {resumed[0]}", flush=True)
         return to_mapping(resumed[1])
     print(f"plan: searching for {run.launch.world_size} ranks", flush=True)
-    budget, seed = run.config.search_budget, run.config.seed
     try:
-        choice = answer(question_of(run), seed=seed, budget=budget, report=lambda seconds, simulated, best: None)
+        choice = answer(question_of(run), seed=run.config.seed, budget=run.config.search_budget)
     except ValueError as error:
         raise ValueError(f"--plan = {SEARCH}: {error}") from error
     Console(width=max(Console().width, _WIDTH)).print(render_choice(choice))
@@ -96,8 +96,7 @@ def _of_resumed(run: PreparedRlhf) -> tuple[Path, ExecutionPlan] | None:
 
 def question_of(run: PreparedRlhf) -> Question:
     """Return the question of a run: the samples of its first step, with responses of --max-new-tokens; raise ValueError
-    for hardware that is unknown, does not connect all ranks or has no peak for the dtype, and for models that there are
-    no formulas for."""
+    for hardware that is unknown, does not connect all ranks or lacks the dtype, and for models without formulas."""
     config, dtype = run.config, run.roles[next(iter(run.graph.trained_roles))].dtype
     hardware = of_launch(hardware_here(config.hardware, run.device, run.launch), run.device, run.launch)
     level_between(hardware, 0, run.launch.world_size - 1)
@@ -108,26 +107,17 @@ def question_of(run: PreparedRlhf) -> Question:
         return not any(call_violations(layout, run.roles[role], trained=trained))
 
     def allowed(call: ModelCall, layout: CallLayout) -> bool:
-        alike = replace(layout.of_weights, ranks=())
-        return not call.role or allowed_as(call.role, alike, call.kind == "train_step")
+        return not call.role or allowed_as(call.role, replace(layout.of_weights, ranks=()), call.kind == "train_step")
 
     ahead = Ahead(config.begun, config.staleness if config.partial_rollouts else 0) if config.begins_ahead else None
+    own = {"dtype": dtype, "kernel": config.attention_kernel, "ahead": ahead, "cuda_graphs": not config.eager_decoding}
     return Question(
         graph=run.graph,
         models=model_shapes({role: (spec.source, spec.config) for role, spec in run.roles.items()}),
         workload=_workload(run),
         hardware=hardware,
         world_size=run.launch.world_size,
-        options=CallOptions(
-            dtype,
-            config.slots,
-            config.loss_chunk,
-            config.attention_kernel,
-            share_prefixes=config.share_prefixes,
-            ahead=ahead,
-            cache_tokens=config.cache_tokens,
-            cuda_graphs=not config.eager_decoding,
-        ),
+        options=CallOptions(**shared_values(config, CallOptions) | own),
         staleness=config.staleness,
         allowed=allowed,
     )
@@ -135,8 +125,7 @@ def question_of(run: PreparedRlhf) -> Question:
 
 def _workload(run: PreparedRlhf) -> Workload:
     """Return the lengths of the first step's samples; a response that is generated has as many as it may."""
-    drawn = example_indices(0, run.drawn, len(run.examples), run.config.seed)
-    examples = [run.examples[index] for index in drawn]
+    examples = [run.examples[index] for index in example_indices(0, run.drawn, len(run.examples), run.config.seed)]
     group, limit = run.graph.group_size, run.config.max_new_tokens
     if run.algorithm.data == "prompts":
         prompts = [len(example.prompt) for example in examples for _ in range(group)]
@@ -149,10 +138,7 @@ def _workload(run: PreparedRlhf) -> Workload:
 
 def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping[str, float], Estimates]]) -> Factors:
     """Return the factors of calls after further steps (seconds by call, and the estimates for its lengths) of a plan.
-
-    Of each call the median over the steps counts half, the factor before half (geometrically), so that one slow step
-    changes nothing for long.
-    """
+    The median over them counts half, the factor before half (geometrically): one slow step changes nothing for long."""
     found = {call: dict(of_call) for call, of_call in factors.items()}
     for call, layout in plan.calls.items():
         if ratios := [seconds[call] / of.formula(call, layout) for seconds, of in steps if seconds.get(call)]:
@@ -161,24 +147,18 @@ def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping
     return found
 
 
-def moves(
-    graph: DataflowGraph,
-    before: ExecutionPlan,
-    after: ExecutionPlan,
-    models: Mapping[str, ModelShape],
-    dtype: torch.dtype,
-    ranks_per_host: int,
-) -> Iterator[tuple[ReallocPlan, int]]:
-    """Yield the reallocations between two plans, of trained copies and of untrained ones (in `dtype`) that only `after`
-    has, each with the number of tensors per parameter that it runs for."""
-    stay, options = kept_copies(graph, before, after), {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
+def moves(question: Question, before: ExecutionPlan, after: ExecutionPlan) -> Iterator[tuple[ReallocPlan, int]]:
+    """Yield the reallocations between two plans, of trained copies and of untrained ones that only `after` has, each
+    with the number of tensors per parameter that it runs for."""
+    graph, options = question.graph, {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": question.ranks_per_host}
+    stay = kept_copies(graph, before, after)
     for role in graph.roles:
-        trains, layouts = graph.train_call(role) is not None, []
+        model, trains, layouts = question.models[role], graph.train_call(role) is not None, []
+        dtype = torch.float32 if trains else question.options.dtype
         for plan, without in ((before, ()), (after, stay)):  # of the copies that have their values between steps
             copies = [c for c in weight_copies(graph, plan) if c.role == role and c not in without]
             at = [c.layout for c in copies if trained_copy(graph, plan, role) in (None, c)]
-            of_role = partial(weight_layout, models[role], dtype=torch.float32 if trains else dtype)
-            layouts.append([of_role(each.dims, each.ranks, zero=each.zero) for each in at])
+            layouts.append([weight_layout(model, each.dims, each.ranks, dtype=dtype, zero=each.zero) for each in at])
         held, wanted = layouts
         for target in wanted:
             yield plan_realloc(held[0], target, copies=held[1:], **options), _STATES if trains else 1
@@ -205,13 +185,12 @@ class SearchingPlanner:
         question = questions[-1]
         stays = Decision(number, remaining, running, 0.0, 0.0, SwitchCost(), self.options.gain)
         try:
-            problem = question.problem(question.estimates.with_factors(self.factors))
+            problem = question.problem(estimates=question.estimates.with_factors(self.factors))
         except ValueError as error:  # by prediction nothing fits, and yet the plan runs
             return replace(stays, why_not=str(error))
         seconds = problem.simulator.measure(running)[0]
         decision = self._best(problem, question, replace(stays, running_seconds=seconds, best_seconds=seconds))
-        dtype = question.options.dtype
-        moved = list(moves(question.graph, running, decision.best, question.models, dtype, question.ranks_per_host))
+        moved = list(moves(question, running, decision.best))
         cost = SwitchCost(
             sum(times * plan.total_bytes for plan, times in moved),
             sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),

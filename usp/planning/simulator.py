@@ -44,7 +44,7 @@ class Simulator:
         """Simulate a plan, with everything that happens."""
         clock = self._clock(plan)
         events = (Event(0, rank, kind, op.name, *at) for kind, op, ranks, at in clock.ran for rank in ranks)
-        return Simulation(*self.measure(plan), tuple(events))
+        return Simulation(float(clock.free.max()), float(clock.most.max()), tuple(events))
 
     def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
         """Return the seconds of a step, and the most bytes that a rank holds."""

@@ -90,8 +90,7 @@ class StepReport:
         from usp.predict.meter import CATEGORIES
 
         run = max(self.runs, key=lambda run: run.peak_bytes)
-        sizes = [run.by_category[name] for name in CATEGORIES]
-        parameters, gradients, optimizer, whole, activations, transient = sizes
+        parameters, gradients, optimizer, whole, activations, transient = map(run.by_category.__getitem__, CATEGORIES)
         peak = Moment("the dry run", parameters, optimizer, gradients, whole, activations, transient)
         return Footprint(parameters, gradients, optimizer, activations, run.host_bytes, peak)
 
@@ -135,8 +134,7 @@ class StepReport:
 def step_report(
     config: TrainConfig, world_size: int, hardware: Hardware, data: Callable[[ModelFacts], Data], run: Measured | None
 ) -> StepReport:
-    """Predict a step by formulas, or where these do not apply by dry runs; raise ConfigurationError for configurations
-    that train.py refuses, and for DeepSpeed."""
+    """Predict a step by formulas, or else by dry runs; raise ConfigurationError as train.py does, and for DeepSpeed."""
     model = trained_model(config, weights=False)
     found = data(model_facts(config.model, model))
     job = job_of(config, model, world_size, data=found)
@@ -207,7 +205,6 @@ def render(report: StepReport, terms: Terms) -> Group:
 
 def report_json(report: StepReport, terms: Terms | None = None) -> dict[str, Any]:
     """Return the report, and with `terms` the job, as JSON values: seconds, bytes, fractions and hours."""
-    peak = report.memory.peak
     return {
         "seconds": report.time.total,
         "parts": report.time.parts,
@@ -215,7 +212,7 @@ def report_json(report: StepReport, terms: Terms | None = None) -> dict[str, Any
         "tokens": report.tokens,
         "mfu": report.time.mfu,
         "unmasked_mfu": report.unmasked_mfu,
-        "memory_bytes": peak.total,
+        "memory_bytes": report.memory.peak.total,
         "memory_parts": memory_parts(report.memory),
         "host_bytes": report.memory.host,
         "memory_limit_bytes": report.limits.device,
@@ -290,19 +287,11 @@ def plot(report: StepReport) -> Any:
     return figure
 
 
-def fitted(
-    values: Mapping[str, Any],
-    predict: Callable[[Hardware], StepTime],
-    run: Measured,
-    traced: Mapping[str, float],
-    where: str,
-) -> tuple[dict[str, Any], str]:
-    """Fit the rates in the `values` of a hardware file so that `predict` gives the seconds of a run's step; return the
-    new values, and by how much they differ.
-
-    traced: of `traced_parts`. where: the folder of the run.
-    Raise ConfigurationError if the run does not determine the rates.
-    """
+def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: Path) -> tuple[dict[str, Any], str]:
+    """Fit the rates in the `values` of a hardware file so that the step of `report` and its parts are predicted to take
+    what they took in a run, the parts by the trace that may be in its folder; return the new values, and by how much
+    they differ. Raise ConfigurationError if the run does not determine the rates."""
+    traced = traced_parts(where) if report.job.dims.pp == 1 else {}  # rank 0 is of one stage
     if run.steps < FEWEST_STEPS:
         raise ConfigurationError(
             f"--write-hardware: {where} has {run.steps} steps after the first ones, and a median of at least "
@@ -316,7 +305,7 @@ def fitted(
     else:
         told.pop(MEMORY, None)
     for _ in range(ROUNDS):
-        time = predict(hardware_from_mapping(scaled(values, factors), where))
+        time = replace(report, hardware=hardware_from_mapping(scaled(values, factors), str(where))).time
         parts = {name: time.parts[name] for name in factors}
         parts[MEMORY] += time.parts["optimizer"]
         compute = run.seconds - (time.total - sum(parts.values()))

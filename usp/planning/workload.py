@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -56,9 +56,8 @@ class Workload:
 
     @staticmethod
     def of(prompts: int, group_size: int, prompt_tokens: int, quantiles: Sequence[int]) -> Workload:
-        """Return prompts of equal length, with responses whose lengths follow a distribution, in any order. Quantiles
-        are lengths at equal steps of probability, ascending, such as minimum, median and maximum, or a single one;
-        linear in between. The last is the limit."""
+        """Return prompts of equal length, with responses of lengths in any order, linear between `quantiles`: ascending
+        lengths at equal steps of probability, such as minimum, median and maximum, or one. The last is the limit."""
         number = prompts * group_size
         places = [(index + 0.5) / number * (len(quantiles) - 1) for index in range(number)]
         lengths = [max(1, round(float(length))) for length in np.interp(places, range(len(quantiles)), quantiles)]
@@ -111,14 +110,18 @@ class _Prompt:
         return _Prompt(self.group, len(range(self.tokens)[part]))
 
 
+def _rollout(sample: Sample, done: int = 0) -> Rollout:
+    """Return what is left of a sample after `done` tokens. Of its texts, lengths are read, and prompts compared."""
+    prompt = cast(Any, _Prompt(sample.group, sample.prompt + done))
+    return Rollout(prompt, 0, sample.response - done, cast(Any, range(0)), resumed=done)
+
+
 def batching(
     samples: Sequence[Sample], limit: int, *, slots: int, ranks: int, multiple: int, cache_tokens: int = 0
 ) -> Batching:
     """Return what `usp.rlhf.generation.decoding` does with samples of these lengths, of which there is at least one.
-    A response has at most `limit` tokens; `ranks` share a sequence, and divide the `multiple` of a prefill's tokens.
-    """
-    # Rollouts read the length of prompts and responses, and compare prompts.
-    rollouts = [Rollout(cast(Any, _Prompt(s.group, s.prompt)), 0, s.response, cast(Any, range(0))) for s in samples]
+    A response has at most `limit` tokens; `ranks` share a sequence, and divide the `multiple` of a prefill's tokens."""
+    rollouts = list(map(_rollout, samples))
     places = capacity([replace(rollout, limit=limit) for rollout in rollouts], ranks, multiple)
     slots = max(1, fitting_slots(slots, cache_tokens, places, ranks))
     return Batching(min(slots, len(rollouts)), places, _stretches(rollouts, slots, ranks, multiple, lambda: False))
@@ -164,42 +167,25 @@ class AheadBatchings:
     oldest: int
 
 
-@dataclass(eq=False)
-class _Begun:
-    """A begun prompt: its samples, and how many tokens of each the rollouts of every step wrote."""
-
-    samples: tuple[Sample, ...]
-    written: list[Counter[int]]
-
-    def rollouts(self) -> list[Rollout]:
-        pairs = [(sample, of.total()) for sample, of in zip(self.samples, self.written, strict=True)]
-        prompts = [cast(Any, _Prompt(sample.group, sample.prompt + done)) for sample, done in pairs]
-        return [
-            Rollout(prompt, 0, sample.response - done, cast(Any, range(0)), resumed=done)
-            for prompt, (sample, done) in zip(prompts, pairs, strict=True)
-        ]
-
-
 def batchings_ahead(
     samples: Sequence[Sample], limit: int, ahead: Ahead, *, slots: int, ranks: int, multiple: int, cache_tokens: int = 0
 ) -> AheadBatchings:
-    """Return what `usp.rlhf.runtime.rollouts` does with a data-parallel rank's samples, in a new order for each step.
-
-    A token's age is that of its weights when a step trains on it, whose samples are made one step before.
-    """
+    """Return what `usp.rlhf.runtime.rollouts` does with a data-parallel rank's samples, in a new order for each step. A
+    token's age is that of its weights when a step trains on it, whose samples are made one step before."""
     unit, order = max(1, limit // _LENGTHS), random.Random(0)
     rounded = [each._replace(response=max(1, round(each.response / unit) * unit)) for each in samples]
     groups = [tuple(of) for _, of in groupby(rounded, lambda sample: sample.group)]
     rules = QueueRules((len(groups),), ahead.begun, ahead.ahead, steps=1 << 40)
-    queue, drawn, prompts = RolloutQueue(), list[tuple[Sample, ...]](), dict[int, _Begun]()
+    queue, drawn = RolloutQueue(), list[tuple[Sample, ...]]()
+    prompts: dict[int, list[tuple[Sample, Counter[int]]]] = {}  # begun ones: tokens of each sample by step
     steps, ages, first = list[Batching](), Counter[int](), max(1, ahead.ahead) + 1
     for number in range(1, first + _COUNTED_STEPS):
         queue = queue.begin(rules, number)
         while len(drawn) < queue.drawn:
             drawn += order.sample(groups, len(groups))
-        tickets = [each.ticket for each in queue.begun]
-        prompts = {t: prompts.get(t) or _Begun(drawn[t], [Counter() for _ in drawn[t]]) for t in tickets}
-        running = {ticket: prompts[ticket].rollouts() for ticket in tickets}
+        tickets = (each.ticket for each in queue.begun)
+        prompts = {t: prompts.get(t) or [(sample, Counter()) for sample in drawn[t]] for t in tickets}
+        running = {ticket: [_rollout(sample, of.total()) for sample, of in begun] for ticket, begun in prompts.items()}
         taken = partial(_taken, rules, number, queue, running)
         left = [rollout for each in running.values() for rollout in each if not rollout.done]
         most = [replace(rollout, limit=limit - rollout.resumed) for rollout in left]
@@ -207,17 +193,16 @@ def batchings_ahead(
         at_once = max(1, fitting_slots(slots, cache_tokens, places, ranks))
         stretches = _stretches(left, at_once, ranks, multiple, lambda taken=taken: taken() is not None)  # type: ignore[misc]
         for ticket, rollouts in running.items():
-            for of, rollout in zip(prompts[ticket].written, rollouts, strict=True):
+            for (_, of), rollout in zip(prompts[ticket], rollouts, strict=True):
                 of[number] += len(rollout.tokens)
         chosen = taken() or ()
         if number >= first:
             steps.append(Batching(min(at_once, len(left)), places, stretches))
-            for of in (of for ticket in chosen for of in prompts[ticket].written):
+            for _, of in chain(*(prompts[ticket] for ticket in chosen)):
                 ages.update({number + 1 - at: tokens for at, tokens in of.items() if tokens})
         queue = queue.end(rules, number, chosen)
         prompts = {each.ticket: prompts[each.ticket] for each in queue.begun}
-    mean_age = sum(age * tokens for age, tokens in ages.items()) / ages.total()
-    return AheadBatchings(tuple(steps), mean_age, max(ages))
+    return AheadBatchings(tuple(steps), sum(age * tokens for age, tokens in ages.items()) / ages.total(), max(ages))
 
 
 def _taken(

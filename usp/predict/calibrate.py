@@ -67,18 +67,17 @@ class LinkTier:
     def timed(self, device: torch.device) -> Iterator[Timed]:
         """Yield the messages of both sizes and all kinds; of a shared link, from every rank as well."""
         first = not self.shared or dist.get_rank() % self.host_size == 0
-        for name in (*KINDS, *([TOGETHER] if self.shared else [])):
-            for nbytes, calls in CALLS.items():
-                takes_part = first or name == TOGETHER
-                call = self._transfer(device, "send" if name == TOGETHER else name, nbytes) if takes_part else None
-                yield Timed(self._name(name, nbytes), call, calls)
+        kinds = (*KINDS, *([TOGETHER] if self.shared else []))
+        for kind, (nbytes, calls) in itertools.product(kinds, CALLS.items()):
+            call = self._transfer(device, kind, nbytes) if first or kind == TOGETHER else None
+            yield Timed(self._name(kind, nbytes), call, calls)
 
     def _name(self, kind: str, nbytes: int) -> str:
         return f"{self.name}, {kind} of {nbytes} bytes"
 
     def _transfer(self, device: torch.device, kind: str, nbytes: int) -> Callable[[], object]:
         """Return a call in which each rank of the group sends `nbytes`."""
-        if kind == "send":
+        if kind in ("send", TOGETHER):
             begin = self._message(device, nbytes)
             return lambda: _finish(begin())
         shard = torch.zeros(nbytes // (self.ranks - 1) // FLOAT32, device=device)
@@ -101,8 +100,7 @@ class LinkTier:
     def overlapping(
         self, device: torch.device, product: Callable[[], object], seconds: float, times: Mapping[str, float]
     ) -> list[Timed]:
-        """Return a message, matrix products that take about as long, and both at once, by the `seconds` of one product
-        and the `times` of what `timed` returned."""
+        """Return a message, products that take as long by `seconds` of one and `times` of `timed`, and both at once."""
         number = max(1, round(times[self._name(TOGETHER if self.shared else "send", LARGE)] / seconds))
         begin = self._message(device, LARGE)
 

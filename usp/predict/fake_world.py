@@ -43,11 +43,8 @@ _UNKNOWN = "a data-dependent value, which a dry run does not have"
 
 
 class KnownValues:
-    """The known values of fake tensors.
-
-    routes: whether those of which the largest are taken belong to a router. tables: of the experts of each token id,
-    with the number of experts.
-    """
+    """The known values of fake tensors. `routes`: whether those of which the largest are taken belong to a router;
+    `tables`: of the experts of each token id, with the number of experts."""
 
     def __init__(self) -> None:
         self.routes = True
@@ -104,8 +101,7 @@ class KnownValues:
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         outputs = tensors_of(result)
         if outputs and all(map(_small, outputs)) and all(self.of(x) is not None for x in tensors_of((args, kwargs))):
-            real = self._really(func, args, kwargs)
-            for x, value in zip(outputs, tensors_of(real), strict=True):
+            for x, value in zip(outputs, tensors_of(self._really(func, args, kwargs)), strict=True):
                 if isinstance(x, FakeTensor):
                     self._values[x] = value
         elif func._schema.is_mutable:  # the values of what it writes to are lost, and those of their views
@@ -212,8 +208,7 @@ class HostMemory:
 def kernel_for(
     name: str, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> tuple[Kernel, str]:
-    """Select among the kernels that ship with torch: flash-attn's makes the same launches and tensors as torch's own;
-    raise ValueError as `select_kernel`."""
+    """Select as `select_kernel` among torch's kernels: flash-attn's makes the same launches and tensors as its own."""
     check_kernel_name(name)
     name = "sdpa" if name == "auto" or name.startswith("flash") else name
     return select_kernel(name, spec, device, dtype, head_dim, v_head_dim)
@@ -221,8 +216,7 @@ def kernel_for(
 
 @contextmanager
 def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
-    """Patch the code to decide as on `device` although tensors are on the CPU, and to skip the agreements that ranks
-    make once, in the first step of a run."""
+    """Patch code to decide as on `device` although tensors are on the CPU, and to skip a first step's agreements."""
 
     def choose(name: str, spec: AttentionSpec, _: torch.device, *dtype_and_sizes: Any) -> tuple[Kernel, str, str]:
         return *kernel_for(name, spec, device, *dtype_and_sizes[:3]), ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from parallel import Hardware, ParallelDims, load_hardware
 from tests.usp.planning.test_predictions import graph
@@ -76,14 +75,12 @@ def test_a_layout_that_was_not_measured_has_the_factor_of_the_most_similar_one()
 
 def test_a_change_moves_what_trains_three_times_and_what_stays_not_at_all() -> None:
     flat, apart = flattening(GRAPH, FACTS), separation(GRAPH, FACTS)
-    assert not list(moves(GRAPH, flat, flat, MODELS, torch.bfloat16, 8))
-    numel, found = MODELS["actor"].numel, list(moves(GRAPH, apart, flat, MODELS, torch.bfloat16, 8))
+    assert not list(moves(question(SHORT), flat, flat))
+    numel, found = MODELS["actor"].numel, list(moves(question(SHORT), apart, flat))
     # Ranks 2 and 3 trained: 0 and 1 get weights and moments of actor and critic, 2 and 3 the weights of ref and reward.
     assert sum(times * plan.total_bytes for plan, times in found) == 2 * (2 * 3 * 4 * numel + 2 * 2 * numel)
     recomputed = replace(flat, calls={**flat.calls, "actor_train": replace(flat["actor_train"], ac="full")})
-    ((plan, times),) = moves(
-        GRAPH, flat, recomputed, MODELS, torch.bfloat16, 8
-    )  # a model is built anew where its values are
+    ((plan, times),) = moves(question(SHORT), flat, recomputed)  # a model is built anew where its values are
     assert times == 3 and not plan.total_bytes
 
 
