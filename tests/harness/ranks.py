@@ -169,6 +169,13 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         return ranks.run(fn, world_size, *args, timeout=timeout)
 
 
+def on_first_rank(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return on every rank of a job what `fn(*args)` returns on the first, for what all would compute alike."""
+    found = [fn(*args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 # Worker side
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attention import sparse as module_of_sparse
 from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import RankPool, on_first_rank
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients, tiny_config
 from tests.usp.rlhf.test_reference import CONFIG, REWARD, begun, reward_of
 from tests.usp.train.families.test_families import write
@@ -116,7 +116,7 @@ def errors(model_type: str, dims: ParallelDims, calls: list[tuple[str, list[int]
     """Return for each call the errors of loss and gradients, and how many queries chose other keys than alone."""
     mesh, results = ParallelMesh.create(dims), []
     for layout, cuts in calls:
-        expected, loss, gradients = alone(model_type, cuts)
+        expected, loss, gradients = on_first_rank(alone, model_type, cuts)
         model = apply_unified_sp(tiny_model(model_type), mesh, layout)
         indices, local = watched(model), shard_batch(batch_of(cuts), mesh, layout)
         labels = local.pop("shift_labels")
