@@ -18,6 +18,7 @@ from tests.e2e.processes import Run
 from tests.harness.ranks import RankPool
 
 gc.disable()  # until all tests are imported
+os.environ["RES_OPTIONS"] = "timeout:1"  # torch asks DNS for the names of connections, and a lost answer took 5 seconds
 torch.set_num_threads(1)  # more of them, and the ranks beside them, would wait for each other by turning in loops
 
 # How long an example takes depends on what else the machine does.

@@ -95,7 +95,11 @@ class RankPool:
 
     def __enter__(self) -> RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # A socket of the store's own would be of both versions of IP, and ask DNS for the name of every connection.
+        listener = socket.create_server(("127.0.0.1", 0))
+        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.fileno()}
+        self._store = dist.TCPStore("127.0.0.1", listener.getsockname()[1], is_master=True, **options)
+        listener.detach()  # the store closes it
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -165,6 +169,13 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         return ranks.run(fn, world_size, *args, timeout=timeout)
 
 
+def on_first_rank(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return on every rank of a job what `fn(*args)` returns on the first, for what all would compute alike."""
+    found = [fn(*args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 # Worker side
 
 
@@ -172,13 +183,15 @@ def _serve(connection: Connection, stacks: str) -> None:
     """Run jobs until the pool closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the pool handles it
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    store: dist.TCPStore | None = None  # of all jobs
     with Path(stacks).open("w") as stream:
         # C-level handlers work even while the rank is blocked inside a collective, and when it dies of a signal.
         faulthandler.enable(stream)
         faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
         try:
             while (job := connection.recv()) is not None:
-                reply = _run_job(job)
+                store = store or dist.TCPStore("127.0.0.1", job.port, is_master=False)
+                reply = _run_job(job, store)
                 connection.send(reply)
                 if not reply.ok:
                     os._exit(1)  # closes the sockets immediately, so that peers waiting for this rank fail too
@@ -190,15 +203,16 @@ def _serve(connection: Connection, stacks: str) -> None:
             return
 
 
-def _run_job(job: _Job) -> _Reply:
+def _run_job(job: _Job, store: dist.TCPStore) -> _Reply:
     try:
         sys.path[:] = job.sys_path
         torch.set_num_threads(1)
         fn, args = pickle.loads(job.call)
         # Longer than the job's timeout, so that the pool, which reports every rank's stack, times out first.
         limit = timedelta(seconds=job.timeout + 60)
-        store = dist.PrefixStore(job.prefix, dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit))
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+        store.set_timeout(limit)
+        keys = dist.PrefixStore(job.prefix, store)
+        dist.init_process_group("gloo", store=keys, rank=job.rank, world_size=job.world_size, timeout=limit)
         if not job.adversarial:
             return _Reply(True, pickle.dumps(fn(*args)), time.monotonic())
         with Adversary() as adversary:

@@ -62,21 +62,27 @@ def errors(config: PretrainedConfig, grid: tuple[int, int], cases: list[tuple[st
     return [sharded(config, grid, layout, cuts, one) for layout, cuts, one in cases]
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict[Any, Result]:
+    return {cuts: plain(config_of(), cuts) for cuts in (PACKED, WHOLE)}
+
+
 @pytest.mark.parametrize("grid", GRIDS)
-def test_loss_and_gradients_are_those_of_one_process(ranks: RankPool, exhaustive: bool, grid: tuple[int, int]) -> None:
-    config = config_of()
-    alone = {cuts: plain(config, cuts) for cuts in (PACKED, WHOLE)}
+def test_loss_and_gradients_are_those_of_one_process(
+    ranks: RankPool, alone: dict[Any, Result], exhaustive: bool, grid: tuple[int, int]
+) -> None:
     cases = [(layout, cuts, one) for layout in LAYOUTS for cuts, one in alone.items()]
     if not exhaustive:  # each layout on three grids, with documents and without
         first = GRIDS.index(grid)
         cases = [cases[2 * (first % 4) + first // 4], cases[2 * ((first + 1) % 4) + 1 - first // 4]]
-    for found in ranks.run(errors, grid[0] * grid[1], config, grid, cases):
+    for found in ranks.run(errors, grid[0] * grid[1], config_of(), grid, cases):
         assert all(not each.refused and each.error <= 1e-9 for each in found), found
 
 
 BY_ROW = ((0, 11, 29), (0, 20, 29))
 
 
+@pytest.fixture(scope="module")
 def alone_by_row() -> Tensor:
     """Return the gradients of one process, with other documents in every row."""
     model, losses, targets = model_of(config_of()), list[Tensor](), 0
@@ -103,8 +109,10 @@ def error_by_row(layout: str, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "balanced"])
-def test_rows_differ_in_their_documents_and_end_with_padding(ranks: RankPool, layout: str) -> None:
-    assert max(ranks.run(error_by_row, 4, layout, alone_by_row())) <= 1e-9
+def test_rows_differ_in_their_documents_and_end_with_padding(
+    ranks: RankPool, alone_by_row: Tensor, layout: str
+) -> None:
+    assert max(ranks.run(error_by_row, 4, layout, alone_by_row)) <= 1e-9
 
 
 @contextmanager
@@ -195,8 +203,8 @@ def error_of_fault(name: str, one: Result) -> float:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found(ranks: RankPool, name: str) -> None:
-    assert max(ranks.run(error_of_fault, 2, name, plain(config_of(), PACKED))) > 1e-4
+def test_faults_are_found(ranks: RankPool, alone: dict[Any, Result], name: str) -> None:
+    assert max(ranks.run(error_of_fault, 2, name, alone[PACKED])) > 1e-4
 
 
 def test_ranks_share_the_windows_of_every_layout() -> None:
@@ -247,7 +255,7 @@ def of_two_streams(mesh: ParallelMesh) -> PreTrainedModel:
 
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
     for shorter, longer in ranks.run(largest_tensors, 2, of_two_streams):
-        assert longer <= 2 * shorter < 512 * 512
+        assert longer <= 2 * shorter < 256 * 512
 
 
 def test_a_compressor_that_reads_its_tokens_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +324,7 @@ def test_dry_runs_count_what_entries_send(tmp_path: Path) -> None:
 
 
 PROMPTS = [torch.arange(length) * 7 % (VOCAB - 4) + 3 for length in (37, 1, 17, 8, 24)]
-TOKENS = 18
+TOKENS = 10  # more than a window of any layer
 
 
 def generating_model() -> PreTrainedModel:
@@ -332,11 +340,13 @@ def generating_model() -> PreTrainedModel:
     return model
 
 
-def generated(dims: ParallelDims, layout: str, stores: bool = True) -> list[tuple[list[int], Tensor]]:
+def generated(
+    dims: ParallelDims, layout: str, prompts: list[Tensor], stores: bool = True
+) -> list[tuple[list[int], Tensor]]:
     mesh = ParallelMesh.create(dims)
     generator = Generator(apply_unified_sp(generating_model(), mesh, layout), mesh, slots=3)
     with nullcontext() if stores else patch.object(ShardedCompressor, "_store"):
-        found = generator.generate(PROMPTS, Generate(max_new_tokens=TOKENS, temperature=0), [0] * len(PROMPTS))
+        found = generator.generate(prompts, Generate(max_new_tokens=TOKENS, temperature=0), [0] * len(prompts))
     return [(response.tokens.tolist(), response.logprobs) for response in found]
 
 
@@ -349,10 +359,10 @@ def test_generated_tokens_are_those_of_transformers(ranks: RankPool) -> None:
             logprobs = model(whole, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None])
         wanted.append((whole[0, len(prompt) :].tolist(), logprobs[len(prompt) - 1 :, 0]))
     for dims, layout in ((ParallelDims(ulysses=2, ring=2), "zigzag"), (ParallelDims(ring=2), "striped")):
-        for of_rank in ranks.run(generated, dims.ring * dims.ulysses, dims, layout):
+        for of_rank in ranks.run(generated, dims.ring * dims.ulysses, dims, layout, PROMPTS):
             for (tokens, logprobs), (others, expected) in zip(of_rank, wanted, strict=True):
                 assert tokens == others and (logprobs - expected).abs().max() <= 1e-5, (dims, tokens, others)
-    ((_, logprobs), *_), *_ = ranks.run(generated, 2, ParallelDims(ring=2), "striped", False)  # a fault
+    ((_, logprobs),), *_ = ranks.run(generated, 2, ParallelDims(ring=2), "striped", PROMPTS[:1], False)  # a fault
     assert (logprobs[0] - wanted[0][1][0]).abs() > 1e-2
 
 

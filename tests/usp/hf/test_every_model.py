@@ -29,7 +29,7 @@ from transformers import (
 from transformers.models.dots3_note import Dots3NoteConfig, Dots3NoteForConditionalGeneration
 
 from parallel import ParallelDims, ParallelMesh
-from tests.harness.ranks import RankPool
+from tests.harness.ranks import RankPool, on_first_rank
 from usp import apply_unified_sp, shard_batch
 from usp.hf import probe as verdict
 from usp.hf.probe import structure
@@ -98,9 +98,7 @@ def errors(model_type: str) -> list[tuple[float, float, float]]:
 
 def error_of(model_type: str, mesh: ParallelMesh, layout: str, cuts: list[int]) -> tuple[float, float, float]:
     ids = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % (VOCAB - 4) + 3
-    whole = tiny_model(model_type)
-    logits, loss = plain(whole, ids, cuts)
-
+    logits, loss, wanted = on_first_rank(alone, model_type, ids, cuts)
     model = apply_unified_sp(tiny_model(model_type), mesh, layout)
     batch = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor(cuts, dtype=torch.int32)}
     local = shard_batch(batch, mesh, layout)
@@ -115,8 +113,15 @@ def error_of(model_type: str, mesh: ParallelMesh, layout: str, cuts: list[int]) 
     return (
         relative(own_logits, logits[:, positions]),
         relative(own_loss, loss),
-        relative(gradients, torch.cat([gradient_of(parameter) for parameter in whole.parameters()])),
+        relative(gradients, wanted),
     )
+
+
+def alone(model_type: str, ids: Tensor, cuts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, loss and gradients of the unchanged model."""
+    whole = tiny_model(model_type)
+    logits, loss = plain(whole, ids, cuts)
+    return logits.detach(), loss, torch.cat([gradient_of(parameter) for parameter in whole.parameters()])
 
 
 def plain(model: PreTrainedModel, ids: Tensor, cuts: list[int]) -> tuple[Tensor, Tensor]:

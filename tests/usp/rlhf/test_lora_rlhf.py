@@ -439,7 +439,7 @@ def run_twice(config: RlhfConfig) -> None:
     first = Path(config.output)
     start(replace(config, sp_ulysses=2, lora_merge=True))
     resume = str(first / CHECKPOINTS / "step-00000002")
-    start(replace(config, plan="separation", rollout="tp=2", resume=resume, output=str(first.with_name("again"))))
+    start(replace(config, plan="separation", resume=resume, output=str(first.with_name("again"))))
 
 
 @pytest.fixture(scope="module")
@@ -449,7 +449,7 @@ def finished(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_model_config("qwen3-tiny")
     save_weights(dict(drawn_model(config).named_parameters()), folder / "base", config=config)
     (folder / "reward.py").write_text(REWARD)
-    ranks.run(run_twice, RANKS, config_in(folder))
+    ranks.run(run_twice, 2, config_in(folder))
     return folder / "run"
 
 

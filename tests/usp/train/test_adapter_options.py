@@ -155,11 +155,12 @@ def whole(ranks: RankPool, request: pytest.FixtureRequest, tmp_path_factory: pyt
 
 
 def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
-    ranks: RankPool, whole: Path, tmp_path: Path
+    ranks: RankPool, whole: Path, tmp_path: Path, exhaustive: bool
 ) -> None:
     checkpoint, base = str(whole / CHECKPOINTS / "step-00000002"), whole.parent / "base"
     resumed = replace(options_of(base), output=str(tmp_path / "on"), resume=checkpoint)
-    ranks.run(run, 4, replace(resumed, pp=2, tp=2, micro_batches=2))
+    tp = 2 if exhaustive else 1  # with pp, steps above
+    ranks.run(run, 2 * tp, replace(resumed, pp=2, tp=tp, micro_batches=2))
     assert (steps_of(tmp_path / "on") / steps_of(whole)[2:] - 1).abs().max() <= 1e-5
     written = adapter_of(whole)
     for name, tensor in adapter_of(tmp_path / "on").items():

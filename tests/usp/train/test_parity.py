@@ -79,17 +79,19 @@ def alone(ranks: RankPool, exhaustive: bool) -> dict[str, list[tuple[float, floa
 
 
 CASES = [  # more: test_matrix.py
-    pytest.param(family, *grid, marks=() if number == 1 else pytest.mark.exhaustive)
-    for number, grid in enumerate(GRIDS)
-    for family in ({1: "qwen3", 3: "mistral"}.get(number, "llama"),)
+    pytest.param("qwen3", ParallelDims(ring=4), "striped", 4),
+    *(
+        pytest.param({1: "qwen3", 3: "mistral"}.get(number, "llama"), *grid, 8, marks=pytest.mark.exhaustive)
+        for number, grid in enumerate(GRIDS)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("family", "dims", "layout"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(("family", "dims", "layout", "size"), CASES, ids=lambda value: str(value).replace(" ", "-"))
 def test_steps_are_those_of_one_process(
-    ranks: RankPool, alone: dict, family: str, dims: ParallelDims, layout: str, exhaustive: bool
+    ranks: RankPool, alone: dict, family: str, dims: ParallelDims, layout: str, size: int, exhaustive: bool
 ) -> None:
-    found = ranks.run(train_sharded, 8, family, dims, layout, Break(), STEPS if exhaustive else FEW_STEPS)
+    found = ranks.run(train_sharded, size, family, dims, layout, Break(), STEPS if exhaustive else FEW_STEPS)
     assert largest_difference(found, alone[family]) <= 1e-5
 
 

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface
 
 from parallel import ParallelDims, ParallelMesh
+from tests.harness.ranks import on_first_rank
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
 from usp.hf.mixers import apply_mixers
 
@@ -150,12 +151,7 @@ def errors(family: str, ring: int, ulysses: int, layouts: tuple[str, ...]) -> di
     found: dict[str, float] = {}
     for packed in (False, True):
         cu_seqlens = boundaries(packed)
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(3, VOCAB, (ROWS, SEQ_LEN), generator=generator)
-        alone = hybrid(family)
-        want = documents_alone(alone, ids, cu_seqlens)
-        weight = torch.randn(want.shape, generator=generator) * (want.detach() != 0)
-        (want * weight).sum().backward()
+        ids, weight, want, gradients = on_first_rank(alone, family, cu_seqlens)
         starts = torch.tensor([[max(c for c in cuts if c <= p) for p in range(SEQ_LEN)] for cuts in cu_seqlens])
         positions = torch.arange(SEQ_LEN) - starts
         for layout in layouts:
@@ -167,16 +163,26 @@ def errors(family: str, ring: int, ulysses: int, layouts: tuple[str, ...]) -> di
             )
             out = model.base_model(own_ids, position_ids=own_positions, use_cache=False, **documents).last_hidden_state
             (out * own_weight).sum().backward()
-            real = want.detach() != 0
+            real = want != 0
             got = unshard_sequence(out.detach(), mesh, layout, **divided) * real
             key = f"{layout} {'packed' if packed else 'plain'}"
-            found[f"{key} output"] = relative(got, want.detach())
-            for (name, parameter), reference in zip(model.named_parameters(), alone.parameters(), strict=True):
-                if reference.grad is not None:
+            found[f"{key} output"] = relative(got, want)
+            for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+                if gradient is not None:
                     assert parameter.grad is not None, name
                     dist.all_reduce(parameter.grad)
-                    found[f"{key} {name}"] = relative(parameter.grad, reference.grad)
+                    found[f"{key} {name}"] = relative(parameter.grad, gradient)
     return found
+
+
+def alone(family: str, cu_seqlens: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """Return ids, weights of outputs, outputs of each document alone, and the gradients of their weighted sum."""
+    generator = torch.Generator().manual_seed(1)
+    ids, model = torch.randint(3, VOCAB, (ROWS, SEQ_LEN), generator=generator), hybrid(family)
+    want = documents_alone(model, ids, cu_seqlens)
+    weight = torch.randn(want.shape, generator=generator) * (want.detach() != 0)
+    (want * weight).sum().backward()
+    return ids, weight, want.detach(), [parameter.grad for parameter in model.parameters()]
 
 
 def relative(got: Tensor, want: Tensor) -> float:

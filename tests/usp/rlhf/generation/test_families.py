@@ -70,7 +70,6 @@ CHOSEN = {
     "zamba2": ["u2"],  # attention layers that all call themselves layer -1
     "deepseek_v32": ["r2"],  # keys that an indexer chooses
     "glm_moe_dsa": ["pp2 u2"],  # for several layers
-    "deepseek_v4": ["u2 r2"],  # compressed keys
     "hy_v4": ["r2"],
     "minimax_m3_vl_text": ["u2"],  # blocks of them for each KV head
     "longrope": ["u2"],

@@ -49,7 +49,6 @@ CAPTURED = {  # grids of two ranks, or one
     "falcon_h1": ("u2",),  # Mamba-2 beside attention: states that every step changes
     "mamba": ("r2",),
     "stablelm": ("r2",),  # layers that do not pass the cache on
-    "zamba2": ("u2",),
 }
 EAGER = {
     "gpt_oss": "experts get as many rows as tokens choose them",

@@ -176,19 +176,20 @@ def run_all(broken: bool = False) -> dict[str, list[Any]]:
 
 
 DELTAS = ("u2 r2, engine of tp 2", "other ranks, experts")
+FEW = DELTAS[:1]  # without --exhaustive; to other ranks: ../generation/test_server.py
 
 
-def run_deltas() -> dict[str, list[Any]]:
+def run_deltas(names: tuple[str, ...]) -> dict[str, list[Any]]:
     groups = ProcessGroups()
-    return {name: [steps_of(name, VLLM, groups, delta, torch.bfloat16) for delta in (False, True)] for name in DELTAS}
+    return {name: [steps_of(name, VLLM, groups, delta, torch.bfloat16) for delta in (False, True)] for name in names}
 
 
 @pytest.fixture(scope="module")
-def deltas(ranks: RankPool) -> list[dict[str, list[Any]]]:
-    return ranks.run(run_deltas, RANKS)
+def deltas(ranks: RankPool, exhaustive: bool) -> list[dict[str, list[Any]]]:
+    return ranks.run(run_deltas, RANKS, DELTAS if exhaustive else FEW)
 
 
-@pytest.mark.parametrize("name", DELTAS)
+@pytest.mark.parametrize("name", [*FEW, pytest.param(DELTAS[1], marks=pytest.mark.exhaustive)])
 def test_an_engine_is_sent_what_has_changed(deltas: list[dict[str, list[Any]]], name: str) -> None:
     (told, _), (others, _) = deltas[0][name]
     sizes = [(step.pop(SENT_BYTES), step.pop(WHOLE_BYTES)) for step, _ in others]

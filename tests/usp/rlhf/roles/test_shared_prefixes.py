@@ -7,6 +7,7 @@ from itertools import pairwise, product
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -115,7 +116,7 @@ CASES = [
 
 def run_both(cases: list[Case]) -> list[tuple[dict[str, float], tuple[int, int]]]:
     groups = ProcessGroups()
-    return [run(replace(case, ranks=4), groups) for case in cases]
+    return [run(replace(case, ranks=dist.get_world_size()), groups) for case in cases]
 
 
 def run(case: Case, groups: ProcessGroups) -> tuple[dict[str, float], tuple[int, int]]:
@@ -149,12 +150,13 @@ def largest(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def test_shared_prefixes_change_no_result(ranks: RankPool, exhaustive: bool) -> None:
-    """Without --exhaustive without the first case, of which each other one has a part."""
-    cases = CASES if exhaustive else CASES[1:]
-    for results in ranks.run(run_both, 4, cases):
-        for case, (errors, (whole, shared)) in zip(cases, results, strict=True):
-            assert all(error <= 1e-5 for error in errors.values()), (case, errors)
-            assert shared < 0.8 * whole
+    """Without --exhaustive without the first case, of which each other one has a part, and the last on two ranks."""
+    every = {4: CASES} if exhaustive else {4: CASES[1:-1], 2: [replace(CASES[-1], dims=ParallelDims(ring=2))]}
+    for size, cases in every.items():
+        for results in ranks.run(run_both, size, cases):
+            for case, (errors, (whole, shared)) in zip(cases, results, strict=True):
+                assert all(error <= 1e-5 for error in errors.values()), (case, errors)
+                assert shared < 0.8 * whole
 
 
 def unpacked() -> None:
