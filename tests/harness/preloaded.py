@@ -33,27 +33,11 @@ def verify_models() -> None:
         structure(type(model), model.config)
 
 
-def take_steps() -> None:
-    """Fill the tables that checks of flags, FSDP and tensor parallelism fill at their first step."""
-    from dataclasses import replace
-
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    from usp.config import TrainConfig
-    from usp.train.dry_run import dry_run
-
-    asked = TrainConfig(seq_len=64, dtype="float32", device="cpu", loss_chunk=24)
-    for degrees in ({"sp_ring": 2}, {"tp": 2}):
-        dry_run(replace(asked, **degrees), 4)
-    _clear_sharding_prop_cache()  # keyed by mesh, as after every job of a rank
-
-
 gc.disable()  # until all is imported
 for name in MODULES:
     with contextlib.suppress(ImportError):
         import_module(name)
 verify_models()
-take_steps()
 gc.enable()
 gc.collect()
 gc.freeze()  # a rank that looks for garbage would walk, and copy, all of what this process holds
