@@ -266,18 +266,20 @@ def suppose(
 ) -> Iterator[tuple[str, ExecutionPlan | None, float]]:
     """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
     Plans whose gain is below 1% are the chosen one. Each supposition makes the problem until a time, or raises
-    NothingFits; after `budget` seconds only the first one is looked at."""
+    NothingFits; without time for one, as after `budget` seconds for all but the first, nothing is said of it."""
     end = time.monotonic() + budget
     for number, (words, make) in enumerate(suppositions):
         if (begin := time.monotonic()) >= end and number:
             return
         until = begin + (end - begin) / (len(suppositions) - number)
+        predicted = (begin + until) / 2
         try:
-            problem = make((begin + until) / 2)
+            problem = make(predicted)
             rest = until - time.monotonic()
             best, plan = search(problem, seed=seed, budget=rest, starts=[choice.plan]).best[0]
         except (NothingFits, IndexError):
-            yield words, None, 0.0
+            if time.monotonic() < predicted:
+                yield words, None, 0.0
             continue
         stays, peak = problem.simulator.measure(choice.plan)
         loss = stays / best - 1 if peak <= problem.memory_bytes else math.inf

@@ -68,10 +68,11 @@ def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
 def test_suppositions_tell_what_the_chosen_plan_would_lose(choice: RlhfChoice) -> None:
     little = replace(choice.problem, memory_bytes=2.0)
     supposed = [("as it is", lambda until: choice.problem), ("with little memory", little.that_fit)]
-    same, nothing = suppose(supposed, choice, budget=0.5)
+    same, nothing = suppose(supposed, choice, budget=60)
     assert same[1] is not None
     assert same[2] < 0.01 or same[1].calls != choice.plan.calls
     assert nothing[1:] == (None, 0.0)
+    assert not list(suppose(supposed[1:], choice, budget=0))  # without time, it is not known that nothing fits
 
 
 def test_the_report_names_every_call_and_plan(choice: RlhfChoice) -> None:
