@@ -26,7 +26,7 @@ from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 
 from .job_cost import JobCost, Terms, job_cost, job_grid, verdicts
-from .question import CHOSEN, enough_devices, from_rank_0, suppositions, what_if_line
+from .question import CHOSEN, Tried, enough_devices, from_rank_0, silent, suppositions, what_if_line
 from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, broken_tips, changed, layouts
 from .step_report import StepReport, step_report
 
@@ -74,7 +74,7 @@ def choose(
     asked: TrainConfig,
     world_size: int,
     hardware: Hardware,
-    report: Callable[[int, int], None] = lambda tried, layouts: None,
+    report: Tried = silent,
     data: Callable[[ModelFacts], Data] = lambda facts: ONE_DOCUMENT,
 ) -> Choice:
     """Search the best configurations of `asked` on `world_size` devices with asked.global_batch_size per step.

@@ -33,7 +33,7 @@ from usp.predict.devices import Memory
 from usp.predict.seconds import StepTime, exposure
 from usp.train.validate import violations
 
-from .question import Devices
+from .question import Devices, Tried, silent
 
 MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
@@ -244,9 +244,7 @@ class Search:
             self.largest.setdefault(_inner(layout), layout)
             self.groups.setdefault(_like(layout), []).append(layout)
 
-    def run(
-        self, keep: int = FAMILIES, report: Callable[[int, int], None] = lambda tried, layouts: None
-    ) -> SearchResult:
+    def run(self, keep: int = FAMILIES, report: Tried = silent) -> SearchResult:
         """Search the fastest configurations of `keep` families, and the simplest that is about as fast; tell `report`
         how many layouts were tried, and all."""
         order = count()  # among equally fast ones, the first
@@ -281,20 +279,19 @@ class Search:
                     tried += len(group)
                     continue
                 for layout in group:
-                    push(self._least(layout) + self.least_of_shards(layout), "layout", layout)
+                    push(self._bound(layout), "layout", layout)
             elif state in ("layout", "recomputation"):
                 options = list(recomputations(config, self.question.facts))
                 if state == "layout":
                     report(tried, len(self.every))
                     tried += 1
-                    smallest = self.predictor.device_bytes(changed(options[-1], optim_offload=self.can_offload))
-                    if smallest > self.usable.device:
+                    if not self._can_fit(options[-1]):
                         continue
                 for option in options:
                     if option.ac == config.ac and self.only in (None, (option.ac, option.ac_offload)):
-                        push(self._least(option) + self.least_of_shards(option), "option", option)
+                        push(self._bound(option), "option", option)
                 if more := [option for option in options if AC_MODES.index(option.ac) == AC_MODES.index(config.ac) + 1]:
-                    push(self._least(more[0]) + self.least_of_shards(more[0]), "recomputation", more[0])
+                    push(self._bound(more[0]), "recomputation", more[0])
             elif state == "option":
                 for each in self._fitting(config):
                     push(max(least, self._waiting(config) + self.predictor.least_sharded(each)), "shards", each)
@@ -331,6 +328,14 @@ class Search:
             self.waits[key] = exposed * largest.pp / largest.batch_size
         return self.waits[key] * config.batch_size / config.pp / (1 - _bubble(config))
 
+    def _bound(self, config: TrainConfig) -> float:
+        """Return a lower bound of a layout or an option."""
+        return self._least(config) + self.least_of_shards(config)
+
+    def _can_fit(self, config: TrainConfig) -> bool:
+        """Return whether a configuration fits the device, with optimizer offload where that is possible."""
+        return self.predictor.device_bytes(changed(config, optim_offload=self.can_offload)) <= self.usable.device
+
     def least_of_shards(self, config: TrainConfig) -> float:
         """Return a lower bound of what shards add to a layout or an option; infinite if none fit."""
         if (key := _like(config)) not in self.shards:
@@ -341,17 +346,13 @@ class Search:
     def _least_shards(self, group: Sequence[TrainConfig]) -> Iterator[tuple[float, float]]:
         """Yield, by the number of replicas, the least that shards take in any layout of a group: the traffic that the
         largest micro-batches hide with the most recomputation, of ZeRO-3 where no lower stage can fit."""
-
-        def fits(config: TrainConfig) -> bool:
-            return self.predictor.device_bytes(changed(config, optim_offload=self.can_offload)) <= self.usable.device
-
         (*_, largest), (*_, smallest) = (recomputations(group[end], self.question.facts) for end in (0, -1))
         lower = True
         for replicas in replications(largest):
             # One micro-batch of ZeRO-1 accumulates no gradients, and of several, ZeRO-2 shards them.
             ends = shardings(largest, replicas), shardings(smallest, replicas)
-            lower = lower and (fits(ends[1][-2:][0]) or fits(ends[0][0]))
-            if not lower and not any(fits(stages[-1]) for stages in ends):
+            lower = lower and (self._can_fit(ends[1][-2:][0]) or self._can_fit(ends[0][0]))
+            if not lower and not any(self._can_fit(stages[-1]) for stages in ends):
                 return
             yield self.predictor.least_shards(ends[0][0 if lower else -1])
 
@@ -372,8 +373,7 @@ class Search:
 
         for replicas in replications(config):
             stages = shardings(config, replicas)
-            least = changed(stages[-1], optim_offload=self.can_offload)
-            if self.predictor.device_bytes(least) > self.usable.device:
+            if not self._can_fit(stages[-1]):
                 return
             found = lowest(stages)
             lower = [each for each in stages if not found or each.zero < found[0].zero] if self.can_offload else []

@@ -399,8 +399,8 @@ class Transfers(NamedTuple):
 def _transfers(job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int) -> Transfers:
     """Return the seconds of what is `sent` in a pass."""
     exposed, overlapping = defaultdict[str, float](float), dict[int, defaultdict[str, float]]()
-    for part in sent:
-        seconds = sent_seconds(job, hardware, part, rank) if part.axis != "ring" else 0.0
+    for part in (each for each in sent if each.axis != "ring"):
+        seconds = sent_seconds(job, hardware, part, rank)
         if OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > SCALARS * part.calls:
             times = job.config.micro_batches if _repeats(job, part) else 1
             overlapping.setdefault(times, defaultdict(float))[part.axis] += seconds
@@ -564,7 +564,7 @@ def rank_seconds(
 
 def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> float:
     """Return a lower bound of `step_seconds`: the compute of the slowest pipeline rank, with exposed copies to the host
-    and the bubble; if `sharded` also with `shard_seconds`."""
+    and the bubble; if `sharded` also with `_shard_seconds`."""
     number, most = job.config.micro_batches, 0.0
     rest = 1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)
     for rank in _differing(job):
@@ -572,7 +572,7 @@ def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> flo
         busy = number * sum(each.total for each in compute.values())
         copies = host_copies(job, hardware, rank, hides["forward"], hides["backward"])
         busy += sum(each.exposed for each in copies.values())
-        traffic, optimizer = shard_seconds(job, hardware, rank) if sharded else (0.0, 0.0)
+        traffic, optimizer = _shard_seconds(job, hardware, rank, hides) if sharded else (0.0, 0.0)
         most = max(most, (busy + traffic) / rest + optimizer)
     return most
 
@@ -589,15 +589,16 @@ def _parameter_transfers(job: Job, hardware: Hardware, rank: int) -> Mapping[Pas
     return {kind: _transfers(job, hardware, sent, rank) for kind, sent in fsdp_traffic(job, rank).items()}
 
 
-def shard_seconds(job: Job, hardware: Hardware, rank: int) -> tuple[float, float]:
-    """Return (the exposed traffic of parameters without bubble, the optimizer) of a rank."""
-    hides, exposed = _hides(_compute(job, hardware, rank)), 0.0
+def _shard_seconds(job: Job, hardware: Hardware, rank: int, hides: Mapping[Pass, float]) -> tuple[float, float]:
+    """Return (the exposed traffic of parameters without bubble, the optimizer) of a rank; `hides` as by `_hides`."""
+    exposed = 0.0
     for kind, transfers in _parameter_transfers(job, hardware, rank).items():
         exposed += sum(each.exposed for each in _by_axis(job, hardware, transfers, rank, hides[kind]).values())
     return exposed, optimizer_seconds(job, hardware, rank)
 
 
 def least_shard_seconds(job: Job, hardware: Hardware) -> tuple[float, float]:
-    """Return `shard_seconds`, each of the pipeline rank that has least."""
-    exposed, optimizer = zip(*(shard_seconds(job, hardware, rank) for rank in _differing(job)), strict=True)
+    """Return (the exposed traffic of parameters without bubble, the optimizer), each of the rank that has least."""
+    hides = {rank: _hides(_compute(job, hardware, rank)) for rank in _differing(job)}
+    exposed, optimizer = zip(*(_shard_seconds(job, hardware, *each) for each in hides.items()), strict=True)
     return min(exposed), min(optimizer)
