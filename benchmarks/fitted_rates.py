@@ -1,10 +1,11 @@
 """A hardware file fitted from a run of two ranks, and the steps of other configurations that it predicts.
 
-The machine is calibrated for its links, one configuration is trained for some steps with a trace, `usp time
---write-hardware` fits the rates of compute by it, and then other configurations are trained and predicted, both by the
-fitted file and by the calibrated one.
+The machine is calibrated with the heads of the model, one configuration is trained for some steps with a trace, `usp
+time --write-hardware` fits the rates of compute by it, and then other configurations are trained and predicted, both by
+the fitted file and by the calibrated one. Each is trained several times, in turns, because the machine is faster in one
+minute than in the next; the median run counts.
 
-    python -m benchmarks.fitted_rates            # two ranks: about ten minutes
+    python -m benchmarks.fitted_rates            # two ranks: about twenty minutes
     python -m benchmarks.fitted_rates --quick    # two configurations, from the file h100; saves nothing
 """
 
@@ -17,16 +18,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.harness.record import Record, finish
+from usp.planning.step_report import measured
 
 ROOT = Path(__file__).parents[1]
 RANKS = 2
 MODEL = ("--model", "tiny", "--dtype", "float32")
+HEADS = ("--heads", "8", "--head-dim", "16")  # of MODEL
 RUN = ("--seq-len", "2048", "--sp-ulysses", "2", "--zero", "2")
+TURNS = 3
 OTHERS: tuple[tuple[str, ...], ...] = (
     ("--seq-len", "2048", "--sp-ring", "2", "--zero", "2"),
     ("--seq-len", "4096", "--sp-ring", "2", "--zero", "1"),
@@ -73,20 +78,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two configurations; save nothing")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     asked = parser.parse_args()
-    steps, others = (14, OTHERS[:1]) if asked.quick else (24, OTHERS)
+    steps, turns, others = (14, 1, OTHERS[:1]) if asked.quick else (24, TURNS, OTHERS)
     results: list[tuple[tuple[str, ...], list[dict[str, Any]]]] = []
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         calibrated, fitted = "h100" if asked.quick else root / "calibrated.json", root / "fitted.json"
         if not asked.quick:
-            called(["-m", "usp", "calibrate", "--out", str(calibrated)], RANKS)
-        trained(RUN, root / "run", steps, "--profile", "10:12")
+            called(["-m", "usp", "calibrate", *HEADS, "--out", str(calibrated)], RANKS)
+        trained(RUN, root / "run", steps, "--profile", "10:15")
         against = ("--against", str(root / "run"))
         predicted(RUN, calibrated, *against, "--write-hardware", str(fitted))
+        for turn, (number, flags) in product(range(turns), enumerate((RUN, *others))):
+            trained(flags, root / f"{number}-{turn}", steps)
         for number, flags in enumerate((RUN, *others)):
-            folder = root / str(number)
-            trained(flags, folder, steps)
-            each = [predicted(flags, file, "--against", str(folder)) for file in (fitted, calibrated)]
+            runs = [root / f"{number}-{turn}" for turn in range(turns)]
+            middle = sorted(runs, key=lambda run: measured(run).seconds)[turns // 2]
+            each = [predicted(flags, file, "--against", str(middle)) for file in (fitted, calibrated)]
             results.append((flags, each))
             print(row(flags, each), flush=True)
     of = [[abs(one["seconds"] / one["measured"]["seconds"] - 1) for one in each] for _, each in results[1:]]
@@ -99,7 +106,7 @@ def main() -> None:
         (
             f"{len(of)} other configurations: by the fitted file {median(fits):.1%} (median), {max(fits):.0%} "
             f"(maximum), by the calibrated one {median(calibrates):.1%}, {max(calibrates):.0%}.",
-            "The first row is the fitted configuration, trained again.",
+            f"The first row is the fitted configuration, trained again. Measured: the median of {turns} runs of each.",
         ),
         [{"flags": flags, "fitted": each[0], "calibrated": each[1]} for flags, each in results],
         command="python -m benchmarks.fitted_rates",

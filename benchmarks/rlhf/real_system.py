@@ -73,7 +73,7 @@ class Constants:
     products: float = 1.0
     operator: float = 20e-6
     layer: int = 28
-    collective: float = CallOptions().collective_launches
+    collective: float = 2.0
     delay: float = 48e-6
     sampling: int = 60
     sorted: float = 4.4e9

@@ -37,6 +37,7 @@ from usp.rlhf.samples import balance, kept_together
 from .workload import Ahead, AheadBatchings, Batching, Sample, Workload, batching, batchings_ahead
 
 _OPTIONS = ("zero", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")  # of a configuration
+_DECODE_COLLECTIVE = 2.0  # operators that a collective of a decode step takes the host: DTensor's, and a wait
 
 
 def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
@@ -71,7 +72,7 @@ class CallOptions:
     loss_chunk: int = 2048  # tokens whose logits exist at a time, where the layout says nothing
     kernel: str = "auto"  # --attention-kernel
     pipelined: bool = False  # stages decode a micro-batch each at once, as in ReaL; in rlhf.py one after another
-    collective_launches: float = 2.0  # of the host for a collective, in operators: DTensor's launches it and a wait
+    collective_launches: float | None = None  # of the host for a collective, in operators; None: as our runtime's
     prefetches: bool = True  # compute hides the traffic of parameters and gradients in training
     share_prefixes: bool = False  # --share-prefixes
     ahead: Ahead | None = None  # of a run whose prompts are begun before their step
@@ -287,8 +288,9 @@ class _Calls:
         micro_batches = self.layout.dims.pp if self.options.pipelined else 1  # the slowest stage sets the pace
         rows, stages = -(-slots // micro_batches), []
         for rank in job.ranks("pp", 0):
-            sent, each = decode_traffic(job, rank, rows), self.options.collective_launches
-            launched = rank_launches(job, self.hardware, rank, sent, each)
+            each = self.options.collective_launches
+            each = _DECODE_COLLECTIVE if each is None else each
+            launched = rank_launches(job, self.hardware, rank, decode_traffic(job, rank, rows), each)
             fixed, read = _stage_seconds(job, self.hardware, rank, rows), _bytes_per_place(job, *job.stages(rank))
             stages.append((fixed, float(read), launched))
         fixed, read, launched = (

@@ -1,11 +1,11 @@
 """The predicted step of a configuration: seconds by part, MFU, memory, and a run's own metrics beside them; and rates
 of a machine by a run, the hardware file by which the run's step is predicted to take what it took.
 
-A run of one configuration tells few numbers apart. The duration of its steps gives one, a factor of all compute. A
-trace of some steps (--profile) also tells what matrix products and attention took, which gives up to three factors: of
-matrix products, of attention, and of the rest, which is bound by memory. On a CPU it tells the other operators' time as
-well, and the rest is the host's, which issues them. Links and copies to the host keep the rates of the file that the
-fit begins with, and so do launches of a GPU: in a step their time is mixed with waiting for other ranks."""
+A run of one configuration tells few numbers apart. The duration of its steps gives one, a factor of all compute. Traces
+of some steps (--profile) also tell the proportion of matrix products, attention and memory-bound operators, which with
+the messages take the whole step: what a rank waits for others grows with what these compute. On a CPU the traces tell
+the host's time as well, which issues operators. Links and copies to the host keep the rates of the file that the fit
+begins with, and so do launches of a GPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import gzip
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -45,7 +43,7 @@ if TYPE_CHECKING:  # with transformers' models it takes seconds to import
     from usp.train.dry_run import DryRun
 
 PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound operators"  # as in `StepTime.parts`
-LAUNCHES = "kernel launches"
+LAUNCHES, STEP = "kernel launches", "step"
 ISSUED = 1e-5  # seconds of a launch on a CPU, where the fit begins
 FEWEST_STEPS = 10
 LEAST = 0.05  # part of a step that a component takes if its rate can be told from that of the others
@@ -55,6 +53,7 @@ _OPERATORS = {  # by names of torch's operators on a CPU, and of kernels on a GP
     PRODUCTS: re.compile(r"aten::(addmm|mm|bmm|baddbmm|_grouped_mm|_scaled_mm)$|gemm|nvjet"),
 }
 _STEP = re.compile(r"step \d+")  # of train.py's annotations
+TRACES = 8  # to read
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 
 
@@ -288,50 +287,52 @@ def plot(report: StepReport) -> Any:
 
 
 def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: Path) -> tuple[dict[str, Any], str]:
-    """Fit the rates in the `values` of a hardware file so that the step of `report` and its parts are predicted to take
-    what they took in a run, the parts by the trace that may be in its folder; return the new values, and by how much
-    they differ. Raise ConfigurationError if the run does not determine the rates."""
+    """Fit the rates in the `values` of a hardware file so that the step of `report` is predicted to take what it took
+    in a run, and its parts in proportion to those of the trace that may be in the run's folder: waiting for other ranks
+    takes longer where more is computed. Return the new values, and by how much they differ. Raise ConfigurationError if
+    the run does not determine the rates."""
     traced = traced_parts(where) if report.job.dims.pp == 1 else {}  # rank 0 is of one stage
     if run.steps < FEWEST_STEPS:
         raise ConfigurationError(
             f"--write-hardware: {where} has {run.steps} steps after the first ones, and a median of at least "
             f"{FEWEST_STEPS} determines rates: let it run longer"
         )
-    told = {name: took for name, took in traced.items() if took > LEAST * run.seconds}
+    host = traced.pop(LAUNCHES, 0.0) * run.seconds / traced.pop(STEP, 1.0)
+    whole = sum(traced.values())
+    shares = {name: took / whole for name, took in traced.items() if whole}
+    told = {name: share for name, share in shares.items() if share > LEAST}
     factors = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY), 1.0)
-    if MEMORY in traced and run.seconds - sum(traced.values()) > LEAST * run.seconds:
-        factors[LAUNCHES] = 1.0
+    if host:
         values = {**values, "launch_seconds": values.get("launch_seconds") or ISSUED}
-    else:
-        told.pop(MEMORY, None)
     for _ in range(ROUNDS):
         time = replace(report, hardware=hardware_from_mapping(scaled(values, factors), str(where))).time
-        parts = {name: time.parts[name] for name in factors}
+        parts = {name: time.parts[name] for name in (PRODUCTS, ATTENTION, MEMORY)}
         parts[MEMORY] += time.parts["optimizer"]
-        compute = run.seconds - (time.total - sum(parts.values()))
-        rest = compute - sum(told.values())
-        if rest <= LEAST * compute:
+        launches = time.parts[LAUNCHES] if host else 0.0
+        compute = run.seconds - (time.total - sum(parts.values()) - launches) - host
+        if compute <= LEAST * run.seconds:
             raise ConfigurationError(
-                f"--write-hardware: by the rates of --hardware, what {where} does besides "
-                f"{' and '.join(told) or 'compute'} takes all of its {run.seconds:.3g} s: "
-                "calibrate the machine, or give a run that computes more and communicates less"
+                f"--write-hardware: by the rates of --hardware, what {where} does besides compute takes all of its "
+                f"{run.seconds:.3g} s: calibrate the machine, or give a run that computes more and communicates less"
             )
-        others = sum(parts[name] for name in factors if name not in told)
-        changes = {name: parts[name] / told[name] if name in told else others / rest for name in factors}
-        factors = {name: factors[name] * changes[name] for name in factors}
+        others = sum(took for name, took in parts.items() if name not in told) / max(1 - sum(told.values()), TOLERANCE)
+        changes = {name: (parts[name] / told[name] if name in told else others) / compute for name in parts}
+        if host:
+            changes[LAUNCHES] = launches / host
+        factors = {name: factors.get(name, 1.0) * change for name, change in changes.items()}
         if max(abs(change - 1) for change in changes.values()) < TOLERANCE:
             break
     else:
         raise ConfigurationError(
             f"--write-hardware: no rates of compute give the step of {where}, which waits for its host or its messages"
         )
-    before, same = values.get("source", []), [name for name in factors if name not in told]
+    before, same = values.get("source", []), [name for name in parts if name not in told]
     source = [f"compute by the steps of {where}", *([before] if isinstance(before, str) else before)]
-    named = {**{name: factors[name] for name in told}, " and ".join(same): factors[same[-1]]}
-    text = ", ".join(f"{name} {factor:.2f}" for name, factor in named.items() if name != LAUNCHES)
+    named = {name: factors[name] for name in told} | ({" and ".join(same): factors[same[-1]]} if same else {})
+    text = ", ".join(f"{name} {factor:.2f}" for name, factor in named.items())
     found = {**scaled(values, factors), "source": source}
-    launches = f"take {1e6 * found['launch_seconds']:.3g} us each" if LAUNCHES in factors else "keep theirs"
-    return found, f"times the rates of before: {text}; launches {launches}, links and copies to the host keep theirs"
+    words = f"take {1e6 * found['launch_seconds']:.3g} us each" if host else "keep theirs"
+    return found, f"times the rates of before: {text}; launches {words}, links and copies to the host keep theirs"
 
 
 def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str, Any]:
@@ -358,25 +359,41 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
 
 
 def traced_parts(folder: Path) -> dict[str, float]:
-    """Return the seconds of a step in matrix products, in attention and, on a CPU, in memory-bound operators, by the
-    trace of rank 0 in the folder of a run; empty without a trace."""
-    path = folder / "profile" / "rank-0.json.gz"
-    if not path.exists():
-        return {}
+    """Return the seconds of a traced step, and of it in matrix products, attention, memory-bound operators and, on a
+    CPU, in what issues these: means over the first ranks whose traces are in the folder of a run, empty without any.
+    Messages, and waiting for those of other ranks, are only in the step."""
+    paths = [folder / "profile" / f"rank-{rank}.json.gz" for rank in range(TRACES)]
+    found = [_parts_of_trace(path) for path in paths if path.exists()]
+    return {name: mean(parts[name] for parts in found) for name in found[0]} if all(found) and found else {}
+
+
+def _parts_of_trace(path: Path) -> dict[str, float]:
     events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event.get("dur")]
-    steps = sum(bool(_STEP.fullmatch(event["name"])) for event in events if event.get("cat") == "user_annotation")
+    steps = [e for e in events if e.get("cat") == "user_annotation" and _STEP.fullmatch(e["name"])]
     on_gpu = any(event.get("cat") == "kernel" for event in events)
-    found: dict[str, float] = dict.fromkeys(_OPERATORS if on_gpu else (*_OPERATORS, MEMORY), 0.0)
-    ends = Counter[Any]()  # by thread or stream
     events = [event for event in events if event.get("cat") == ("kernel" if on_gpu else "cpu_op")]
-    events.sort(key=lambda event: (event["tid"], event["ts"], -event["dur"]))
-    for event, following in pairwise([*events, {"tid": None}]):
-        name = next((name for name, pattern in _OPERATORS.items() if pattern.search(event["name"])), "")
-        end = event["ts"] + event["dur"]
-        alone = following["tid"] != event["tid"] or following["ts"] >= end  # calls no other operator
-        if not name and not on_gpu and alone and event["name"].startswith("aten::"):
-            name = MEMORY
-        if name and event["ts"] >= ends[event["tid"]]:  # not inside of another
-            found[name] += 1e-6 * event["dur"]
-            ends[event["tid"]] = end
-    return {name: took / steps for name, took in found.items()} if steps else {}
+    found: dict[str, float] = dict.fromkeys((*_OPERATORS, MEMORY) if on_gpu else (*_OPERATORS, MEMORY, LAUNCHES), 0.0)
+    calls: list[tuple[Any, float, str]] = []  # thread or stream, end and kind of the events that an event is inside of
+    for event in sorted([*events, *([] if on_gpu else steps)], key=lambda e: (e["tid"], e["ts"], -e["dur"])):
+        while calls and (calls[-1][0] != event["tid"] or calls[-1][1] <= event["ts"]):
+            calls.pop()
+        outer = calls[-1][2] if calls else ""
+        kind = outer if outer in _OPERATORS else _kind(event["name"], on_gpu)
+        for name, duration in ((kind, event["dur"]), (outer, -event["dur"])):
+            if name:
+                found[name] += 1e-6 * duration
+        calls.append((event["tid"], event["ts"] + event["dur"], kind))
+    found[STEP] = 1e-6 * sum(step["dur"] for step in steps)
+    return {name: took / len(steps) for name, took in found.items()} if steps else {}
+
+
+def _kind(name: str, on_gpu: bool) -> str:
+    """Return the part of a step that an operator's or kernel's own time is of, empty for messages."""
+    for part, pattern in _OPERATORS.items():
+        if pattern.search(name):
+            return part
+    if on_gpu:
+        return "" if name.startswith("nccl") else MEMORY
+    if name.startswith("autograd::") or _STEP.fullmatch(name):
+        return LAUNCHES
+    return MEMORY if name.startswith("aten::") else ""

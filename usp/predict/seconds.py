@@ -30,6 +30,9 @@ from parallel import Hardware, bubble_fraction, host_link_seconds, overlap_of, t
 from usp.model.facts import NO_ATTENTION, visible_pairs
 
 from .compute import (
+    COLLECTIVE_AXES,
+    COLLECTIVE_LAUNCHES,
+    STEP_LAUNCHES,
     Seconds,
     attention_kernel,
     dtype_name,
@@ -476,7 +479,7 @@ class StepTime(PassSeconds):
         return max(self.parts.items(), key=itemgetter(1))[0]
 
 
-def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True, collective: float = 0.0) -> StepTime:
+def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True, collective: float | None = None) -> StepTime:
     """Predict the time of a step, with options as those of `rank_seconds`; raise ValueError if the hardware has no peak
     for the job's dtype, or connects too few devices."""
     ranks = [rank_seconds(job, hardware, rank, prefetches, collective) for rank in _unlike(job, hardware)]
@@ -537,17 +540,22 @@ def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> Pa
     return PassSeconds(Seconds(launch=max(0.0, waits)))
 
 
-def rank_launches(job: Job, hardware: Hardware, rank: int, sent: Iterable[Sent], collective: float) -> float:
-    """Return the operators of a rank's layers in all micro-batches, and a number of them for each collective."""
+def rank_launches(job: Job, hardware: Hardware, rank: int, sent: Iterable[Sent], collective: float | None) -> float:
+    """Return the operators of a rank in all micro-batches, with what its collectives take the host, in operators:
+    `collective` each, or if None what FSDP2 and DTensor need for theirs."""
     layers = job.kinds(*job.stages(rank))
     operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers)
-    return job.config.micro_batches * operators + collective * sum(each.calls for each in sent if each.axis != "pp")
+    if collective is None:
+        calls = COLLECTIVE_LAUNCHES * sum(each.calls for each in sent if each.axis in COLLECTIVE_AXES)
+    else:
+        calls = collective * sum(each.calls for each in sent if each.axis != "pp")
+    return job.config.micro_batches * operators + calls + STEP_LAUNCHES * job.trained
 
 
 def rank_seconds(
-    job: Job, hardware: Hardware, rank: int, prefetches: bool = True, collective: float = 0.0
+    job: Job, hardware: Hardware, rank: int, prefetches: bool = True, collective: float | None = None
 ) -> tuple[PassSeconds, float]:
-    """Return (the sum of a rank's passes but the optimizer, the optimizer). collective: its launches, in operators."""
+    """Return (the sum of a rank's passes but the optimizer, the optimizer). collective: as in `rank_launches`."""
     parts = pass_parts(job, rank)
     passes = pass_seconds(job, hardware, rank, prefetches, parts)
     update, number = passes.pop("update"), job.config.micro_batches
@@ -557,8 +565,7 @@ def rank_seconds(
     each = passes["forward"].compute.total / number, backward / number
     copies = host_copies(job, hardware, rank, *each, sent=sent)
     found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)
-    launched = chain(*parts.values()) if collective and hardware.launch_seconds else ()
-    operators = rank_launches(job, hardware, rank, launched, collective)
+    operators = rank_launches(job, hardware, rank, chain(*parts.values()), collective)
     return found + launching(job, hardware, operators, found.total), update.compute.total
 
 

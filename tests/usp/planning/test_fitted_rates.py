@@ -14,7 +14,7 @@ from parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_
 from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.planning.step_report import ATTENTION, MEMORY, PRODUCTS, scaled
+from usp.planning.step_report import ATTENTION, LAUNCHES, MEMORY, PRODUCTS, scaled
 from usp.predict.seconds import StepTime, step_seconds
 from usp.train.resolve import job_of
 
@@ -51,10 +51,15 @@ def write_run(folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bo
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if trace:
         events: list[dict[str, Any]] = [
-            {"cat": "user_annotation", "name": f"step {n}", "dur": 1e6 * time.total, "ts": 0} for n in (5, 6)
+            {"cat": "user_annotation", "name": f"step {n}", "dur": 1e6 * time.total, "ts": 0, "tid": 1} for n in (5, 6)
         ]
-        for name, part in (("nvjet_hsh_128", PRODUCTS), ("void flash_fwd_kernel", ATTENTION)):
-            times = [{"ts": 1e12 * (at + len(events)), "dur": 2e6 * time.parts[part] / 4} for at in range(4)]
+        for name, took in (
+            ("nvjet_hsh_128", time.parts[PRODUCTS]),
+            ("void flash_fwd_kernel", time.parts[ATTENTION]),
+            ("void at::native::elementwise_kernel", time.parts[MEMORY] + time.optimizer),
+            ("ncclDevKernel_AllGather_RING_LL", 0.3),
+        ):
+            times = [{"ts": 1e12 * (at + len(events)), "dur": 2e6 * took / 4} for at in range(4)]
             events += [{"cat": "kernel", "name": name, "tid": 7, **each} for each in times]
         events.append({"cat": "cpu_op", "name": "aten::mm", "dur": 5e6, "ts": 0, "tid": 1})  # only launches a kernel
         write_trace(folder, events)
@@ -91,24 +96,28 @@ def test_a_run_tells_the_rates_of_its_machine(
 def test_a_trace_of_a_cpu_tells_what_its_operators_take_besides_their_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What no operator takes is the host's, which issues them: as much for short sequences as for long ones."""
+    """What autograd takes and what no operator does is the host's, which issues them: as much for short sequences as
+    for long ones."""
     cpu = {**hardware_values("h100"), "streams": False, "launch_seconds": 0.0}
     (tmp_path / "cpu.json").write_text(json.dumps(cpu))
     truth = {**scaled(cpu, UNLIKE), "launch_seconds": 3e-4}
     time = write_run(tmp_path, truth, trace=False)
-    events: list[dict[str, Any]] = [{"cat": "user_annotation", "name": "step 5", "dur": 2e6 * time.total, "ts": 0}]
-    at = 1.0
-    for outer, name, seconds in (
-        ("aten::linear", "aten::addmm", time.parts[PRODUCTS]),
-        ("aten::scaled_dot_product_attention", "aten::_flash_attention_forward_for_cpu", time.parts[ATTENTION]),
-        ("autograd::engine::evaluate_function: CrossEntropy", "aten::mul", time.parts[MEMORY]),
-        ("aten::_foreach_add", "aten::add_", time.parts["optimizer"]),
+    memory, launches = time.parts[MEMORY] + time.optimizer, time.parts[LAUNCHES]
+    waits = time.total - sum(time.parts[name] for name in (PRODUCTS, ATTENTION)) - memory - launches
+    events: list[dict[str, Any]] = []
+    at = 0.1 * launches
+    for outer, own, name, seconds in (
+        ("aten::linear", 0.2 * memory, "aten::addmm", time.parts[PRODUCTS]),
+        ("aten::scaled_dot_product_attention", 0.3 * memory, "aten::_flash_attention_for_cpu", time.parts[ATTENTION]),
+        ("autograd::engine::evaluate_function: CrossEntropy", 0.6 * launches, "aten::mul", 0.5 * memory),
+        ("SelfAttentionBackward", waits / 2, "c10d::alltoall_base_", waits / 2),
     ):
-        took = 1e6 * seconds
-        events += [{"name": outer, "ts": at, "dur": 1.1 * took}, {"name": name, "ts": at + 0.05 * took, "dur": took}]
-        at += 2 * took
-    events.append({"name": "c10d::allreduce_", "ts": at, "dur": 5e6})
-    write_trace(tmp_path, [{"cat": "cpu_op", "tid": 7, **event} for event in events])
+        events += [{"name": outer, "ts": at, "dur": own + seconds}, {"name": name, "ts": at + own / 2, "dur": seconds}]
+        at += own + seconds + 0.1 * launches
+    events.append({"cat": "user_annotation", "name": "step 5", "ts": 0, "dur": at - 0.1 * launches})
+    slower = 1.5e6  # us of a second of a traced step
+    timed = [{**event, "ts": slower * event["ts"], "dur": slower * event["dur"]} for event in events]
+    write_trace(tmp_path, [{"cat": "cpu_op", "tid": 7, **event} for event in timed])
     file = tmp_path / "fitted.json"
     base = [*FLAGS, "--hardware", str(tmp_path / "cpu.json")]
     assert main(["time", *base, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0

@@ -94,10 +94,24 @@ def test_small_layers_wait_for_their_launches() -> None:
     assert long.compute.launch == 0.0 == tiny.compute.launch  # the reduction of gradients takes longer
     alone = llama(1, seq_len=64, ac="none", zero=0)
     waits, free = (step_seconds(alone, hardware) for hardware in (H100, replace(H100, launch_seconds=0.0)))
-    operators = 3 * LAYERS * (7 + 31)
+    operators = 3 * LAYERS * (7 + 31) + 200  # of the embedding, the head and the optimizer
     assert waits.total == pytest.approx(operators * H100.launch_seconds + waits.optimizer)
     assert waits.total > free.total and waits.compute.launch == pytest.approx(waits.total - free.total)
     assert step_seconds(llama(1, seq_len=64, ac="none", compile=True), H100).compute.launch == 0.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        ({"tp": 2, "zero": 0}, 4 * LAYERS + 6),  # embedding, final norm, loss and gradients' norm besides
+        ({"zero": 3}, 3 * (LAYERS + 1) - 1),  # the root is gathered once
+        ({"sp_ulysses": 2, "zero": 0}, 0),
+    ],
+)
+def test_collectives_that_libraries_issue_take_the_host_longer(flags: dict[str, int], number: int) -> None:
+    made, host = llama(2, seq_len=64, ac="none", **flags), replace(H100, streams=False)  # computes after issuing
+    without, found = (step_seconds(made, host, collective=each).compute.launch for each in (0.0, None))
+    assert found - without == pytest.approx(45 * number * H100.launch_seconds)
 
 
 def test_a_host_keeps_what_all_of_its_ranks_offload() -> None:
