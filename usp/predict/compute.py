@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import compress, pairwise
@@ -27,7 +27,7 @@ from parallel import Hardware
 from usp.model.facts import FLOAT8_DIMS, NO_ATTENTION, LayerShape, ParameterShape, training_flops, visible_pairs
 from usp.sp.kernel_choice import kernel_on
 
-from .job import ADAPTER, Job, shared
+from .job import ADAPTER, Job, same, shared
 from .traffic import FLOAT32, stage_units
 
 aten = torch.ops.aten
@@ -279,10 +279,11 @@ class LayerSeconds(NamedTuple):
     launches: int
 
 
-def kernel_rates(hardware: Hardware) -> Hashable:
-    """Return what determines the time of compute; the links between devices do not."""
+@shared(id)
+def kernel_rates(hardware: Hardware) -> object:
+    """Return the same object for all hardware with the same time of compute, whatever the links between devices."""
     rates = hardware.memory_bytes_per_second, hardware.memory_efficiency, hardware.streams, hardware.compute_capability
-    return id(hardware.peak_flops), id(hardware.attention), id(hardware.matmul), hardware.device, *rates
+    return same((id(hardware.peak_flops), id(hardware.attention), id(hardware.matmul), hardware.device, *rates))
 
 
 @shared(lambda job, hardware, index: (job.work, kernel_rates(hardware), index))

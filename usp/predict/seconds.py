@@ -347,9 +347,15 @@ def _differing_places(job: Job) -> tuple[int, ...]:
     return tuple({_held(job, rank): place for place, rank in enumerate(job.slowest_ranks)}.values())
 
 
-def _differing(job: Job) -> list[int]:
-    """Return those of `slowest_ranks` that compute different things."""
-    return [job.slowest_ranks[place] for place in _differing_places(job)]
+@shared(lambda job, hardware, rank, index: (job.work, _attending(job, hardware, rank), index))
+def _layer_passes(job: Job, hardware: Hardware, rank: int, index: int) -> Mapping[Pass, Seconds]:
+    """Return the compute of a layer for one micro-batch in each pass."""
+    kernels, layer = attention_kernels(job, hardware, rank, index), layer_seconds(job, hardware, index)
+    forward, backward = (Seconds(attention=job.visible * sum(each)) for each in (kernels.forward, kernels.backward))
+    if not job.trained:
+        return {"forward": layer.forward + forward}
+    again = layer.recompute + forward if job.config.ac == "full" else layer.recompute
+    return {"forward": layer.forward + forward, "recompute": again, "backward": layer.backward + backward}
 
 
 @shared(lambda job, hardware, rank: (job.work, _attending(job, hardware, rank), _held(job, rank)))
@@ -357,15 +363,8 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
     """Return the compute of one micro-batch in each pass but the update."""
     passes, stages = dict.fromkeys(PASSES, Seconds()), job.stages(rank)
     for index, number in job.kinds(*stages):
-        kernels = attention_kernels(job, hardware, rank, index)
-        layer = layer_seconds(job, hardware, index)
-        both = kernels.forward, kernels.backward
-        forward, backward = (Seconds(attention=job.visible * sum(each)) for each in both)
-        passes["forward"] += (layer.forward + forward).times(number)
-        if job.trained:
-            again = forward if job.config.ac == "full" else Seconds()
-            passes["recompute"] += (layer.recompute + again).times(number)
-            passes["backward"] += (layer.backward + backward).times(number)
+        for kind, each in _layer_passes(job, hardware, rank, index).items():
+            passes[kind] += each.times(number)
     if job.counts_choices:
         passes["count"] = passes["forward"]
     if job.last_stage in stages:
@@ -373,6 +372,13 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
         passes["forward"] += forward
         passes["backward"] += backward if job.trained else Seconds()
     return passes
+
+
+@shared(lambda job, hardware: (job.work, job.dims.pp, job.config.pp_schedule, kernel_rates(hardware)))
+def _busy(job: Job, hardware: Hardware) -> list[tuple[int, float, Mapping[Pass, float]]]:
+    """Return of `slowest_ranks` that differ the place, the compute of one micro-batch, and that as by `_hides`."""
+    computes = ((place, _compute(job, hardware, job.slowest_ranks[place])) for place in _differing_places(job))
+    return [(place, sum(each.total for each in of.values()), _hides(of)) for place, of in computes]
 
 
 def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, TransferSeconds]:
@@ -567,11 +573,12 @@ def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> flo
     and the bubble; if `sharded` also with `_shard_seconds`."""
     number, most = job.config.micro_batches, 0.0
     rest = 1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)
-    for rank in _differing(job):
-        hides = _hides(compute := _compute(job, hardware, rank))
-        busy = number * sum(each.total for each in compute.values())
-        copies = host_copies(job, hardware, rank, hides["forward"], hides["backward"])
-        busy += sum(each.exposed for each in copies.values())
+    offloads = job.config.ac_offload or job.config.optim_offload
+    for place, each, hides in _busy(job, hardware):
+        rank, busy = job.slowest_ranks[place], number * each
+        if offloads:
+            copies = host_copies(job, hardware, rank, hides["forward"], hides["backward"])
+            busy += sum(copy.exposed for copy in copies.values())
         traffic, optimizer = _shard_seconds(job, hardware, rank, hides) if sharded else (0.0, 0.0)
         most = max(most, (busy + traffic) / rest + optimizer)
     return most
@@ -584,21 +591,32 @@ def _parameter_links(job: Job, hardware: Hardware, rank: int) -> Hashable:
 
 
 @shared(_parameter_links)
-def _parameter_transfers(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfers]:
-    """Return the seconds of a rank's traffic of parameters."""
-    return {kind: _transfers(job, hardware, sent, rank) for kind, sent in fsdp_traffic(job, rank).items()}
+def _parameter_seconds(job: Job, hardware: Hardware, rank: int) -> list[tuple[Pass, int, float, float]]:
+    """Return a rank's traffic of parameters: the pass, the micro-batches whose compute overlaps with it or 0, the
+    seconds in each, and the part of what overlaps that slows down the compute."""
+    found = []
+    for kind, sent in fsdp_traffic(job, rank).items():
+        exposed, overlapped = _transfers(job, hardware, sent, rank)
+        found.append((kind, 0, sum(exposed.values()), 1.0))
+        for times, axes in overlapped.items():
+            free = sum(each * _links(job, hardware, axis, rank, "send")[2] for axis, each in axes.items())
+            found.append((kind, times, (total := sum(axes.values())) / times, 1 - free / total))
+    return found
 
 
 def _shard_seconds(job: Job, hardware: Hardware, rank: int, hides: Mapping[Pass, float]) -> tuple[float, float]:
     """Return (the exposed traffic of parameters without bubble, the optimizer) of a rank; `hides` as by `_hides`."""
-    exposed = 0.0
-    for kind, transfers in _parameter_transfers(job, hardware, rank).items():
-        exposed += sum(each.exposed for each in _by_axis(job, hardware, transfers, rank, hides[kind]).values())
+    exposed, pieces = 0.0, 1 + sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
+    for kind, times, seconds, slows in _parameter_seconds(job, hardware, rank):
+        once = (
+            overlapped_in_pieces(seconds, hides[kind] if hardware.streams else 0.0, pieces) if times else (seconds, 0.0)
+        )
+        exposed += max(1, times) * (once[0] + slows * once[1])
     return exposed, optimizer_seconds(job, hardware, rank)
 
 
 def least_shard_seconds(job: Job, hardware: Hardware) -> tuple[float, float]:
     """Return (the exposed traffic of parameters without bubble, the optimizer), each of the rank that has least."""
-    hides = {rank: _hides(_compute(job, hardware, rank)) for rank in _differing(job)}
-    exposed, optimizer = zip(*(_shard_seconds(job, hardware, *each) for each in hides.items()), strict=True)
+    ranks = [(job.slowest_ranks[place], hides) for place, _, hides in _busy(job, hardware)]
+    exposed, optimizer = zip(*(_shard_seconds(job, hardware, *each) for each in ranks), strict=True)
     return min(exposed), min(optimizer)
