@@ -251,8 +251,7 @@ def _shard_peaks(job: Job, rank: int) -> Mapping[Backward, Sequence[tuple[str, i
     found, stages = {}, job.stages(rank)
     for stage, half, later in product(stages, (False, True), (False, True)):
         idle = sum(_idle(job, other, later) for other in stages if other != stage)
-        split = "split backward", 0, _idle(job, stage, True), 0
-        peaks = [split] if half else _backward(job, stage, later)
+        peaks = [("split backward", 0, _idle(job, stage, True), 0)] if half else _backward(job, stage, later)
         found[stage, half, later] = [(name, reduced, whole + idle, more) for name, reduced, whole, more in peaks]
     return found
 
@@ -323,9 +322,8 @@ def peak_moment(job: Job, rank: int) -> Moment:
             gradients = min(most, shards if every else reduced)
             whole += of_head + (reduction - freed if reduction > freed else 0)
             if (found := gradients + whole + saved + work) > total:
-                total, parts = found, (gradients, whole, saved, work + buffers)
-                named = name
-    highest = Moment(named, 0, 0, *parts)
+                total, parts = found, (name, 0, 0, gradients, whole, saved, work + buffers)
+    highest = Moment(*parts)
     if config.optim_offload:
         return highest
     muon = 0
