@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import compress, pairwise
-from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -118,10 +117,10 @@ class Seconds(NamedTuple):
         return sum(self)
 
     def __add__(self, other: Seconds) -> Seconds:  # type: ignore[override]
-        return Seconds(*map(add, self, other))
+        return Seconds(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
 
     def times(self, number: float) -> Seconds:
-        return Seconds(*(number * each for each in self))
+        return Seconds(number * self[0], number * self[1], number * self[2], number * self[3])
 
 
 @dataclass(frozen=True)

@@ -365,8 +365,8 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
 @shared(lambda job, hardware: (job.work, job.dims.pp, job.config.pp_schedule, kernel_rates(hardware)))
 def _busy(job: Job, hardware: Hardware) -> list[tuple[int, float, Mapping[Pass, float]]]:
     """Return of `slowest_ranks` that differ the place, the compute of one micro-batch, and that as by `_hides`."""
-    computes = ((place, _compute(job, hardware, job.slowest_ranks[place])) for place in _differing_places(job))
-    return [(place, sum(each.total for each in of.values()), _hides(of)) for place, of in computes]
+    computes = [(place, _compute(job, hardware, job.slowest_ranks[place])) for place in _differing_places(job)]
+    return [(place, sum(map(sum, of.values())), _hides(of)) for place, of in computes]
 
 
 def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, TransferSeconds]:
