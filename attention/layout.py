@@ -41,8 +41,8 @@ def counted_windows(windows: Iterable[int]) -> Windows:
 def layout_name(kind: str, windows: Iterable[int]) -> str:
     """Return the name of a layout for layers with these windows, as in `counted_windows`: such as `balanced:0x1,1024x5`
     for one that balances their work, its kind for all others."""
-    counted = counted_windows(windows)
-    if kind not in OF_DOCUMENTS or not any(window for window, _ in counted):
+    counted = counted_windows(windows) if kind in OF_DOCUMENTS else ()
+    if not any(window for window, _ in counted):
         return kind
     return f"{kind}:{','.join(f'{window}x{layers}' for window, layers in counted)}"
 

@@ -2,19 +2,18 @@
 
 The search is best first by a lower bound that grows from step to step:
 
-    degrees       as a layout with these degrees and schedule in the largest micro-batches, without the bubble
-    a layout      compute, the traffic of activations as in the largest micro-batches, and the least optimizer and
-                  traffic of parameters of any shards that can fit
+    degrees       as a layout with these degrees and schedule in the largest micro-batches, with the smallest bubble
+    a group       the same, with the least optimizer and traffic of parameters of any shards that can fit
+    a layout      compute, the traffic of activations as in the largest micro-batches, and the shards of its group
     an option     as a layout, with the recomputation and the copies of a way to save activations
     shards        likewise, with the optimizer and the traffic of parameters of a ZeRO stage and a number of replicas
                   (HSDP) that fit
     a candidate   the same, timed
 
 so a candidate that is reached is faster than all that has not been reached. Of interest are the fastest of each family,
-the configurations with the same axes, and the simplest of those that are within `NOISE` of the fastest.
-
-Only the lowest ZeRO stage that fits is timed, because higher ones
-communicate more; optimizer offload, which saves no time, is tried only for lower ones."""
+the configurations with the same axes, and the simplest of those that are within `NOISE` of the fastest. Only the lowest
+ZeRO stage that fits is timed, because higher ones communicate more; optimizer offload, which saves no time, is tried
+only for lower ones."""
 
 from __future__ import annotations
 
@@ -175,11 +174,11 @@ def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:
     return [number for number in fitting if number <= MOST_MICRO_BATCHES * pp] or fitting[:1]
 
 
-def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
-    """Yield a layout, in the smallest shards, with every way to save activations, the most last."""
+def recomputations(config: TrainConfig, facts: ModelFacts, modes: Sequence[str] = AC_MODES) -> Iterator[TrainConfig]:
+    """Yield a layout, in the smallest shards, with every way to save activations by some --ac, the most last."""
     local = config.padded_len // (config.sp_ring * config.sp_ulysses) // config.tp
-    most = shardings(config, 1)[-1]
-    for ac in AC_MODES:
+    (most,) = shardings(config, 1, slice(-1, None))
+    for ac in modes:
         if ac != "none" and config.pp_schedule == "zero-bubble":
             return
         tiled = local > MLP_TILE and not facts.num_experts and ac not in ("none", "selective")
@@ -193,13 +192,13 @@ def replications(config: TrainConfig) -> list[int]:
     return [number for number in divisors(config.dp_replicate * config.dp_shard) if inside // number % config.ep == 0]
 
 
-def shardings(config: TrainConfig, replicas: int) -> list[TrainConfig]:
-    """Return a configuration with a number of replicas and the ZeRO stages that differ."""
+def shardings(config: TrainConfig, replicas: int, which: slice = slice(None)) -> list[TrainConfig]:
+    """Return a configuration with a number of replicas and the ZeRO stages that differ, or `which` of them."""
     shards = config.dp_replicate * config.dp_shard // replicas
     stages: tuple[int, ...] = (1, 2, 3) if config.micro_batches > 1 else (1, 3)
     if shards * config.sp_ring * config.sp_ulysses == 1 or config.pp_schedule == "zero-bubble":
         stages = (1,)
-    return [changed(config, dp_replicate=replicas, dp_shard=shards, zero=zero) for zero in stages]
+    return [changed(config, dp_replicate=replicas, dp_shard=shards, zero=zero) for zero in stages[which]]
 
 
 def _degrees(config: TrainConfig) -> tuple[int, ...]:
@@ -257,8 +256,8 @@ class Search:
         def push(least: float, state: str, config: TrainConfig, candidate: Candidate | None = None) -> None:
             heappush(queue, (least, next(order), state, config, candidate))
 
-        for largest, *_ in self.groups.values():
-            push((1 - _bubble(largest)) * self._least(largest), "degrees", largest)
+        for group in self.groups.values():
+            push((1 - _bubble(group[0])) * self._least(group[0]) / (1 - _bubble(group[-1])), "degrees", group[0])
         while queue and (len(best) < keep or queue[0][0] <= limit):
             least, _, state, config, candidate = heappop(queue)
             # What is reached from a layout or an option has as many degrees, offloads and recomputations, or more.
@@ -275,23 +274,26 @@ class Search:
                     best.setdefault(family(config), candidate)
             elif state == "degrees":
                 group = self.groups[_like(config)]
-                if math.isinf(self.least_of_shards(config)):
+                if math.isinf(shards := self.least_of_shards(group[-1])):
                     tried += len(group)
-                    continue
-                for layout in group:
+                else:
+                    push(least + shards, "group", config)
+            elif state == "group":
+                for layout in self.groups[_like(config)]:
                     push(self._bound(layout), "layout", layout)
             elif state in ("layout", "recomputation"):
-                options = list(recomputations(config, self.question.facts))
                 if state == "layout":
                     report(tried, len(self.every))
                     tried += 1
-                    if not self._can_fit(options[-1]):
+                    *_, smallest = recomputations(config, self.question.facts)
+                    if not self._can_fit(smallest):
                         continue
-                for option in options:
-                    if option.ac == config.ac and self.only in (None, (option.ac, option.ac_offload)):
+                modes = AC_MODES[AC_MODES.index(config.ac) :]
+                for option in recomputations(config, self.question.facts, modes[:1]):
+                    if self.only in (None, (option.ac, option.ac_offload)):
                         push(self._bound(option), "option", option)
-                if more := [option for option in options if AC_MODES.index(option.ac) == AC_MODES.index(config.ac) + 1]:
-                    push(self._bound(more[0]), "recomputation", more[0])
+                for more in islice(recomputations(config, self.question.facts, modes[1:2]), 1):
+                    push(self._bound(more), "recomputation", more)
             elif state == "option":
                 for each in self._fitting(config):
                     push(max(least, self._waiting(config) + self.predictor.least_sharded(each)), "shards", each)
@@ -347,14 +349,15 @@ class Search:
         """Yield, by the number of replicas, the least that shards take in any layout of a group: the traffic that the
         largest micro-batches hide with the most recomputation, of ZeRO-3 where no lower stage can fit."""
         (*_, largest), (*_, smallest) = (recomputations(group[end], self.question.facts) for end in (0, -1))
-        lower = True
+        # One micro-batch of ZeRO-1 accumulates no gradients, and of several, ZeRO-2 shards them.
+        stages = [(slice(1), slice(-2, None)), (slice(-1, None), slice(-1, None))]
         for replicas in replications(largest):
-            # One micro-batch of ZeRO-1 accumulates no gradients, and of several, ZeRO-2 shards them.
-            ends = shardings(largest, replicas), shardings(smallest, replicas)
-            lower = lower and (self._can_fit(ends[1][-2:][0]) or self._can_fit(ends[0][0]))
-            if not lower and not any(self._can_fit(stages[-1]) for stages in ends):
-                return
-            yield self.predictor.least_shards(ends[0][0 if lower else -1])
+            while stages:
+                lowest = shardings(largest, replicas, stages[0][0])
+                if any(map(self._can_fit, chain(shardings(smallest, replicas, stages[0][1])[:1], lowest))):
+                    yield self.predictor.least_shards(*lowest)
+                    break
+                del stages[0]
 
     def _fitting(self, config: TrainConfig) -> Iterator[TrainConfig]:
         """Yield, by the number of replicas, the lowest ZeRO stage that fits, and a lower one if it fits with optimizer

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import compress, pairwise
-from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from parallel import Hardware
 from usp.model.facts import FLOAT8_DIMS, NO_ATTENTION, LayerShape, ParameterShape, training_flops, visible_pairs
 from usp.sp.kernel_choice import kernel_on
 
-from .job import ADAPTER, Job, shared
+from .job import ADAPTER, Job, same, shared
 from .traffic import FLOAT32, stage_units
 
 aten = torch.ops.aten
@@ -122,10 +121,10 @@ class Seconds(NamedTuple):
         return sum(self)
 
     def __add__(self, other: Seconds) -> Seconds:  # type: ignore[override]
-        return Seconds(*map(add, self, other))
+        return Seconds(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
 
     def times(self, number: float) -> Seconds:
-        return Seconds(*(number * each for each in self))
+        return Seconds(number * self[0], number * self[1], number * self[2], number * self[3])
 
 
 @dataclass(frozen=True)
@@ -283,10 +282,11 @@ class LayerSeconds(NamedTuple):
     launches: int
 
 
-def kernel_rates(hardware: Hardware) -> Hashable:
-    """Return what determines the time of compute; the links between devices do not."""
+@shared(id)
+def kernel_rates(hardware: Hardware) -> object:
+    """Return the same object for all hardware with the same time of compute, whatever the links between devices."""
     rates = hardware.memory_bytes_per_second, hardware.memory_efficiency, hardware.streams, hardware.compute_capability
-    return id(hardware.peak_flops), id(hardware.attention), id(hardware.matmul), hardware.device, *rates
+    return same((id(hardware.peak_flops), id(hardware.attention), id(hardware.matmul), hardware.device, *rates))
 
 
 @shared(lambda job, hardware, index: (job.work, kernel_rates(hardware), index))

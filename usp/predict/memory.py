@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 from operator import itemgetter, le
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ _ATTENTION = re.compile(r"q_proj|qkv|query|c_attn|q_a_proj|q_b_proj")
 DELTA_BYTES, STATE_SPACE_BYTES = 28, 43
 MUON_BYTES = 14  # per element of a matrix: what is sent, received and iterated in bfloat16, and a float32 gradient
 Flight = tuple[tuple[int, int], ...]  # (stage, micro-batches)
+Backward = tuple[int, bool, bool]  # (stage, whether it is the input half, whether the stage had one before)
 NORM_BYTES = 4 * FLOAT32  # per element of a norm's backward: its gradient, that of the mean square, and their sum
 
 
@@ -214,10 +215,11 @@ def _idle(job: Job, stage: int, later: bool) -> int:
     return (0 if config.zero == 3 else units.gathered(size)) + units.trained_numel * sums
 
 
-def _backward(job: Job, stage: int, later: bool) -> Iterator[tuple[str, int, int, int, int]]:
-    """Yield the peaks of a stage's backward, without optimizer states and other micro-batches' activations, from the
-    `gradients` of a `Moment` on; `later`: another micro-batch's backward has run before."""
-    units, here, size, zero = stage_units(job, stage), stage_bytes(job, stage), job.dtype.itemsize, job.config.zero
+def _backward(job: Job, stage: int, later: bool) -> Iterator[tuple[str, int, int, int]]:
+    """Yield what parameters and gradients take at the peaks of a stage's backward: the name of a `Moment`, gradients
+    reduced by this backward alone, the `whole`, and what is added as far as the layer has not freed as much; `later`:
+    another micro-batch's backward has run before."""
+    units, size, zero = stage_units(job, stage), job.dtype.itemsize, job.config.zero
     accumulates = zero < 2 and job.config.micro_batches > 1  # unsharded gradients
     reduces = (later or not accumulates) and not job.splits_backwards
     root, layer = units.around, units.largest
@@ -229,22 +231,52 @@ def _backward(job: Job, stage: int, later: bool) -> Iterator[tuple[str, int, int
     every, weights = units.numel - root.numel, units.gathered(size) - root.gathered(size)
     whole = sums + reducing + root.gathered(size) + (prefetched if zero == 3 else weights)
     if stage == job.last_stage:
-        yield "loss", 0, whole, here.at_last + here.outside + here.head, here.logits
-    layers = len(units.layers)
-    if reduces and layers > 1:  # the layer before the last, where offloading leaves two layers' activations again
-        freed = 0 if job.config.ac_offload and layers > 2 else here.at_first
-        whole += max(0, layer.reduced * FLOAT32 - freed - reducing)
-    whole += size * here.of_head + (layer.gathered(size) if zero == 3 else 0)
-    yield "last layer", 0, whole, here.at_last + here.outside, here.backward
-    whole = sums + root.gathered(size) + size * here.of_head
-    whole += layer.gathered(size) if reduces or zero == 3 else weights
+        yield "loss", 0, whole, 0
+    # Of the layer before the last.
+    reduction = layer.reduced * FLOAT32 - reducing if reduces and len(units.layers) > 1 else 0
+    yield "last layer", 0, whole + (layer.gathered(size) if zero == 3 else 0), reduction
+    whole = sums + root.gathered(size) + (layer.gathered(size) if reduces or zero == 3 else weights)
     gradients = (units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
     whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
-    yield "first layer", gradients, whole, here.at_first + here.outside, here.backward
+    yield "first layer", gradients, whole, 0
     if reduces:
         gradients += layer.trained_shard * FLOAT32
         copies = root.trained_numel * (FLOAT32 if accumulates else size) + root.reduced * FLOAT32
-        yield "root reduced", gradients, copies, 0, 0
+        yield "root reduced", gradients, copies, 0
+
+
+@shared(lambda job, r: (job.sharding, job.place("pp", r), job.config.zero, job.config.micro_batches > 1, job.dtype))
+def _shard_peaks(job: Job, rank: int) -> Mapping[Backward, Sequence[tuple[str, int, int, int]]]:
+    """Return the peaks of each backward that a rank may have as by `_backward`, with what its other stage holds."""
+    found, stages = {}, job.stages(rank)
+    for stage, half, later in product(stages, (False, True), (False, True)):
+        idle = sum(_idle(job, other, later) for other in stages if other != stage)
+        peaks = [("split backward", 0, _idle(job, stage, True), 0)] if half else _backward(job, stage, later)
+        found[stage, half, later] = [(name, reduced, whole + idle, more) for name, reduced, whole, more in peaks]
+    return found
+
+
+@shared(lambda job, rank: (job.work, job.schedule(rank)))
+def _activation_peaks(job: Job, rank: int) -> tuple[int, Sequence[tuple[Backward, Sequence[tuple[int, ...]]]]]:
+    """Return (the bytes of buffers for hidden states, what activations take at the peaks of each backward as in
+    `_shard_peaks`: what is saved, the work, the gradient of the head, and what a layer has freed)."""
+    found, stages, size = [], {stage: stage_bytes(job, stage) for stage in job.stages(rank)}, job.dtype.itemsize
+    bytes_of = {stage: here.saved for stage, here in stages.items()}
+    bytes_of |= {~stage: here.left for stage, here in stages.items()}
+    for (stage, half, later), flights in _backwards(job.schedule(rank)).items():
+        here, others = stages[stage], _most(flights, bytes_of) - bytes_of[stage]
+        # Offloading leaves two layers' activations again.
+        freed = 0 if job.config.ac_offload and len(job.stage_layers[stage]) > 2 else here.at_first
+        first, last = (others + here.outside + saved for saved in (here.at_first, here.at_last))
+        peaks = [(last + here.head, here.logits, 0, 0)] if stage == job.last_stage else []
+        peaks += [(each, here.backward, size * here.of_head, freed) for each in (last, first)] + [(others, 0, 0, 0)]
+        if half:
+            split = here.left + FLOAT32 * max(here.of_head, 5 * job.outer_tokens * job.model.hidden_size)
+            peaks = [(others + here.saved, split, 0, 0)]
+        found.append(((stage, half, later), peaks))
+    # Hidden states that torch keeps for all micro-batches: of both neighbours, if there are two.
+    neighbours = sum((stage > 0) + (stage < job.last_stage) for stage in stages)
+    return job.config.micro_batches * neighbours * max(here.handed for here in stages.values()), found
 
 
 @dataclass(frozen=True)
@@ -278,52 +310,30 @@ def _states(job: Job, rank: int) -> tuple[int, int, int]:
 def peak_moment(job: Job, rank: int) -> Moment:
     """Return the highest of a step's peaks on the device."""
     parameters, shards, optimizer = _states(job, rank)
-    config, stages, most = job.config, job.stages(rank), shards
-    buffers = 0
-    if job.dims.pp > 1:  # hidden states that torch keeps for all micro-batches: of both neighbours, if there are two
-        neighbours = sum((stage > 0) + (stage < job.last_stage) for stage in stages)
-        buffers = config.micro_batches * neighbours * max(stage_bytes(job, stage).handed for stage in stages)
+    config, most = job.config, shards
     if config.optim_offload and not (config.zero >= 2 and config.micro_batches > 1 and job.dims.dp_replicate > 1):
         # A gradient goes to the host once it is reduced, over replicas as well.
-        most = FLOAT32 * max(stage_units(job, stage).largest_gradient for stage in stages)
-    peaks, shares = _peaks(job, rank), config.zero >= 2
-    # What is reduced by then: with ZeRO-2 and 3 after another backward, all of it.
-    reduced = [min(most, shards if shares and later else gradients) for _, later, gradients, *_ in peaks]
-    totals = [rest + gradients for (rest, *_), gradients in zip(peaks, reduced, strict=True)]
-    highest = totals.index(total := max(totals))
-    *_, name, whole, saved, work = peaks[highest]
-    moment = Moment(name, 0, 0, reduced[highest], whole, saved, work + buffers)
+        most = FLOAT32 * max(stage_units(job, stage).largest_gradient for stage in job.stages(rank))
+    of_shards, total, (buffers, backwards) = _shard_peaks(job, rank), -1, _activation_peaks(job, rank)
+    for backward, of_activations in backwards:
+        every = config.zero >= 2 and backward[2]  # gradients, because another backward has run
+        peaks = zip(of_shards[backward], of_activations, strict=False)  # the last is only of a backward that reduces
+        for (name, reduced, whole, reduction), (saved, work, of_head, freed) in peaks:
+            gradients = min(most, shards if every else reduced)
+            whole += of_head + (reduction - freed if reduction > freed else 0)
+            if (found := gradients + whole + saved + work) > total:
+                total, parts = found, (name, 0, 0, gradients, whole, saved, work + buffers)
+    highest = Moment(*parts)
     if config.optim_offload:
-        return moment
+        return highest
     muon = 0
     if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
-        layers = [job.model.layers[kind] for kind, _ in job.kinds(*stages)]
+        layers = [job.model.layers[kind] for kind, _ in job.kinds(*job.stages(rank))]
         matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
         muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
     if shards + muon > total:
-        moment = Moment("optimizer", gradients=shards, transient=buffers + muon)
-    return moment._replace(parameters=parameters, optimizer=optimizer)
-
-
-@shared(lambda job, rank: (job.work, job.sharding, job.config.zero, job.schedule(rank)))
-def _peaks(job: Job, rank: int) -> list[tuple[int, bool, int, str, int, int, int]]:
-    """Return the peaks of a rank's backwards: each with the bytes besides gradients, whether others have run before,
-    gradients as by `_backward`, and the name and the rest of a `Moment`."""
-    found, stages = [], {stage: stage_bytes(job, stage) for stage in job.stages(rank)}
-    bytes_of = {stage: here.saved for stage, here in stages.items()}
-    bytes_of |= {~stage: here.left for stage, here in stages.items()}
-    for (stage, half, later), flights in _backwards(job.schedule(rank)).items():
-        others = _most(flights, bytes_of) - bytes_of[stage]
-        idle = sum(_idle(job, other, later) for other in stages if other != stage)
-        moments = _backward(job, stage, later)
-        if half:
-            hidden = job.outer_tokens * job.model.hidden_size
-            work = bytes_of[~stage] + FLOAT32 * max(stages[stage].of_head, 5 * hidden)
-            moments = iter([("split backward", 0, _idle(job, stage, True), bytes_of[stage], work)])
-        for name, gradients, whole, saved, work in moments:
-            rest = whole + idle + saved + others + work
-            found.append((rest, later, gradients, name, whole + idle, saved + others, work))
-    return found
+        highest = Moment("optimizer", gradients=shards, transient=buffers + muon)
+    return highest._replace(parameters=parameters, optimizer=optimizer)
 
 
 def largest_footprint(job: Job) -> tuple[Footprint, int]:
@@ -358,11 +368,10 @@ def host_bytes(job: Job, devices: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _backwards(schedule: Schedule) -> Mapping[tuple[int, bool, bool], Sequence[Flight]]:
-    """Return the most that is in flight at a rank's backwards: micro-batches by stage, and by ~stage between halves; by
-    stage, whether it is the input half, and whether the stage had one before."""
+def _backwards(schedule: Schedule) -> Mapping[Backward, Sequence[Flight]]:
+    """Return the most that is in flight at a rank's backwards: micro-batches by stage, and by ~stage between halves."""
     live = dict.fromkeys((key for _, stage, _ in actions(schedule) for key in (stage, ~stage)), 0)
-    flights: defaultdict[tuple[int, bool, bool], set[Flight]] = defaultdict(set)
+    flights: defaultdict[Backward, set[Flight]] = defaultdict(set)
     for kind, stage, micro_batch in actions(schedule):
         half = kind == "inputs"
         if kind == "backward" or (kind != "forward" and half == (stage > 0)):  # the first stage has no input half

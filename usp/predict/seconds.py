@@ -263,13 +263,9 @@ def attention_kernels(job: Job, hardware: Hardware, rank: int, index: int) -> At
     )
 
 
-def _exchanging(job: Job, hardware: Hardware, rank: int, index: int) -> Hashable:
-    """Return what determines the attention of a micro-batch on `rank` and its messages."""
-    links = _links(job, hardware, "ring", rank, "send")
-    return _attending(job, hardware, rank), _mask(job, index), links
-
-
-@shared(_exchanging)
+@shared(
+    lambda job, hardware, r, i: (_attending(job, hardware, r), _mask(job, i), _links(job, hardware, "ring", r, "send"))
+)
 def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tuple[Attention, Attention]:
     """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
     kernels = attention_kernels(job, hardware, rank, index)
@@ -338,37 +334,28 @@ def _hides(compute: Mapping[Pass, Seconds], share: float = 1.0) -> dict[Pass, fl
     return hides | {"backward": hides["backward"] + hides["recompute"]}
 
 
-def _held(job: Job, rank: int) -> Hashable:
-    """Return which layers a rank computes, and whether it has the head."""
-    stages = job.stages(rank)
-    return job.kinds(*stages), job.last_stage in stages
-
-
 @shared(lambda job: (job.model, job.dims.pp, job.config.pp_schedule))
 def _differing_places(job: Job) -> tuple[int, ...]:
-    """Return the places of pipeline ranks that compute different things, the last of each kind."""
-    return tuple({_held(job, rank): place for place, rank in enumerate(job.slowest_ranks)}.values())
+    """Return the places of pipeline ranks that have other layers or the head, the last of each kind."""
+    stages = map(job.stages, job.slowest_ranks)
+    return tuple({(job.kinds(*of), job.last_stage in of): place for place, of in enumerate(stages)}.values())
 
 
-def _differing(job: Job) -> list[int]:
-    """Return those of `slowest_ranks` that compute different things."""
-    return [job.slowest_ranks[place] for place in _differing_places(job)]
+@shared(lambda job, hardware, rank, index: (job.work, _attending(job, hardware, rank), index))
+def _layer_passes(job: Job, hardware: Hardware, rank: int, index: int) -> Mapping[Pass, Seconds]:
+    """Return the compute of a layer for one micro-batch in each pass of training."""
+    kernels, layer = attention_kernels(job, hardware, rank, index), layer_seconds(job, hardware, index)
+    forward, backward = (Seconds(attention=job.visible * sum(each)) for each in (kernels.forward, kernels.backward))
+    again = layer.recompute + forward if job.config.ac == "full" else layer.recompute
+    return {"forward": layer.forward + forward, "recompute": again, "backward": layer.backward + backward}
 
 
-@shared(lambda job, hardware, rank: (job.work, _attending(job, hardware, rank), _held(job, rank)))
 def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
     """Return the compute of one micro-batch in each pass but the update."""
     passes, stages = dict.fromkeys(PASSES, Seconds()), job.stages(rank)
     for index, number in job.kinds(*stages):
-        kernels = attention_kernels(job, hardware, rank, index)
-        layer = layer_seconds(job, hardware, index)
-        both = kernels.forward, kernels.backward
-        forward, backward = (Seconds(attention=job.visible * sum(each)) for each in both)
-        passes["forward"] += (layer.forward + forward).times(number)
-        if job.trained:
-            again = forward if job.config.ac == "full" else Seconds()
-            passes["recompute"] += (layer.recompute + again).times(number)
-            passes["backward"] += (layer.backward + backward).times(number)
+        for kind, each in _layer_passes(job, hardware, rank, index).items():
+            passes[kind] += each.times(number if job.trained or kind == "forward" else 0)
     if job.counts_choices:
         passes["count"] = passes["forward"]
     if job.last_stage in stages:
@@ -376,6 +363,13 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
         passes["forward"] += forward
         passes["backward"] += backward if job.trained else Seconds()
     return passes
+
+
+@shared(lambda job, hardware: (job.work, job.dims.pp, job.config.pp_schedule, kernel_rates(hardware)))
+def _busy(job: Job, hardware: Hardware) -> list[tuple[int, float, Mapping[Pass, float]]]:
+    """Return of `slowest_ranks` that differ the place, the compute of one micro-batch, and that as by `_hides`."""
+    computes = [(place, _compute(job, hardware, job.slowest_ranks[place])) for place in _differing_places(job)]
+    return [(place, sum(map(sum, of.values())), _hides(of)) for place, of in computes]
 
 
 def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, TransferSeconds]:
@@ -392,15 +386,11 @@ def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfer
     return passes
 
 
-class Transfers(NamedTuple):
-    """Seconds of a pass's messages by axis, the ring's left out."""
-
-    exposed: Mapping[str, float]
-    overlapped: Mapping[int, Mapping[str, float]]  # by the number of micro-batches whose compute overlaps with them
-
-
-def _transfers(job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int) -> Transfers:
-    """Return the seconds of what is `sent` in a pass."""
+def _transfers(
+    job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int
+) -> tuple[Mapping[str, float], Mapping[int, Mapping[str, float]]]:
+    """Return the seconds of what is `sent` in a pass by axis, the ring's left out: (exposed, overlapped by the number
+    of micro-batches whose compute overlaps with them)."""
     exposed, overlapping = defaultdict[str, float](float), dict[int, defaultdict[str, float]]()
     for part in (each for each in sent if each.axis != "ring"):
         seconds = sent_seconds(job, hardware, part, rank)
@@ -409,35 +399,28 @@ def _transfers(job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int) ->
             overlapping.setdefault(times, defaultdict(float))[part.axis] += seconds
         else:
             exposed[part.axis] += seconds
-    return Transfers(exposed, overlapping)
+    return exposed, overlapping
 
 
-def _by_axis(
-    job: Job, hardware: Hardware, transfers: Transfers, rank: int, compute: float
+def sent_by_axis(
+    job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds
 ) -> dict[str, TransferSeconds]:
     """Return the communication of a pass. The seconds of `compute` of one micro-batch hide gathers and reductions, if
-    collectives have streams."""
+    collectives have streams; the `ring`'s overlaps with attention."""
     hiding = compute if hardware.streams else 0.0
-    by_axis = {axis: TransferSeconds(exposed=seconds) for axis, seconds in transfers.exposed.items() if seconds}
+    exposed, overlapping = _transfers(job, hardware, sent, rank)
+    by_axis = {axis: TransferSeconds(exposed=seconds) for axis, seconds in exposed.items() if seconds}
     pieces = 1 + sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
-    for times, axes in transfers.overlapped.items():
+    for times, axes in overlapping.items():
         together = sum(axes.values())
         once = overlapped_in_pieces(together / times, hiding, pieces)
         for axis, seconds in axes.items():
             free = _links(job, hardware, axis, rank, "send")[2]
             found = once.times(times * seconds / together).with_free_part(free)
             by_axis[axis] = by_axis[axis] + found if axis in by_axis else found
-    return by_axis
-
-
-def sent_by_axis(
-    job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds
-) -> dict[str, TransferSeconds]:
-    """Return the communication of a pass as `_by_axis`, with the `ring`'s as it overlaps with attention."""
-    found = _by_axis(job, hardware, _transfers(job, hardware, sent, rank), rank, compute)
     if any(ring):
-        found["ring"] = ring.with_free_part(_links(job, hardware, "ring", rank, "send")[2])
-    return found
+        by_axis["ring"] = ring.with_free_part(_links(job, hardware, "ring", rank, "send")[2])
+    return by_axis
 
 
 @dataclass(frozen=True)
@@ -574,11 +557,12 @@ def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> flo
     and the bubble; if `sharded` also with `_shard_seconds`."""
     number, most = job.config.micro_batches, 0.0
     rest = 1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)
-    for rank in _differing(job):
-        hides = _hides(compute := _compute(job, hardware, rank))
-        busy = number * sum(each.total for each in compute.values())
-        copies = host_copies(job, hardware, rank, hides["forward"], hides["backward"])
-        busy += sum(each.exposed for each in copies.values())
+    offloads = job.config.ac_offload or job.config.optim_offload
+    for place, each, hides in _busy(job, hardware):
+        rank, busy = job.slowest_ranks[place], number * each
+        if offloads:
+            copies = host_copies(job, hardware, rank, hides["forward"], hides["backward"])
+            busy += sum(copy.exposed for copy in copies.values())
         traffic, optimizer = _shard_seconds(job, hardware, rank, hides) if sharded else (0.0, 0.0)
         most = max(most, (busy + traffic) / rest + optimizer)
     return most
@@ -591,21 +575,30 @@ def _parameter_links(job: Job, hardware: Hardware, rank: int) -> Hashable:
 
 
 @shared(_parameter_links)
-def _parameter_transfers(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Transfers]:
-    """Return the seconds of a rank's traffic of parameters."""
-    return {kind: _transfers(job, hardware, sent, rank) for kind, sent in fsdp_traffic(job, rank).items()}
+def _parameter_seconds(job: Job, hardware: Hardware, rank: int) -> list[tuple[Pass, int, float, int, float]]:
+    """Return a rank's traffic of parameters: the pass, how many micro-batches have it, the seconds in each, the pieces
+    that overlap, and the part of what overlaps that slows down the compute."""
+    found, pieces = [], 1 + sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
+    for kind, sent in fsdp_traffic(job, rank).items():
+        exposed, overlapping = _transfers(job, hardware, sent, rank)
+        found.append((kind, 1, sum(exposed.values()), 1, 0.0))
+        for times, axes in overlapping.items():
+            free = sum(each * _links(job, hardware, axis, rank, "send")[2] for axis, each in axes.items())
+            found.append((kind, times, (together := sum(axes.values())) / times, pieces, 1 - free / together))
+    return found
 
 
 def _shard_seconds(job: Job, hardware: Hardware, rank: int, hides: Mapping[Pass, float]) -> tuple[float, float]:
     """Return (the exposed traffic of parameters without bubble, the optimizer) of a rank; `hides` as by `_hides`."""
-    exposed = 0.0
-    for kind, transfers in _parameter_transfers(job, hardware, rank).items():
-        exposed += sum(each.exposed for each in _by_axis(job, hardware, transfers, rank, hides[kind]).values())
-    return exposed, optimizer_seconds(job, hardware, rank)
+    total = 0.0
+    for kind, times, seconds, pieces, slows in _parameter_seconds(job, hardware, rank):
+        exposed, hidden = overlapped_in_pieces(seconds, hides[kind] if hardware.streams else 0.0, pieces)
+        total += times * (exposed + slows * hidden)
+    return total, optimizer_seconds(job, hardware, rank)
 
 
 def least_shard_seconds(job: Job, hardware: Hardware) -> tuple[float, float]:
     """Return (the exposed traffic of parameters without bubble, the optimizer), each of the rank that has least."""
-    hides = {rank: _hides(_compute(job, hardware, rank)) for rank in _differing(job)}
-    exposed, optimizer = zip(*(_shard_seconds(job, hardware, *each) for each in hides.items()), strict=True)
+    ranks = [(job.slowest_ranks[place], hides) for place, _, hides in _busy(job, hardware)]
+    exposed, optimizer = zip(*(_shard_seconds(job, hardware, *each) for each in ranks), strict=True)
     return min(exposed), min(optimizer)
