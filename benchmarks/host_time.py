@@ -237,7 +237,12 @@ def measure_steps() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         for layers in (FEW, MORE):
             model = f"{folder}/{layers}"
-            sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "vocab_size": 384}
+            sizes: dict[str, Any] = {
+                "hidden_size": 128,
+                "intermediate_size": 352,
+                "num_attention_heads": 8,
+                "vocab_size": 384,
+            }
             LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes)).save_pretrained(model)
             for name, (ranks, flags, _) in STEPS.items():
                 run = Path(f"{model}-{name}")

@@ -30,7 +30,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/hf": 6800,
     "usp/model": 675,
     "usp/planning": 4125,
-    "usp/predict": 3400,
+    "usp/predict": 3425,
     "usp/rlhf": 12775,
     "usp/run": 1275,
     "usp/sp": 2250,

@@ -288,8 +288,7 @@ class _Calls:
         micro_batches = self.layout.dims.pp if self.options.pipelined else 1  # the slowest stage sets the pace
         rows, stages = -(-slots // micro_batches), []
         for rank in job.ranks("pp", 0):
-            each = self.options.collective_launches
-            each = _DECODE_COLLECTIVE if each is None else each
+            each = _DECODE_COLLECTIVE if self.options.collective_launches is None else self.options.collective_launches
             launched = rank_launches(job, self.hardware, rank, decode_traffic(job, rank, rows), each)
             fixed, read = _stage_seconds(job, self.hardware, rank, rows), _bytes_per_place(job, *job.stages(rank))
             stages.append((fixed, float(read), launched))

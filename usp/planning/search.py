@@ -2,9 +2,9 @@
 
 The search is best first by a lower bound that grows from step to step:
 
-    degrees       as a layout with these degrees and schedule in the largest micro-batches, with the smallest bubble
-    a group       the same, with the least optimizer and traffic of parameters of any shards that can fit
-    a layout      compute, the traffic of activations as in the largest micro-batches, and the shards of its group
+    degrees       as a layout with these degrees and schedule in the largest micro-batches, without the bubble
+    a layout      compute, the traffic of activations as in the largest micro-batches, and the least optimizer and
+                  traffic of parameters of any shards that can fit
     an option     as a layout, with the recomputation and the copies of a way to save activations
     shards        likewise, with the optimizer and the traffic of parameters of a ZeRO stage and a number of replicas
                   (HSDP) that fit
@@ -256,8 +256,8 @@ class Search:
         def push(least: float, state: str, config: TrainConfig, candidate: Candidate | None = None) -> None:
             heappush(queue, (least, next(order), state, config, candidate))
 
-        for group in self.groups.values():
-            push((1 - _bubble(group[0])) * self._least(group[0]) / (1 - _bubble(group[-1])), "degrees", group[0])
+        for largest, *_ in self.groups.values():
+            push((1 - _bubble(largest)) * self._least(largest), "degrees", largest)
         while queue and (len(best) < keep or queue[0][0] <= limit):
             least, _, state, config, candidate = heappop(queue)
             # What is reached from a layout or an option has as many degrees, offloads and recomputations, or more.
@@ -274,12 +274,10 @@ class Search:
                     best.setdefault(family(config), candidate)
             elif state == "degrees":
                 group = self.groups[_like(config)]
-                if math.isinf(shards := self.least_of_shards(group[-1])):
+                if math.isinf(self.least_of_shards(config)):
                     tried += len(group)
-                else:
-                    push(least + shards, "group", config)
-            elif state == "group":
-                for layout in self.groups[_like(config)]:
+                    continue
+                for layout in group:
                     push(self._bound(layout), "layout", layout)
             elif state in ("layout", "recomputation"):
                 if state == "layout":

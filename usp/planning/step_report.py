@@ -3,9 +3,8 @@ of a machine by a run, the hardware file by which the run's step is predicted to
 
 A run of one configuration tells few numbers apart. The duration of its steps gives one, a factor of all compute. Traces
 of some steps (--profile) also tell the proportion of matrix products, attention and memory-bound operators, which with
-the messages take the whole step: what a rank waits for others grows with what these compute. On a CPU the traces tell
-the host's time as well, which issues operators. Links and copies to the host keep the rates of the file that the fit
-begins with, and so do launches of a GPU."""
+the messages take the whole step, since what a rank waits for others grows with them; and on a CPU the host's time. Links
+and copies to the host keep the rates of the file that the fit begins with, and so do launches of a GPU."""
 
 from __future__ import annotations
 
@@ -48,11 +47,13 @@ ISSUED = 1e-5  # seconds of a launch on a CPU, where the fit begins
 FEWEST_STEPS = 10
 LEAST = 0.05  # part of a step that a component takes if its rate can be told from that of the others
 ROUNDS, TOLERANCE = 100, 1e-4  # of the fit, which converges by a constant factor in each round
-_OPERATORS = {  # by names of torch's operators on a CPU, and of kernels on a GPU
-    ATTENTION: re.compile(r"aten::_(scaled_dot_product|flash)_\w*attention\w*$|flash|fmha|cudnn\w*sdpa"),
-    PRODUCTS: re.compile(r"aten::(addmm|mm|bmm|baddbmm|_grouped_mm|_scaled_mm)$|gemm|nvjet"),
+_KERNELS = {ATTENTION: r"flash|fmha|cudnn\w*sdpa", PRODUCTS: r"gemm|nvjet", MEMORY: r"^(?!nccl)"}  # by names on a GPU
+_ON_CPU = {  # by names of torch's operators
+    ATTENTION: r"^aten::_(scaled_dot_product|flash)_\w*attention\w*$",
+    PRODUCTS: r"^aten::(addmm|mm|bmm|baddbmm|_grouped_mm|_scaled_mm)$",
+    MEMORY: r"^aten::",
+    LAUNCHES: r"^autograd::|^step \d+$",
 }
-_STEP = re.compile(r"step \d+")  # of train.py's annotations
 TRACES = 8  # to read
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 
@@ -287,11 +288,10 @@ def plot(report: StepReport) -> Any:
 
 
 def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: Path) -> tuple[dict[str, Any], str]:
-    """Fit the rates in the `values` of a hardware file so that the step of `report` is predicted to take what it took
-    in a run, and its parts in proportion to those of the trace that may be in the run's folder: waiting for other ranks
-    takes longer where more is computed. Return the new values, and by how much they differ. Raise ConfigurationError if
-    the run does not determine the rates."""
-    traced = traced_parts(where) if report.job.dims.pp == 1 else {}  # rank 0 is of one stage
+    """Fit the rates in the `values` of a hardware file so that a step is predicted to take what it took in a run, and
+    its parts in proportion to those of traces in the run's folder; return the new values, and by how much they differ.
+    Raise ConfigurationError if the run does not determine the rates."""
+    traced = traced_parts(where) if report.job.dims.pp == 1 else {}  # stages differ
     if run.steps < FEWEST_STEPS:
         raise ConfigurationError(
             f"--write-hardware: {where} has {run.steps} steps after the first ones, and a median of at least "
@@ -299,8 +299,7 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
         )
     host = traced.pop(LAUNCHES, 0.0) * run.seconds / traced.pop(STEP, 1.0)
     whole = sum(traced.values())
-    shares = {name: took / whole for name, took in traced.items() if whole}
-    told = {name: share for name, share in shares.items() if share > LEAST}
+    told = {name: took / whole for name, took in traced.items() if took > LEAST * whole}
     factors = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY), 1.0)
     if host:
         values = {**values, "launch_seconds": values.get("launch_seconds") or ISSUED}
@@ -326,10 +325,8 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
         raise ConfigurationError(
             f"--write-hardware: no rates of compute give the step of {where}, which waits for its host or its messages"
         )
-    before, same = values.get("source", []), [name for name in parts if name not in told]
+    before, text = values.get("source", []), ", ".join(f"{name} {factors[name]:.2f}" for name in parts)
     source = [f"compute by the steps of {where}", *([before] if isinstance(before, str) else before)]
-    named = {name: factors[name] for name in told} | ({" and ".join(same): factors[same[-1]]} if same else {})
-    text = ", ".join(f"{name} {factor:.2f}" for name, factor in named.items())
     found = {**scaled(values, factors), "source": source}
     words = f"take {1e6 * found['launch_seconds']:.3g} us each" if host else "keep theirs"
     return found, f"times the rates of before: {text}; launches {words}, links and copies to the host keep theirs"
@@ -359,9 +356,8 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
 
 
 def traced_parts(folder: Path) -> dict[str, float]:
-    """Return the seconds of a traced step, and of it in matrix products, attention, memory-bound operators and, on a
-    CPU, in what issues these: means over the first ranks whose traces are in the folder of a run, empty without any.
-    Messages, and waiting for those of other ranks, are only in the step."""
+    """Return the seconds of a step and of its parts as means over the first ranks whose traces are in the folder of a
+    run, empty without any. Messages, and waiting for those of other ranks, are no part."""
     paths = [folder / "profile" / f"rank-{rank}.json.gz" for rank in range(TRACES)]
     found = [_parts_of_trace(path) for path in paths if path.exists()]
     return {name: mean(parts[name] for parts in found) for name in found[0]} if all(found) and found else {}
@@ -369,31 +365,19 @@ def traced_parts(folder: Path) -> dict[str, float]:
 
 def _parts_of_trace(path: Path) -> dict[str, float]:
     events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event.get("dur")]
-    steps = [e for e in events if e.get("cat") == "user_annotation" and _STEP.fullmatch(e["name"])]
-    on_gpu = any(event.get("cat") == "kernel" for event in events)
-    events = [event for event in events if event.get("cat") == ("kernel" if on_gpu else "cpu_op")]
-    found: dict[str, float] = dict.fromkeys((*_OPERATORS, MEMORY) if on_gpu else (*_OPERATORS, MEMORY, LAUNCHES), 0.0)
-    calls: list[tuple[Any, float, str]] = []  # thread or stream, end and kind of the events that an event is inside of
-    for event in sorted([*events, *([] if on_gpu else steps)], key=lambda e: (e["tid"], e["ts"], -e["dur"])):
+    steps = [e for e in events if e.get("cat") == "user_annotation" and re.fullmatch(r"step \d+", e["name"])]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    kinds = _KERNELS if kernels else _ON_CPU
+    found, calls = dict.fromkeys((*kinds, ""), 0.0), list[tuple[Any, float, str]]()  # outer calls: thread, end, kind
+    events = kernels or [*steps, *(event for event in events if event.get("cat") == "cpu_op")]
+    for event in sorted(events, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
         while calls and (calls[-1][0] != event["tid"] or calls[-1][1] <= event["ts"]):
             calls.pop()
         outer = calls[-1][2] if calls else ""
-        kind = outer if outer in _OPERATORS else _kind(event["name"], on_gpu)
-        for name, duration in ((kind, event["dur"]), (outer, -event["dur"])):
-            if name:
-                found[name] += 1e-6 * duration
+        named = (name for name, pattern in kinds.items() if re.search(pattern, event["name"]))
+        kind = outer if outer in (PRODUCTS, ATTENTION) else next(named, "")
+        found[kind] += event["dur"]
+        found[outer] -= event["dur"]
         calls.append((event["tid"], event["ts"] + event["dur"], kind))
-    found[STEP] = 1e-6 * sum(step["dur"] for step in steps)
-    return {name: took / len(steps) for name, took in found.items()} if steps else {}
-
-
-def _kind(name: str, on_gpu: bool) -> str:
-    """Return the part of a step that an operator's or kernel's own time is of, empty for messages."""
-    for part, pattern in _OPERATORS.items():
-        if pattern.search(name):
-            return part
-    if on_gpu:
-        return "" if name.startswith("nccl") else MEMORY
-    if name.startswith("autograd::") or _STEP.fullmatch(name):
-        return LAUNCHES
-    return MEMORY if name.startswith("aten::") else ""
+    found[STEP] = sum(step["dur"] for step in steps)
+    return {name: 1e-6 * took / len(steps) for name, took in found.items() if name} if steps else {}

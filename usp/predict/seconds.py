@@ -30,7 +30,6 @@ from parallel import Hardware, bubble_fraction, host_link_seconds, overlap_of, t
 from usp.model.facts import NO_ATTENTION, visible_pairs
 
 from .compute import (
-    COLLECTIVE_AXES,
     COLLECTIVE_LAUNCHES,
     STEP_LAUNCHES,
     Seconds,
@@ -528,10 +527,8 @@ def rank_launches(job: Job, hardware: Hardware, rank: int, sent: Iterable[Sent],
     `collective` each, or if None what FSDP2 and DTensor need for theirs."""
     layers = job.kinds(*job.stages(rank))
     operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers)
-    if collective is None:
-        calls = COLLECTIVE_LAUNCHES * sum(each.calls for each in sent if each.axis in COLLECTIVE_AXES)
-    else:
-        calls = collective * sum(each.calls for each in sent if each.axis != "pp")
+    of_axis = COLLECTIVE_LAUNCHES if collective is None else dict.fromkeys(job.extents, collective) | {"pp": 0.0}
+    calls = sum(of_axis.get(each.axis, 0.0) * each.calls for each in sent)
     return job.config.micro_batches * operators + calls + STEP_LAUNCHES * job.trained
 
 
