@@ -2,9 +2,9 @@
 of a machine by a run, the hardware file by which the run's step is predicted to take what it took.
 
 A run of one configuration tells few numbers apart. The duration of its steps gives one, a factor of all compute. Traces
-of some steps (--profile) also tell the proportion of matrix products, attention and memory-bound operators, which with
-the messages take the whole step, since what a rank waits for others grows with them; and on a CPU the host's time. Links
-and copies to the host keep the rates of the file that the fit begins with, and so do launches of a GPU."""
+of some steps (--profile) also tell the proportion of matrix products, attention and memory-bound operators, which take
+the whole step with the messages, since what a rank waits for others grows with them; on a CPU also the host's time.
+Links and copies to the host keep the rates of the file that the fit begins with, and so do launches of a GPU."""
 
 from __future__ import annotations
 
