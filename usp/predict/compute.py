@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import compress, pairwise
@@ -26,7 +26,7 @@ from parallel import Hardware
 from usp.model.facts import FLOAT8_DIMS, NO_ATTENTION, LayerShape, ParameterShape, training_flops, visible_pairs
 from usp.sp.kernel_choice import kernel_on
 
-from .job import ADAPTER, Job, same, shared
+from .job import ADAPTER, Job, shared
 from .traffic import FLOAT32, stage_units
 
 aten = torch.ops.aten
@@ -281,11 +281,14 @@ class LayerSeconds(NamedTuple):
     launches: int
 
 
-@shared(id)
-def kernel_rates(hardware: Hardware) -> object:
-    """Return the same object for all hardware with the same time of compute, whatever the links between devices."""
+def _rates(hardware: Hardware) -> Hashable:
+    """Return what determines the time of compute; the links between devices do not."""
     rates = hardware.memory_bytes_per_second, hardware.memory_efficiency, hardware.streams, hardware.compute_capability
-    return same((id(hardware.peak_flops), id(hardware.attention), id(hardware.matmul), hardware.device, *rates))
+    return id(hardware.peak_flops), id(hardware.attention), id(hardware.matmul), hardware.device, *rates
+
+
+# The same object for all hardware with the same rates, which stays alive as long as that object may be found.
+kernel_rates = shared(id)(shared(_rates)(lambda hardware: object()))
 
 
 @shared(lambda job, hardware, index: (job.work, kernel_rates(hardware), index))

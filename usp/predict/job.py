@@ -177,21 +177,21 @@ class Job:
         dims, config = self.dims, self.config
         axes = dims.ring, dims.ulysses, dims.tp, dims.ep, config.tp_sequence_parallel, config.sp_layout
         sizes = self.rows, config.seq_len, self.trained, self.frozen, config.fp8, config.emulates_float8, config.compile
-        return same((self.model, self.dtype, *sizes, *axes, self.data, config.attention_kernel))
+        return _same((self.model, self.dtype, *sizes, *axes, self.data, config.attention_kernel))
 
     @cached_property
     def work(self) -> object:
         """The same object for all jobs with the same work of a micro-batch, with recomputation, head and routers."""
         config, routers = self.config, (self.balance, self.counts_choices)
         saving = config.ac, config.ac_offload, config.mlp_tile, config.loss_chunk
-        return same((self.micro_batch, *saving, *routers, self.output, self.visible))
+        return _same((self.micro_batch, *saving, *routers, self.output, self.visible))
 
     @cached_property
     def sharding(self) -> object:
         """The same object for all jobs whose stages are sharded alike."""
         over = (self.degree("fsdp"), self.degree("efsdp")) if self.config.zero else (1, 1)
         across = self.dims.ep, self.dims.tp, self.config.tp_sequence_parallel, self.frozen, self.config.fp8
-        return same((self.model, *over, *across, self.dims.pp, self.config.pp_schedule))
+        return _same((self.model, *over, *across, self.dims.pp, self.config.pp_schedule))
 
     def expert_rows(self, tokens: int) -> int:
         """Return the rows that the busiest expert-parallel rank gets where each rank sends so many tokens."""
@@ -273,7 +273,7 @@ def _extents(dims: ParallelDims) -> Mapping[str, tuple[int, int]]:
     return found
 
 
-same = lru_cache(maxsize=None)(lambda key: object())  # hashed faster than the key
+_same = lru_cache(maxsize=None)(lambda key: object())  # hashed faster than the key
 _stage_layers = lru_cache(maxsize=4096)(stage_layers)
 _rank_stages = lru_cache(maxsize=4096)(rank_stages)
 
