@@ -1,9 +1,9 @@
 """A hardware file fitted from a run of two ranks, and the steps of other configurations that it predicts.
 
-The machine is calibrated with the heads of the model, one configuration is trained for some steps with a trace, `usp
-time --write-hardware` fits the rates of compute by it, and then other configurations are trained and predicted, both by
-the fitted file and by the calibrated one. Each is trained several times, in turns, because the machine is faster in one
-minute than in the next; the median run counts.
+The machine is calibrated with the heads of the model, one configuration is trained for some steps, a few of them with a
+trace, `usp time --write-hardware` fits the rates by it, and then other configurations are trained and predicted, both
+by the fitted file and by the calibrated one. All but the calibration is done several times, because the machine is
+faster in one minute than in the next: each turn fits a file of its own.
 
     python -m benchmarks.fitted_rates            # two ranks: about twenty minutes
     python -m benchmarks.fitted_rates --quick    # two configurations, from the file h100; saves nothing
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,10 +66,19 @@ def predicted(flags: Sequence[str], hardware: Path | str, *more: str) -> dict[st
     return found
 
 
-def row(flags: Sequence[str], found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    seconds = found[0]["measured"]["seconds"]
-    each = [text for one in found for text in (f"{one['seconds']:.3f}", f"{one['seconds'] / seconds - 1:+.0%}")]
-    return (" ".join(flags), f"{seconds:.3f}", *each)
+def errors(seconds: Sequence[float], found: Sequence[float]) -> list[float]:
+    return [predicted / measured - 1 for measured, predicted in zip(seconds, found, strict=True)]
+
+
+def row(flags: Sequence[str], seconds: Sequence[float], *found: Sequence[float]) -> tuple[str, ...]:
+    each = (" ".join(f"{error:+.0%}" for error in errors(seconds, of)) for of in found)
+    return (" ".join(flags), " ".join(f"{one:.3f}" for one in seconds), *each)
+
+
+def by_turn(results: Sequence[tuple[Any, ...]], which: int) -> str:
+    """Return the errors of a file's predictions of all but the fitted configuration."""
+    each = zip(*(map(abs, errors(of[1], of[which])) for of in results[1:]), strict=True)
+    return "; ".join(f"{median(of):.1%} and {max(of):.0%}" for of in each)
 
 
 def main() -> None:
@@ -78,37 +86,35 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two configurations; save nothing")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     asked = parser.parse_args()
-    steps, turns, others = (14, 1, OTHERS[:1]) if asked.quick else (24, TURNS, OTHERS)
-    results: list[tuple[tuple[str, ...], list[dict[str, Any]]]] = []
+    steps, turns, others = (24, 1, OTHERS[:1]) if asked.quick else (24, TURNS, OTHERS)
+    # Of each configuration by turn: measured, and predicted by the fitted file and by the calibrated one.
+    results: list[tuple[tuple[str, ...], list[float], list[float], list[float]]] = []
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        calibrated, fitted = "h100" if asked.quick else root / "calibrated.json", root / "fitted.json"
+        calibrated = "h100" if asked.quick else root / "calibrated.json"
         if not asked.quick:
             called(["-m", "usp", "calibrate", *HEADS, "--out", str(calibrated)], RANKS)
-        trained(RUN, root / "run", steps, "--profile", "10:15")
-        against = ("--against", str(root / "run"))
-        predicted(RUN, calibrated, *against, "--write-hardware", str(fitted))
-        for turn, (number, flags) in product(range(turns), enumerate((RUN, *others))):
-            trained(flags, root / f"{number}-{turn}", steps)
+        for turn in range(turns):
+            for number, flags in enumerate((RUN, *others)):
+                trained(flags, root / f"{turn}-{number}", steps, *(("--profile", "10:15") if number == 0 else ()))
+            against = ("--against", str(root / f"{turn}-0"), "--write-hardware", str(root / f"fitted-{turn}.json"))
+            predicted(RUN, calibrated, *against)
         for number, flags in enumerate((RUN, *others)):
-            runs = [root / f"{number}-{turn}" for turn in range(turns)]
-            middle = sorted(runs, key=lambda run: measured(run).seconds)[turns // 2]
-            each = [predicted(flags, file, "--against", str(middle)) for file in (fitted, calibrated)]
-            results.append((flags, each))
-            print(row(flags, each), flush=True)
-    of = [[abs(one["seconds"] / one["measured"]["seconds"] - 1) for one in each] for _, each in results[1:]]
-    fits, calibrates = zip(*of, strict=True)
+            seconds = [measured(root / f"{turn}-{number}").seconds for turn in range(turns)]
+            fitted = [predicted(flags, root / f"fitted-{turn}.json")["seconds"] for turn in range(turns)]
+            results.append((flags, seconds, fitted, turns * [predicted(flags, calibrated)["seconds"]]))
+            print(row(*results[-1]), flush=True)
     record = Record.of(
         "fitted_rates",
         f"Steps on {RANKS} ranks, predicted by rates that a run of {steps} steps told",
-        ("configuration", "measured (s)", "fitted (s)", "error", "calibrated (s)", "error"),
+        ("configuration", "measured (s)", "fitted: errors", "calibrated: errors"),
         [row(*each) for each in results],
         (
-            f"{len(of)} other configurations: by the fitted file {median(fits):.1%} (median), {max(fits):.0%} "
-            f"(maximum), by the calibrated one {median(calibrates):.1%}, {max(calibrates):.0%}.",
-            f"The first row is the fitted configuration, trained again. Measured: the median of {turns} runs of each.",
+            f"Each of {turns} turns fits a file by the first row, and predicts {len(others)} other configurations; "
+            f"errors of each turn, median and maximum: {by_turn(results, 2)}. By the calibrated file: "
+            f"{by_turn(results, 3)}.",
         ),
-        [{"flags": flags, "fitted": each[0], "calibrated": each[1]} for flags, each in results],
+        [dict(zip(("flags", "seconds", "fitted", "calibrated"), each, strict=True)) for each in results],
         command="python -m benchmarks.fitted_rates",
     )
     finish(record, asked.output, save=not asked.quick)

@@ -29,7 +29,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/evaluation": 625,
     "usp/hf": 6800,
     "usp/model": 675,
-    "usp/planning": 4125,
+    "usp/planning": 4150,
     "usp/predict": 3425,
     "usp/rlhf": 12775,
     "usp/run": 1275,

@@ -9,7 +9,7 @@ B batch, S tokens per row on this rank, T = B * S, C tokens of a chunk, H hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -152,14 +152,6 @@ def softmax_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def chunks_of(labels_T: Tensor, chunk_tokens: int) -> Iterator[slice]:
-    """Yield chunks of tokens; on the CPU, where it takes no synchronization, skip those without targets."""
-    for start in range(0, len(labels_T), chunk_tokens):
-        chunk = slice(start, start + chunk_tokens)
-        if labels_T.device.type != "cpu" or not bool((labels_T[chunk] == IGNORED_LABEL).all()):
-            yield chunk
-
-
 def logits_of(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
     """Return (C, V) logits in `softmax_dtype`."""
     return (hidden_CH @ weight_VH.T).to(softmax_dtype(hidden_CH))
@@ -269,7 +261,10 @@ class _VocabLoss(torch.autograd.Function):
     ):
         total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
         gradients = HeadGradients(hidden, weight, *(differentiate and wanted for wanted in ctx.needs_input_grad[:2]))
-        for chunk in chunks_of(labels, chunk_tokens):
+        for start in range(0, len(labels), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            if labels.device.type == "cpu" and bool((labels[chunk] == IGNORED_LABEL).all()):
+                continue  # on a GPU it would take a synchronization to know
             losses, grad_logits = _chunk(hidden[chunk], weight, labels[chunk], transform, rows, gradients.wanted)
             total += losses.sum()
             if grad_logits is not None:

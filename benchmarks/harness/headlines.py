@@ -181,9 +181,12 @@ def _search_quality(record: Record) -> str:
 
 
 def _fitted_rates(record: Record) -> str:
-    fitted = r"(\d+) other configurations: by the fitted file (\S+) \(median\), (\S+) \(maximum\), by the .* one (.*),"
-    number, middle, most, known = noted(record, fitted)
-    return f"{number} steps are predicted within {middle} in the median ({most} at most), by a calibration {known}."
+    pattern = r"(\d+) turns .* predicts (\d+) .*: (.*)\. By the calibrated file: (.*)\."
+    turns, number, fitted, known = noted(record, pattern)
+    return (
+        f"The errors of {number} steps, in each of {turns} turns with a file of its own, median and maximum: {fitted}; "
+        f"by a calibration {known}."
+    )
 
 
 def _estimates(record: Record) -> str:

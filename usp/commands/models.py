@@ -63,17 +63,12 @@ class ModelsConfig:
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the table that `argv` asks for; raise ValueError naming unknown types."""
     asked = tyro.cli(ModelsConfig, args=argv, prog=prog)
-    known = model_types()
+    known = sorted({*causal_lm_types(), *TRAINED})
     types = [name.strip() for name in asked.types.split(",")] if asked.types else known
     if unknown := sorted(set(types) - set(known)):
         raise ValueError(f"types={', '.join(unknown)}: transformers {version('transformers')} has no such model")
     print(HEADING.format(version=version("transformers"), known=", ".join(FAMILIES)))
     print(table(types).markdown(), end="")
-
-
-def model_types() -> list[str]:
-    """Return the types of causal language models, and of those that see images."""
-    return sorted({*causal_lm_types(), *TRAINED})
 
 
 def table(types: Iterable[str]) -> Grid:

@@ -207,11 +207,6 @@ class Part:
     def whole(rows: int, seq_len: int) -> Part:
         return Part(SequenceLayout("contiguous", seq_len), 0, 0, 0, rows)
 
-    def layout_of(self, row: Row) -> SequenceLayout:
-        """Return the layout of a row."""
-        documents = (tuple(row.boundaries.tolist()),) if self.layout.kind in OF_DOCUMENTS else None
-        return replace(self.layout, documents=documents)
-
 
 @dataclass(frozen=True)
 class ImageBatch:
@@ -289,7 +284,8 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
     for number in own:
         rows.append(packed.row(number))
         limit = packed.seq_len if targets is None else targets - number * packed.seq_len
-        layout = part.layout_of(rows[-1])
+        documents = (tuple(rows[-1].boundaries.tolist()),) if part.layout.kind in OF_DOCUMENTS else None
+        layout = replace(part.layout, documents=documents)
         kinds.append(layout.decided.kind)
         spans = [_read(rows[-1], span, limit) for span in layout.local_spans(*place)]
         columns.append([np.concatenate(values) for values in zip(*spans, strict=True)])

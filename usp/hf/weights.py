@@ -130,7 +130,13 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
         added = {name: box.minus(before[name]) for name, box in after.items()}
     chosen, copies = disk.choose_tensors(in_folder, slices_of, folder)
     for first, other in copies:
-        _check_equal(slices_of, first, other)
+        for start in range(0, first.shape[0], _ROWS_AT_A_TIME):
+            part = (slice(start, start + _ROWS_AT_A_TIME),)
+            if not torch.equal(_read(slices_of, first, part), _read(slices_of, other, part)):
+                raise ValueError(
+                    f"{first.name} and {other.name} differ, but config.json ties them (tie_word_embeddings=True): set "
+                    f"it to false, or remove one of the two"
+                )
     for name, parameter in chain(disk.base_parameters(model), disk.persistent_buffers(model)):
         if head_seed is not None and name.startswith(f"{head}."):
             continue
@@ -160,13 +166,3 @@ def _mean_row(slices_of: Mapping[str, Any], tensor: disk.DiskTensor) -> Tensor:
     for start in range(0, rows, _ROWS_AT_A_TIME):
         total += _read(slices_of, tensor, (slice(start, start + _ROWS_AT_A_TIME),)).double().sum(0)
     return total / rows
-
-
-def _check_equal(slices_of: Mapping[str, Any], first: disk.DiskTensor, copy: disk.DiskTensor) -> None:
-    for start in range(0, first.shape[0], _ROWS_AT_A_TIME):
-        rows = (slice(start, start + _ROWS_AT_A_TIME),)
-        if not torch.equal(_read(slices_of, first, rows), _read(slices_of, copy, rows)):
-            raise ValueError(
-                f"{first.name} and {copy.name} differ, but config.json ties them (tie_word_embeddings=True): set it "
-                f"to false, or remove one of the two"
-            )

@@ -2,9 +2,9 @@
 of a machine by a run, the hardware file by which the run's step is predicted to take what it took.
 
 A run of one configuration tells few numbers apart. The duration of its steps gives one, a factor of all compute. Traces
-of some steps (--profile) also tell the proportion of matrix products, attention and memory-bound operators, which take
-the whole step with the messages, since what a rank waits for others grows with them; on a CPU also the host's time.
-Links and copies to the host keep the rates of the file that the fit begins with, and so do launches of a GPU."""
+of some steps (--profile) also tell the proportion of matrix products, attention and memory-bound operators; on a CPU
+also the host's time, and what is left for messages and the waiting for other ranks in them, a factor of all links. A
+GPU's links and launches, and copies to the host, keep the rates of the file that the fit begins with."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import gzip
 import json
 import math
 import re
+import sys
+from bisect import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from rich.console import Group, RenderableType
 
 from parallel.cluster.hardware import Hardware, hardware_from_mapping
@@ -32,7 +35,7 @@ from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
 from usp.predict.seconds import PUBLISHED_ERROR, StepTime, counted_seconds, step_seconds
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
-from usp.run.metrics import METRICS_FILE, seconds
+from usp.run.metrics import METRICS_FILE, parse_steps, seconds
 from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, trained_model
 
@@ -42,7 +45,7 @@ if TYPE_CHECKING:  # with transformers' models it takes seconds to import
     from usp.train.dry_run import DryRun
 
 PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound operators"  # as in `StepTime.parts`
-LAUNCHES, STEP = "kernel launches", "step"
+LAUNCHES, MESSAGES, STEP = "kernel launches", "messages", "step"
 ISSUED = 1e-5  # seconds of a launch on a CPU, where the fit begins
 FEWEST_STEPS = 10
 LEAST = 0.05  # part of a step that a component takes if its rate can be told from that of the others
@@ -165,7 +168,8 @@ def measured(folder: Path) -> Measured:
     path = folder / METRICS_FILE
     if not path.exists():
         raise ConfigurationError(f"--against = {folder} holds no {METRICS_FILE}: give the folder of a run of train.py")
-    lines = path.read_text().splitlines()
+    lines, config = path.read_text().splitlines(), folder / "config.yaml"
+    profiled = yaml.safe_load(config.read_text())["profile"] if config.exists() else ""
     if len(lines) <= _FIRST_STEPS:
         raise ConfigurationError(
             f"--against = {folder} has {len(lines)} steps, and the first {_FIRST_STEPS} are left out because they "
@@ -173,6 +177,8 @@ def measured(folder: Path) -> Measured:
         )
     try:
         records = [json.loads(line) for line in lines][_FIRST_STEPS:]
+        traced = parse_steps(profiled, sys.maxsize)  # which takes time
+        records = [record for record in records if record["step"] not in traced] or records
         known = [record["mfu"] for record in records if record["mfu"] is not None]
         took = median(record["seconds"] - record.get("data_seconds", 0.0) for record in records)
         memory_bytes = max(record["memory_bytes"] for record in records)
@@ -297,18 +303,21 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
             f"--write-hardware: {where} has {run.steps} steps after the first ones, and a median of at least "
             f"{FEWEST_STEPS} determines rates: let it run longer"
         )
-    host = traced.pop(LAUNCHES, 0.0) * run.seconds / traced.pop(STEP, 1.0)
+    per_traced = run.seconds / traced.pop(STEP, 1.0)
+    known = {name: per_traced * traced.pop(name) for name in (LAUNCHES, MESSAGES) if name in traced}  # seconds
     whole = sum(traced.values())
     told = {name: took / whole for name, took in traced.items() if took > LEAST * whole}
     factors = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY), 1.0)
-    if host:
+    if LAUNCHES in known:
         values = {**values, "launch_seconds": values.get("launch_seconds") or ISSUED}
     for _ in range(ROUNDS):
         time = replace(report, hardware=hardware_from_mapping(scaled(values, factors), str(where))).time
         parts = {name: time.parts[name] for name in (PRODUCTS, ATTENTION, MEMORY)}
         parts[MEMORY] += time.parts["optimizer"]
-        launches = time.parts[LAUNCHES] if host else 0.0
-        compute = run.seconds - (time.total - sum(parts.values()) - launches) - host
+        rest = {LAUNCHES: time.parts[LAUNCHES]}
+        rest[MESSAGES] = time.total - sum(parts.values()) - rest[LAUNCHES]
+        known = {name: took for name, took in known.items() if rest[name] > 0}
+        compute = run.seconds - sum((rest | known).values())
         if compute <= LEAST * run.seconds:
             raise ConfigurationError(
                 f"--write-hardware: by the rates of --hardware, what {where} does besides compute takes all of its "
@@ -316,8 +325,7 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
             )
         others = sum(took for name, took in parts.items() if name not in told) / max(1 - sum(told.values()), TOLERANCE)
         changes = {name: (parts[name] / told[name] if name in told else others) / compute for name in parts}
-        if host:
-            changes[LAUNCHES] = launches / host
+        changes |= {name: rest[name] / took for name, took in known.items()}
         factors = {name: factors.get(name, 1.0) * change for name, change in changes.items()}
         if max(abs(change - 1) for change in changes.values()) < TOLERANCE:
             break
@@ -326,20 +334,26 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
             f"--write-hardware: no rates of compute give the step of {where}, which waits for its host or its messages"
         )
     before, text = values.get("source", []), ", ".join(f"{name} {factors[name]:.2f}" for name in parts)
-    source = [f"compute by the steps of {where}", *([before] if isinstance(before, str) else before)]
+    source = [f"rates by the steps of {where}", *([before] if isinstance(before, str) else before)]
     found = {**scaled(values, factors), "source": source}
-    words = f"take {1e6 * found['launch_seconds']:.3g} us each" if host else "keep theirs"
-    return found, f"times the rates of before: {text}; launches {words}, links and copies to the host keep theirs"
+    launches = f"take {1e6 * found['launch_seconds']:.3g} us each" if LAUNCHES in known else "keep theirs"
+    links = f"links {factors[MESSAGES]:.2f}" if MESSAGES in known else "links keep theirs"
+    return found, f"times the rates of before: {text}; launches {launches}, {links}, copies to the host keep theirs"
 
 
 def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str, Any]:
-    """Return the values of a hardware file with other rates of compute. An efficiency above 1 raises the peaks."""
+    """Return the values of a hardware file with other rates. An efficiency above 1 raises the peaks."""
     efficiency = values["efficiency"]
 
     def curves(of: Any, factor: float) -> Any:
         if isinstance(of, Mapping):
             return {name: curves(curve, factor) for name, curve in of.items()}
         return [[size, factor * share] for size, share in of]
+
+    def links(of: Mapping[str, Any], factor: float) -> dict[str, Any]:
+        times = {"alpha_seconds": 1 / factor, "bytes_per_second": factor, "shared_bytes_per_second": factor}
+        found = {name: value * times[name] if name in times else value for name, value in of.items()}
+        return {name: links(value, factor) if isinstance(value, Mapping) else value for name, value in found.items()}
 
     products = curves(efficiency["matmul"], factors[PRODUCTS])
     attention = curves(efficiency["attention"], factors[ATTENTION])
@@ -350,6 +364,7 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
         **values,
         "peak_flops": {dtype: above * peak for dtype, peak in peaks.items()},
         "memory_bytes_per_second": factors[MEMORY] * values["memory_bytes_per_second"],
+        "tiers": [links(tier, factors.get(MESSAGES, 1.0)) for tier in values["tiers"]],
         "launch_seconds": values.get("launch_seconds", 0.0) / factors.get(LAUNCHES, 1.0),
         "efficiency": {**efficiency, "matmul": curves(products, 1 / above), "attention": curves(attention, 1 / above)},
     }
@@ -357,7 +372,7 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
 
 def traced_parts(folder: Path) -> dict[str, float]:
     """Return the seconds of a step and of its parts as means over the first ranks whose traces are in the folder of a
-    run, empty without any. Messages, and waiting for those of other ranks, are no part."""
+    run, empty without any."""
     paths = [folder / "profile" / f"rank-{rank}.json.gz" for rank in range(TRACES)]
     found = [_parts_of_trace(path) for path in paths if path.exists()]
     return {name: mean(parts[name] for parts in found) for name in found[0]} if all(found) and found else {}
@@ -367,17 +382,23 @@ def _parts_of_trace(path: Path) -> dict[str, float]:
     events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event.get("dur")]
     steps = [e for e in events if e.get("cat") == "user_annotation" and re.fullmatch(r"step \d+", e["name"])]
     kernels = [event for event in events if event.get("cat") == "kernel"]
-    kinds = _KERNELS if kernels else _ON_CPU
-    found, calls = dict.fromkeys((*kinds, ""), 0.0), list[tuple[Any, float, str]]()  # outer calls: thread, end, kind
+    kinds, starts = _KERNELS if kernels else _ON_CPU, sorted(step["ts"] for step in steps)
+    found = [dict.fromkeys((*kinds, ""), 0.0) for _ in range(1 + len(steps))]  # first what comes before all steps
+    calls = list[tuple[Any, float, str]]()  # outer ones: thread, end, kind
     events = kernels or [*steps, *(event for event in events if event.get("cat") == "cpu_op")]
     for event in sorted(events, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
         while calls and (calls[-1][0] != event["tid"] or calls[-1][1] <= event["ts"]):
             calls.pop()
-        outer = calls[-1][2] if calls else ""
+        outer, parts = calls[-1][2] if calls else "", found[bisect(starts, event["ts"])]
         named = (name for name, pattern in kinds.items() if re.search(pattern, event["name"]))
         kind = outer if outer in (PRODUCTS, ATTENTION) else next(named, "")
-        found[kind] += event["dur"]
-        found[outer] -= event["dur"]
+        parts[kind] += event["dur"]
+        parts[outer] -= event["dur"]
         calls.append((event["tid"], event["ts"] + event["dur"], kind))
-    found[STEP] = sum(step["dur"] for step in steps)
-    return {name: 1e-6 * took / len(steps) for name, took in found.items() if name} if steps else {}
+    if not steps:
+        return {}
+    took = {name: median(parts[name] for parts in found[1:]) for name in kinds}
+    took[STEP] = median(step["dur"] for step in steps)
+    if LAUNCHES in took:
+        took[MESSAGES] = max(0.0, took[STEP] - sum(took[name] for name in kinds))
+    return {name: 1e-6 * each for name, each in took.items()}

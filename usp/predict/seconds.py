@@ -528,7 +528,9 @@ def rank_launches(job: Job, hardware: Hardware, rank: int, sent: Iterable[Sent],
     layers = job.kinds(*job.stages(rank))
     operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers)
     of_axis = COLLECTIVE_LAUNCHES if collective is None else dict.fromkeys(job.extents, collective) | {"pp": 0.0}
-    calls = sum(of_axis.get(each.axis, 0.0) * each.calls for each in sent)
+    # A loss calls its all-reduces by itself.
+    found = (each for each in sent if collective is not None or each.collective != "allreduce_")
+    calls = sum(of_axis.get(each.axis, 0.0) * each.calls for each in found)
     return job.config.micro_batches * operators + calls + STEP_LAUNCHES * job.trained
 
 

@@ -375,13 +375,12 @@ def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
     return {"forward": forward, "recompute": recompute, "backward": backward}
 
 
-def _activations(job: Job, rank: int, stage: int) -> Hashable:
-    """Return what determines the traffic of a stage's activations."""
-    places = job.place("ring", rank), job.place("ulysses", rank)
-    return job.work, *places, stage, job.dims.pp, job.config.pp_schedule, job.degree("loss")
-
-
-@shared(_activations)
+@shared(
+    lambda job, rank, stage: (
+        *(job.work, job.place("ring", rank), job.place("ulysses", rank), stage),
+        *(job.dims.pp, job.config.pp_schedule, job.degree("loss")),
+    )
+)
 def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
     """Return what a stage sends for one micro-batch, besides parameters and their gradients, without groups of one."""
     parts: defaultdict[Pass, list[Sent]] = defaultdict(list)

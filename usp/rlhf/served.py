@@ -32,7 +32,7 @@ from parallel.reallocation.delta import Delta, apply, delta_size, encode
 from parallel.tensor import add_low_rank
 
 from .environments.ready_rewards import Server, post, posted
-from .graph import Compute, DataflowGraph, Inference, ModelCall, Reduce
+from .graph import Compute, DataflowGraph, Inference, Reduce
 from .samples import Samples
 
 HTTP = ("http://", "https://")
@@ -118,13 +118,12 @@ def with_served(graph: DataflowGraph, urls: Mapping[str, str], encode: Callable[
         if (ids := model.tokenize(_PROBE)) is not None and ids != list(map(int, encode(_PROBE))):
             other = f"{model.name} has another tokenizer than the policy"
             raise ValueError(f"{role}={url}: {other}: its ids are other texts")
-        graph = replace(graph, calls=tuple(_asking(call, model) if call in calls else call for call in graph.calls))
+        asking = {
+            call.name: replace(call, role="", work=Compute(ServedLogprobs(model, *call.outputs), scalars=()))
+            for call in calls
+        }
+        graph = replace(graph, calls=tuple(asking.get(call.name, call) for call in graph.calls))
     return graph
-
-
-def _asking(call: ModelCall, model: Model) -> ModelCall:
-    (output,) = call.outputs
-    return ModelCall(call.name, "", Compute(ServedLogprobs(model, output), scalars=()), call.inputs, call.outputs)
 
 
 class Piece(NamedTuple):

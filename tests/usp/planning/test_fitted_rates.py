@@ -14,7 +14,7 @@ from parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_
 from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.planning.step_report import ATTENTION, LAUNCHES, MEMORY, PRODUCTS, scaled
+from usp.planning.step_report import ATTENTION, LAUNCHES, MEMORY, MESSAGES, PRODUCTS, measured, scaled
 from usp.predict.seconds import StepTime, step_seconds
 from usp.train.resolve import job_of
 
@@ -41,6 +41,7 @@ def write_run(folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bo
     noise = [1.0, 0.97, 1.05]
     records = [
         {
+            "step": step + 1,
             "seconds": (seconds or time.total) * noise[step % 3] + 0.5,
             "data_seconds": 0.5,
             "mfu": 0.3,
@@ -50,17 +51,16 @@ def write_run(folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bo
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if trace:
-        events: list[dict[str, Any]] = [
-            {"cat": "user_annotation", "name": f"step {n}", "dur": 1e6 * time.total, "ts": 0, "tid": 1} for n in (5, 6)
-        ]
+        step = {"cat": "user_annotation", "dur": 1e6 * time.total, "tid": 1}
+        events: list[dict[str, Any]] = [{**step, "name": f"step {n}", "ts": 1e12 * n} for n in (5, 6)]
         for name, took in (
             ("nvjet_hsh_128", time.parts[PRODUCTS]),
             ("void flash_fwd_kernel", time.parts[ATTENTION]),
             ("void at::native::elementwise_kernel", time.parts[MEMORY] + time.optimizer),
             ("ncclDevKernel_AllGather_RING_LL", 0.3),
         ):
-            times = [{"ts": 1e12 * (at + len(events)), "dur": 2e6 * took / 4} for at in range(4)]
-            events += [{"cat": "kernel", "name": name, "tid": 7, **each} for each in times]
+            times = [{"ts": 1e12 * (n + at / 4), "dur": 1e6 * took / 2} for n in (5, 6) for at in (1, 2)]
+            events += [{"cat": "kernel", "name": name, "tid": f"{name} {each['ts']}", **each} for each in times]
         events.append({"cat": "cpu_op", "name": "aten::mm", "dur": 5e6, "ts": 0, "tid": 1})  # only launches a kernel
         write_trace(folder, events)
     return time
@@ -97,10 +97,10 @@ def test_a_trace_of_a_cpu_tells_what_its_operators_take_besides_their_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What autograd takes and what no operator does is the host's, which issues them: as much for short sequences as
-    for long ones."""
+    for long ones. Messages take the rest. A traced step that is slower than the others does not count."""
     cpu = {**hardware_values("h100"), "streams": False, "launch_seconds": 0.0}
     (tmp_path / "cpu.json").write_text(json.dumps(cpu))
-    truth = {**scaled(cpu, UNLIKE), "launch_seconds": 3e-4}
+    truth = {**scaled(cpu, {**UNLIKE, MESSAGES: 0.4}), "launch_seconds": 3e-4}
     time = write_run(tmp_path, truth, trace=False)
     memory, launches = time.parts[MEMORY] + time.optimizer, time.parts[LAUNCHES]
     waits = time.total - sum(time.parts[name] for name in (PRODUCTS, ATTENTION)) - memory - launches
@@ -115,18 +115,31 @@ def test_a_trace_of_a_cpu_tells_what_its_operators_take_besides_their_work(
         events += [{"name": outer, "ts": at, "dur": own + seconds}, {"name": name, "ts": at + own / 2, "dur": seconds}]
         at += own + seconds + 0.1 * launches
     events.append({"cat": "user_annotation", "name": "step 5", "ts": 0, "dur": at - 0.1 * launches})
-    slower = 1.5e6  # us of a second of a traced step
-    timed = [{**event, "ts": slower * event["ts"], "dur": slower * event["dur"]} for event in events]
+    timed, begin = [], 0.0
+    for slower in (1.5e6, 6e6, 1.5e6):  # us of a second of a traced step
+        timed += [{**event, "ts": begin + slower * event["ts"], "dur": slower * event["dur"]} for event in events]
+        begin += slower * at
     write_trace(tmp_path, [{"cat": "cpu_op", "tid": 7, **event} for event in timed])
     file = tmp_path / "fitted.json"
     base = [*FLAGS, "--hardware", str(tmp_path / "cpu.json")]
     assert main(["time", *base, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "memory-bound operators 0.80; launches take 300 us each" in said, said
+    assert "memory-bound operators 0.80; launches take 300 us each, links 0.40" in said, said
     fitted, true = load_hardware(str(file)), hardware_from_mapping(truth, "truth")
     for config, world_size in OTHERS:
         expected = predicted(config, world_size, true).total
         assert predicted(config, world_size, fitted).total == pytest.approx(expected, rel=5e-3)
+
+
+def test_traced_steps_do_not_count(tmp_path: Path) -> None:
+    write_run(tmp_path, hardware_values("h100"), trace=False)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    slow = [{**line, "seconds": line["seconds"] * (10 if 5 <= line["step"] <= 20 else 1)} for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in slow))
+    assert measured(tmp_path).seconds > 5
+    (tmp_path / "config.yaml").write_text("profile: '5:20'\n")
+    assert measured(tmp_path).seconds < 5
+    assert measured(tmp_path).steps == 4
 
 
 def test_one_factor_is_not_three(tmp_path: Path) -> None:
