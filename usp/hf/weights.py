@@ -131,8 +131,8 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     chosen, copies = disk.choose_tensors(in_folder, slices_of, folder)
     for first, other in copies:
         for start in range(0, first.shape[0], _ROWS_AT_A_TIME):
-            part = (slice(start, start + _ROWS_AT_A_TIME),)
-            if not torch.equal(_read(slices_of, first, part), _read(slices_of, other, part)):
+            rows_here = (slice(start, start + _ROWS_AT_A_TIME),)
+            if not torch.equal(_read(slices_of, first, rows_here), _read(slices_of, other, rows_here)):
                 raise ValueError(
                     f"{first.name} and {other.name} differ, but config.json ties them (tie_word_embeddings=True): set "
                     f"it to false, or remove one of the two"
