@@ -169,7 +169,6 @@ def measured(folder: Path) -> Measured:
     if not path.exists():
         raise ConfigurationError(f"--against = {folder} holds no {METRICS_FILE}: give the folder of a run of train.py")
     lines, config = path.read_text().splitlines(), folder / "config.yaml"
-    profiled = yaml.safe_load(config.read_text())["profile"] if config.exists() else ""
     if len(lines) <= _FIRST_STEPS:
         raise ConfigurationError(
             f"--against = {folder} has {len(lines)} steps, and the first {_FIRST_STEPS} are left out because they "
@@ -177,6 +176,7 @@ def measured(folder: Path) -> Measured:
         )
     try:
         records = [json.loads(line) for line in lines][_FIRST_STEPS:]
+        profiled = yaml.safe_load(config.read_text())["profile"] if config.exists() else ""
         traced = parse_steps(profiled, sys.maxsize)  # which takes time
         records = [record for record in records if record["step"] not in traced] or records
         known = [record["mfu"] for record in records if record["mfu"] is not None]
@@ -308,7 +308,7 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
     whole = sum(traced.values())
     told = {name: took / whole for name, took in traced.items() if took > LEAST * whole}
     factors = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY), 1.0)
-    if LAUNCHES in known:
+    if LAUNCHES in known and not report.job.config.compile:
         values = {**values, "launch_seconds": values.get("launch_seconds") or ISSUED}
     for _ in range(ROUNDS):
         time = replace(report, hardware=hardware_from_mapping(scaled(values, factors), str(where))).time

@@ -16,6 +16,7 @@ from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.planning.step_report import ATTENTION, LAUNCHES, MEMORY, MESSAGES, PRODUCTS, measured, scaled
 from usp.predict.seconds import StepTime, step_seconds
+from usp.run.failures import ConfigurationError
 from usp.train.resolve import job_of
 
 RUN = TrainConfig(model="llama3-8b", seq_len=32768, sp_ulysses=8, ac="full")
@@ -140,6 +141,9 @@ def test_traced_steps_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("profile: '5:20'\n")
     assert measured(tmp_path).seconds < 5
     assert measured(tmp_path).steps == 4
+    (tmp_path / "config.yaml").write_text("actor: other\n")  # not of train.py
+    with pytest.raises(ConfigurationError, match="is no log of train"):
+        measured(tmp_path)
 
 
 def test_one_factor_is_not_three(tmp_path: Path) -> None:
