@@ -178,7 +178,7 @@ def measured(folder: Path) -> Measured:
         records = [json.loads(line) for line in lines][_FIRST_STEPS:]
         profiled = yaml.safe_load(config.read_text())["profile"] if config.exists() else ""
         traced = parse_steps(profiled, sys.maxsize)  # which takes time
-        records = [record for record in records if record["step"] not in traced] or records
+        records = [record for record in records if record.get("step") not in traced] or records
         known = [record["mfu"] for record in records if record["mfu"] is not None]
         took = median(record["seconds"] - record.get("data_seconds", 0.0) for record in records)
         memory_bytes = max(record["memory_bytes"] for record in records)
