@@ -316,7 +316,7 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
         parts[MEMORY] += time.parts["optimizer"]
         rest = {LAUNCHES: time.parts[LAUNCHES]}
         rest[MESSAGES] = time.total - sum(parts.values()) - rest[LAUNCHES]
-        known = {name: took for name, took in known.items() if rest[name] > 0}
+        known = {name: took for name, took in known.items() if took > 0 and rest[name] > 0}
         compute = run.seconds - sum((rest | known).values())
         if compute <= LEAST * run.seconds:
             raise ConfigurationError(
