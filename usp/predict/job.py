@@ -183,7 +183,7 @@ class Job:
     def work(self) -> object:
         """The same object for all jobs with the same work of a micro-batch, with recomputation, head and routers."""
         config, routers = self.config, (self.balance, self.counts_choices)
-        saving = config.ac, config.ac_offload, config.mlp_tile, config.loss_chunk
+        saving = config.ac, config.mlp_tile, config.loss_chunk
         return _same((self.micro_batch, *saving, *routers, self.output, self.visible))
 
     @cached_property

@@ -178,7 +178,7 @@ class StageBytes(NamedTuple):
     of_head: int  # and the elements of its gradient
 
 
-@shared(lambda job, stage: (job.work, job.dims.pp, job.config.pp_schedule, stage))
+@shared(lambda job, stage: (job.work, job.config.ac_offload, job.dims.pp, job.config.pp_schedule, stage))
 def stage_bytes(job: Job, stage: int) -> StageBytes:
     """Return what a micro-batch takes in a stage."""
     size, width, layers = job.dtype.itemsize, job.model.hidden_size, job.stage_layers[stage]
@@ -256,7 +256,7 @@ def _shard_peaks(job: Job, rank: int) -> Mapping[Backward, Sequence[tuple[str, i
     return found
 
 
-@shared(lambda job, rank: (job.work, job.schedule(rank)))
+@shared(lambda job, rank: (job.work, job.config.ac_offload, job.schedule(rank)))
 def _activation_peaks(job: Job, rank: int) -> tuple[int, Sequence[tuple[Backward, Sequence[tuple[int, ...]]]]]:
     """Return (the bytes of buffers for hidden states, what activations take at the peaks of each backward as in
     `_shard_peaks`: what is saved, the work, the gradient of the head, and what a layer has freed)."""
