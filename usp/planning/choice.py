@@ -181,7 +181,7 @@ def _nothing_fits(search: Search, job: Job) -> str:
 
     def fits(larger: Question) -> bool:
         every = tuple(layouts(larger))
-        return Search(larger, predictor_for(job, larger.hardware), every).preferred() is not None
+        return Search(larger, predictor_for(job, larger.hardware), every).run(keep=1).preferred is not None
 
     smallest = search.tightest()
     assert smallest is not None
@@ -209,7 +209,7 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
                 device_bytes=predictor.device_bytes,
                 host_bytes=predictor.host_bytes,
             )
-        supposed.append((words, Search(question, predictor, search.every).preferred()))
+        supposed.append((words, Search(question, predictor, search.every).run(keep=1).preferred))
     return supposed
 
 
@@ -218,7 +218,7 @@ def contradicted(choice: Choice) -> Iterator[str]:
     search = choice.search
     for tip, followed in broken_tips(choice.best.config, search.question.facts):
         following = list(filter(followed, search.every))
-        if other := Search(search.question, search.predictor, following).preferred():
+        if other := Search(search.question, search.predictor, following).run(keep=1).preferred:
             yield (
                 f"{tip}. The fastest that follows it, {candidate_text(other)}, takes "
                 f"{seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"

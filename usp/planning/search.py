@@ -38,6 +38,7 @@ MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 FAMILIES = 6  # in a report
 NOISE = 0.03  # predicted steps that differ by less are taken as equal
+SLACK = 0.99  # of a bound by the largest micro-batches: smaller ones were up to 0.4% faster
 MOST_TIGHT = 20  # layouts that are searched for the least memory
 D = TypeVar("D")
 ACTIVATION_AXES = ("ring", "ulysses", "tp", "ep")
@@ -256,8 +257,9 @@ class Search:
         def push(least: float, state: str, config: TrainConfig, candidate: Candidate | None = None) -> None:
             heappush(queue, (least, next(order), state, config, candidate))
 
-        for largest, *_ in self.groups.values():
-            push((1 - _bubble(largest)) * self._least(largest), "degrees", largest)
+        for group in self.groups.values():
+            busy, most = (1 - _bubble(group[end]) for end in (0, -1))  # in the largest and smallest micro-batches
+            push(SLACK * self._least(group[0]) * busy / most, "degrees", group[0])
         while queue and (len(best) < keep or queue[0][0] <= limit):
             least, _, state, config, candidate = heappop(queue)
             # What is reached from a layout or an option has as many degrees, offloads and recomputations, or more.
@@ -274,10 +276,12 @@ class Search:
                     best.setdefault(family(config), candidate)
             elif state == "degrees":
                 group = self.groups[_like(config)]
-                if math.isinf(self.least_of_shards(config)):
+                if math.isinf(shards := self.least_of_shards(config, _bubble(group[-1]))):
                     tried += len(group)
-                    continue
-                for layout in group:
+                else:
+                    push(least + shards, "group", config)
+            elif state == "group":
+                for layout in self.groups[_like(config)]:
                     push(self._bound(layout), "layout", layout)
             elif state in ("layout", "recomputation"):
                 if state == "layout":
@@ -299,10 +303,6 @@ class Search:
                 timed = self.candidate(config)
                 push(timed.time.total, "candidate", config, timed)
         return SearchResult(preferred, tuple(best.values()), len(self.every), tried)
-
-    def preferred(self) -> Candidate | None:
-        """Search the simplest configuration within `NOISE` of the fastest that fits; None if none does."""
-        return self.run(keep=1).preferred
 
     def by_memory_option(self, result: SearchResult) -> list[Candidate]:
         """Search the fastest configuration with each recomputation, with and without its offload, among the layouts
@@ -330,18 +330,18 @@ class Search:
 
     def _bound(self, config: TrainConfig) -> float:
         """Return a lower bound of a layout or an option."""
-        return self._least(config) + self.least_of_shards(config)
+        return self._least(config) + self.least_of_shards(config, _bubble(config))
 
     def _can_fit(self, config: TrainConfig) -> bool:
         """Return whether a configuration fits the device, with optimizer offload where that is possible."""
         return self.predictor.device_bytes(changed(config, optim_offload=self.can_offload)) <= self.usable.device
 
-    def least_of_shards(self, config: TrainConfig) -> float:
+    def least_of_shards(self, config: TrainConfig, bubble: float) -> float:
         """Return a lower bound of what shards add to a layout or an option; infinite if none fit."""
         if (key := _like(config)) not in self.shards:
             self.shards[key] = list(self._least_shards(self.groups[key]))
-        rest = 1 - _bubble(config)
-        return min((exposed / rest + optimizer for exposed, optimizer in self.shards[key]), default=math.inf)
+        found = (exposed / (1 - bubble) + optimizer for exposed, optimizer in self.shards[key])
+        return min(found, default=math.inf)
 
     def _least_shards(self, group: Sequence[TrainConfig]) -> Iterator[tuple[float, float]]:
         """Yield, by the number of replicas, the least that shards take in any layout of a group: the traffic that the
