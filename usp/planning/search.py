@@ -276,7 +276,7 @@ class Search:
                     best.setdefault(family(config), candidate)
             elif state == "degrees":
                 group = self.groups[_like(config)]
-                if math.isinf(shards := self.least_of_shards(config, _bubble(group[-1]))):
+                if math.isinf(shards := self.least_of_shards(group[-1])):  # in the smallest micro-batches
                     tried += len(group)
                 else:
                     push(least + shards, "group", config)
@@ -330,18 +330,18 @@ class Search:
 
     def _bound(self, config: TrainConfig) -> float:
         """Return a lower bound of a layout or an option."""
-        return self._least(config) + self.least_of_shards(config, _bubble(config))
+        return self._least(config) + self.least_of_shards(config)
 
     def _can_fit(self, config: TrainConfig) -> bool:
         """Return whether a configuration fits the device, with optimizer offload where that is possible."""
         return self.predictor.device_bytes(changed(config, optim_offload=self.can_offload)) <= self.usable.device
 
-    def least_of_shards(self, config: TrainConfig, bubble: float) -> float:
+    def least_of_shards(self, config: TrainConfig) -> float:
         """Return a lower bound of what shards add to a layout or an option; infinite if none fit."""
         if (key := _like(config)) not in self.shards:
             self.shards[key] = list(self._least_shards(self.groups[key]))
-        found = (exposed / (1 - bubble) + optimizer for exposed, optimizer in self.shards[key])
-        return min(found, default=math.inf)
+        rest = 1 - _bubble(config)
+        return min((exposed / rest + optimizer for exposed, optimizer in self.shards[key]), default=math.inf)
 
     def _least_shards(self, group: Sequence[TrainConfig]) -> Iterator[tuple[float, float]]:
         """Yield, by the number of replicas, the least that shards take in any layout of a group: the traffic that the

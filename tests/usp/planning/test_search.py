@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from parallel import bubble_fraction, load_hardware, node_of
+from parallel import load_hardware, node_of
 from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.fields import config_from_mapping
@@ -171,10 +171,9 @@ def test_the_bounds_hold_and_the_optimum_is_that_of_every_configuration(
         for config in savings(layout, choice.search.question.facts):
             time, needed = predictor.seconds(config), predictor.memory(config)
             option = replace(config, optim_offload=False)
-            bubble = bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
             assert predictor.least_seconds(option) <= predictor.least_sharded(config) <= time.total * (1 + 1e-9)
             if needed.device <= usable.device and needed.host <= usable.host:
-                sharded = predictor.least_seconds(option) + choice.search.least_of_shards(option, bubble)
+                sharded = predictor.least_seconds(option) + choice.search.least_of_shards(option)
                 assert sharded <= predictor.least_sharded(config) * (1 + 1e-9)
                 fastest[family(config)] = min(time.total, fastest.get(family(config), time.total))
     if exhaustive:
