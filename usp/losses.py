@@ -282,7 +282,7 @@ class _VocabLoss(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+            grad_weight = torch.mul(grad_weight, grad, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 

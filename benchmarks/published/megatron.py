@@ -16,7 +16,8 @@ STEPS: tuple[tuple[str, int, int, dict[str, Any], float], ...] = (
 )
 NOTE = (
     "Megatron-Bridge: tensor scales; products, casts and attention are Transformer Engine's: here torchao's compiled "
-    "casts, and cuDNN's attention. Nothing is recomputed, and the optimizer is sharded (ZeRO-1)."
+    "casts, and cuDNN's attention. Nothing is recomputed, and the optimizer is sharded (ZeRO-1). Its products add to "
+    "the float32 sum of gradients by themselves (gradient_accumulation_fusion), which FSDP2 reads and writes once more."
 )
 
 

@@ -347,16 +347,19 @@ def _layer_bytes(job: Job, layer: LayerShape, window: int) -> Iterator[float]:
 @shared(lambda job, hardware: (job.work, kernel_rates(hardware)))
 def head_seconds(job: Job, hardware: Hardware) -> tuple[Seconds, Seconds]:
     """Return the time of the output head in one micro-batch's (forward, backward)."""
-    logits = job.tokens * job.model.facts.vocab_size / job.dims.tp
+    rows = job.model.facts.vocab_size / job.dims.tp
+    logits, weights = job.tokens * rows, 0.0 if job.frozen else job.model.hidden_size * rows
     casts = _casts(job.dtype.itemsize)  # to fp32 in the forward, and of the gradient back
-    per_logit = (0.0, 0.0)  # bytes
+    zeros, cast = FLOAT32 * weights, (FLOAT32 + job.dtype.itemsize) * weights  # of the weight's gradient in fp32
+    nbytes = (0.0, 0.0)
     if job.output == "loss":
-        per_logit = LOGIT_PASSES * FLOAT32 + casts, 0.0
+        nbytes = (LOGIT_PASSES * FLOAT32 + casts) * logits + zeros, cast
     elif job.output == "logprobs":
-        per_logit = LOGPROB_PASSES[0] * FLOAT32 + casts / 2, LOGPROB_PASSES[1] * FLOAT32 + casts / 2
+        first, second = (number * FLOAT32 + casts / 2 for number in LOGPROB_PASSES)
+        nbytes = first * logits, second * logits + zeros + cast
     forward, backward = (
-        Seconds(_matmul_seconds(job, hardware, products), 0.0, hardware.memory_seconds(nbytes * logits))
-        for products, nbytes in zip(head_products(job), per_logit, strict=True)
+        Seconds(_matmul_seconds(job, hardware, products), 0.0, hardware.memory_seconds(moved))
+        for products, moved in zip(head_products(job), nbytes, strict=True)
     )
     return forward, backward
 
@@ -400,6 +403,11 @@ def ring_step_seconds(
         for step in different
     ]
     return [each[number] for number in order]
+
+
+def whole_gradients(job: Job, rank: int) -> int:
+    """Return the number of elements of this rank's gradients before they are sharded."""
+    return sum(stage_units(job, stage).trained_numel for stage in job.stages(rank)) if job.trained else 0
 
 
 def held_elements(job: Job, rank: int) -> int:

@@ -44,6 +44,7 @@ from .compute import (
     ring_work,
     sharing,
     trained_elements,
+    whole_gradients,
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
@@ -324,6 +325,9 @@ def pass_seconds(
         passes[kind] = PassSeconds(compute[kind].times(number), communication)
     if job.trained:
         passes["update"] += PassSeconds(Seconds(memory=optimizer_seconds(job, hardware, rank)))
+        if number > 1 and job.config.zero < 2:  # the sum of the first ones is read as well, and copied by the reduction
+            summed = FLOAT32 * (number + 1) * whole_gradients(job, rank)
+            passes["backward"] += PassSeconds(Seconds(memory=hardware.memory_seconds(summed)))
     return passes
 
 
@@ -361,6 +365,9 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
         forward, backward = head_seconds(job, hardware)
         passes["forward"] += forward
         passes["backward"] += backward if job.trained else Seconds()
+    # FSDP2 copies the gradients of each micro-batch in float32, for the reduction or to sum them.
+    copied = (job.dtype.itemsize + FLOAT32) * whole_gradients(job, rank)
+    passes["backward"] += Seconds(memory=hardware.memory_seconds(copied))
     return passes
 
 
