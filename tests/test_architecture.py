@@ -35,7 +35,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/run": 1275,
     "usp/sp": 2250,
     "usp/train": 3975,
-    "usp": 41525,
+    "usp": 41550,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

@@ -22,26 +22,12 @@ class Preset:
     options: dict[str, Any] = field(hash=False)
 
 
-def _preset(
-    model_type: str,
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    *,
-    vocab: int,
-    longest: int,
-    theta: float = 1e4,
-    **others: Any,
-) -> Preset:
-    options = {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _preset(model_type: str, *sizes: int, vocab: int, longest: int, theta: float = 1e4, **others: Any) -> Preset:
+    options = dict(zip(_SIZES, sizes, strict=True)) | {
+        "head_dim": sizes[0] // sizes[3],
         "vocab_size": vocab,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -76,6 +62,13 @@ _LLAMA31: dict[str, Any] = _LLAMA3 | {"rope_parameters": _LLAMA31_ROPE}
 _QWEN25 = {"rms_norm_eps": 1e-5}
 _SMALL = _LLAMA | {"head_dim": 128, "sliding_window": None}
 _MIXTRAL22 = _LLAMA | {"router_aux_loss_coef": 0.001}
+_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
+_V3_ROPE = _YARN | {"rope_theta": 1e4, "factor": 40.0, "beta_fast": 32, "beta_slow": 1}
+_K2: dict[str, Any] = {"vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64}
+_K2 |= {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_K2 |= {"routed_scaling_factor": 2.827, "max_position_embeddings": 131072, "bos_token_id": 163584}
+_K2_ROPE = _YARN | {"rope_theta": 5e4, "factor": 32.0, "beta_fast": 1, "beta_slow": 1}
+_AIR_ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 _A3B, _A22B = (_experts(128, 8, intermediate=size) | {"head_dim": 128} for size in (768, 1536))
 
 PRESETS: dict[str, Preset] = {
@@ -106,6 +99,12 @@ PRESETS: dict[str, Preset] = {
     "mistral-small": _preset("mistral", 5120, 32768, 40, 32, 8, vocab=131072, longest=32768, theta=1e8, **_SMALL),
     "mixtral-8x7b": _preset("mixtral", 4096, 14336, 32, 32, 8, vocab=32000, longest=32768, theta=1e6, **_MIXTRAL),
     "mixtral-8x22b": _preset("mixtral", 6144, 16384, 56, 48, 8, vocab=32000, longest=65536, theta=1e6, **_MIXTRAL22),
+    # deepseek-ai/DeepSeek-V3, moonshotai/Kimi-K2-Base, zai-org/GLM-4.5-Air, openai/gpt-oss-20b, gpt-oss-120b
+    "deepseek-v3": Preset("deepseek_v3", {"max_position_embeddings": 163840, "rope_parameters": _V3_ROPE}),
+    "kimi-k2": Preset("deepseek_v3", _K2 | {"eos_token_id": 163585, "rope_parameters": _K2_ROPE}),
+    "glm-4.5-air": Preset("glm4_moe", {"head_dim": 128, "attention_bias": True, "rope_parameters": _AIR_ROPE}),
+    "gpt-oss-20b": Preset("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss-120b": Preset("gpt_oss", {}),
 }
 
 

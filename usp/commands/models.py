@@ -12,7 +12,7 @@ from tyro.conf import arg
 
 from usp.hf.images import TRAINED, sees_images
 from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, training_problems
-from usp.hf.probe import RELEASES, causal_lm_types, structure, tiny_config, verdict
+from usp.hf.probe import RELEASES, causal_lm_types, tiny_config, verdict
 from usp.hf.shrink import dropouts
 from usp.hf.tensor_parallel import tp_problems
 from usp.rlhf.generation.generate import generation_problems
@@ -94,7 +94,7 @@ def _degrees(config: ModelConfig) -> Iterator[str]:
     model = empty_model(config, causal=True)
     if model_facts("", config).in_stages:
         yield "pp"
-    if not structure(type(model), config).mixers and not all(tp_problems(model, 2, shared) for shared in (False, True)):
+    if not all(tp_problems(model, 2, shared) for shared in (False, True)):
         yield "tp"
     if (facts := model_facts("", config)).num_experts and facts.divides_experts:
         yield "ep"

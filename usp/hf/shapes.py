@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape
 
-from .models import FAMILIES, experts_per_token, is_scalar
+from .models import FAMILIES, empty_model, experts_per_token, is_scalar
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _BIASED = ("llama", "qwen3", "qwen3_moe")  # families whose attention may have biases everywhere
@@ -32,6 +32,15 @@ def shape_of(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
         experts_per_token=experts_per_token(config) if facts.num_experts else 0,
         names=("model.embed_tokens", "model.layers", "model.norm", head),
     )
+
+
+def divisible(config: PretrainedConfig) -> bool:
+    """Return whether tensor and Megatron's sequence parallelism can divide a model, which may be built to know it."""
+    if config.model_type in FAMILIES:
+        return True
+    from .tensor_parallel import tp_problems
+
+    return not tp_problems(empty_model(config), 2, sequence_parallel=True)
 
 
 def _routed(facts: ModelFacts, config: PretrainedConfig, index: int) -> bool:

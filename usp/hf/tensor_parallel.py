@@ -60,6 +60,9 @@ def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool, traine
     problems = tp_violations(facts, tp, sequence_parallel, trained)
     if tp == 1:
         return problems
+    if mixers := structure(type(model), config).mixers:
+        recurrent = f"the recurrent layers of {type(model).__name__} ({', '.join(mixers)})"
+        problems.append(f"tp={tp} does not divide {recurrent}: use tp=1")
     if sequence_parallel and facts.value_dim != facts.head_dim:
         problems.append("latent attention is not supported with tp_sequence_parallel: leave it out")
     if sequence_parallel and not facts.in_stages:

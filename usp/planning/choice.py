@@ -14,6 +14,7 @@ from rich.console import Group
 from parallel import Hardware, ParallelDims
 from usp.config import TrainConfig
 from usp.fields import flag
+from usp.hf.shapes import divisible
 from usp.model.facts import ModelFacts
 from usp.predict.devices import Memory, hardware_here
 from usp.predict.job import ONE_DOCUMENT, Data, Job
@@ -86,8 +87,9 @@ def choose(
     if problems := [*_refused(asked, world_size), *resolved.problems]:
         raise ConfigurationError(listed(problems))
     _, model_config, facts, _ = resolved.valid()
+    sequences, divided = asked.global_batch_size, divisible(model_config)
     question = Question(
-        hardware=hardware, world_size=world_size, base=base, facts=facts, sequences=asked.global_batch_size
+        hardware=hardware, world_size=world_size, base=base, facts=facts, sequences=sequences, divided=divided
     )
     every = tuple(layouts(question))
     if base.fp8 == "tensor":  # any ZeRO stage and number of replicas makes fewer shards

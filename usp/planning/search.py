@@ -51,6 +51,7 @@ class Question(Devices):
     base: TrainConfig
     facts: ModelFacts
     sequences: int  # per step, over all ranks
+    divided: bool = True  # whether tp can divide the model
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def layouts(question: Question) -> Iterator[TrainConfig]:
     """Yield every valid choice of degrees, micro-batches and schedule, with all activations saved and ZeRO-1 over all
     data-parallel ranks. tp stays inside a host, with Megatron's sequence parallelism; heads bound tp x ulysses."""
     world, facts = question.world_size, question.facts
-    inside = question.hardware.tiers[0].devices or world
+    inside = (question.hardware.tiers[0].devices or world) if question.divided else 1
     for tp, pp in product(divisors(world), divisors(world)):
         if tp > inside or facts.num_heads % tp or world % (tp * pp) or pp > len(facts.windows):
             continue

@@ -234,13 +234,7 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     transform = UNCHANGED if models.is_scalar(recipe.model) else logit_transform(model)
     layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
     first, last = index == 0, index == len(layers) - 1
-    found = structure(type(model), model.config)
-    if found.mixers and mesh.size("tp") > 1:
-        raise ValueError(
-            f"tp={mesh.size('tp')} does not divide the recurrent layers of {type(model).__name__} "
-            f"({', '.join(found.mixers)}): use tp=1"
-        )
-    prune_to_stage(model, layers[index], first, last, found.layer_outputs)
+    prune_to_stage(model, layers[index], first, last, structure(type(model), model.config).layer_outputs)
     saved = recipe.lora.saved if recipe.lora else None
     for name, parameter in model.named_parameters():  # not buffers: rotary frequencies stay float32
         if not (saved and saved.has(name)):

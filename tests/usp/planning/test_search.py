@@ -22,6 +22,8 @@ from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.fields import config_from_mapping
 from usp.hf.models import load_model_config, model_facts
+from usp.hf.probe import tiny_config
+from usp.hf.shapes import divisible
 from usp.model.facts import ModelFacts
 from usp.planning.choice import choose, contradicted, degrees, planned, predictor_for, why_slower
 from usp.planning.search import (
@@ -347,6 +349,15 @@ def test_a_dry_run_proves_a_plan_by_approximate_formulas(capsys: pytest.CaptureF
     assert main(["plan", *flags, "--optimizer", "muon"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "1 by a dry run, because temporaries of Muon are estimated: " in shown and " sent by a rank, " in shown
+
+
+def test_a_model_that_cannot_be_divided_is_planned_without_tp(tmp_path: Path) -> None:
+    for model_type, divided in (("gpt_oss", False), ("deepseek_v3", False), ("olmo_hybrid", False), ("glm4_moe", True)):
+        assert divisible(tiny_config(model_type)) is divided, model_type
+    tiny_config("gpt_oss").save_pretrained(tmp_path)
+    for model, wanted in ((str(tmp_path), {1}), ("tiny", {1, 2, 4})):
+        choice = choose(TrainConfig(model=model, seq_len=64, global_batch_size=4, device="cpu"), 4, H100)
+        assert {layout.tp for layout in choice.search.every} == wanted
 
 
 def test_training_with_plan_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
