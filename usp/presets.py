@@ -64,10 +64,11 @@ _SMALL = _LLAMA | {"head_dim": 128, "sliding_window": None}
 _MIXTRAL22 = _LLAMA | {"router_aux_loss_coef": 0.001}
 _YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
 _V3_ROPE = _YARN | {"rope_theta": 1e4, "factor": 40.0, "beta_fast": 32, "beta_slow": 1}
+_K2_ROPE = _YARN | {"rope_theta": 5e4, "factor": 32.0, "beta_fast": 1, "beta_slow": 1}
 _K2: dict[str, Any] = {"vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64}
 _K2 |= {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-_K2 |= {"routed_scaling_factor": 2.827, "max_position_embeddings": 131072, "bos_token_id": 163584}
-_K2_ROPE = _YARN | {"rope_theta": 5e4, "factor": 32.0, "beta_fast": 1, "beta_slow": 1}
+_K2 |= {"routed_scaling_factor": 2.827, "max_position_embeddings": 131072, "rope_parameters": _K2_ROPE}
+_K2 |= {"bos_token_id": 163584, "eos_token_id": 163585}
 _AIR_ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 _A3B, _A22B = (_experts(128, 8, intermediate=size) | {"head_dim": 128} for size in (768, 1536))
 
@@ -101,7 +102,7 @@ PRESETS: dict[str, Preset] = {
     "mixtral-8x22b": _preset("mixtral", 6144, 16384, 56, 48, 8, vocab=32000, longest=65536, theta=1e6, **_MIXTRAL22),
     # deepseek-ai/DeepSeek-V3, moonshotai/Kimi-K2-Base, zai-org/GLM-4.5-Air, openai/gpt-oss-20b, gpt-oss-120b
     "deepseek-v3": Preset("deepseek_v3", {"max_position_embeddings": 163840, "rope_parameters": _V3_ROPE}),
-    "kimi-k2": Preset("deepseek_v3", _K2 | {"eos_token_id": 163585, "rope_parameters": _K2_ROPE}),
+    "kimi-k2": Preset("deepseek_v3", _K2),
     "glm-4.5-air": Preset("glm4_moe", {"head_dim": 128, "attention_bias": True, "rope_parameters": _AIR_ROPE}),
     "gpt-oss-20b": Preset("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "gpt-oss-120b": Preset("gpt_oss", {}),

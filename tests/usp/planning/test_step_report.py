@@ -93,16 +93,16 @@ SHORT: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "micro_batches": 8}  # 
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "axes"),
     [
-        {"model": "tiny", "seq_len": 2048, "ac": "full", "sp_ulysses": 2},
-        {"model": "tiny", **SHORT, "zero": 3},
-        {"model": "tiny", **SHORT, "zero": 1},
-        {"model": "qwen3-moe-tiny", **SHORT, "ep": 2},
+        ({"model": "tiny", "seq_len": 2048, "ac": "full", "sp_ulysses": 2}, ["ulysses"]),
+        ({"model": "tiny", **SHORT, "zero": 3}, []),
+        ({"model": "tiny", **SHORT, "zero": 1}, []),
+        ({"model": "qwen3-moe-tiny", **SHORT, "ep": 2}, ["ep"]),
     ],
-    ids=lambda flags: " ".join(map(str, flags.values())),
+    ids=str,
 )
-def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any]) -> None:
+def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any], axes: list[str]) -> None:
     """Formulas leave out memory-bound operators that a dry run counts, such as the embedding's gradient."""
     config, hardware = TrainConfig(dtype="bfloat16", **flags), "h100"
     job = job_of(config, trained_model(config, weights=False), 4)
@@ -113,7 +113,7 @@ def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any]) -> N
     assert ours.compute.attention == pytest.approx(theirs.compute.attention, rel=1e-6)
     assert 1 < ours.compute.memory / theirs.compute.memory < 1.7
     assert ours.causal_flops == theirs.causal_flops
-    for axis in {"ulysses", "ep", "pp"} & {*theirs.communication}:
+    for axis in axes:
         assert ours.communication[axis].exposed == pytest.approx(theirs.communication[axis].exposed, rel=0.01)
     assert counted.memory.peak.total == pytest.approx(formula.memory.peak.total, rel=0.05)
 
