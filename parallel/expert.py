@@ -14,7 +14,7 @@ output and input sizes of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,26 +100,30 @@ def mix_experts(
     rows_RH = _Gather.apply(tokens_TH, order_R, inverse_R, choices_TK.shape[1])
     results_GH = experts(dispatch(rows_RH, plan, group), plan.rows)
     chosen_RH = _Gather.apply(combine(results_GH, plan, group), inverse_R, order_R, 1)
-    return (
-        (chosen_RH.view(*choices_TK.shape, tokens_TH.shape[1]) * weights_TK.unsqueeze(-1))
-        .sum(dim=1)
-        .to(tokens_TH.dtype)
-    )
+    chosen_TKH = chosen_RH.view(*choices_TK.shape, tokens_TH.shape[1])
+    if weights_TK.dtype == chosen_TKH.dtype:  # a product sums without storing weighted rows
+        return torch.bmm(weights_TK.unsqueeze(1), chosen_TKH).squeeze(1).clone()  # FSDP2 hooks no views
+    return (chosen_TKH * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TH.dtype)
 
 
 def dispatch(rows_RH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:
     """Send rows sorted by global expert; return all ranks' rows for this rank's experts, sorted by expert, (G, H)."""
     rows = _all_to_all(rows_RH, plan.send_splits, plan.receive_splits, group, "dispatch")
-    parts, own = rows.split([count for source in plan.received for count in source]), len(plan.received[0])
-    return torch.cat([part for expert in range(own) for part in parts[expert::own]])
+    return _transposed(rows, plan.received)
 
 
 def combine(rows_GH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:
     """Invert `dispatch`: return every row to the rank and position it came from."""
-    parts = rows_GH.split([count for expert in zip(*plan.received, strict=True) for count in expert])
-    ranks = len(plan.received)
-    rows = torch.cat([part for source in range(ranks) for part in parts[source::ranks]])
+    rows = _transposed(rows_GH, list(zip(*plan.received, strict=True)))
     return _all_to_all(rows, plan.receive_splits, plan.send_splits, group, "combine")
+
+
+def _transposed(rows_GH: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+    """Return blocks of rows, of which i, j has `counts[i][j]`, in the order of j, i."""
+    if 1 in (len(counts), inner := len(counts[0])):
+        return rows_GH
+    parts = rows_GH.split([count for row in counts for count in row])
+    return torch.cat([part for place in range(inner) for part in parts[place::inner]])
 
 
 def grouped_linear(

@@ -168,7 +168,7 @@ def is_matrix(parameter: ParameterShape) -> bool:
 
 def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
     """Return (products of one micro-batch's forward, those that its backward recomputes): not a layer's last, because
-    nothing needs its result, except in float8 (torchao saves its operands after it); with `selective` no other."""
+    only experts' weights need its result, and float8, which saves its operands after it; with `selective` no other."""
     linears, rows, forward = [p for p in layer.parameters if is_matrix(p)], job.expert_rows(job.outer_tokens), []
     for p in linears:  # one that tp does not shard multiplies only this rank's share of the tokens
         columns, inner = p.local(job.dims.tp)
@@ -182,8 +182,8 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
         added, dtype = TILE * p.numel / job.dims.ep, _float8_dtype(job) if layer.float8_experts(job.config.fp8) else ""
         itemsize = (2 + job.dtype.itemsize) / 3 if dtype in FLOAT8 else job.dtype.itemsize
         forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, itemsize, dtype, added))
-    needed = forward if forward[-1].dtype else forward[:-1]
-    again = {"none": [], "selective": needed[len(forward) - 1 :]}.get(job.config.ac, needed)
+    needed = forward if forward[-1].dtype or layer.experts else forward[:-1]
+    again = {"none": [], "selective": [last for last in forward[-1:] if last.dtype]}.get(job.config.ac, needed)
     if job.config.mlp_tile and not layer.experts:
         in_mlp = [".mlp." in f".{p.name}" for p in linears]
         mlp = list(compress(forward, in_mlp))
@@ -339,7 +339,8 @@ def _layer_bytes(job: Job, layer: LayerShape, window: int) -> Iterator[float]:
     if layer.experts:
         rows = job.expert_rows(job.outer_tokens)
         yield MLP_PASSES * rows * job.model.expert_size * itemsize
-        yield 4 * rows * job.model.hidden_size * itemsize  # gathered by expert, and added back
+        sorts = 4 + 3 * (job.dims.ep > 1)  # by expert and back, with ep again where rows arrive, and their sum
+        yield sorts * rows * job.model.hidden_size * itemsize
     else:
         yield MLP_PASSES * job.tokens * facts.intermediate_size / job.dims.tp * itemsize
 

@@ -167,17 +167,19 @@ class Work:
     ) -> None:
         """Count equal calls of an operator."""
         packet = func.overloadpacket
-        if func.namespace != "aten" or func.is_view or packet in _NO_KERNEL:
+        copies = packet.__name__ in ("split_with_sizes_copy", "chunk_cat")  # FSDP2's
+        if (func.namespace != "aten" and not copies) or func.is_view or packet in _NO_KERNEL:
             return
         self.launches += times
         results = tensors_of(result) or tensors_of(list(written(func, args, kwargs)))
-        operands = [*tensors_of((args, kwargs)), *results]
+        read = tensors_of((args, {name: value for name, value in kwargs.items() if name != "out"}))
+        operands, of_vectors = [*read, *results], any(1 in x.shape[-2:] for x in read if x.dim() > 1)
         if flops := attention_flops(func, args, kwargs, known.numbers):
             unmasked = attention_flops(func, tuple(False if x is True else x for x in args), {}, known.numbers)
             backward, lengths = "backward" in str(packet), [x for x in args if type(x) is int]
             side = min(lengths or (x.shape[2] for x in args[backward : backward + 2]))
             self.attention[flops, side, backward, flops == unmasked] += times
-        elif flops := matmul_flops(func, args, kwargs, result):
+        elif not of_vectors and (flops := matmul_flops(func, args, kwargs, result)):
             grouped = packet is aten._grouped_mm  # by the matrix of each group, or its gradient
             matrix = max((x.numel() for x in (args[1], results[0]) if x.dim() == 3), default=0) if grouped else 0
             self.products[flops, sum(x.numel() for x in operands), results[0].itemsize, "", TILE * matrix] += times

@@ -322,7 +322,10 @@ def pass_seconds(
     hides, passes = _hides(compute, float(prefetches)), dict[Pass, PassSeconds]()
     for kind, sent in (parts or pass_parts(job, rank)).items():
         communication = sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number))
-        passes[kind] = PassSeconds(compute[kind].times(number), communication)
+        gathers = [each for each in sent if "fsdp" in each.axis and "gather" in each.collective]
+        copied = sum(2 * each.nbytes / (1 - 1 / job.degree(each.axis)) for each in gathers)  # by FSDP2, into parameters
+        busy = compute[kind].times(number) + Seconds(memory=hardware.memory_seconds(copied))
+        passes[kind] = PassSeconds(busy, communication)
     if job.trained:
         passes["update"] += PassSeconds(Seconds(memory=optimizer_seconds(job, hardware, rank)))
         if number > 1 and job.config.zero < 2:  # the sum of the first ones is read as well, and copied by the reduction
