@@ -108,8 +108,7 @@ def mix_experts(
 
 def dispatch(rows_RH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:
     """Send rows sorted by global expert; return all ranks' rows for this rank's experts, sorted by expert, (G, H)."""
-    rows = _all_to_all(rows_RH, plan.send_splits, plan.receive_splits, group, "dispatch")
-    return _transposed(rows, plan.received)
+    return _transposed(_all_to_all(rows_RH, plan.send_splits, plan.receive_splits, group, "dispatch"), plan.received)
 
 
 def combine(rows_GH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:

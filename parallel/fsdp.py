@@ -96,8 +96,9 @@ def apply_fsdp(
             if len(here) > 1:
                 getattr(here[0], f"set_modules_to_{ahead}_prefetch")(following)
     for sharded in _fsdp_modules(model):
-        # FSDP2 averages by default. gloo does not support a pre-multiplied sum, so force a plain one.
-        sharded.set_gradient_divide_factor(1.0)
+        # FSDP2 averages by default; gloo has no pre-multiplied sum, so force a plain one. One rank would divide a copy.
+        if (expert_shards if sharded in experts else shards).size() > 1:
+            sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     return model
 

@@ -49,7 +49,7 @@ NOTES = (
     "operators are counted as eager ones. Counted as fused ones (per element 16 bytes of two norms and residuals, 4 of "
     "rotations, 6 of an MLP's hidden layer), these rows would be 12 to 50% too fast and torchtitan's compiled ones in "
     "bfloat16 10 to 29%: kernels inside a step run slower than alone, and no source says by how much.",
-    "prime-rl, Qwen3-0.6B: what is missing, 0.14 s of 0.62 at 8K and 0.11 of 1.28 at 16K, does not grow with the "
+    "prime-rl, Qwen3-0.6B: what is missing, 0.12 s of 0.62 at 8K and 0.09 of 1.28 at 16K, does not grow with the "
     "tokens. Its AdamW and clipping on DTensors take a host 0.03 s (measured: torch 2.13, 308 parameters), and its "
     "trainer waits for the device twice in a micro-batch, in the middle (`isnan` of the loss) and at the end (`item`), "
     "after which launches are exposed (src/prime_rl/trainer/sft/train.py).",

@@ -23,11 +23,11 @@ from attention import SequenceLayout
 from parallel import Hardware
 from usp.config import TrainConfig
 from usp.model.facts import NO_ATTENTION, ModelShape
-from usp.predict.compute import LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
+from usp.predict.compute import LOGPROB_PASSES, Product, dtype_name, is_matrix
 from usp.predict.job import Job, Output
 from usp.predict.memory import footprint, forward_memory
 from usp.predict.seconds import rank_launches, rank_seconds, sent_seconds, step_seconds
-from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, expert_traffic, merged
+from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, elements, expert_traffic, merged
 from usp.rlhf.generation.decoding import read_length, row_multiple
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
@@ -116,7 +116,7 @@ def weight_elements(layout: CallLayout, model: ModelShape, options: CallOptions)
     """Return the parameter elements of the rank that holds most in a layout."""
     tokens = _prefill_multiple(layout) * layout.dims.tp  # a short row: only weights matter
     job = _job(replace(layout, ac="none", ac_offload=False), model, options, output="values", seq_len=tokens)
-    return max(held_elements(job, rank) for rank in job.ranks("pp", 0))
+    return max(elements(job, rank, "shard") for rank in job.ranks("pp", 0))
 
 
 def _job(

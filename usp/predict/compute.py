@@ -27,7 +27,7 @@ from usp.model.facts import FLOAT8_DIMS, NO_ATTENTION, LayerShape, ParameterShap
 from usp.sp.kernel_choice import kernel_on
 
 from .job import ADAPTER, Job, shared
-from .traffic import FLOAT32, stage_units
+from .traffic import FLOAT32, elements
 
 aten = torch.ops.aten
 
@@ -406,22 +406,6 @@ def ring_step_seconds(
     return [each[number] for number in order]
 
 
-def whole_gradients(job: Job, rank: int) -> int:
-    """Return the number of elements of this rank's gradients before they are sharded."""
-    return sum(stage_units(job, stage).trained_numel for stage in job.stages(rank)) if job.trained else 0
-
-
-def held_elements(job: Job, rank: int) -> int:
-    """Return the number of parameter elements that this rank stores and updates."""
-    return sum(stage_units(job, stage).shard for stage in job.stages(rank))
-
-
-@shared(lambda job, rank: (job.sharding, job.place("pp", rank)))
-def trained_elements(job: Job, rank: int) -> int:
-    """Return the number of parameter elements that this rank updates."""
-    return sum(stage_units(job, stage).trained_shard for stage in job.stages(rank))
-
-
 def sharing(job: Job, hardware: Hardware) -> int:
     """Return the number of ranks on a host."""
     return min(hardware.host_devices, job.world_size)
@@ -434,8 +418,10 @@ def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
     """Return the time of gradient norm, clipping and AdamW on this rank or its host, and of Muon's bfloat16 products,
     whose matrices are divided among the ranks that share them."""
     if job.config.optim_offload:
-        return hardware.host_memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank), sharing(job, hardware))
-    seconds = hardware.memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank))
+        return hardware.host_memory_seconds(
+            OPTIMIZER_BYTES * elements(job, rank, "trained_shard"), sharing(job, hardware)
+        )
+    seconds = hardware.memory_seconds(OPTIMIZER_BYTES * elements(job, rank, "trained_shard"))
     if job.config.optimizer != "muon":
         return seconds
     for index, number in job.kinds(*job.stages(rank)):

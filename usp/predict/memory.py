@@ -27,9 +27,8 @@ from typing import NamedTuple
 from attention import HeadPlan
 from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape
 
-from .compute import held_elements, trained_elements
 from .job import ADAPTER, Job, Schedule, actions, shared
-from .traffic import FLOAT32, INT64, Unit, muon_elements, stage_units
+from .traffic import FLOAT32, INT64, Unit, elements, muon_elements, stage_units
 
 _RECURRENT = re.compile(r"A_log|conv|dt_bias")  # in the names of parameters
 _ATTENTION = re.compile(r"q_proj|qkv|query|c_attn|q_a_proj|q_b_proj")
@@ -301,8 +300,8 @@ def footprint(job: Job, rank: int) -> Footprint:
 @shared(lambda job, rank: (job.sharding, job.place("pp", rank), job.weights, job.config.optimizer))
 def _states(job: Job, rank: int) -> tuple[int, int, int]:
     """Return the bytes of (parameters, gradients, optimizer) in the shards of `rank`."""
-    gradients = FLOAT32 * (trained := trained_elements(job, rank))
-    frozen = held_elements(job, rank) - trained
+    gradients = FLOAT32 * (trained := elements(job, rank, "trained_shard"))
+    frozen = elements(job, rank, "shard") - trained
     matrices = sum(sum(muon_elements(job, stage)) for stage in job.stages(rank))  # with one state
     return gradients + frozen * job.weights.itemsize, gradients, 2 * gradients - FLOAT32 * matrices
 
@@ -350,7 +349,7 @@ def rank_host_bytes(job: Job, rank: int) -> int:
         saved = _most(flights, {stage: stage_bytes(job, stage).layers for stage in job.stages(rank)})
     if not job.config.optim_offload:
         return saved
-    shards = FLOAT32 * trained_elements(job, rank)
+    shards = FLOAT32 * elements(job, rank, "trained_shard")
     # With one reduction, gradients arrive as activations are freed.
     reduces_each = job.config.zero >= 2 and job.config.micro_batches > 1
     return 3 * shards + (saved + shards if reduces_each else max(saved, shards))

@@ -172,7 +172,7 @@ class Work:
             return
         self.launches += times
         results = tensors_of(result) or tensors_of(list(written(func, args, kwargs)))
-        read = tensors_of((args, {name: value for name, value in kwargs.items() if name != "out"}))
+        read = tensors_of((args[packet is aten.copy_ :], {name: x for name, x in kwargs.items() if name != "out"}))
         operands, of_vectors = [*read, *results], any(1 in x.shape[-2:] for x in read if x.dim() > 1)
         if flops := attention_flops(func, args, kwargs, known.numbers):
             unmasked = attention_flops(func, tuple(False if x is True else x for x in args), {}, known.numbers)
@@ -217,9 +217,14 @@ class StepMeter(TorchDispatchMode):
     def __init__(self, host: HostMemory) -> None:
         super().__init__()
         self.known, self.memory, self.wire = KnownValues(), LiveMemory(host), SentBytes()
+        self._times = 1  # that an operator is counted
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the operators and the peak so far."""
         self.counting = self.work = Work()
         self.update = Work()
-        self._times = 1  # that an operator is counted
+        self.memory.restart()
 
     @contextmanager
     def abridging_tiles(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,8 +44,6 @@ from .compute import (
     ring_step_seconds,
     ring_work,
     sharing,
-    trained_elements,
-    whole_gradients,
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_bytes
@@ -54,6 +53,8 @@ from .traffic import (
     Sent,
     attention_plan,
     attention_spec,
+    elements,
+    fsdp_copies,
     fsdp_traffic,
     gather_counts,
     gathering,
@@ -190,7 +191,7 @@ def host_copies(
     if saved is None:
         saved = sum(stage_bytes(job, stage).layers for stage in job.stages(rank)) if job.config.ac_offload else 0
     number, zero = job.config.micro_batches, job.config.zero
-    shard = FLOAT32 * trained_elements(job, rank) if job.config.optim_offload else 0
+    shard = FLOAT32 * elements(job, rank, "trained_shard") if job.config.optim_offload else 0
     if not saved + shard:
         return {}
     if job.last_stage in job.stages(rank):
@@ -319,17 +320,15 @@ def pass_seconds(
     """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
     if it `prefetches`, as in the implementation, compute hides the traffic of parameters. `parts`: `pass_parts`."""
     compute, messages, number = _compute(job, hardware, rank), _messages(job, hardware, rank), job.config.micro_batches
-    hides, passes = _hides(compute, float(prefetches)), dict[Pass, PassSeconds]()
+    hides, passes, copied = _hides(compute, float(prefetches)), dict[Pass, PassSeconds](), fsdp_copies(job, rank)
     for kind, sent in (parts or pass_parts(job, rank)).items():
         communication = sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number))
-        gathers = [each for each in sent if "fsdp" in each.axis and "gather" in each.collective]
-        copied = sum(2 * each.nbytes / (1 - 1 / job.degree(each.axis)) for each in gathers)  # by FSDP2, into parameters
-        busy = compute[kind].times(number) + Seconds(memory=hardware.memory_seconds(copied))
+        busy = compute[kind].times(number) + Seconds(memory=hardware.memory_seconds(copied.get(kind, 0)))
         passes[kind] = PassSeconds(busy, communication)
     if job.trained:
         passes["update"] += PassSeconds(Seconds(memory=optimizer_seconds(job, hardware, rank)))
         if number > 1 and job.config.zero < 2:  # the sum of the first ones is read as well, and copied by the reduction
-            summed = FLOAT32 * (number + 1) * whole_gradients(job, rank)
+            summed = FLOAT32 * (number + 1) * elements(job, rank, "trained_numel")
             passes["backward"] += PassSeconds(Seconds(memory=hardware.memory_seconds(summed)))
     return passes
 
@@ -369,8 +368,11 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
         passes["forward"] += forward
         passes["backward"] += backward if job.trained else Seconds()
     # FSDP2 copies the gradients of each micro-batch in float32, for the reduction or to sum them.
-    copied = (job.dtype.itemsize + FLOAT32) * whole_gradients(job, rank)
-    passes["backward"] += Seconds(memory=hardware.memory_seconds(copied))
+    moved = (job.dtype.itemsize + FLOAT32) * elements(job, rank, "trained_numel") * job.trained
+    if 0 in stages and job.trained and not job.frozen:  # the embedding's has zeros, to which a tied head's is added
+        number = 4 if job.model.facts.tied and job.last_stage in stages else 1
+        moved += number * job.dtype.itemsize * math.prod(job.model.embedding[0].local(job.dims.tp))
+    passes["backward"] += Seconds(memory=hardware.memory_seconds(moved))
     return passes
 
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, compress, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from attention import AttentionSpec, HeadPlan, UnifiedPlan, ring_schedule
 from usp.model.facts import NO_ATTENTION, ParameterShape
@@ -132,6 +132,12 @@ def stage_units(job: Job, stage: int) -> StageUnits:
     return StageUnits(root, tuple(made[model.alike[index]] for index in job.stage_layers[stage]))
 
 
+@shared(lambda job, rank, of: (job.sharding, job.place("pp", rank), of))
+def elements(job: Job, rank: int, of: Literal["shard", "trained_shard", "trained_numel"]) -> int:
+    """Return the sum of an attribute of `StageUnits` over the stages of a rank."""
+    return sum(getattr(stage_units(job, stage), of) for stage in job.stages(rank))
+
+
 def _units(
     job: Job, parameters: tuple[ParameterShape, ...], experts: tuple[ParameterShape, ...] = ()
 ) -> tuple[Unit, ...]:
@@ -164,6 +170,7 @@ def _unit(
 
 
 ByPass = Mapping[Pass, Sequence[Sent]]
+_GATHERING: tuple[Pass, ...] = ("count", "forward", "backward")  # as `Gathers`
 
 
 def gathering(job: Job, rank: int) -> Hashable:
@@ -176,16 +183,36 @@ def gathering(job: Job, rank: int) -> Hashable:
 def fsdp_traffic(job: Job, rank: int) -> ByPass:
     """Return the gathers of parameters and the reductions of gradients in a step of `rank`, also over tp."""
     parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
+    for unit, gathers, number in _gathered(job, rank):
+        for kind, sent in _unit_traffic(job, unit, gathers):
+            parts[kind] += [sent.times(number)] if job.degree(sent.axis) > 1 else []
+    return {kind: merged(sents) for kind, sents in parts.items()}
+
+
+@shared(lambda job, rank: (gathering(job, rank), job.weights))
+def fsdp_copies(job: Job, rank: int) -> Mapping[Pass, int]:
+    """Return the bytes that FSDP2 reads and writes in a step of `rank` to cast shards and to copy what is gathered into
+    parameters, and to copy and add up reduced gradients."""
+    found, size, casts = Counter[Pass](), job.dtype.itemsize, job.weights != job.dtype
+    reductions = job.config.micro_batches if job.config.zero >= 2 else 1
+    for unit, gathers, number in _gathered(job, rank):
+        copied = 2 * unit.gathered(size) if casts or unit.ranks > 1 else 0
+        copied += casts * (job.weights.itemsize + size) * unit.shard
+        found.update({kind: number * times * copied for kind, times in zip(_GATHERING, gathers, strict=True)})
+        added = (3 * (reductions - 1) + 2 * reductions * (unit.ranks == 1)) * unit.trained_shard
+        found["backward"] += number * FLOAT32 * added * job.trained
+    return found
+
+
+def _gathered(job: Job, rank: int) -> Iterator[tuple[Unit, Gathers, int]]:
+    """Yield the units of `rank` that differ, how often a step gathers each, and how many there are."""
     for stage in job.stages(rank):
         units, gathers = stage_units(job, stage), gather_counts(job, rank, stage)
         # Experts run before the rest of their layer.
         last, apart = units.layers[-1][0], gathers.last != gathers.layer
-        counts = [(unit, gathers.layer, number - (apart and unit == last)) for unit, number in units.repeated.items()]
-        counts += [(last, gathers.last, 1)] * apart + [(unit, gathers.root, 1) for unit in units.root]
-        for unit, each, number in counts:
-            for kind, sent in _unit_traffic(job, unit, each):
-                parts[kind] += [sent.times(number)] if job.degree(sent.axis) > 1 else []
-    return {kind: merged(sents) for kind, sents in parts.items()}
+        yield from ((unit, gathers.layer, each - (apart and unit == last)) for unit, each in units.repeated.items())
+        yield from [(last, gathers.last, 1)] * apart
+        yield from ((unit, gathers.root, 1) for unit in units.root)
 
 
 def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
@@ -283,8 +310,7 @@ def _turns(schedule: Schedule, stage: int) -> tuple[int, bool]:
 def _unit_traffic(job: Job, unit: Unit, gathers: Gathers) -> Iterator[tuple[Pass, Sent]]:
     if unit.ranks > 1:
         gathered = Sent(unit.axis, "_allgather_base_", unit.sent(job.dtype.itemsize) * (unit.ranks - 1))
-        passes: tuple[Pass, ...] = ("count", "forward", "backward")
-        yield from ((kind, gathered.times(times)) for kind, times in zip(passes, gathers, strict=True) if times)
+        yield from ((kind, gathered.times(times)) for kind, times in zip(_GATHERING, gathers, strict=True) if times)
     if job.trained:
         yield from (("backward", sent) for sent in _reductions(job, unit))
 

@@ -120,7 +120,7 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
             if config.optim_offload:
                 offload_state(engine, meter.memory)
             start_bytes = meter.memory.current_bytes
-            meter.memory.restart()
+            meter.restart()
             begin = meter.memory.now
             follow_step(engine.stages, engine, meter)
             batch = blank_batch(replace(config, sp_layout=recipe.sp_layout), mesh, data)

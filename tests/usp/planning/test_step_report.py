@@ -93,25 +93,26 @@ SHORT: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "micro_batches": 8}  # 
 
 
 @pytest.mark.parametrize(
-    ("flags", "axes"),
+    ("flags", "axes", "world"),
     [
-        ({"model": "tiny", "seq_len": 2048, "ac": "full", "sp_ulysses": 2}, ["ulysses"]),
-        ({"model": "tiny", **SHORT, "zero": 3}, []),
-        ({"model": "tiny", **SHORT, "zero": 1}, []),
-        ({"model": "qwen3-moe-tiny", **SHORT, "ep": 2}, ["ep"]),
+        ({"model": "tiny", "seq_len": 2048, "ac": "full", "sp_ulysses": 2}, ["ulysses"], 4),
+        ({"model": "tiny", **SHORT, "zero": 3}, [], 4),
+        ({"model": "tiny", **SHORT, "zero": 1}, [], 4),
+        ({"model": "tiny", **SHORT, "zero": 3}, [], 1),
+        ({"model": "qwen3-moe-tiny", **SHORT, "ep": 2}, ["ep"], 4),
     ],
     ids=str,
 )
-def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any], axes: list[str]) -> None:
-    """Formulas leave out memory-bound operators that a dry run counts, such as the embedding's gradient."""
+def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any], axes: list[str], world: int) -> None:
+    """Formulas leave out memory-bound operators that a dry run counts, such as casts of rotary tables."""
     config, hardware = TrainConfig(dtype="bfloat16", **flags), "h100"
-    job = job_of(config, trained_model(config, weights=False), 4)
+    job = job_of(config, trained_model(config, weights=False), world)
     formula = StepReport(job, load_hardware(hardware))
-    counted = replace(formula, runs=(dry_run(config, 4, 3),))
+    counted = replace(formula, runs=(dry_run(config, world, world - 1),))
     ours, theirs = counted.time, formula.time
     assert ours.compute.matmul == pytest.approx(theirs.compute.matmul, rel=1e-6)
     assert ours.compute.attention == pytest.approx(theirs.compute.attention, rel=1e-6)
-    assert 1 < ours.compute.memory / theirs.compute.memory < 1.7
+    assert 1 < ours.compute.memory / theirs.compute.memory < 1.3
     assert ours.causal_flops == theirs.causal_flops
     for axis in axes:
         assert ours.communication[axis].exposed == pytest.approx(theirs.communication[axis].exposed, rel=0.01)

@@ -9,7 +9,7 @@ import pytest
 from parallel import load_hardware
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.predict.compute import head_seconds, held_elements
+from usp.predict.compute import head_seconds
 from usp.predict.job import Job
 from usp.predict.memory import footprint, host_bytes
 from usp.predict.seconds import (
@@ -17,7 +17,7 @@ from usp.predict.seconds import (
     host_copies,
     step_seconds,
 )
-from usp.predict.traffic import pass_parts
+from usp.predict.traffic import elements, pass_parts
 from usp.train.resolve import job_of
 
 H100 = load_hardware("h100")
@@ -78,7 +78,7 @@ def test_weights_and_gradients_of_an_offloaded_optimizer_are_copied_as_often_as_
         batch = {"batch_size": micro_batches, "micro_batches": micro_batches}
         made = llama(dp_shard=8, zero=zero, optim_offload=True, **batch)
         found = host_copies(made, H100, 0, 0.0, 0.0)["host"]
-        return found.exposed / (4 * held_elements(made, 0) / 55e9)
+        return found.exposed / (4 * elements(made, 0, "shard") / 55e9)
 
     on_host = 55e9 * 8 / (614.4e9 * 0.8)  # reads or writes by all eight devices, as a part of a copy's time
     both = 2 * on_host  # gradients out, while the weights of the next layer come back
@@ -86,13 +86,13 @@ def test_weights_and_gradients_of_an_offloaded_optimizer_are_copied_as_often_as_
     assert copied(1, zero=3) == pytest.approx(1 + both)
     assert copied(4, zero=3) == pytest.approx(4 + both + 3 * (1 + 1 + 3 * on_host))  # the host adds three of four
     made = llama(dp_shard=8, optim_offload=True)
-    assert step_seconds(made, H100).optimizer == pytest.approx(36 * held_elements(made, 0) * 8 / (614.4e9 * 0.8))
+    assert step_seconds(made, H100).optimizer == pytest.approx(36 * elements(made, 0, "shard") * 8 / (614.4e9 * 0.8))
 
 
 def test_small_layers_wait_for_their_launches() -> None:
     tiny, long = (step_seconds(llama(seq_len=length, ac="none", zero=0), H100) for length in (64, 65536))
     assert long.compute.launch == 0.0 == tiny.compute.launch  # the reduction of gradients takes longer
-    alone, slow = llama(1, seq_len=64, ac="none", zero=0), 2 * H100.launch_seconds
+    alone, slow = llama(1, seq_len=64, ac="none", zero=0), 3 * H100.launch_seconds
     waits, free = (step_seconds(alone, replace(H100, launch_seconds=seconds)) for seconds in (slow, 0.0))
     operators = 3 * LAYERS * (7 + 31) + 200  # of the embedding, the head and the optimizer
     assert waits.total == pytest.approx(operators * slow + waits.optimizer)

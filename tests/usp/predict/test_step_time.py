@@ -17,7 +17,6 @@ from usp.predict.compute import (
     Product,
     flops_per_pair,
     head_products,
-    held_elements,
     layer_products,
     layer_seconds,
 )
@@ -33,7 +32,7 @@ from usp.predict.seconds import (
     pass_seconds,
     step_seconds,
 )
-from usp.predict.traffic import attention_plan
+from usp.predict.traffic import attention_plan, elements
 from usp.train.dry_run import dry_run
 from usp.train.resolve import job_of
 
@@ -304,5 +303,5 @@ def test_an_all_gather_over_tp_copies_its_output_unless_there_is_one_row() -> No
 
 def test_a_rank_updates_its_shard() -> None:
     whole = llama(1, model="tiny", zero=0).model.numel
-    assert held_elements(llama(2, model="tiny", zero=0, sp_ring=2), 0) == whole
-    assert held_elements(llama(2, model="tiny", zero=1, sp_ring=2), 0) == whole // 2
+    assert elements(llama(2, model="tiny", zero=0, sp_ring=2), 0, "shard") == whole
+    assert elements(llama(2, model="tiny", zero=1, sp_ring=2), 0, "shard") == whole // 2
