@@ -270,6 +270,7 @@ class _VocabLoss(torch.autograd.Function):
             if grad_logits is not None:
                 grad_logits = grad_logits.mul_(scale).to(hidden.dtype)
                 gradients.add(chunk, grad_logits)
+            del grad_logits  # before the next chunk's logits
         ctx.save_for_backward(*gradients.reduce(rows))
         ctx.weight_dtype = weight.dtype
         return total * scale
@@ -390,6 +391,7 @@ class _VocabLogprobs(torch.autograd.Function):
             normalizers[chunk] = largest + total.log()
             if entropy:
                 entropies[chunk] = total.log() - expected / total
+            del logits, exp  # before the next chunk's
         ctx.save_for_backward(hidden, weight, labels, targets, normalizers, entropies)
         ctx.options = temperature, chunk_tokens, transform, rows
         ctx.set_materialize_grads(False)
@@ -410,14 +412,14 @@ class _VocabLogprobs(torch.autograd.Function):
             logs.div_(temperature).sub_(normalizers[chunk].unsqueeze(1))
             by_logprob = grad_logprobs[chunk]
             index, owned = rows.owned(labels[chunk], len(weight))
+            factor = -by_logprob.unsqueeze(1)
             if entropy:  # by logit v: -p_v * (log p_v + entropy)
-                factor = (logs + entropies[chunk].unsqueeze(1)).mul_(grad_entropies[chunk].unsqueeze(1))
-                grad_logits = logs.exp_().mul_(factor.add_(by_logprob.unsqueeze(1))).neg_()
-            else:
-                grad_logits = logs.exp_().mul_(-by_logprob.unsqueeze(1))
+                factor = (logs + entropies[chunk].unsqueeze(1)).mul_(-grad_entropies[chunk].unsqueeze(1)).add_(factor)
+            grad_logits = logs.exp_().mul_(factor)
             grad_logits.scatter_add_(1, index, by_logprob.where(owned, 0).unsqueeze(1))
             grad_logits = transform.chain_(grad_logits.div_(temperature), slope)
             gradients.add(chunk, grad_logits.to(hidden.dtype))
+            del logs, factor, grad_logits, slope  # before the next chunk's
         grad_hidden, grad_weight = gradients.reduce(rows)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)

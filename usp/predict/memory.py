@@ -193,8 +193,8 @@ def stage_bytes(job: Job, stage: int) -> StageBytes:
         vocabulary, cast = job.model.facts.vocab_size // job.dims.tp, FLOAT32 if size < FLOAT32 else 0
         of_head = 0 if job.frozen else vocabulary * width
         head = job.outer_tokens * width * (FLOAT32 + size) + inside + of_head * FLOAT32
-        # A chunk's logits or the head's gradient, also in float32; or the backward of the norm before the head.
-        chunk = max(min(job.config.loss_chunk, job.tokens) * vocabulary, of_head) * (size + cast)
+        # A chunk's logits, also in float32, or the head's gradient; or the backward of the norm before the head.
+        chunk = max(min(job.config.loss_chunk, job.tokens) * vocabulary * (size + cast), of_head * size)
         norm = job.outer_tokens * width * (NORM_BYTES + size) - inside - of_head * (FLOAT32 - size)
         logits = max(inside + chunk, norm)
         left += inside + hidden
@@ -413,7 +413,7 @@ def forward_memory(job: Job, rank: int) -> Moment:
     if job.last_stage in job.stages(rank) and job.output in ("loss", "logprobs"):
         logits = min(job.config.loss_chunk, job.tokens) * facts.vocab_size // job.dims.tp
         work = max(work, inside - hidden + logits * (FLOAT32 + (size if size < FLOAT32 else 0)))
-    # Besides the layer's input: embeddings, rotary tables, ids, positions, labels and the indices of sequences.
-    work += 2 * hidden + 2 * job.tokens * facts.head_dim * size + 5 * job.tokens * INT64
+    # Besides the input: embeddings, what a pipeline sends, rotary tables, ids, positions, labels, indices of sequences.
+    work += (2 + (job.dims.pp > 1)) * hidden + 2 * job.tokens * facts.head_dim * size + 5 * job.tokens * INT64
     parameters = sum(stage.shard for stage in stages) * job.weights.itemsize
     return Moment("forward", parameters, whole=gathered, transient=work)
