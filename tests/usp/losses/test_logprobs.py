@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.harness.memory import track_memory
 from tests.harness.ranks import RankPool
 from tests.usp.losses.test_cross_entropy import BATCH, HIDDEN, TOKENS, VOCAB, Operators, difference, inputs
-from usp.losses import vocab_logprobs
+from usp.losses import vocab_logprobs, vocab_loss
 
 TEMPERATURE = 0.7
 
@@ -68,6 +69,25 @@ def test_only_one_chunk_of_logits_exists() -> None:
     with Operators() as empty:
         made_of(*vocab_logprobs(hidden, weight, torch.full_like(labels, -100), chunk_tokens=7)).backward()
     assert "mm" not in empty.names
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "logprobs", "entropies"])
+def test_a_chunk_is_freed_before_the_next(loss: str) -> None:
+    chunk, vocabulary = 64, 4096
+
+    def peak(chunks: int) -> int:
+        hidden = torch.randn(1, chunks * chunk, 4, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(vocabulary, 4, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.randint(vocabulary, hidden.shape[:2])
+        with track_memory() as memory:
+            if loss == "cross-entropy":
+                vocab_loss(hidden, weight, labels, global_tokens=labels.numel(), chunk_tokens=chunk).backward()
+            else:
+                options = {"chunk_tokens": chunk, "entropy": loss == "entropies"}
+                made_of(*vocab_logprobs(hidden, weight, labels, **options)).backward()
+        return memory.peak_bytes
+
+    assert peak(4) - peak(1) < chunk * vocabulary / 8  # bytes, and a logit has two
 
 
 def sharded() -> float:
