@@ -165,7 +165,7 @@ class Work:
     def count(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, known: KnownValues, times: int
     ) -> None:
-        """Count equal calls of an operator."""
+        """Count equal calls of an operator. What it overwrites is not read: the target of `copy_`, and any `out`."""
         packet = func.overloadpacket
         copies = packet.__name__ in ("split_with_sizes_copy", "chunk_cat")  # FSDP2's
         if (func.namespace != "aten" and not copies) or func.is_view or packet in _NO_KERNEL:
