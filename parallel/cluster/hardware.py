@@ -114,9 +114,7 @@ class Tier:
     def faster(self, bandwidth: float) -> Tier:
         """Return the tier with `bandwidth` times the rates."""
         links = {kind: getattr(self, kind) for kind in ("send", "gather", "reduce", "exchange")}
-        faster = {
-            kind: replace(link, bytes_per_second=link.bytes_per_second * bandwidth) for kind, link in links.items()
-        }
+        faster = {kind: replace(x, bytes_per_second=x.bytes_per_second * bandwidth) for kind, x in links.items()}
         return replace(self, **faster, shared_bytes_per_second=self.shared_bytes_per_second * bandwidth)
 
 
@@ -152,7 +150,7 @@ class Hardware:
     Attributes:
         compute_capability: of an NVIDIA GPU, which decides what attention kernels run on it; None if unknown.
         peak_flops: dense FLOP/s by dtype.
-        memory_bytes, memory_bytes_per_second: capacity and bandwidth of the device memory.
+        memory_bytes, memory_bytes_per_second: capacity and bandwidth, reads and writes together, of the device memory.
         tiers: tiers of the interconnect, innermost first.
         matmul: efficiency by FLOPs of the product.
         attention: efficiency of attention kernels by name.
@@ -160,11 +158,11 @@ class Hardware:
         parallel_rings: a ring collective uses every device's link out of a tier (NCCL), not just one (gloo).
         streams: collectives run concurrently with compute (CUDA), instead of blocking the calling thread (CPU).
         host_devices: devices of one host, which share its memory.
-        host_memory_bytes: capacity of a host's memory; inf if unknown.
-        host_memory_bytes_per_second: bandwidth of a host's memory, reads and writes together.
+        host_memory_bytes, host_memory_bytes_per_second: of a host: capacity, inf if unknown, and bandwidth as above.
         host_link_bytes_per_second: rate of a copy between a device and pinned host memory, in one direction; inf for a
             CPU, where nothing is copied.
         launch_seconds: time in which a host thread issues one operator in eager execution.
+        wait_fraction: time that ranks wait for the slowest at collectives of layers, as a fraction of their compute.
     """
 
     name: str
@@ -185,6 +183,7 @@ class Hardware:
     host_memory_bytes_per_second: float = field(default=DDR4_SOCKET, metadata=POSITIVE)
     host_link_bytes_per_second: float = field(default=PCIE4_X16, metadata=ANY_SIZE)
     launch_seconds: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    wait_fraction: float = field(default=0.0, metadata=NOT_NEGATIVE)
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak of a dtype in FLOP/s. Raise ValueError for a dtype that is not listed."""

@@ -3,8 +3,9 @@ of a machine by a run, the hardware file by which the run's step is predicted to
 
 A run of one configuration tells few numbers apart. The duration of its steps gives one, a factor of all compute. Traces
 of some steps (--profile) also tell the proportion of matrix products, attention and memory-bound operators; on a CPU
-also the host's time, and what is left for messages and the waiting for other ranks in them, a factor of all links. A
-GPU's links and launches, and copies to the host, keep the rates of the file that the fit begins with."""
+also the host's time, a factor of all links, and how long ranks wait for each other: a collective takes as long as on
+the rank that comes to it last. A GPU's links and launches, and copies to the host, keep the rates of the file that the
+fit begins with."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import math
 import re
 import sys
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,8 +47,8 @@ if TYPE_CHECKING:  # with transformers' models it takes seconds to import
     from usp.train.dry_run import DryRun
 
 PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound operators"  # as in `StepTime.parts`
-LAUNCHES, MESSAGES, STEP = "kernel launches", "messages", "step"
-ISSUED = 1e-5  # seconds of a launch on a CPU, where the fit begins
+LAUNCHES, WAITS, MESSAGES, STEP = "kernel launches", "exposed waiting for other ranks", "messages", "step"
+FIRST = {LAUNCHES: ("launch_seconds", 1e-5), WAITS: ("wait_fraction", 0.1)}  # on a CPU, where the fit begins
 FEWEST_STEPS = 10
 LEAST = 0.05  # part of a step that a component takes if its rate can be told from that of the others
 ROUNDS, TOLERANCE = 100, 1e-4  # of the fit, which converges by a constant factor in each round
@@ -304,18 +306,23 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
             f"{FEWEST_STEPS} determines rates: let it run longer"
         )
     per_traced = run.seconds / traced.pop(STEP, 1.0)
-    known = {name: per_traced * traced.pop(name) for name in (LAUNCHES, MESSAGES) if name in traced}  # seconds
+    known = {name: per_traced * traced.pop(name) for name in (LAUNCHES, WAITS, MESSAGES) if name in traced}  # seconds
     whole = sum(traced.values())
     told = {name: took / whole for name, took in traced.items() if took > LEAST * whole}
     factors = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY), 1.0)
-    if LAUNCHES in known and not report.job.config.compile:
-        values = {**values, "launch_seconds": values.get("launch_seconds") or ISSUED}
+    if WAITS in known and "wait" not in report.time.communication:  # no collectives of layers
+        known[MESSAGES] += known.pop(WAITS)
+    if report.job.config.compile:
+        known.pop(LAUNCHES, None)
+    for name, (key, first) in FIRST.items():
+        if name in known:
+            values = {**values, key: (values.get(key) or first) if known[name] else 0.0}
     for _ in range(ROUNDS):
         time = replace(report, hardware=hardware_from_mapping(scaled(values, factors), str(where))).time
         parts = {name: time.parts[name] for name in (PRODUCTS, ATTENTION, MEMORY)}
         parts[MEMORY] += time.parts["optimizer"]
-        rest = {LAUNCHES: time.parts[LAUNCHES]}
-        rest[MESSAGES] = time.total - sum(parts.values()) - rest[LAUNCHES]
+        rest = {name: time.parts.get(name, 0.0) for name in (LAUNCHES, WAITS)}
+        rest[MESSAGES] = time.total - sum((parts | rest).values())
         known = {name: took for name, took in known.items() if took > 0 and rest[name] > 0}
         compute = run.seconds - sum((rest | known).values())
         if compute <= LEAST * run.seconds:
@@ -338,6 +345,7 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
     found = {**scaled(values, factors), "source": source}
     launches = f"take {1e6 * found['launch_seconds']:.3g} us each" if LAUNCHES in known else "keep theirs"
     links = f"links {factors[MESSAGES]:.2f}" if MESSAGES in known else "links keep theirs"
+    links += f", waiting for other ranks {found['wait_fraction']:.0%} of the compute" if WAITS in known else ""
     return found, f"times the rates of before: {text}; launches {launches}, {links}, copies to the host keep theirs"
 
 
@@ -366,6 +374,7 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
         "memory_bytes_per_second": factors[MEMORY] * values["memory_bytes_per_second"],
         "tiers": [links(tier, factors.get(MESSAGES, 1.0)) for tier in values["tiers"]],
         "launch_seconds": values.get("launch_seconds", 0.0) / factors.get(LAUNCHES, 1.0),
+        "wait_fraction": values.get("wait_fraction", 0.0) / factors.get(WAITS, 1.0),
         "efficiency": {**efficiency, "matmul": curves(products, 1 / above), "attention": curves(attention, 1 / above)},
     }
 
@@ -375,14 +384,25 @@ def traced_parts(folder: Path) -> dict[str, float]:
     run, empty without any."""
     paths = [folder / "profile" / f"rank-{rank}.json.gz" for rank in range(TRACES)]
     found = [_parts_of_trace(path) for path in paths if path.exists()]
-    return {name: mean(parts[name] for parts in found) for name in found[0]} if all(found) and found else {}
+    if not found or not all(parts for parts, _ in found):
+        return {}
+    took = {name: mean(parts[name] for parts, _ in found) for name in found[0][0]}
+    if MESSAGES in took and len(found) > 1:
+        sums = defaultdict[int, float](float)
+        for each in zip(*(collectives for _, collectives in found), strict=False):
+            sums[each[0][0]] += min(seconds for _, seconds in each)
+        least = min(took[MESSAGES], median(sums.values()) if sums else 0.0)
+        took |= {MESSAGES: least, WAITS: took[MESSAGES] - least}
+    return took
 
 
-def _parts_of_trace(path: Path) -> dict[str, float]:
+def _parts_of_trace(path: Path) -> tuple[dict[str, float], list[tuple[int, float]]]:
+    """Return the seconds of a rank's parts, and (step, seconds) of each collective by gloo, ordered by its name."""
     events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event.get("dur")]
     steps = [e for e in events if e.get("cat") == "user_annotation" and re.fullmatch(r"step \d+", e["name"])]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     kinds, starts = _KERNELS if kernels else _ON_CPU, sorted(step["ts"] for step in steps)
+    sent = sorted((e["name"], e["ts"], e["dur"]) for e in events if e["name"].startswith("gloo:"))
     found = [dict.fromkeys((*kinds, ""), 0.0) for _ in range(1 + len(steps))]  # first what comes before all steps
     calls = list[tuple[Any, float, str]]()  # outer ones: thread, end, kind
     events = kernels or [*steps, *(event for event in events if event.get("cat") == "cpu_op")]
@@ -396,9 +416,9 @@ def _parts_of_trace(path: Path) -> dict[str, float]:
         parts[outer] -= event["dur"]
         calls.append((event["tid"], event["ts"] + event["dur"], kind))
     if not steps:
-        return {}
+        return {}, []
     took = {name: median(parts[name] for parts in found[1:]) for name in kinds}
     took[STEP] = median(step["dur"] for step in steps)
     if LAUNCHES in took:
         took[MESSAGES] = max(0.0, took[STEP] - sum(took[name] for name in kinds))
-    return {name: 1e-6 * each for name, each in took.items()}
+    return {name: 1e-6 * each for name, each in took.items()}, [(bisect(starts, at), 1e-6 * dur) for _, at, dur in sent]

@@ -11,7 +11,7 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
     host             a layer's compute hides the copy of what the previous layer saved, and in the backward the copy of
                      what the next layer needs; the devices of a host copy at once and share its memory, and a copy
                      waits while overlapped messages to other hosts occupy the device's link to its host
-    the rest         Ulysses, tp, ep and pp are exposed"""
+    the rest         Ulysses, tp, ep and pp are exposed; in the first three, ranks also wait for the slowest one"""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ _COMMUNICATION = {
     "pp": "pipeline messages",
     "ep": "expert all-to-alls",
     "host": "copies to and from the host",
+    "wait": "waiting for other ranks",
 }
 
 
@@ -523,15 +524,16 @@ def counted_seconds(
     if job.config.optim_offload:
         optimizer = hardware.host_memory_seconds(update.nbytes, sharing(job, hardware))
     found = PassSeconds(busy, communication)
-    found += launching(job, hardware, work.launches, found.total)
-    return whole_step(job, hardware, found, optimizer, (kernel,))
+    return whole_step(job, hardware, found + delays(job, hardware, work.launches, found), optimizer, (kernel,))
 
 
-def launching(job: Job, hardware: Hardware, operators: float, busy: float) -> PassSeconds:
-    """Return how much longer than `busy` seconds a step takes as the host issues operators one by one: meanwhile a GPU
-    computes, and a CPU does not."""
-    waits = 0.0 if job.config.compile else operators * hardware.launch_seconds - (busy if hardware.streams else 0.0)
-    return PassSeconds(Seconds(launch=max(0.0, waits)))
+def delays(job: Job, hardware: Hardware, operators: float, busy: PassSeconds) -> PassSeconds:
+    """Return how much longer a step takes than it is `busy`, as the host issues operators one by one (meanwhile a GPU
+    computes, and a CPU does not), and as ranks wait for each other at exposed collectives of layers."""
+    meanwhile = busy.total if hardware.streams else 0.0
+    launch = 0.0 if job.config.compile else max(0.0, operators * hardware.launch_seconds - meanwhile)
+    wait = {"wait": TransferSeconds(hardware.wait_fraction * busy.compute.total)}
+    return PassSeconds(Seconds(launch=launch), wait if any(job.degree(x) > 1 for x in ("ulysses", "tp", "ep")) else {})
 
 
 def rank_launches(job: Job, hardware: Hardware, rank: int, sent: Iterable[Sent], collective: float | None) -> float:
@@ -560,7 +562,7 @@ def rank_seconds(
     copies = host_copies(job, hardware, rank, *each, sent=sent)
     found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)
     operators = rank_launches(job, hardware, rank, chain(*parts.values()), collective)
-    return found + launching(job, hardware, operators, found.total), update.compute.total
+    return found + delays(job, hardware, operators, found), update.compute.total
 
 
 def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> float:

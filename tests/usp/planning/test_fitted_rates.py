@@ -14,7 +14,7 @@ from parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_
 from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.planning.step_report import ATTENTION, LAUNCHES, MEMORY, MESSAGES, PRODUCTS, measured, scaled
+from usp.planning.step_report import ATTENTION, LAUNCHES, MEMORY, MESSAGES, PRODUCTS, WAITS, measured, scaled
 from usp.predict.seconds import StepTime, step_seconds
 from usp.run.failures import ConfigurationError
 from usp.train.resolve import job_of
@@ -36,9 +36,11 @@ def predicted(config: TrainConfig, world_size: int, hardware: Hardware) -> StepT
     return step_seconds(job_of(config, load_model_config(config.model), world_size), hardware)
 
 
-def write_run(folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bool, seconds: float = 0.0) -> StepTime:
-    """Write what train.py would record of RUN on a machine."""
-    time = predicted(RUN, 8, hardware_from_mapping(truth, "truth"))
+def write_run(
+    folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bool, seconds: float = 0.0, run: TrainConfig = RUN
+) -> StepTime:
+    """Write what train.py would record of a run on a machine."""
+    time = predicted(run, 8, hardware_from_mapping(truth, "truth"))
     noise = [1.0, 0.97, 1.05]
     records = [
         {
@@ -67,9 +69,10 @@ def write_run(folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bo
     return time
 
 
-def write_trace(folder: Path, events: list[dict[str, Any]]) -> None:
-    (folder / "profile").mkdir(exist_ok=True)
-    (folder / "profile" / "rank-0.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+def write_trace(folder: Path, events: list[dict[str, Any]], rank: int = 0) -> None:
+    path = folder / "profile" / f"rank-{rank}.json.gz"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
 
 
 @pytest.mark.parametrize(
@@ -94,42 +97,70 @@ def test_a_run_tells_the_rates_of_its_machine(
         assert predicted(config, world_size, load_hardware("h100")).total != pytest.approx(expected, rel=0.05)
 
 
-def test_a_trace_of_a_cpu_tells_what_its_operators_take_besides_their_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What autograd takes and what no operator does is the host's, which issues them: as much for short sequences as
-    for long ones. Messages take the rest. A traced step that is slower than the others does not count."""
-    cpu = {**hardware_values("h100"), "streams": False, "launch_seconds": 0.0}
-    (tmp_path / "cpu.json").write_text(json.dumps(cpu))
-    truth = {**scaled(cpu, {**UNLIKE, MESSAGES: 0.4}), "launch_seconds": 3e-4}
-    time = write_run(tmp_path, truth, trace=False)
+CPU = {**hardware_values("h100"), "streams": False, "launch_seconds": 0.0}
+
+
+def write_cpu_traces(folder: Path, time: StepTime, waits: float) -> None:
+    """Write the traces of two ranks, each of which waits `waits` seconds for the other in one of two collectives."""
     memory, launches = time.parts[MEMORY] + time.optimizer, time.parts[LAUNCHES]
-    waits = time.total - sum(time.parts[name] for name in (PRODUCTS, ATTENTION)) - memory - launches
+    rest = time.total - sum(time.parts[name] for name in (PRODUCTS, ATTENTION)) - memory - launches
+    sent = (rest - waits) / 2, (rest + waits) / 2
     events: list[dict[str, Any]] = []
     at = 0.1 * launches
     for outer, own, name, seconds in (
         ("aten::linear", 0.2 * memory, "aten::addmm", time.parts[PRODUCTS]),
         ("aten::scaled_dot_product_attention", 0.3 * memory, "aten::_flash_attention_for_cpu", time.parts[ATTENTION]),
         ("autograd::engine::evaluate_function: CrossEntropy", 0.6 * launches, "aten::mul", 0.5 * memory),
-        ("SelfAttentionBackward", waits / 2, "c10d::alltoall_base_", waits / 2),
+        ("SelfAttentionBackward", rest / 2, "c10d::alltoall_base_", rest / 2),
     ):
         events += [{"name": outer, "ts": at, "dur": own + seconds}, {"name": name, "ts": at + own / 2, "dur": seconds}]
         at += own + seconds + 0.1 * launches
     events.append({"cat": "user_annotation", "name": "step 5", "ts": 0, "dur": at - 0.1 * launches})
-    timed, begin = [], 0.0
-    for slower in (1.5e6, 6e6, 1.5e6):  # us of a second of a traced step
-        timed += [{**event, "ts": begin + slower * event["ts"], "dur": slower * event["dur"]} for event in events]
-        begin += slower * at
-    write_trace(tmp_path, [{"cat": "cpu_op", "tid": 7, **event} for event in timed])
+    for rank in (0, 1):
+        kept = [{"cat": "cpu_op", "tid": 7, **event} for event in events]
+        for n, seconds in enumerate((sent[rank], sent[1 - rank])):
+            kept.append({"cat": "user_annotation", "tid": 8 + n, "name": "gloo:all_to_all", "ts": n, "dur": seconds})
+        timed, begin = [], 0.0
+        for slower in (1.5e6, 6e6, 1.5e6):  # us of a second of a traced step
+            timed += [{**event, "ts": begin + slower * event["ts"], "dur": slower * event["dur"]} for event in kept]
+            begin += slower * at
+        write_trace(folder, timed, rank)
+
+
+def test_traces_of_a_cpu_tell_what_its_operators_take_besides_their_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What autograd takes and what no operator does is the host's, which issues them: as much for short sequences as
+    for long ones. The rest goes to messages, which take what the last rank to a collective takes, and to waiting for
+    it. A traced step that is slower than the others does not count."""
+    (tmp_path / "cpu.json").write_text(json.dumps(CPU))
+    truth = {**scaled(CPU, {**UNLIKE, MESSAGES: 0.4}), "launch_seconds": 3e-4, "wait_fraction": 0.15}
+    time = write_run(tmp_path, truth, trace=False)
+    write_cpu_traces(tmp_path, time, time.parts[WAITS])
     file = tmp_path / "fitted.json"
     base = [*FLAGS, "--hardware", str(tmp_path / "cpu.json")]
     assert main(["time", *base, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "memory-bound operators 0.80; launches take 300 us each, links 0.40" in said, said
+    assert "memory-bound operators 0.80; launches take 300 us each, links 0.40, waiting" in said, said
+    assert "waiting for other ranks 15% of the compute" in said
     fitted, true = load_hardware(str(file)), hardware_from_mapping(truth, "truth")
     for config, world_size in OTHERS:
         expected = predicted(config, world_size, true).total
         assert predicted(config, world_size, fitted).total == pytest.approx(expected, rel=5e-3)
+
+
+def test_where_layers_have_no_collectives_waiting_slows_the_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cpu.json").write_text(json.dumps(CPU))
+    truth = {**scaled(CPU, {**UNLIKE, MESSAGES: 0.4}), "launch_seconds": 3e-4}
+    run = ["--model", "llama3-8b", "--seq-len", "4K", "--zero", "3", "--world-size", "8"]
+    time = write_run(tmp_path, truth, trace=False, run=TrainConfig(model="llama3-8b", seq_len=4096, zero=3))
+    write_cpu_traces(tmp_path, time, 0.3)
+    files = ["--hardware", str(tmp_path / "cpu.json"), "--write-hardware", str(tmp_path / "fitted.json")]
+    assert main(["time", *run, "--against", str(tmp_path), *files]) == 0
+    assert "links 0.40, copies" in " ".join(capsys.readouterr().err.split())
+    assert json.loads((tmp_path / "fitted.json").read_text())["wait_fraction"] == 0
 
 
 def test_traced_steps_do_not_count(tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ def test_a_step_is_the_sum_of_its_passes(flags: dict[str, object]) -> None:
     sums = [sum(found.values(), PassSeconds()) for found in passes.values()]
     slowest, step = max(sums, key=lambda found: found.total), step_seconds(made, A800)
     assert slowest.total == pytest.approx(step.total - step.bubble, rel=1e-12)
-    for axis, transfers in step.communication.items():
-        assert slowest.communication[axis] == pytest.approx(transfers)
+    for axis, transfers in slowest.communication.items():
+        assert step.communication[axis] == pytest.approx(transfers)
     first = passes[0]
     assert first["recompute"].compute.total == pytest.approx(
         0.0 if made.config.ac == "none" else first["forward"].compute.total, rel=0.2
@@ -188,6 +188,16 @@ def test_ulysses_is_exposed_and_the_ring_overlaps() -> None:
     waiting = step_seconds(llama(sp_ring=8), A800, prefetches=False)
     assert waiting.communication["fsdp"].overlapped == 0 < ring.communication["fsdp"].overlapped
     assert waiting.total > ring.total
+
+
+def test_ranks_wait_for_each_other_in_exposed_collectives_of_layers() -> None:
+    unsteady = replace(A800, wait_fraction=0.2)
+    for flags in ({"sp_ulysses": 8}, {"tp": 8}, {"sp_ulysses": 2, "sp_ring": 4}, {"model": "mixtral-8x7b", "ep": 8}):
+        steady = step_seconds(llama(**flags), A800)
+        longer = step_seconds(llama(**flags), unsteady).total - steady.total
+        assert longer == pytest.approx(0.2 * (steady.compute.total - steady.compute.launch))
+    ring = llama(sp_ring=8)
+    assert step_seconds(ring, unsteady) == step_seconds(ring, A800)
 
 
 def test_the_slowest_rank_of_a_contiguous_causal_ring_has_most_of_the_work() -> None:
