@@ -2,8 +2,9 @@
 
 The machine is calibrated with the heads of the model, one configuration is trained for some steps, a few of them with a
 trace, `usp time --write-hardware` fits the rates by it, and then other configurations are trained and predicted, both
-by the fitted file and by the calibrated one. All but the calibration is done several times, because the machine is
-faster in one minute than in the next: each turn fits a file of its own.
+by the fitted file and by the calibrated one, for documents like those of their runs. All but the calibration is done
+several times, because the machine is faster in one minute than in the next: each turn fits a file of its own. The first
+configuration is trained once more at the end of each turn, to show what that alone makes of a prediction.
 
     python -m benchmarks.fitted_rates            # two ranks: about twenty minutes
     python -m benchmarks.fitted_rates --quick    # two configurations, from the file h100; saves nothing
@@ -70,14 +71,14 @@ def errors(seconds: Sequence[float], found: Sequence[float]) -> list[float]:
     return [predicted / measured - 1 for measured, predicted in zip(seconds, found, strict=True)]
 
 
-def row(flags: Sequence[str], seconds: Sequence[float], *found: Sequence[float]) -> tuple[str, ...]:
+def row(name: str, seconds: Sequence[float], *found: Sequence[float]) -> tuple[str, ...]:
     each = (" ".join(f"{error:+.0%}" for error in errors(seconds, of)) for of in found)
-    return (" ".join(flags), " ".join(f"{one:.3f}" for one in seconds), *each)
+    return (name, " ".join(f"{one:.3f}" for one in seconds), *each)
 
 
 def by_turn(results: Sequence[tuple[Any, ...]], which: int) -> str:
-    """Return the errors of a file's predictions of all but the fitted configuration."""
-    each = zip(*(map(abs, errors(of[1], of[which])) for of in results[1:]), strict=True)
+    """Return the errors of a file's predictions of other configurations than the fitted one."""
+    each = zip(*(map(abs, errors(of[1], of[which])) for of in results[1:-1]), strict=True)
     return "; ".join(f"{median(of):.1%} and {max(of):.0%}" for of in each)
 
 
@@ -88,21 +89,25 @@ def main() -> None:
     asked = parser.parse_args()
     steps, turns, others = (24, 1, OTHERS[:1]) if asked.quick else (24, TURNS, OTHERS)
     # Of each configuration by turn: measured, and predicted by the fitted file and by the calibrated one.
-    results: list[tuple[tuple[str, ...], list[float], list[float], list[float]]] = []
+    results: list[tuple[str, list[float], list[float], list[float]]] = []
+    configurations = {" ".join(flags): flags for flags in (RUN, *others)} | {"the first again": RUN}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         calibrated = "h100" if asked.quick else root / "calibrated.json"
         if not asked.quick:
             called(["-m", "usp", "calibrate", *HEADS, "--out", str(calibrated)], RANKS)
         for turn in range(turns):
-            for number, flags in enumerate((RUN, *others)):
+            for number, flags in enumerate(configurations.values()):
                 trained(flags, root / f"{turn}-{number}", steps, *(("--profile", "10:15") if number == 0 else ()))
             against = ("--against", str(root / f"{turn}-0"), "--write-hardware", str(root / f"fitted-{turn}.json"))
             predicted(RUN, calibrated, *against)
-        for number, flags in enumerate((RUN, *others)):
-            seconds = [measured(root / f"{turn}-{number}").seconds for turn in range(turns)]
-            fitted = [predicted(flags, root / f"fitted-{turn}.json")["seconds"] for turn in range(turns)]
-            results.append((flags, seconds, fitted, turns * [predicted(flags, calibrated)["seconds"]]))
+        for number, (name, flags) in enumerate(configurations.items()):
+            runs = [root / f"{turn}-{number}" for turn in range(turns)]
+            found: list[list[float]] = [[], []]
+            for turn, run in enumerate(runs):
+                for by, file in zip(found, (root / f"fitted-{turn}.json", calibrated), strict=True):
+                    by.append(predicted(flags, file, "--against", str(run))["seconds"])
+            results.append((name, [measured(run).seconds for run in runs], *found))
             print(row(*results[-1]), flush=True)
     record = Record.of(
         "fitted_rates",
@@ -112,7 +117,7 @@ def main() -> None:
         (
             f"Each of {turns} turns fits a file by the first row, and predicts {len(others)} other configurations; "
             f"errors of each turn, median and maximum: {by_turn(results, 2)}. By the calibrated file: "
-            f"{by_turn(results, 3)}.",
+            f"{by_turn(results, 3)}. The last row is the machine's own unsteadiness.",
         ),
         [dict(zip(("flags", "seconds", "fitted", "calibrated"), each, strict=True)) for each in results],
         command="python -m benchmarks.fitted_rates",

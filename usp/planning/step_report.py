@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from usp.hf.models import formula_violation, model_facts
 from usp.model.facts import ModelFacts
 from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
-from usp.predict.job import Data, Job
+from usp.predict.job import Data, Job, even_documents
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
 from usp.predict.seconds import PUBLISHED_ERROR, StepTime, counted_seconds, step_seconds
 from usp.predict.traffic import Sent
@@ -142,6 +143,8 @@ def step_report(
     """Predict a step by formulas, or else by dry runs; raise ConfigurationError as train.py does, and for DeepSpeed."""
     model = trained_model(config, weights=False)
     found = data(model_facts(config.model, model))
+    if run and run.document_tokens and not found.documents:
+        found = replace(found, documents=(even_documents(run.document_tokens, config.seq_len),))
     job = job_of(config, model, world_size, data=found)
     if not (config.lora_rank or config.optimizer != "adamw" or formula_violation(config.model, model)):
         return StepReport(job, hardware, run)
@@ -157,12 +160,14 @@ def step_report(
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run recorded: seconds of its median step without the waiting for data, MFU, and rank 0's peak memory."""
+    """What a run recorded: seconds of its median step without the waiting for data, MFU, rank 0's peak memory, and the
+    tokens of the document that its average token is in."""
 
     steps: int
     seconds: float
     mfu: float | None  # None where the run's device has no known peak
     memory_bytes: int
+    document_tokens: float | None = None
 
 
 def measured(folder: Path) -> Measured:
@@ -184,7 +189,9 @@ def measured(folder: Path) -> Measured:
         known = [record["mfu"] for record in records if record["mfu"] is not None]
         took = median(record["seconds"] - record.get("data_seconds", 0.0) for record in records)
         memory_bytes = max(record["memory_bytes"] for record in records)
-        return Measured(len(records), took, median(known) if known else None, memory_bytes)
+        documents = [record["document_tokens"] for record in records if record.get("document_tokens")]
+        mfu, tokens = (median(each) if each else None for each in (known, documents))
+        return Measured(len(records), took, mfu, memory_bytes, tokens)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"--against = {folder}: {path} is no log of train.py: {error!r}") from error
 
@@ -264,7 +271,8 @@ def _comparison(report: StepReport, run: Measured) -> Grid:
         ("MFU", report.time.mfu, run.mfu, "{:.1%}".format),
     ]
     rows = ((name, text(ours), text(its), f"{ours / its - 1:+.1%}") for name, ours, its, text in compared if its)
-    title = f"Prediction and run (median of {run.steps} steps)"
+    documents = f", documents of {run.document_tokens:,.0f} tokens" if run.document_tokens else ""
+    title = f"Prediction and run (median of {run.steps} steps{documents})"
     return Grid(title, ("", "predicted", "measured", "difference"), tuple(rows))
 
 
@@ -310,8 +318,6 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
     whole = sum(traced.values())
     told = {name: took / whole for name, took in traced.items() if took > LEAST * whole}
     factors = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY), 1.0)
-    if WAITS in known and "wait" not in report.time.communication:  # no collectives of layers
-        known[MESSAGES] += known.pop(WAITS)
     if report.job.config.compile:
         known.pop(LAUNCHES, None)
     for name, (key, first) in FIRST.items():
@@ -381,9 +387,11 @@ def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str,
 
 def traced_parts(folder: Path) -> dict[str, float]:
     """Return the seconds of a step and of its parts as means over the first ranks whose traces are in the folder of a
-    run, empty without any."""
+    run, empty without any; those of attention as with the documents of the run's median step."""
     paths = [folder / "profile" / f"rank-{rank}.json.gz" for rank in range(TRACES)]
-    found = [_parts_of_trace(path) for path in paths if path.exists()]
+    records = map(json.loads, (folder / METRICS_FILE).read_text().splitlines())
+    documents = {f"step {record.get('step')}": record.get("document_tokens") or 1.0 for record in records}
+    found = [_parts_of_trace(path, documents) for path in paths if path.exists()]
     if not found or not all(parts for parts, _ in found):
         return {}
     took = {name: mean(parts[name] for parts, _ in found) for name in found[0][0]}
@@ -396,12 +404,14 @@ def traced_parts(folder: Path) -> dict[str, float]:
     return took
 
 
-def _parts_of_trace(path: Path) -> tuple[dict[str, float], list[tuple[int, float]]]:
-    """Return the seconds of a rank's parts, and (step, seconds) of each collective by gloo, ordered by its name."""
+def _parts_of_trace(path: Path, documents: Mapping[str, float]) -> tuple[dict[str, float], list[tuple[int, float]]]:
+    """Return the seconds of a rank's parts, and (step, seconds) of each collective by gloo, ordered by its name.
+    documents: their tokens by step."""
     events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event.get("dur")]
     steps = [e for e in events if e.get("cat") == "user_annotation" and re.fullmatch(r"step \d+", e["name"])]
+    steps.sort(key=itemgetter("ts"))
     kernels = [event for event in events if event.get("cat") == "kernel"]
-    kinds, starts = _KERNELS if kernels else _ON_CPU, sorted(step["ts"] for step in steps)
+    kinds, starts = _KERNELS if kernels else _ON_CPU, [step["ts"] for step in steps]
     sent = sorted((e["name"], e["ts"], e["dur"]) for e in events if e["name"].startswith("gloo:"))
     found = [dict.fromkeys((*kinds, ""), 0.0) for _ in range(1 + len(steps))]  # first what comes before all steps
     calls = list[tuple[Any, float, str]]()  # outer ones: thread, end, kind
@@ -417,6 +427,11 @@ def _parts_of_trace(path: Path) -> tuple[dict[str, float], list[tuple[int, float
         calls.append((event["tid"], event["ts"] + event["dur"], kind))
     if not steps:
         return {}, []
+    usual = median(documents.values())
+    for step, parts in zip(steps, found[1:], strict=True):
+        more = (usual / documents.get(step["name"], usual) - 1) * parts[ATTENTION]
+        parts[ATTENTION] += more
+        step["dur"] += more
     took = {name: median(parts[name] for parts in found[1:]) for name in kinds}
     took[STEP] = median(step["dur"] for step in steps)
     if LAUNCHES in took:

@@ -11,7 +11,7 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
     host             a layer's compute hides the copy of what the previous layer saved, and in the backward the copy of
                      what the next layer needs; the devices of a host copy at once and share its memory, and a copy
                      waits while overlapped messages to other hosts occupy the device's link to its host
-    the rest         Ulysses, tp, ep and pp are exposed; in the first three, ranks also wait for the slowest one"""
+    the rest         Ulysses, tp, ep and pp are exposed"""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .meter import Work
 
 PUBLISHED_ERROR = 0.11  # mean absolute error of the published steps in benchmarks/results/published.json
+OVERLAPPED_WAITS = 0.5  # part of `wait_fraction` where messages within layers overlap: in traces of runs on two CPUs
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
 _LAYERS = "the compute of the neighbouring layers"
 OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
@@ -529,11 +530,13 @@ def counted_seconds(
 
 def delays(job: Job, hardware: Hardware, operators: float, busy: PassSeconds) -> PassSeconds:
     """Return how much longer a step takes than it is `busy`, as the host issues operators one by one (meanwhile a GPU
-    computes, and a CPU does not), and as ranks wait for each other at exposed collectives of layers."""
+    computes, and a CPU does not), and as ranks wait for the slowest one."""
     meanwhile = busy.total if hardware.streams else 0.0
     launch = 0.0 if job.config.compile else max(0.0, operators * hardware.launch_seconds - meanwhile)
-    wait = {"wait": TransferSeconds(hardware.wait_fraction * busy.compute.total)}
-    return PassSeconds(Seconds(launch=launch), wait if any(job.degree(x) > 1 for x in ("ulysses", "tp", "ep")) else {})
+    exposed = any(job.degree(axis) > 1 for axis in ("ulysses", "tp", "ep"))
+    part = 1.0 if exposed else OVERLAPPED_WAITS if job.world_size > 1 else 0.0
+    wait = part * hardware.wait_fraction * busy.compute.total
+    return PassSeconds(Seconds(launch=launch), {"wait": TransferSeconds(wait)} if wait else {})
 
 
 def rank_launches(job: Job, hardware: Hardware, rank: int, sent: Iterable[Sent], collective: float | None) -> float:

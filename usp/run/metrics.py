@@ -66,7 +66,9 @@ class StepRecord:
     before; its numbers are "eval_loss_by_position/1024" and so on. Of several held-out sets, these are of the first;
     eval_sets has both losses of each by its name, as numbers "eval_loss/NAME" and "eval_loss_by_position/NAME/1024".
     indexer_loss: the mean over the layers with an indexer that is trained. balanced_rows: the share of the step's rows
-    that `--sp-layout auto` divides as balanced, others as zigzag; None with other layouts.
+    that `--sp-layout auto` divides as balanced, others as zigzag; None with other layouts. document_tokens: of this
+    rank's rows, the tokens of the document that the average token is in, so causal attention has half as many pairs for
+    each token.
     attention_kernels are those that this rank's calls have used so far. stage: of the curriculum, from 1.
     """
 
@@ -91,6 +93,7 @@ class StepRecord:
     eval_sets: Mapping[str, tuple[float, Mapping[int, float]]] = field(default_factory=dict)
     indexer_loss: float | None = None
     balanced_rows: float | None = None
+    document_tokens: float | None = None
     attention_kernels: tuple[str, ...] = ()
     stage: int = 1
     seq_len: int | None = None

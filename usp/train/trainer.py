@@ -185,6 +185,7 @@ class Trainer(TrainingLoop):
         held_out = next(iter(evaluated.values()), None)
         self._write_samples(number)
         stage, ranks = self.prepared.stages.index(self.stage), self.mesh.size("loss") * self.mesh.size("pp")
+        lengths = batch.cu_seqlens.diff(dim=-1).double()
         kernels = set[str]().union(*(cast(Any, each.model).unified_sp.kernels for each in self.engine.stages))
         peak = None if self.peak is None else self.peak * dist.get_world_size()
         return StepRecord(
@@ -209,6 +210,7 @@ class Trainer(TrainingLoop):
             eval_sets={name: (found.loss, found.by_position) for name, found in evaluated.items() if name},
             indexer_loss=self.indexer_loss,
             balanced_rows=self.balanced_rows,
+            document_tokens=(lengths.square().sum() / lengths.sum()).item(),
             attention_kernels=tuple(sorted(kernels)),
             stage=stage + 1,
             seq_len=self.config.seq_len,

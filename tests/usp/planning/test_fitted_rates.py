@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_values, load_hardware
 from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.planning.step_report import ATTENTION, LAUNCHES, MEMORY, MESSAGES, PRODUCTS, WAITS, measured, scaled
+from usp.predict.job import ONE_DOCUMENT, Data
 from usp.predict.seconds import StepTime, step_seconds
 from usp.run.failures import ConfigurationError
 from usp.train.resolve import job_of
@@ -32,15 +34,18 @@ OTHERS = (  # configurations and numbers of devices
 UNLIKE = {PRODUCTS: 0.7, ATTENTION: 0.5, MEMORY: 0.8}
 
 
-def predicted(config: TrainConfig, world_size: int, hardware: Hardware) -> StepTime:
-    return step_seconds(job_of(config, load_model_config(config.model), world_size), hardware)
+def predicted(config: TrainConfig, world_size: int, hardware: Hardware, data: Data = ONE_DOCUMENT) -> StepTime:
+    return step_seconds(job_of(config, load_model_config(config.model), world_size, data=data), hardware)
 
 
 def write_run(
-    folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bool, seconds: float = 0.0, run: TrainConfig = RUN
+    folder: Path, truth: dict[str, Any], steps: int = 20, *, trace: bool, seconds: float = 0.0, documents: int = 0
 ) -> StepTime:
-    """Write what train.py would record of a run on a machine."""
-    time = predicted(run, 8, hardware_from_mapping(truth, "truth"))
+    """Write what train.py would record of RUN on a machine, where step 6 has documents of half as many tokens."""
+    data = Data((documents,)) if documents else ONE_DOCUMENT
+    time = predicted(RUN, 8, hardware_from_mapping(truth, "truth"), data)
+    pieces = torch.tensor([data.boundaries(RUN.seq_len)]).diff().double()
+    usual = (pieces.square().sum() / pieces.sum()).item()
     noise = [1.0, 0.97, 1.05]
     records = [
         {
@@ -49,20 +54,23 @@ def write_run(
             "data_seconds": 0.5,
             "mfu": 0.3,
             "memory_bytes": 2**30,
+            **({"document_tokens": usual / (1 + (step == 5))} if documents else {}),
         }
         for step in range(3 + steps)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if trace:
+        attention = {5: time.parts[ATTENTION], 6: time.parts[ATTENTION] / (1 + bool(documents))}
         step = {"cat": "user_annotation", "dur": 1e6 * time.total, "tid": 1}
-        events: list[dict[str, Any]] = [{**step, "name": f"step {n}", "ts": 1e12 * n} for n in (5, 6)]
+        events: list[dict[str, Any]] = [{**step, "name": f"step {n}", "ts": 1e12 * n} for n in attention]
         for name, took in (
             ("nvjet_hsh_128", time.parts[PRODUCTS]),
-            ("void flash_fwd_kernel", time.parts[ATTENTION]),
+            ("void flash_fwd_kernel", attention),
             ("void at::native::elementwise_kernel", time.parts[MEMORY] + time.optimizer),
             ("ncclDevKernel_AllGather_RING_LL", 0.3),
         ):
-            times = [{"ts": 1e12 * (n + at / 4), "dur": 1e6 * took / 2} for n in (5, 6) for at in (1, 2)]
+            by_step = took if isinstance(took, dict) else dict.fromkeys(attention, took)
+            times = [{"ts": 1e12 * (n + at / 4), "dur": 1e6 * of / 2} for n, of in by_step.items() for at in (1, 2)]
             events += [{"cat": "kernel", "name": name, "tid": f"{name} {each['ts']}", **each} for each in times]
         events.append({"cat": "cpu_op", "name": "aten::mm", "dur": 5e6, "ts": 0, "tid": 1})  # only launches a kernel
         write_trace(folder, events)
@@ -149,18 +157,16 @@ def test_traces_of_a_cpu_tell_what_its_operators_take_besides_their_work(
         assert predicted(config, world_size, fitted).total == pytest.approx(expected, rel=5e-3)
 
 
-def test_where_layers_have_no_collectives_waiting_slows_the_links(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "cpu.json").write_text(json.dumps(CPU))
-    truth = {**scaled(CPU, {**UNLIKE, MESSAGES: 0.4}), "launch_seconds": 3e-4}
-    run = ["--model", "llama3-8b", "--seq-len", "4K", "--zero", "3", "--world-size", "8"]
-    time = write_run(tmp_path, truth, trace=False, run=TrainConfig(model="llama3-8b", seq_len=4096, zero=3))
-    write_cpu_traces(tmp_path, time, 0.3)
-    files = ["--hardware", str(tmp_path / "cpu.json"), "--write-hardware", str(tmp_path / "fitted.json")]
-    assert main(["time", *run, "--against", str(tmp_path), *files]) == 0
-    assert "links 0.40, copies" in " ".join(capsys.readouterr().err.split())
-    assert json.loads((tmp_path / "fitted.json").read_text())["wait_fraction"] == 0
+def test_a_run_of_documents_tells_the_same_rates(tmp_path: Path) -> None:
+    """A fit knows which documents the run and each of its traced steps had."""
+    values = scaled(hardware_values("h100"), UNLIKE)
+    write_run(tmp_path, values, trace=True, documents=12000)
+    file = tmp_path / "fitted.json"
+    assert main(["time", *FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
+    fitted, true = load_hardware(str(file)), hardware_from_mapping(values, "truth")
+    for config, world_size in OTHERS:
+        expected = predicted(config, world_size, true).total
+        assert predicted(config, world_size, fitted).total == pytest.approx(expected, rel=5e-3)
 
 
 def test_traced_steps_do_not_count(tmp_path: Path) -> None:

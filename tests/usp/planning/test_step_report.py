@@ -60,11 +60,23 @@ def test_a_run_stands_beside_the_prediction(tmp_path: Path, capsys: pytest.Captu
     records = [{"seconds": value, "mfu": 0.4, "memory_bytes": 15 * 2**30} for value in seconds]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     found = report(capsys, "--against", str(tmp_path), "--plot", str(tmp_path / "time.png"))
-    assert found["measured"] == {"steps": 3, "seconds": 6.0, "mfu": 0.4, "memory_bytes": 15 * 2**30}
+    expected = {"steps": 3, "seconds": 6.0, "mfu": 0.4, "memory_bytes": 15 * 2**30, "document_tokens": None}
+    assert found["measured"] == expected
     assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
     assert main([*ASKED, "--against", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "6.00 s" in shown and "15.00" in shown and "median of 3 steps" in shown
+    assert "6.00 s" in shown and "15.00" in shown and "median of 3 steps)" in shown
+
+
+def test_a_run_of_documents_is_predicted_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"seconds": 6.0, "mfu": 0.4, "memory_bytes": 15 * 2**30, "document_tokens": 4096.0}
+    (tmp_path / "metrics.jsonl").write_text(6 * (json.dumps(record) + "\n"))
+    against = ("--against", str(tmp_path))
+    found, told, other = (report(capsys, *flags) for flags in (against, ("--document-tokens", "4096"), ()))
+    assert found["parts"] == told["parts"] and found["parts"]["attention"] < 0.1 * other["parts"]["attention"]
+    assert report(capsys, *against, "--document-tokens", "128K")["parts"] == other["parts"]
+    assert main([*ASKED, *against]) == 0
+    assert "of 3 steps, documents of 4,096 tokens)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,11 @@ def steps_on(config: TrainConfig, folder: str, layout: str = "") -> list[tuple[f
     records = [trainer.step(number) for number in range(1, config.steps + 1)]
     for record in records:
         assert (record.balanced_rows is None) == (config.sp_layout != "auto") and 0 <= (record.balanced_rows or 0) <= 1
+        if dist.get_world_size() == 1:  # whose rank has all rows
+            rows = range((record.step - 1) * config.batch_size, record.step * config.batch_size)
+            boundaries = [torch.tensor(trainer.stage.batches.packed.row(row).boundaries) for row in rows]
+            lengths = torch.cat([each.diff() for each in boundaries])
+            assert record.document_tokens == pytest.approx((lengths.square().sum() / lengths.sum()).item())
     return [(record.loss, record.grad_norm) for record in records]
 
 
