@@ -148,7 +148,8 @@ def main() -> None:
         (
             f"Each of {turns} turns fits a file by the first row, and predicts {len(others)} other configurations; "
             f"errors of each turn, median and maximum: {by_turn(results, 2)}. By the calibrated file: "
-            f"{by_turn(results, 3)}. The last row is a second run of the first.",
+            f"{by_turn(results, 3)}.",
+            "The last row, a second run of the first, is not among them.",
         ),
         [dict(zip(("flags", "seconds", "fitted", "calibrated"), each, strict=True)) for each in results],
         command="python -m benchmarks.fitted_rates",
