@@ -16,7 +16,7 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -343,9 +343,11 @@ def _hides(compute: Mapping[Pass, Seconds], share: float = 1.0) -> dict[Pass, fl
 
 @shared(lambda job: (job.model, job.dims.pp, job.config.pp_schedule))
 def _differing_places(job: Job) -> tuple[int, ...]:
-    """Return the places of pipeline ranks that have other layers or the head, the last of each kind."""
+    """Return the places of pipeline ranks of which none has as many layers of each kind as another, and the head."""
     stages = map(job.stages, job.slowest_ranks)
-    return tuple({(job.kinds(*of), job.last_stage in of): place for place, of in enumerate(stages)}.values())
+    have = [Counter(dict(job.kinds(*of)) | {-1: int(job.last_stage in of)}) for of in stages]
+    different = {frozenset(each.items()): place for place, each in enumerate(have)}.values()
+    return tuple(place for place in different if not any(have[place] < have[other] for other in different))
 
 
 @shared(lambda job, hardware, rank, index: (job.work, _attending(job, hardware, rank), index))
