@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FUNCTION = "function"
 _LENGTHS = ("prompts", "group_size", "prompt_tokens", "response_tokens")
 _SEARCHED = 0.8  # of --budget; the rest is for what-ifs
+_SLOTS = 0.2  # of what is left of --budget, for the number of slots
 _IMPORTING = 2.0  # seconds at most, before `main`, in a process that runs nothing else
 
 
@@ -67,7 +68,7 @@ class RlhfPlanConfig:
     """Output directory of an RLHF run, whose last step has the prompts and the responses to plan for, in place of
     --prompts, --group-size, --prompt-tokens and --response-tokens."""
     slots: AtLeast1 = 64
-    """Maximum sequences decoded concurrently per rank; the rest are queued."""
+    """Maximum sequences decoded concurrently per rank; the rest are queued. Fewer where generation is faster then."""
     cache_tokens: AtLeast0 = 0
     """Maximum tokens in the KV cache of the ranks that share a sequence. 0: no bound."""
     share_prefixes: bool = False
@@ -123,7 +124,7 @@ def _plan(
     """Search until `end`, and print, write and draw the plan."""
     progress.say("reading the models")
     from usp.planning.job_cost import Terms, step_cost_text
-    from usp.planning.rlhf_question import answer, rate_lines, render_choice, suppose, what_ifs
+    from usp.planning.rlhf_question import answer, rate_lines, render_choice, suppose, what_ifs, with_fastest_slots
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
 
@@ -135,6 +136,8 @@ def _plan(
     def predicted(tried: int, every: int) -> None:
         progress.say(f"predicting: {tried} of {every} layouts of calls")
 
+    now = time.monotonic()
+    question = with_fastest_slots(question, now + _SLOTS * (end - now))
     budget = _SEARCHED * (end - time.monotonic())
     choice = answer(question, seed=asked.seed, budget=budget, report=report, predicted=predicted)
     plan = choice.plan
@@ -143,6 +146,8 @@ def _plan(
     supposed = list(suppose(others, choice, seed=asked.seed, budget=end - time.monotonic()))
     progress.end()
     Console().print(render_choice(choice, supposed))
+    if question.options.slots < asked.slots:
+        print(f"generation is faster with fewer sequences at a time: --slots {question.options.slots}")
     if prices:
         name, samples = question.hardware.name, len(question.workload.sequences)
         price = Terms(prices=prices).price(name)

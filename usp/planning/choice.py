@@ -294,8 +294,8 @@ def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]
     lines += [f"{number} compared with 1: {why_slower(candidate, first)}" for number, candidate in slower]
     lines += [f"warning: {words}" for words in contradicted(choice)]
     for words, best in supposed:
-        plan = f"{candidate_text(best)}, {seconds(best.time.total)} per step" if best else None
-        lines.append(what_if_line(words, plan, same=best is not None and best.config == first.config))
+        plan = ("the same plan" if best.config == first.config else candidate_text(best)) if best else ""
+        lines.append(what_if_line(words, plan, best.time.total if best else math.inf))
     kernels = ", ".join(sorted({kernel for candidate in choice.shown for kernel in candidate.time.kernels}))
     titles = (
         f"The simplest of the plans within {NOISE:.0%} of the fastest (fewest degrees above 1; then no offload, least "

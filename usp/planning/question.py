@@ -11,6 +11,7 @@ from parallel import Hardware
 from usp.predict.devices import Memory, usable
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
+from usp.run.metrics import seconds
 
 Q = TypeVar("Q", bound="Devices")
 Tried = Callable[[int, int], None]  # is told how many layouts are tried, of all
@@ -71,9 +72,9 @@ def enough_devices(question: Q, fits: Callable[[Q], bool], times: Sequence[int] 
     return None
 
 
-def what_if_line(words: str, plan: str | None, *, same: bool) -> str:
-    """Return the line of a report that says which plan is the fastest under a supposition; None if nothing fits."""
-    return f"what if {words}: {'nothing would fit' if plan is None else 'the same plan' if same else plan}"
+def what_if_line(words: str, plan: str, took: float) -> str:
+    """Return the line of a report that says which plan is the fastest under a supposition; empty if nothing fits."""
+    return f"what if {words}: " + (f"{plan}, {seconds(took)} per step" if plan else "nothing would fit")
 
 
 def from_rank_0(launch: Launch, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:

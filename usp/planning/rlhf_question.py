@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import takewhile
 
 from rich.console import Group, RenderableType
 
@@ -35,9 +34,9 @@ from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Pro
 from .simulator import Simulation, Simulator
 from .workload import Workload
 
+_SLOWER = 0.03  # of generation, up to which it decodes as many sequences at a time as asked
 _MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
 _REMEDY_SECONDS = 1.0  # to search a plan with each remedy
-_LATE = 0.9  # of a budget, after which a search is taken to have been cut
 _PREDICTING, _NAMING, _SEARCHING = 0.45, 0.3, 0.8  # shares of a budget; the later two of what is left
 Supposed = Callable[[float], Problem]  # makes the problem until a time of `time.monotonic`
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
@@ -144,11 +143,12 @@ def answer(
         return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
     except NothingFits as error:
         now = time.monotonic()
-        remedies = ["a larger --budget"] if budget > 0 and now >= begin + _LATE * budget else []
-        fits = partial(_fits, until=max(begin + budget, now + _REMEDY_SECONDS))
-        if slots := _fewer_slots(question):
-            remedies.append(f"--slots {slots}, with which rollouts fit")
-        elif enough := enough_devices(question, fits, _MORE_RANKS):
+        remedies = ["a larger --budget"] if budget > 0 and now >= begin + _PREDICTING * budget else []
+        until = max(begin + budget, now + _REMEDY_SECONDS)
+        fewer = with_fastest_slots(question, until).options.slots
+        if fewer < question.options.slots and math.isinf(_generation_seconds(question, question.layouts, until)[0]):
+            remedies.append(f"--slots {fewer}, with which rollouts fit")
+        elif enough := enough_devices(question, partial(_fits, until=until), _MORE_RANKS):
             remedies.append(f"{enough} ranks, where one fits")
         words = ", or ".join([*remedies, "devices with more memory", "shorter or fewer samples"])
         raise NothingFits(f"{error}. Use {words}") from None
@@ -173,21 +173,35 @@ def rate_lines(question: Question, choice: RlhfChoice) -> Iterator[str]:
         yield f"staleness reached: {mean:.1f} steps on average, {oldest} at most, of --staleness {question.staleness}"
 
 
-def _fewer_slots(question: Question) -> int:
-    """Return the most sequences to decode at a time with which rollouts fit by themselves, half of what is asked, or
-    half of that and so on; 0 if they fit as asked, or never do."""
-
-    def fits(slots: int) -> bool:
+def with_fastest_slots(question: Question, until: float) -> Question:
+    """Return the question with as many sequences decoded at a time as asked, or half of that, and so on as long as not
+    all layouts fit and generation alone becomes faster by `_SLOWER`, until a time of `time.monotonic`: fewer caches
+    take fewer ranks for each sequence. The same question if generation never fits."""
+    best, (least, all_fit) = question, _generation_seconds(question, question.layouts, until)
+    slots = question.options.slots
+    while not all_fit and (slots := slots // 2) and time.monotonic() < until:
         other = replace(question, options=replace(question.options, slots=slots))
-        rollouts = {call.name: other.layouts[call.name] for call in other.graph.rollouts}
-        simulator = Simulator(other.graph, other.estimates, other.world_size)
-        try:
-            return bool(Problem(simulator, rollouts, other.usable.device).that_fit(until=0.0))
-        except NothingFits:
-            return False
+        took, all_fit = _generation_seconds(other, question.layouts, until)
+        if took * (1 + _SLOWER) < least:
+            best, least = other, took
+        elif least < math.inf:
+            break
+    return best
 
-    halves = takewhile(bool, (question.options.slots >> places for places in range(1, 32)))
-    return 0 if fits(question.options.slots) else next(filter(fits, halves), 0)
+
+def _generation_seconds(
+    question: Question, layouts: Mapping[str, list[CallLayout]], until: float
+) -> tuple[float, bool]:
+    """Return (what generation takes in the fastest of its layouts that fit and are predicted by the time `until`,
+    infinite without any; whether all are)."""
+    calls = {call.name: layouts[call.name] for call in question.graph.calls if isinstance(call.work, Generate)}
+    simulator = Simulator(question.graph, question.estimates, question.world_size)
+    try:
+        fitting = Problem(simulator, calls, question.usable.device).that_fit(until).options
+    except NothingFits:
+        return math.inf, False
+    took = sum(min(question.estimates.call_seconds(name, each) for each in of) for name, of in fitting.items())
+    return took, all(len(of) == len(calls[name]) for name, of in fitting.items())
 
 
 def _fits(question: Question, until: float) -> bool:
@@ -263,10 +277,10 @@ def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Suppos
 
 def suppose(
     suppositions: Sequence[tuple[str, Supposed]], choice: RlhfChoice, *, seed: int = 0, budget: float = 10.0
-) -> Iterator[tuple[str, ExecutionPlan | None, float]]:
-    """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
-    Plans whose gain is below 1% are the chosen one. Each supposition makes the problem until a time, or raises
-    NothingFits; without time for one, as after `budget` seconds for all but the first, nothing is said of it."""
+) -> Iterator[tuple[str, ExecutionPlan | None, float, float]]:
+    """Yield (what is supposed, the best plan then or None, its seconds, how much slower the chosen plan would be than
+    that one). Plans whose gain is below 1% are the chosen one. Each supposition makes the problem until a time, or
+    raises NothingFits; without time for one, as after `budget` seconds for all but the first, nothing is said of it."""
     end = time.monotonic() + budget
     for number, (words, make) in enumerate(suppositions):
         if (begin := time.monotonic()) >= end and number:
@@ -279,11 +293,11 @@ def suppose(
             best, plan = search(problem, seed=seed, budget=rest, starts=[choice.plan]).best[0]
         except (NothingFits, IndexError):
             if time.monotonic() < predicted:
-                yield words, None, 0.0
+                yield words, None, math.inf, 0.0
             continue
         stays, peak = problem.simulator.measure(choice.plan)
         loss = stays / best - 1 if peak <= problem.memory_bytes else math.inf
-        yield words, plan if loss > 0.01 else choice.plan, loss
+        yield (words, plan, best, loss) if loss > 0.01 else (words, choice.plan, stays, loss)
 
 
 def described_graph(
@@ -321,15 +335,14 @@ def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, Mo
 
 
 def render_choice(
-    choice: RlhfChoice, supposed: Sequence[tuple[str, ExecutionPlan | None, float]] = ()
+    choice: RlhfChoice, supposed: Sequence[tuple[str, ExecutionPlan | None, float, float]] = ()
 ) -> RenderableType:
     """Return the report of a choice for rich to print; `supposed` is what `suppose` yields."""
     found, plan = choice.found, choice.plan
     lines = [f"{choice.problem.plans:.1g} plans, {found.simulated} simulated in {found.seconds:.1f} s"]
     lines.append(f"offloaded between calls: {', '.join(sorted(plan.offload)) or 'nothing'}")
-    for words, other, loss in supposed:
-        same = other is not None and (other.calls, other.offload) == (plan.calls, plan.offload)
-        lines.append(what_if_line(words, _verdict(plan, other, loss) if other else None, same=same))
+    for words, other, took, loss in supposed:
+        lines.append(what_if_line(words, _verdict(plan, other, loss) if other else "", took))
     return Group(_calls(choice).table(), _plans(choice).table(), *lines)
 
 
@@ -360,6 +373,8 @@ def _plans(choice: RlhfChoice) -> Grid:
 
 
 def _verdict(plan: ExecutionPlan, other: ExecutionPlan, loss: float) -> str:
+    if (other.calls, other.offload) == (plan.calls, plan.offload):
+        return "the same plan"
     changed = [f"{name} {layout_text(layout)}" for name, layout in other.calls.items() if layout != plan[name]]
     changed += [f"offload {', '.join(sorted(other.offload)) or 'nothing'}"] if other.offload != plan.offload else []
     cost = "this plan would not fit, but" if loss == float("inf") else f"this plan would be {loss:.0%} slower than"

@@ -124,9 +124,10 @@ def _in_turns(layouts: Iterable[CallLayout]) -> list[list[CallLayout]]:
         degrees = (dims.pp, dims.batch, dims.ring, dims.ulysses, dims.tp)
         return sum(degree > 1 for degree in degrees) + (layout.zero > 0) + (layout.ac != "none")
 
-    def held(layout: CallLayout) -> tuple[int, bool]:
+    def held(layout: CallLayout) -> tuple[int, bool, int]:  # parameters first, then activations
         dims = layout.dims
-        return -dims.tp * dims.pp * dims.sp * (dims.batch if layout.zero else 1), layout.ac == "none"
+        shards = dims.tp * dims.pp * dims.sp * (dims.batch if layout.zero else 1)
+        return -shards, layout.ac == "none", -dims.tp * dims.sp
 
     groups: dict[CallLayout, list[CallLayout]] = defaultdict(list)
     sizes: dict[int, list[CallLayout]] = defaultdict(list)
@@ -190,8 +191,22 @@ class Problem:
             )
         return replace(self, options=fitting)
 
+    def tightest(self) -> ExecutionPlan:
+        """Return the plan whose calls need least memory, each alone, and that offloads all it may; rollouts that may
+        not train on the same ranks have the first half of them."""
+        graph, half, work = self.simulator.graph, self.simulator.world_size // 2, self.simulator.estimates.call_bytes
+        rollouts = {call.name for call in graph.rollouts} if self.simulator.staleness else set()
+
+        def order(name: str, layout: CallLayout) -> tuple[bool, float]:
+            trains = bool(rollouts) and isinstance(graph[name].work, TrainStep)
+            outside = layout.ranks[-1] >= half if name in rollouts else trains and layout.ranks[0] < half
+            return outside, self._weight_bytes(name, layout) + work(name, layout)
+
+        calls = {name: min(layouts, key=partial(order, name)) for name, layouts in self.options.items()}
+        return ExecutionPlan("search", calls, frozenset(self.offload))
+
     def _weight_bytes(self, name: str, layout: CallLayout) -> float:
-        """Return the memory of a call's weights and optimizer states, if all else that can be offloaded is."""
+        """Return the memory of a call's weights and optimizer states."""
         estimates, call = self.simulator.estimates, self.simulator.graph[name]
         if not call.role:
             return 0.0
@@ -245,7 +260,8 @@ def search(
     clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """Search for the fastest plan that fits, until `budget` seconds are up or no change of a call helps, from every
-    call's fastest layout and from `starts`, be they outside of the options; report each new best to `progress`."""
+    call's fastest layout and from `starts`, be they outside of the options; where none of these fits, first from the
+    layouts that need least memory. Report each new best to `progress`."""
     seconds = problem.simulator.estimates.call_seconds
     fastest = {name: min(layouts, key=partial(seconds, name)) for name, layouts in problem.options.items()}
     plans = [ExecutionPlan("search", {name: plan[name] for name in fastest}, plan.offload) for plan in starts]
@@ -253,6 +269,9 @@ def search(
     descents, chance = _Descents(problem, budget, progress, clock, clock()), random.Random(seed)
     for plan in plans:
         descents.energy(plan)
+    if not descents.best:  # several calls may have to change at once until one fits
+        plans.append(problem.tightest())
+    plans.sort(key=descents.energy)
     for plan in plans:
         descents.descend(plan, chance)
     number = last = 0

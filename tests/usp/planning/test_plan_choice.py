@@ -70,20 +70,24 @@ def test_suppositions_tell_what_the_chosen_plan_would_lose(choice: RlhfChoice) -
     supposed = [("as it is", lambda until: choice.problem), ("with little memory", little.that_fit)]
     same, nothing = suppose(supposed, choice, budget=60)
     assert same[1] is not None
-    assert same[2] < 0.01 or same[1].calls != choice.plan.calls
-    assert nothing[1:] == (None, 0.0)
+    assert same[3] < 0.01 or same[1].calls != choice.plan.calls
+    assert same[2] == choice.problem.simulator.measure(same[1])[0]
+    assert nothing[1:] == (None, math.inf, 0.0)
     assert not list(suppose(supposed[1:], choice, budget=0))  # without time, it is not known that nothing fits
 
 
 def test_the_report_names_every_call_and_plan(choice: RlhfChoice) -> None:
     with (console := Console(width=200)).capture() as captured:
-        console.print(render_choice(choice, [("with less memory", None, 0.0)]))
+        console.print(
+            render_choice(choice, [("with less memory", None, math.inf, 0.0), ("as it is", choice.plan, 1.5, 0.0)])
+        )
     text = captured.get()
     for word in (
         *(call.name for call in GRAPH.calls),
         "heuristic",
         "separation",
         "what if with less memory: nothing would fit",
+        "what if as it is: the same plan, 1.50 s per step",
     ):
         assert word in text
 

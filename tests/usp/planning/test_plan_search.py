@@ -61,6 +61,22 @@ def test_less_memory_needs_a_slower_plan_or_offloading(small: tuple[Problem, flo
     assert search(replace(too_little, offload=both)).best[0][1].offload == set(both)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_search_whose_starts_do_not_fit_begins_where_calls_need_least(staleness: int) -> None:
+    space = OptionSpace(4, 4, 64, 2, zero=(0, 1), max_tp=2)
+    given = replace(
+        problem(memory=1e9),
+        options={call.name: list(options(call, space)) for call in GRAPH.calls},
+        simulator=Simulator(GRAPH, Simple(SIZES), 4, staleness),  # type: ignore[arg-type]
+        offload=("ref", "reward", "actor.optimizer", "critic.optimizer"),
+    )
+    tight = given.tightest()
+    assert not staleness or not any(staleness_violations(GRAPH, tight))
+    needed = given.simulator.measure(tight)[1]
+    assert search(replace(given, memory_bytes=needed), budget=0.0).best[0][1] == tight
+    assert not search(replace(given, memory_bytes=0.99 * needed), budget=0.0).best
+
+
 def test_where_no_plan_fits_the_nearest_is_told() -> None:
     little = problem(memory=1.0)
     found = search(little)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from usp.__main__ import main
+from usp.commands.flags import parse
+from usp.commands.rlhf_plan import RlhfPlanConfig, _question
+from usp.planning.rlhf_question import Question, _generation_seconds, with_fastest_slots
 from usp.rlhf.plan.plan import from_mapping
 from usp.rlhf.runtime.measure import LENGTHS_FILE, StepLengths
 
@@ -75,6 +79,24 @@ def test_rollouts_whose_cache_is_too_large_are_told_how_many_fit(capsys: pytest.
     assert told.startswith("reading the models") and "with which rollouts fit" in told
     slots = re.search(r"Use --slots (\d+),", told)
     assert slots and int(slots[1]) < 64
+
+
+def test_generation_decodes_as_many_sequences_at_a_time_as_is_fastest() -> None:
+    def asked(tokens: str) -> Question:
+        flags = [*PLAN[1:], "--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", tokens]
+        return _question(parse(flags, RlhfPlanConfig))
+
+    def seconds(slots: int) -> float:
+        other = replace(long, options=replace(long.options, slots=slots))
+        return _generation_seconds(other, long.layouts, math.inf)[0]
+
+    long, short = asked("1M"), asked("1024")
+    assert with_fastest_slots(short, math.inf) is short
+    slots = with_fastest_slots(long, math.inf).options.slots
+    assert 1 <= slots < 64 == long.options.slots
+    assert seconds(slots) < 0.97 * seconds(2 * slots)
+    assert seconds(slots) <= 1.03 * seconds(slots // 2 or 1)
+    assert with_fastest_slots(long, 0.0) is long
 
 
 def test_steps_and_samples_have_a_price(capsys: pytest.CaptureFixture[str]) -> None:
