@@ -276,7 +276,7 @@ def search(
         descents.descend(plan, chance)
     number = last = 0
     while number - last < RESTARTS and not descents.over:
-        before, best = len(descents.history), descents.best[0][1] if descents.best else plans[-1]
+        before, best = len(descents.history), descents.best[0][1] if descents.best else plans[0]
         share = 0.5 if number % 2 else 1.0
         changed = {name: chance.choice(of) for name, of in problem.options.items() if chance.random() < share}
         descents.descend(replace(best, calls={**best.calls, **changed}), chance)
