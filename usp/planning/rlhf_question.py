@@ -145,9 +145,10 @@ def answer(
         now = time.monotonic()
         remedies = ["a larger --budget"] if budget > 0 and now >= begin + _PREDICTING * budget else []
         until = max(begin + budget, now + _REMEDY_SECONDS)
-        fewer = with_fastest_slots(question, until).options.slots
-        if fewer < question.options.slots and math.isinf(_generation_seconds(question, question.layouts, until)[0]):
-            remedies.append(f"--slots {fewer}, with which rollouts fit")
+        generates = math.isfinite(_generation_seconds(question, until)[0])
+        fewer = question if generates else with_fastest_slots(question, until)
+        if fewer is not question:
+            remedies.append(f"--slots {fewer.options.slots}, with which rollouts fit")
         elif enough := enough_devices(question, partial(_fits, until=until), _MORE_RANKS):
             remedies.append(f"{enough} ranks, where one fits")
         words = ", or ".join([*remedies, "devices with more memory", "shorter or fewer samples"])
@@ -177,11 +178,11 @@ def with_fastest_slots(question: Question, until: float) -> Question:
     """Return the question with as many sequences decoded at a time as asked, or half of that, and so on as long as not
     all layouts fit and generation alone becomes faster by `_SLOWER`, until a time of `time.monotonic`: fewer caches
     take fewer ranks for each sequence. The same question if generation never fits."""
-    best, (least, all_fit) = question, _generation_seconds(question, question.layouts, until)
+    best, (least, all_fit) = question, _generation_seconds(question, until)
     slots = question.options.slots
     while not all_fit and (slots := slots // 2) and time.monotonic() < until:
         other = replace(question, options=replace(question.options, slots=slots))
-        took, all_fit = _generation_seconds(other, question.layouts, until)
+        took, all_fit = _generation_seconds(other, until)
         if took * (1 + _SLOWER) < least:
             best, least = other, took
         elif least < math.inf:
@@ -189,12 +190,11 @@ def with_fastest_slots(question: Question, until: float) -> Question:
     return best
 
 
-def _generation_seconds(
-    question: Question, layouts: Mapping[str, list[CallLayout]], until: float
-) -> tuple[float, bool]:
+def _generation_seconds(question: Question, until: float) -> tuple[float, bool]:
     """Return (what generation takes in the fastest of its layouts that fit and are predicted by the time `until`,
     infinite without any; whether all are)."""
-    calls = {call.name: layouts[call.name] for call in question.graph.calls if isinstance(call.work, Generate)}
+    generating = (call for call in question.graph.calls if isinstance(call.work, Generate))
+    calls = {call.name: list(options(call, question.space)) for call in generating}
     simulator = Simulator(question.graph, question.estimates, question.world_size)
     try:
         fitting = Problem(simulator, calls, question.usable.device).that_fit(until).options

@@ -88,7 +88,7 @@ def test_generation_decodes_as_many_sequences_at_a_time_as_is_fastest() -> None:
 
     def seconds(slots: int) -> float:
         other = replace(long, options=replace(long.options, slots=slots))
-        return _generation_seconds(other, long.layouts, math.inf)[0]
+        return _generation_seconds(other, math.inf)[0]
 
     long, short = asked("1M"), asked("1024")
     assert with_fastest_slots(short, math.inf) is short
