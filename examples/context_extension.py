@@ -119,7 +119,7 @@ def train(folder: Path, model: Path, *flags: str | int | Path, ranks: int = 1) -
 def needle(model: Path, data: Path, out: Path, *flags: str | int) -> None:
     texts = ("--needle", NEEDLE, "--question", QUESTION, "--key-digits", DIGITS, "--data", data)
     cells = ("--lengths", LENGTHS, "--depths", "0,25,50,75,100", "--samples", 20, "--max-new-tokens", 1)
-    start("-m", "usp", "needle", model, "--out", out, *texts, *cells, "--no-logprobs", *flags)
+    start("-m", "examples.needle", model, "--out", out, *texts, *cells, "--no-logprobs", *flags)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -154,7 +154,7 @@ def main(argv: Sequence[str]) -> None:
     evaluation = ("--eval-data", data / "held-out.jsonl", "--eval-every", 1)
     train(folder / "long", short, *extension, *rates, *evaluation, ranks=asked.ranks)
     needle(folder / "long" / "model", haystack, folder / "long.png", "--beyond-limit", "--mark", LONG)
-    start("-m", "usp", "loss-by-position", folder / "long", "--out", folder / "loss-by-position.png")
+    start("examples/loss_by_position.py", folder / "long", "--out", folder / "loss-by-position.png")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "parallel": 4025,
     "usp/commands": 1575,
     "usp/data": 2750,
-    "usp/evaluation": 625,
     "usp/hf": 6800,
     "usp/model": 675,
     "usp/planning": 4220,

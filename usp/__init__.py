@@ -1,7 +1,7 @@
 """Long-context training on a ring x ulysses mesh. Each file imports only earlier ones:
 
 run, sp, data, losses, presets, fields, config, model, hf, predict, train, rlhf, planning,
-evaluation, commands, __main__.
+commands, __main__.
 """
 
 from __future__ import annotations

@@ -22,8 +22,6 @@ COMMANDS = {
     "cost": "compare communication and memory of parallelization methods",
     "calibrate": "measure this machine's compute, memory and link speeds (start it with torchrun)",
     "models": "say which models of transformers run with sequence parallelism, and why others do not",
-    "loss-by-position": "show the held-out loss of runs by position in the document",
-    "needle": "find out at which lengths and depths a model finds a needle in a haystack",
     "rlhf-plan": "find the ranks and the layout of each model call of an RLHF step",
     "rlhf-profile": "measure the calls of an RLHF step on this machine (start it with torchrun)",
     "rlhf-dry-run": "run the model calls of one RLHF step of any rank without devices",

@@ -15,7 +15,6 @@ from usp.commands.flags import parse
 from usp.commands.time import TimeConfig
 from usp.commands.train import main
 from usp.config import UNPREDICTED, TrainConfig
-from usp.evaluation.needle import NeedleConfig
 from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, ending_of
 from usp.run.launch import Launch, choose_device, set_library_defaults
 
@@ -83,12 +82,6 @@ def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -
     for name in [*asdict(TrainConfig()), "config"]:
         assert re.search(f"--{name.replace('_', '-')}[ ,]", shown), name
     assert "llama3-8b" in shown and "{contiguous,zigzag,striped,balanced,auto}" in shown
-
-
-def test_help_of_needle_says_what_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"], NeedleConfig)
-    assert "a file that ends in .png" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_a_prediction_takes_the_flags_that_change_it_and_files_of_train_py(

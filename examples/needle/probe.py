@@ -48,7 +48,7 @@ from usp.run.tables import Grid
 from usp.sp.kernel_choice import PACKED, choose_kernel
 from usp.train.validate import parallel_dims, with_flags
 
-from .needle import Cell, Haystack, NeedleConfig, Prompt, is_right, needle_violations
+from .prompts import Cell, Haystack, NeedleConfig, Prompt, is_right, needle_violations
 
 # Colours of none and all found: they differ in lightness and from yellow alike for all kinds of colour vision.
 COLOURS = ("#dd5f43", "#f8e7a1", "#45b094")

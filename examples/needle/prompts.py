@@ -78,7 +78,8 @@ class NeedleConfig(ComputeFlags, SequenceFlags, _Probe):
     """Find out at which lengths and depths a model finds a sentence (the needle) in a long text (the haystack), and
     draw the heat map. Responses are generated greedily.
 
-    For example, on 8 ranks: torchrun --nproc-per-node 8 -m usp needle runs/last/model --lengths 16K,64K --sp-ulysses 8
+    For example, on 8 ranks:
+    torchrun --nproc-per-node 8 -m examples.needle runs/last/model --lengths 16K,64K --sp-ulysses 8
     """
 
     @property

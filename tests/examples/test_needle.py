@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from examples.needle.__main__ import main
+from examples.needle.probe import NeedleResult, Response, prepare_probe, run_probe
+from examples.needle.prompts import Cell, Haystack, NeedleConfig, is_right
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from tests.usp.train.test_trainer import launch_of_pool
-from usp.__main__ import main
 from usp.data.documents import read_pieces
 from usp.data.sources import find_files
 from usp.data.tokenizer import ByteTokenizer
-from usp.evaluation.needle import Cell, Haystack, NeedleConfig, is_right
-from usp.evaluation.needle_probe import NeedleResult, Response, prepare_probe, run_probe
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 
@@ -128,7 +128,7 @@ def plain_responses(config: NeedleConfig) -> dict[tuple[int, float, int, str], f
 def test_the_command_draws_what_it_found(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "map.png"
     flags = ["--tokenizer", "bytes", "--lengths", "200,320", "--depths", "0,50", "--samples", "1", "--mark", "200"]
-    assert main(["needle", str(model), *flags, "--out", str(out), "--no-logprobs"]) == 0
+    assert main([str(model), *flags, "--out", str(out), "--no-logprobs"], {}) == 0
     shown = capsys.readouterr().out
     assert "200 tokens: " in shown and ["depth", "200", "320"] in map(str.split, shown.splitlines())
     assert f"heat map: {out}" in shown
@@ -136,6 +136,12 @@ def test_the_command_draws_what_it_found(model: Path, tmp_path: Path, capsys: py
     result = json.loads(out.with_suffix(".json").read_text())
     assert [(cell["length"], cell["depth"]) for cell in result["cells"]] == [(200, 0), (200, 50), (320, 0), (320, 50)]
     assert result["cells"][0]["answer_logprob"] is None and len(result["cells"][0]["responses"]) == 1
+
+
+def test_its_help_says_what_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"], {})
+    assert "a file that ends in .png" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_scores_are_parts_of_the_responses() -> None:
@@ -170,6 +176,5 @@ def test_scores_are_parts_of_the_responses() -> None:
     ],
 )
 def test_wrong_flags_are_refused(model: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["needle", str(model), "--tokenizer", "bytes", *flags])
-    assert stop.value.code == 2 and said in capsys.readouterr().err
+    assert main([str(model), "--tokenizer", "bytes", *flags], {}) == 2
+    assert said in capsys.readouterr().err

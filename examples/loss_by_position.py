@@ -1,17 +1,41 @@
-"""Held-out loss by position, of one run while it trains or of several runs: a table and a plot."""
+"""Held-out loss by position in the document, of one run while it trains or of several runs: a table and a plot.
+
+python examples/loss_by_position.py RUN             # how it changed during a run
+python examples/loss_by_position.py RUN-A RUN-B     # the last evaluation of each
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from usp.commands.flags import check, output_problem
+from usp.run.launch import leave
 from usp.run.metrics import BY_POSITION, METRICS_FILE, short
 from usp.run.tables import Grid
 
 MOST = 6  # curves of one run
+
+
+@dataclass(frozen=True)
+class LossByPositionConfig:
+    """Show held-out loss by position in the document: how one run's changed while it trained, or the last of several
+    runs beside each other. A model that uses its context has a loss that falls with the position."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]")]
+    """Output directories of runs of train.py with --eval-data."""
+    out: Annotated[
+        Path | None, arg(metavar="FILE.png", help_behavior_hint="(default: RUN/loss-by-position.png, of the first)")
+    ] = None
+    """Plot to write."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +138,27 @@ def plot_positions(curves: Sequence[Curve]) -> Any:
     if not several:
         axes.set_title(curves[0].run, fontsize="medium")
     return figure
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table and write the plot; return 0, or 1 after printing what is wrong."""
+    try:
+        asked = tyro.cli(LossByPositionConfig, args=argv, prog="python examples/loss_by_position.py")
+        if not asked.runs:
+            raise ValueError("no RUN is given: name the output folder of a run of train.py")
+        curves = chosen_curves(asked.runs)
+        out = asked.out or asked.runs[0] / "loss-by-position.png"
+        check(output_problem("--out", out, ".png"))
+        Console().print(position_table(curves).table())
+        plot_positions(curves).savefig(out, dpi=130)
+        print(f"plot: {out}")
+    except BrokenPipeError:  # the reader of the output, such as `head`, has gone
+        pass
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

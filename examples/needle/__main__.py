@@ -1,24 +1,26 @@
-"""python -m usp needle: which needles a model finds in haystacks."""
+"""python -m examples.needle: which needles a model finds in haystacks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import MutableMapping, Sequence
+import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from usp.evaluation.needle import NeedleConfig
-from usp.run.launch import Launch, StopRequest, process_group
+from usp.commands.flags import Command, check, output_problem
+from usp.fields import token_count
+from usp.run.launch import Launch, StopRequest, leave, process_group
 
-from .flags import Command, check, output_problem
+from .prompts import NeedleConfig
 
 
-def probe(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
+def run(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
     """Run the probe on every rank, and print and write its results on rank 0."""
-    from usp.evaluation.needle_probe import plot_heat_map, prepare_probe, run_probe
-    from usp.fields import token_count
     from usp.hf.models import hide_progress_bars
+
+    from .probe import plot_heat_map, prepare_probe, run_probe
 
     out = Path(config.out).expanduser()
     check(output_problem("--out", out, ".png"))
@@ -42,7 +44,7 @@ def probe(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: s
             print(f"heat map: {out}\nresults: {results}")
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
-    """Run the probe on every rank that torchrun launched, or in this process only; exit with its code if it fails."""
-    if code := Command(prog, NeedleConfig, probe).main(argv, environ):
-        raise SystemExit(code)
+main = Command("python -m examples.needle", NeedleConfig, run).main
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:], os.environ))

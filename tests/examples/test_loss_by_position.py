@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from usp.__main__ import main
-from usp.evaluation.curves import chosen_curves, plot_positions
+from examples.loss_by_position import chosen_curves, main, plot_positions
 from usp.run.metrics import METRICS_FILE
 
 
@@ -32,7 +31,7 @@ def test_one_run_is_shown_from_its_first_to_its_last_evaluation(run: Path, capsy
     curves = chosen_curves([run])
     assert [curve.step for curve in curves] == [2, 6, 10, 15 + 1, 20, 24]
     assert curves[-1].by_position == {16: 2.0, 2048: 1.0}
-    assert main(["loss-by-position", str(run)]) == 0
+    assert main([str(run)]) == 0
     shown = capsys.readouterr().out
     assert (
         "to 2K" in shown and "2.8333" in shown and "seq len" not in shown and str(run / "loss-by-position.png") in shown
@@ -45,7 +44,7 @@ def test_rows_of_several_lengths_are_told_apart(run: Path, capsys: pytest.Captur
     stages = [record | {"seq_len": 1024 if record["step"] <= 12 else 2048} for record in records]
     (run / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in stages))
     curves = chosen_curves([run])
-    assert main(["loss-by-position", str(run)]) == 0
+    assert main([str(run)]) == 0
     assert "seq len" in capsys.readouterr().out
     labels = [str(line.get_label()) for line in plot_positions(curves).axes[0].lines]
     assert labels[2:4] == ["step 10, rows of 1K", "step 16, rows of 2K"]
@@ -63,7 +62,7 @@ def test_all_held_out_sets_are_shown(run: Path, capsys: pytest.CaptureFixture[st
     assert [(curve.step, curve.held_out) for curve in curves[-2:]] == [(24, "web"), (24, "books/old")]
     assert len(curves) == 12 and curves[-1].by_position == {16: 2.25} and curves[-1].loss == 2.25
     assert len(chosen_curves([run, run])) == 4
-    assert main(["loss-by-position", str(run)]) == 0
+    assert main([str(run)]) == 0
     shown = capsys.readouterr().out
     assert "held out" in shown and "books/old" in shown and "2.2500" in shown
     labels = [str(line.get_label()) for line in plot_positions(curves).axes[0].lines]
@@ -72,7 +71,7 @@ def test_all_held_out_sets_are_shown(run: Path, capsys: pytest.CaptureFixture[st
 
 def test_of_several_runs_the_last_evaluations_are_shown(run: Path, tmp_path: Path) -> None:
     assert [curve.step for curve in chosen_curves([run, run])] == [24, 24]
-    assert main(["loss-by-position", str(run), str(run), "--out", str(tmp_path / "both.png")]) == 0
+    assert main([str(run), str(run), "--out", str(tmp_path / "both.png")]) == 0
     assert (tmp_path / "both.png").exists()
 
 
@@ -84,7 +83,7 @@ def test_runs_without_evaluations_are_refused(run: Path, tmp_path: Path, capsys:
         ([], "RUN"),
     ):
         try:
-            assert main(["loss-by-position", *argv]) == 1
+            assert main([*argv]) == 1
         except SystemExit as stop:
             assert stop.code
         captured = capsys.readouterr()
