@@ -35,9 +35,8 @@ from .reallocation import Piece, Reallocation, Round, Traffic
 _LEAST = 64  # elements of a piece: smaller ones are sent whole, without a count
 _BLOCK = 1 << 16  # elements whose positions have 16 bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: elements compared by bits
-_PACK = (
-    0x0102040810204080  # multiplied by eight bytes that are 0 or 1, the highest byte is their bits, first one lowest
-)
+# Multiplied by eight bytes that are 0 or 1, the highest byte is their bits, first one lowest.
+_PACK = 0x0102040810204080
 
 Encoding = Literal["index32", "index16", "mask", "whole"]
 _Link: TypeAlias = tuple[str, int, int]  # from or to, round, other rank
@@ -151,8 +150,7 @@ class DeltaReallocation(Reallocation):
         Args:
             intact: `dst` on this rank has the values of this object's last run, as far as this rank knows.
 
-        Raises:
-            ValueError: as `run`.
+        Raises ValueError as `run`.
         """
         held = self._held(src, dst, copies)
         known = torch.tensor(int(intact and self._filled), device=self._device)
@@ -162,7 +160,8 @@ class DeltaReallocation(Reallocation):
             return self._send_changes(held)
         self.run(src, dst, copies)
         for piece in self._times_sent.keys() - self._onward:
-            if _is_counted(piece) and not self._in_dst(piece):
+            own = self.plan.dst.boxes[piece.name].get(self._rank)
+            if _is_counted(piece) and (own is None or piece.box.overlap(own) != piece.box):
                 self._references[piece] = self._values(piece, held).clone()
         self._filled = True
         return self.traffic
@@ -261,10 +260,6 @@ class DeltaReallocation(Reallocation):
 
     def _source(self, piece: Piece) -> int:
         return self.plan.source(piece.name, self._rank, piece.box)
-
-    def _in_dst(self, piece: Piece) -> bool:
-        own = self.plan.dst.boxes[piece.name].get(self._rank)
-        return own is not None and piece.box.overlap(own) == piece.box
 
     def _part(self, piece: Piece, index: int, held: Sequence[Mapping[str, Tensor]]) -> Tensor:
         return held[index][piece.name][self._slices(piece.name, index, piece.box)]
