@@ -32,8 +32,7 @@ class ParallelDims:
         sp_order: which of ring and ulysses is the outer axis. Ranks of the inner one are adjacent and share the fastest
             links.
 
-    Raises:
-        ValueError: listing every degree that is not a positive number, and an unknown order.
+    Raises ValueError listing every degree that is not a positive number, and an unknown order.
     """
 
     pp: int = 1

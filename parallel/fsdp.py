@@ -55,8 +55,7 @@ def apply_fsdp(
             updates them; they are copied to the device to be gathered. Give parameters memory on the CPU, and buffers
             on the device.
 
-    Raises:
-        ValueError: for stage 0 with experts where ep or tp is above 1.
+    Raises ValueError for stage 0 with experts where ep or tp is above 1.
     """
     if zero == 0 and experts and mesh.size("ep") * mesh.size("tp") > 1:
         raise ValueError(

@@ -33,8 +33,7 @@ class Pipeline:
             flow back through floating-point tensors.
         zero: ZeRO stage passed to `apply_fsdp`.
 
-    Raises:
-        ValueError: if the schedule does not support this number of micro-batches or this ZeRO stage.
+    Raises ValueError if the schedule does not support this number of micro-batches or this ZeRO stage.
     """
 
     def __init__(

@@ -29,8 +29,7 @@ class SentBytes(TorchDispatchMode):
         by_group: bytes by (global ranks of the group, collective).
         calls: number of calls, likewise. Receives, barriers and groups of one rank are not counted.
 
-    Raises:
-        NotImplementedError: for an unsupported collective inside the block.
+    Raises NotImplementedError for an unsupported collective inside the block.
     """
 
     def __init__(self) -> None:

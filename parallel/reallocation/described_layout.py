@@ -37,8 +37,7 @@ def described_layout(
         ranks: global ranks, in the order of the mesh.
         sharded: over the fsdp axis: ZeRO 1 to 3.
 
-    Raises:
-        ValueError: if tp or ep does not divide a dim that it shards, naming all such parameters.
+    Raises ValueError if tp or ep does not divide a dim that it shards, naming all such parameters.
     """
     size = len(ranks) // dims.pp
     inner = dims.dp_shard * dims.sp * dims.tp  # ranks of one replica of a stage

@@ -39,8 +39,7 @@ class ParamLayout:
         parameters: name -> global shape and dtype.
         boxes: name -> global rank -> box held by that rank. Empty boxes are removed.
 
-    Raises:
-        ValueError: listing every parameter that is not in both mappings, or has a box outside its shape.
+    Raises ValueError listing every parameter that is not in both mappings, or has a box outside its shape.
     """
 
     parameters: Mapping[str, Kind]
@@ -108,9 +107,8 @@ def gather_layout(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
             dtypes and placements are read, so tensors may be on the meta device, or have their storage freed.
         group: participating ranks; None for all. Ranks in the layout are global.
 
-    Raises:
-        ValueError: on every rank, listing every parameter whose shape or dtype differs between ranks, or whose local
-            part is not a box.
+    Raises ValueError on every rank, listing every parameter whose shape or dtype differs between ranks, or whose local
+    part is not a box.
     """
     held, violations = {}, []
     for name, tensor in tensors.items():

@@ -246,10 +246,9 @@ def plan_realloc(
         bucket_bytes: maximum that a rank sends, and maximum that it receives, in a round.
         ranks_per_host: rank r is on host r // ranks_per_host.
 
-    Raises:
-        ValueError: listing all parameters of `dst` that are missing from `src`, have another shape there, have another
-            dtype and are not both floating-point, or have elements that no rank holds; parameters of a copy with
-            another shape, or a dtype that neither `src` nor `dst` has; for a bucket too small for the number of routes.
+    Raises ValueError listing all parameters of `dst` that are missing from `src`, have another shape there, have
+    another dtype and are not both floating-point, or have elements that no rank holds; parameters of a copy with
+    another shape, or a dtype that neither `src` nor `dst` has; for a bucket too small for the number of routes.
     """
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")

@@ -102,8 +102,7 @@ class Reallocation:
     Args:
         groups: the process groups; the plan runs in the group of the ranks that send or receive.
 
-    Raises:
-        RanksDisagree: on every rank, if they have different plans.
+    Raises RanksDisagree on every rank, if they have different plans.
     """
 
     def __init__(self, plan: ReallocPlan, groups: ProcessGroups, device: torch.device) -> None:
@@ -142,9 +141,8 @@ class Reallocation:
         Args:
             src, dst, copies: parameters of this rank in the plan's layouts. `dst` must not share memory with others.
 
-        Raises:
-            ValueError: before anything is sent, listing every parameter of this rank that is missing, or whose local
-                part does not have the shape and dtype of the plan.
+        Raises ValueError before anything is sent, listing every parameter of this rank that is missing, or whose local
+        part does not have the shape and dtype of the plan.
         """
         held = self._held(src, dst, copies)
         pending = _Pending([], [], [])

@@ -266,8 +266,7 @@ class Executor:
         Weights, optimizer states, the state of functions and samples in flight move to the new layouts, as `RoleCopies`
         does. Executors from `another` cannot be used afterwards. A timeline event of kind switch records it.
 
-        Raises:
-            ValueError, RanksDisagree: as construction, before anything moves.
+        Raises ValueError and RanksDisagree as construction, before anything moves.
         """
         graph, plan = self._agreed(plan)
         with self.timeline.record("switch", plan.name) as event:
