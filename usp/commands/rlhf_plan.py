@@ -144,7 +144,7 @@ def _plan(
     progress.say("searching: with other memory, lengths and links")
     others = list(what_ifs(question, choice.problem))
     supposed = list(suppose(others, choice, seed=asked.seed, budget=end - time.monotonic()))
-    progress.end()
+    progress.status.stop()
     Console().print(render_choice(choice, supposed))
     if question.options.slots < asked.slots:
         print(f"generation is faster with fewer sequences at a time: --slots {question.options.slots}")
@@ -175,16 +175,13 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end()
+        self.status.stop()
 
     def say(self, words: str) -> None:
         self.status.update(words)
         if not self.console.is_terminal and time.monotonic() - self.said >= self.EVERY:
             self.said = time.monotonic()
             print(words, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        self.status.stop()
 
 
 def _question(asked: RlhfPlanConfig) -> Question:

@@ -30,6 +30,7 @@ from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, ExecutionPlan, from_mappin
 from usp.rlhf.prepare import PreparedRlhf
 from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions, SwitchCost
 from usp.rlhf.role_specs import call_violations
+from usp.rlhf.runtime.copies import BUCKET_BYTES
 from usp.rlhf.runtime.measure import StepLengths
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -42,7 +43,6 @@ from .rlhf_search import Problem, baselines, search
 from .workload import Ahead, Workload
 
 _WIDTH = 150  # of what is printed, at least: logs of torchrun report 80 columns
-_BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, as in usp.rlhf.runtime.copies
 _STATES = 3  # the float32 tensors of a trained parameter: its values and two moments, sharded alike
 
 
@@ -150,7 +150,7 @@ def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping
 def moves(question: Question, before: ExecutionPlan, after: ExecutionPlan) -> Iterator[tuple[ReallocPlan, int]]:
     """Yield the reallocations between two plans, of trained copies and of untrained ones that only `after` has, each
     with the number of tensors per parameter that it runs for."""
-    graph, options = question.graph, {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": question.ranks_per_host}
+    graph, options = question.graph, {"bucket_bytes": BUCKET_BYTES, "ranks_per_host": question.ranks_per_host}
     stay = kept_copies(graph, before, after)
     for role in graph.roles:
         model, trains, layouts = question.models[role], graph.train_call(role) is not None, []

@@ -12,7 +12,7 @@ deadline first), as in AReaL (arXiv 2505.24298, section 5.1), whose bound holds 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -109,17 +109,13 @@ def choose(rules: QueueRules, number: int, begun: Sequence[Begun], complete: Seq
     """
     share, step_of = rules.shares[begun[0].owner] if begun else 0, {each.ticket: each.step for each in begun}
     chosen: list[int] = []
-    for step, needed in _due(rules, number, begun, share):
+    for step in sorted({each.step for each in begun}) if rules.ahead else ():
+        # So many of the prompts begun until this step must be taken now, so that later steps can take the rest.
+        left_to_later = (step + rules.ahead - 1 - number) * share
+        needed = min(share, sum(each.step <= step for each in begun) - left_to_later)
         older = [ticket for ticket in complete if step_of[ticket] <= step and ticket not in chosen]
         if len(chosen) + len(older) < needed:
             return None
         chosen += older[: max(0, needed - len(chosen))]
     chosen += [ticket for ticket in complete if ticket not in chosen][: share - len(chosen)]
     return tuple(sorted(chosen)) if len(chosen) == share else None
-
-
-def _due(rules: QueueRules, number: int, begun: Sequence[Begun], share: int) -> Iterator[tuple[int, int]]:
-    """Yield how many of the prompts begun until a step must be taken now, so that later steps can take the rest."""
-    for step in sorted({each.step for each in begun}) if rules.ahead else ():
-        older = sum(each.step <= step for each in begun)
-        yield step, min(share, older - (step + rules.ahead - 1 - number) * share)

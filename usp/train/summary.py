@@ -15,7 +15,7 @@ from usp.config import TrainConfig
 from usp.hf.models import formula_violation
 from usp.predict.devices import hardware_here
 from usp.predict.job import Job
-from usp.predict.memory import footprint
+from usp.predict.memory import largest_footprint
 from usp.predict.seconds import step_seconds
 from usp.predict.traffic import stage_units, step_traffic
 from usp.run.failures import ConfigurationError
@@ -63,19 +63,14 @@ def run_summary(job: Job, memory_bytes: int | None, hardware: Hardware | None) -
 
 def _rows(job: Job, memory_bytes: int | None, hardware: Hardware | None) -> Iterator[tuple[str, str]]:
     config = job.config
-    memory, rank = max(((footprint(job, rank), rank) for rank in job.ranks("pp", 0)), key=lambda x: x[0].peak.total)
+    memory, rank = largest_footprint(job)
     if job.world_size > 1:
         over = f"ZeRO-{config.zero} over {job.degree('fsdp')} ranks" if config.zero else "all on every rank of dp x sp"
         parameters = sum(stage_units(job, stage).shard for stage in job.stages(rank))
         yield "sharding", f"{over}, {count(parameters)} of {count(job.model.numel)} parameters on a rank"
     peak = memory.peak
-    parts = {
-        "parameters": peak.parameters,
-        "gradients": peak.gradients,
-        "optimizer": peak.optimizer,
-        "unsharded": peak.whole,
-        "activations": peak.activations + peak.transient,
-    }
+    parts = {"parameters": peak.parameters, "gradients": peak.gradients, "optimizer": peak.optimizer}
+    parts |= {"unsharded": peak.whole, "activations": peak.activations + peak.transient}
     of_device = f" of {size(memory_bytes)}" if memory_bytes else ""
     host = f"; {size(memory.host)} of host memory" if memory.host else ""
     yield "memory", f"{size(peak.total)}{of_device}: {_listed(parts)}{host}"

@@ -31,7 +31,7 @@ from usp.rlhf.roles.role_model import BuildRole, RoleModel
 
 from .timeline import Event
 
-_BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, per rank
+BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, per rank
 
 
 class RoleCopies:
@@ -65,7 +65,7 @@ class RoleCopies:
         delta_updates: bool = False,
     ) -> None:
         self._device, self._groups = device, groups
-        self._limits: dict[str, Any] = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
+        self._limits: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "ranks_per_host": ranks_per_host}
         self._plan, self._event, self.delta_updates = plan, event, delta_updates
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], list[Reallocation]] = {}
         # By which reallocation each copy was last filled, or each round of an engine's; what delta updates gave it.
