@@ -417,11 +417,10 @@ NEWTON_SCHULZ = 5  # steps of Muon, each of three products
 def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
     """Return the time of gradient norm, clipping and AdamW on this rank or its host, and of Muon's bfloat16 products,
     whose matrices are divided among the ranks that share them."""
+    nbytes = OPTIMIZER_BYTES * elements(job, rank, "trained_shard")
     if job.config.optim_offload:
-        return hardware.host_memory_seconds(
-            OPTIMIZER_BYTES * elements(job, rank, "trained_shard"), sharing(job, hardware)
-        )
-    seconds = hardware.memory_seconds(OPTIMIZER_BYTES * elements(job, rank, "trained_shard"))
+        return hardware.host_memory_seconds(nbytes, sharing(job, hardware))
+    seconds = hardware.memory_seconds(nbytes)
     if job.config.optimizer != "muon":
         return seconds
     for index, number in job.kinds(*job.stages(rank)):

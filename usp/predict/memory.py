@@ -113,11 +113,8 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
     if job.config.mlp_tile:
         in_mlp, of_mlp = 0, 3 * into_mlp * min(1.0, job.config.mlp_tile / job.layout.local_len)
     if layer.experts:
-        routed, rows = (
-            hidden * job.model.experts_per_token,
-            job.expert_rows(job.outer_tokens) * job.model.hidden_size * size,
-        )
-        columns = job.expert_rows(job.outer_tokens) * job.model.expert_size * size
+        routed, number = hidden * job.model.experts_per_token, job.expert_rows(job.outer_tokens)
+        rows, columns = number * job.model.hidden_size * size, number * job.model.expert_size * size
         in_mlp += routed * size + (3 * columns if job.frozen else rows + 4 * columns)
         of_mlp += routed * FLOAT32 + 2 * rows  # of the weighted sum, and the rows in transit
         into_mlp, products = into_mlp + 2 * columns, products + rows + 2 * columns

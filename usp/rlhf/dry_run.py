@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Group
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor
 from usp.hf.compressors import compressors
@@ -35,7 +34,7 @@ from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.rows import micro_batches, pack_lengths, plan_rows
 from usp.run.tables import GIB, Grid
 from usp.train.build import fsdp2_engine
-from usp.train.dry_run import GroupSent, follow_step, label_state, sent_by_axis
+from usp.train.dry_run import GroupSent, counted, follow_step, label_state, sent_by_axis
 
 from .algorithms.objectives import NextToken
 from .datasets import Example, Examples, HiddenMark, sequences_of
@@ -128,12 +127,7 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         trained = copy_of(run.graph, run.plan, call) == trained_copy(run.graph, run.plan, call.role)
         apart = replace(run.roles[call.role], share_prefixes=False)  # blank samples would share all they have
         model = _Blank(apart, layout, mesh, trained=trained)
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            meter,
-            meter.memory.following_resizes(),
-            meter.abridging_tiles(),
-        ):
+        with counted(meter):
             model.allocate()
             engine = model.engine if isinstance(call.work, TrainStep) else None
             label_state([model.stage], engine, meter.memory)

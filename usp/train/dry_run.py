@@ -7,7 +7,8 @@ modelled: the dry run calls the same training step as the trainer."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -107,12 +108,7 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
             stages = build_stages(recipe, mesh)  # outside of FakeTensorMode, which would only slow it down
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            meter,
-            meter.memory.following_resizes(),
-            meter.abridging_tiles(),
-        ):
+        with counted(meter):
             for stage in stages:
                 materialise(stage, torch.device("cpu"))
             engine = fsdp2_engine(stages, recipe, mesh)
@@ -144,6 +140,13 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
         seconds=time.perf_counter() - started,
         process_bytes=peak_memory(torch.device("cpu")),
     )
+
+
+@contextmanager
+def counted(meter: StepMeter) -> Iterator[None]:
+    """Run operators on fake tensors, and count them."""
+    with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes(), meter.abridging_tiles():
+        yield
 
 
 def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConfig, ModelConfig, str]:
