@@ -23,7 +23,6 @@ COMMANDS = {
     "calibrate": "measure this machine's compute, memory and link speeds (start it with torchrun)",
     "models": "say which models of transformers run with sequence parallelism, and why others do not",
     "rlhf-plan": "find the ranks and the layout of each model call of an RLHF step",
-    "rlhf-profile": "measure the calls of an RLHF step on this machine (start it with torchrun)",
     "rlhf-dry-run": "run the model calls of one RLHF step of any rank without devices",
     "rlhf-trace": "show the timeline of an RLHF run",
     "rlhf-samples": "write the samples of an RLHF run as one HTML page",
@@ -35,7 +34,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, p
     the process, reported by `usp.run.failures.end`.
 
     Args:
-        environ: what torchrun says about this rank, for `calibrate` and `rlhf-profile`; None for a single process.
+        environ: what torchrun says about this rank, for `calibrate`; None for a single process.
         prog: program name in usage messages.
     """
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)

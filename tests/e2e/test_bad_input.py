@@ -155,9 +155,9 @@ def test_a_tool_under_torchrun_refuses_once(
         file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / rank)}
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **file}
         with pytest.raises(SystemExit) as left:
-            tool(["rlhf-profile", "--layers", "0"], place)
+            tool(["calibrate", "--out", str(tmp_path / "x.json"), "--heads", "0"], place)
         assert left.value.code == exit_code
-    assert [path.name for path in tmp_path.iterdir()] == ["1"] and "--layers" in (tmp_path / "1").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"] and "--heads" in (tmp_path / "1").read_text()
     assert capfd.readouterr() == ("", "")
 
 

@@ -80,7 +80,7 @@ class RlhfPlanConfig:
     """Number of devices."""
     hardware: Node = "h100"
     profile: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
-    """Seconds measured by python -m usp rlhf-profile; what it has not follows from --hardware, and the plan says so."""
+    """Seconds measured by examples.rlhf_profile; what it has not follows from --hardware, and the plan says so."""
     max_sp: AtLeast1 = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0

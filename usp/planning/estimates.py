@@ -1,9 +1,9 @@
 """Seconds and bytes of everything in a simulated plan: formulas, times what was measured over what they say.
 
-Measurements of a machine (`rlhf-profile`) and of the steps of a run (`--replan`) are factors alike, by call and layout.
-Measured seconds of the parts of a call are linear in layers, sequences and tokens between neighbouring measurements,
-and continue the last two beyond them; where there is one measurement, they are proportional (layers must then be as
-measured). This is ReaL's profile (arXiv 2406.14088, section 5.1), with the calls of the toolkit in place of blocks."""
+Measurements of a machine (`examples.rlhf_profile`) and of a run's steps (`--replan`) are factors alike, by call and
+layout. Measured seconds of the parts of a call are linear in layers, sequences and tokens between neighbouring
+measurements, and continue the last two beyond them; where there is one measurement, they are proportional (layers must
+then be as measured). This is ReaL's profile (arXiv 2406.14088, section 5.1), with the toolkit's calls for blocks."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ class Measurements:
             sizes: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in values["sizes"].items()}
             return Measurements(values["device"], values["dtype"], values["ranks"], Sizes(**sizes), points)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} is not a profile of python -m usp rlhf-profile: {error!r}") from error
+            raise ValueError(f"{path} is not a profile of python -m examples.rlhf_profile: {error!r}") from error
 
 
 def _along(known: Mapping[Any, float], x: float, *others: float) -> float:

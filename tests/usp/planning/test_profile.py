@@ -91,7 +91,7 @@ def test_measurements_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert Measurements.load(path).points == written.points
     for text in ("{}", "no JSON", '{"version": 7, "parts": []}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"profile\.json is not a profile of python -m usp rlhf-profile"):
+        with pytest.raises(ValueError, match=r"profile\.json is not a profile of python -m examples\.rlhf_profile"):
             Measurements.load(path)
 
 

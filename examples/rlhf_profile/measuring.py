@@ -16,15 +16,14 @@ from torch import Tensor
 from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import model_facts, with_layers
 from usp.hf.shapes import shape_of
+from usp.planning.estimates import PREFILL, UPDATE, Measurements, Part, Sizes, layout_key, model_key, work_of
+from usp.planning.question import silent
 from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.samples import Samples
-
-from .estimates import PREFILL, UPDATE, Measurements, Part, Sizes, layout_key, model_key, work_of
-from .question import silent
 
 Timings = Iterator[tuple[Part, tuple[int, int, int], float]]  # (part, (layers, sequences, tokens), seconds)
 

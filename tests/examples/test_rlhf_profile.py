@@ -1,4 +1,4 @@
-"""python -m usp rlhf-profile: a file that rlhf-plan uses where it can, and says where it cannot; and bad input."""
+"""python -m examples.rlhf_profile: a file that rlhf-plan uses where it can, and says where it cannot; and bad input."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from examples.rlhf_profile.__main__ import main
 from tests.e2e.processes import ONE_THREAD
-from usp.__main__ import main
+from usp.__main__ import main as usp
 from usp.planning.estimates import Measurements
 from usp.rlhf.roles.role_model import RoleModel
 
@@ -28,7 +29,7 @@ def test_a_plan_by_measured_calls(
             raise KeyboardInterrupt
         fill(model)
 
-    again = ["rlhf-profile", "--algorithm", "grpo", "--out", str(out), *SIZES]
+    again = ["--algorithm", "grpo", "--out", str(out), *SIZES]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(RoleModel, "fill", interrupted)
         main(again, ONE_THREAD)
@@ -58,10 +59,10 @@ def test_a_plan_by_measured_calls(
         in capsys.readouterr().err
     )
     grpo = ["--algorithm", "grpo", "--reward", "function", "--group-size", "2"]
-    assert main([*PLAN, *grpo, "--profile", str(out)], {}) == 0
+    assert usp([*PLAN, *grpo, "--profile", str(out)], {}) == 0
     said = capsys.readouterr()
     assert "every call of the plan is in the profile, measured on CPU" in said.out
-    assert main([*PLAN, "--profile", str(out)], {}) == 0
+    assert usp([*PLAN, "--profile", str(out)], {}) == 0
     (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT IN THE PROFILE"))
     assert "critic_inference (one rank)" in told and "critic_train" in told and "actor" not in told
 
@@ -80,5 +81,5 @@ def test_a_plan_by_measured_calls(
 )
 def test_bad_input_is_refused(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "profile.json")]
-    assert main(["rlhf-profile", *out, *flags], {}) == 1
+    assert main([*out, *flags], {}) == 1
     assert said in capsys.readouterr().err

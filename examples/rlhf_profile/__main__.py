@@ -1,7 +1,8 @@
-"""python -m usp rlhf-profile: measure the calls of an RLHF step on this machine, for rlhf-plan --profile."""
+"""python -m examples.rlhf_profile: measure the calls of an RLHF step on this machine, for rlhf-plan --profile."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
+from usp.commands.flags import check, output_problem, parse, token_counts
 from usp.config import MODEL_HELP
 from usp.fields import AtLeast1, Rule, at_least, one_of, value_violations
 from usp.rlhf.algorithms.registry import ALGORITHMS
-from usp.run.launch import Launch, choose_device, process_group, set_library_defaults
-
-from .flags import check, output_problem, parse, token_counts
+from usp.run.failures import REFUSED, Ending, end
+from usp.run.launch import (
+    Launch,
+    choose_device,
+    hide_import_warnings,
+    leave,
+    process_group,
+    set_library_defaults,
+)
 
 if TYPE_CHECKING:
     from usp.planning.estimates import Measurements
@@ -28,7 +36,7 @@ class RlhfProfileConfig:
     """Measure generation, inference and training of models on this machine, in every layout of the launched ranks, and
     write them to a file for rlhf-plan --profile. Models are as shallow as --layers says, with random weights.
 
-    For example, on 8 ranks: torchrun --nproc-per-node 8 -m usp rlhf-profile --actor qwen3-8b --out profile.json
+    For example, on 8 ranks: torchrun --nproc-per-node 8 -m examples.rlhf_profile --actor qwen3-8b --out profile.json
     """
 
     out: Annotated[Path, arg(metavar="FILE.json")] = Path("rlhf-profile.json")
@@ -62,9 +70,27 @@ class RlhfProfileConfig:
     """Of forward and backward. auto: bfloat16 on CUDA, float32 on the CPU."""
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
+def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
+    """Measure; return 0, or 1 after printing why not. Under torchrun, a failure ends the process, as `python -m usp`.
+
+    Args:
+        environ: what torchrun says about this rank.
+    """
+    hide_import_warnings()
+    try:
+        measure(argv, environ)
+    except (ValueError, OSError) as error:
+        launch = Launch.from_environment(environ)
+        if launch.rendezvous:
+            leave(end(Ending(f"error: {error}", REFUSED), launch, environ.get("TORCHELASTIC_ERROR_FILE")))
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def measure(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     """Measure on every rank that torchrun launched, and write the file on rank 0."""
-    asked = parse(argv, RlhfProfileConfig, prog)
+    asked = parse(argv, RlhfProfileConfig, "python -m examples.rlhf_profile")
     names = ("layers", "samples", "tokens", "zero")
     layers, samples, tokens, zero = (tuple(sorted({*token_counts(f"--{n}", getattr(asked, n))})) for n in names)
     check(
@@ -79,10 +105,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     from parallel import ProcessGroups
     from usp.planning.estimates import Measurements, Sizes
-    from usp.planning.measuring import measure_calls
     from usp.predict.compute import dtype_name
     from usp.predict.rounds import Rounds
     from usp.train.checkpoints import from_first_rank
+
+    from .measuring import measure_calls
 
     launch = Launch.from_environment(environ)
     set_library_defaults(launch, environ)
@@ -129,11 +156,12 @@ def _known(out: Path, nothing: Measurements) -> Measurements:
 
 def _calls(asked: RlhfProfileConfig, dtype, samples: int, zero: Sequence[int], launch: Launch):
     """Return the calls of the algorithm in every layout of the launched ranks."""
-    from usp.planning.measuring import Asked
     from usp.planning.rlhf_question import described_graph, model_shapes, role_config
     from usp.planning.rlhf_search import OptionSpace, options
     from usp.rlhf.roles.role_model import RoleSpec
     from usp.train.engines.base import AdamW
+
+    from .measuring import Asked
 
     graph = described_graph(
         asked.algorithm, "", group_size=0, max_new_tokens=64, staleness=0, function=not asked.critic
@@ -162,3 +190,7 @@ def _calls(asked: RlhfProfileConfig, dtype, samples: int, zero: Sequence[int], l
         for layout in options(call, space)
         if layout.dims.pp <= asked.max_pp and layout.dims.batch <= samples
     ]
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:], os.environ))
