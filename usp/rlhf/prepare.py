@@ -56,7 +56,7 @@ from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, s
 from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, given, texts, violations
 from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
 from .environments.episodes import Episodes, Processes, ids_between
-from .environments.ready_rewards import REWARD
+from .environments.ready_rewards import REWARD, SLOW
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
 from .graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
@@ -344,7 +344,8 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
             raise ValueError(f"{flags} is not used: {config.algorithm} does not score responses, remove it")
         raise ValueError(f"{flags} is not used with --reward-model, which scores the responses: remove one")
     settings = {"reward": config.reward_function}
-    pool = Processes(REWARD, config.reward_timeout, settings) if config.reward_processes else None
+    apart = config.reward_processes or config.reward_function.partition("=")[0] in SLOW
+    pool = Processes(REWARD, config.reward_timeout, settings) if apart else None
     return ScoreWith(
         _about("--reward-function = ", lambda: load_reward_function(config.reward_function)),
         tokenizer.decode,
@@ -352,7 +353,7 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
         retries=config.reward_retries,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
         pool=pool,
-        workers=config.reward_processes,
+        workers=max(1, config.reward_processes),
     )
 
 

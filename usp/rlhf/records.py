@@ -28,6 +28,7 @@ from usp.run.output import LineFile
 
 from .algorithms.rewards import RewardFailed, ScoreWith
 from .environments.episodes import Episodes
+from .environments.outside import TEXT
 from .environments.tools import calls_of
 from .graph import Compute, DataflowGraph, Generate
 from .samples import Samples
@@ -94,8 +95,9 @@ class SampleFiles:
         warn: Callable[[str, str], None],
     ) -> None:
         self._graph, self._decode, self._device = graph, decode, device
-        self._bad, self._reward_failure, self._warn = folder / BAD_SAMPLES_FILE, reward_failure, warn
-        self.files = self._samples, self._lengths = LineFile(folder / SAMPLES_FILE), LineFile(folder / LENGTHS_FILE)
+        self._reward_failure, self._warn = reward_failure, warn
+        names = (SAMPLES_FILE, LENGTHS_FILE, BAD_SAMPLES_FILE)
+        self.files = self._samples, self._lengths, self._bad = tuple(LineFile(folder / name) for name in names)
         works = [call.work for call in graph.calls]
         self._scorers: list[ScoreWith | Episodes] = [
             *(w.function for w in works if isinstance(w, Compute) and isinstance(w.function, ScoreWith)),
@@ -126,17 +128,20 @@ class SampleFiles:
         if not self._scorers:
             return {}
         records = [record for scorer in self._scorers for record in scorer.take_failures()]
-        if records:  # on the rank that called the function
-            with self._bad.open("a") as file:
-                file.writelines(json.dumps({"step": number, **each}, ensure_ascii=False) + "\n" for each in records)
-        total = torch.tensor(len(records), device=self._device)
-        dist.all_reduce(total)
-        if failed := int(total):
-            first = next(filter(None, gather_objects(str(RewardFailed(records[0])) if records else "")))
-            where = f"the sample is in {self._bad}" if failed == 1 else f"{failed} samples are in {self._bad}"
-            if self._reward_failure == "stop":
+        if records:  # on the rank that called the function; with escapes, as which any text can be written
+            self._bad.append(number, [json.dumps({"step": number, **each}) for each in records])
+        broken = [each for each in records if each["blame"] != TEXT]
+        totals = torch.tensor([len(records), len(broken)], device=self._device)
+        dist.all_reduce(totals)
+        failed, of_code = totals.tolist()
+        if failed:
+            own = broken if of_code else records
+            first = next(filter(None, gather_objects(str(RewardFailed(own[0])) if own else "")))
+            where = f"{'the sample is' if failed == 1 else f'{failed} samples are'} in {self._bad.path}"
+            if of_code and self._reward_failure == "stop":
                 raise UserCodeFailed(f"{first}; {where}")
-            self._warn("failures", f"step {number}: {first}; --reward-failure {self._reward_failure}; {where}")
+            costs = f"--reward-failure {self._reward_failure}" if self._reward_failure != "stop" else "its score is 0"
+            self._warn("failures", f"step {number}: {first}; {costs}; {where}")
         return {"reward_failures": failed}
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from usp.rlhf.environments.episodes import Processes
+from usp.rlhf.environments.episodes import Processes, score_of_failure
+from usp.rlhf.environments.outside import REWARD_CODE, TEXT, Unscored, clean, one_line
 from usp.rlhf.environments.ready_rewards import READY_REWARDS, from_spec
 from usp.rlhf.graph import Reduce
 from usp.rlhf.samples import Samples
@@ -23,7 +24,7 @@ from .response_rows import scalars
 
 # reward(prompt, response, answer) -> a finite number; prompt and response as `ScoreWith.decode` gives them
 RewardFunction = Callable[[Any, Any, Any], float]
-_Tried = tuple[Tensor, str, str]  # a score; or why there is none, and the traceback
+_Tried = tuple[Tensor, str, str, str]  # a score; or why there is none, the traceback, and whose fault it is
 
 
 def load_reward_function(name: str) -> RewardFunction:
@@ -43,13 +44,16 @@ class RewardFailed(UserCodeFailed):
     """A reward function raised, or did not return a finite number; or the environment of an episode failed.
 
     record: the sample as JSON values: sample, prompt_index, prompt_ids, response_ids, prompt, response, answer, error
-    (one line) and traceback (empty if it did not raise).
+    (one line), traceback (empty if it did not raise) and blame, whose fault it is (see `outside`).
     """
 
     def __init__(self, record: dict[str, Any]) -> None:
         who, needs = "reward function", "; it must return a finite number for every response"
         if "turn" in record:  # of an episode
-            who, needs = "environment", f" (in turn {record['turn']})"
+            who = who if record["blame"] == REWARD_CODE else "environment"
+            needs = f" (in turn {record['turn']})"
+        if record["blame"] == TEXT:
+            needs += "; the response is the cause"
         sample = f"sample {record['sample']} (prompt_index {record['prompt_index']})"
         super().__init__(f"the {who} failed for {sample}: {record['error']}{needs}")
         self.record = record
@@ -67,8 +71,7 @@ class ScoreWith:
         retries: further calls for samples for which the function fails, `pause` seconds after the first calls, and
             twice as many after each further ones.
         failure: what then becomes of the sample. raise: `RewardFailed` is raised at once, only on this rank. The
-            others record it in `failures`; its score is 0 (zero), or nan: the sample is no part of the step (drop), or
-            the step must not train (stop).
+            others record it in `failures`, and its score is that of `score_of_failure`.
         failures: the samples that failed since the last `take_failures`, as `RewardFailed.record`.
         pool: processes that call the function instead of this one, `workers` at a time; a call that takes too long
             fails.
@@ -106,8 +109,8 @@ class ScoreWith:
             ids, cut = tokens.tolist(), int(prompt_length)
             texts.append((self.decode(ids[:cut]), self.decode(ids[cut:]), self.answer(int(prompt_index))))
         scores = []
-        for number, (score, error, trace) in enumerate(self._tried(texts)):
-            scores.append(self._failed(samples, number, texts[number], error, trace) if error else score)
+        for number, (score, *failed) in enumerate(self._tried(texts)):
+            scores.append(self._failed(samples, number, texts[number], *failed) if failed[0] else score)
         return Samples(samples.ids, {self.output: scores})
 
     def _tried(self, texts: Sequence[tuple[Any, Any, Any]]) -> list[_Tried]:
@@ -119,16 +122,18 @@ class ScoreWith:
                 time.sleep(self.pause * 2 ** (failed - 1))
             asked = [texts[number] for number in missing]
             tried |= zip(missing, map(self._try, asked) if self.pool is None else self._in_pool(asked), strict=True)
-            missing = [number for number in missing if tried[number][1]]
+            missing = [number for number in missing if tried[number][1] and tried[number][3] != TEXT]
         return [tried[number] for number in range(len(texts))]
 
     def _in_pool(self, texts: Sequence[tuple[Any, Any, Any]]) -> list[_Tried]:
         assert self.pool is not None
         turns = [(response, {"prompt": prompt, "answer": answer}) for prompt, response, answer in texts]
         answers = self.pool.answer_all(turns, self.workers)
-        return [(torch.tensor(answer.reward), answer.error, answer.traceback) for answer in answers]
+        return [(torch.tensor(each.reward), each.error, each.traceback, each.blame) for each in answers]
 
-    def _failed(self, samples: Samples, number: int, texts: tuple[Any, Any, Any], error: str, trace: str) -> Tensor:
+    def _failed(
+        self, samples: Samples, number: int, texts: tuple[Any, Any, Any], error: str, trace: str, blame: str
+    ) -> Tensor:
         """Record a failure, and return its score. Raises RewardFailed if `failure` is "raise"."""
         tokens, prompt_length, prompt_index = (samples[key][number] for key in self.inputs)
         failure = RewardFailed(
@@ -140,12 +145,13 @@ class ScoreWith:
                 **{name: str(text) for name, text in zip(("prompt", "response", "answer"), texts, strict=True)},
                 "error": error,
                 "traceback": trace,
+                "blame": blame,
             }
         )
         if self.failure == "raise":
             raise failure
         self.failures.append(failure.record)
-        return torch.tensor(0.0 if self.failure == "zero" else math.nan)
+        return torch.tensor(score_of_failure(self.failure, blame))
 
     def _try(self, texts: tuple[Any, Any, Any]) -> _Tried:
         nothing = torch.tensor(math.nan)
@@ -153,8 +159,9 @@ class ScoreWith:
             returned = self.reward(*texts)
             score = torch.tensor(float(returned) if isinstance(returned, Real) else math.nan, dtype=torch.float32)
         except (Exception, SystemExit) as raised:  # SystemExit would end this rank without a word
-            return nothing, f"it raised {type(raised).__name__}: {raised}", traceback.format_exc()
-        return (score, "", "") if score.isfinite() else (nothing, f"it returned {returned!r}", "")
+            blame = TEXT if isinstance(raised, Unscored) else REWARD_CODE
+            return nothing, f"it raised {one_line(raised)}", clean(traceback.format_exc()), blame
+        return (score, "", "", "") if score.isfinite() else (nothing, f"it returned {returned!r:.200}", "", REWARD_CODE)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -25,13 +26,35 @@ from typing import Any, Literal, NamedTuple, Protocol
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[3])  # instead of this folder, whose files are no modules of the user's
 
-from usp.rlhf.environments.ready_rewards import READY_REWARDS, REWARD, Scored, from_spec
+from usp.rlhf.environments.outside import (
+    ENVIRONMENT,
+    LONGEST,
+    REWARD_CODE,
+    TEXT,
+    Unscored,
+    clean,
+    cleaned,
+    one_line,
+    read_json,
+)
+from usp.rlhf.environments.ready_rewards import (
+    MOST_SCORE,
+    READY_REWARDS,
+    REWARD,
+    SLOW,
+    TEXT_REWARDS,
+    Scored,
+    from_spec,
+)
 from usp.rlhf.environments.sandbox import PDEATHSIG, call
 from usp.rlhf.environments.tools import NAME as TOOLS
 from usp.rlhf.environments.tools import Toolbox, ToolEnvironment
 
 Observation = str | list[dict[str, Any]]
-LONGEST = 1 << 24  # bytes of an answer
+MOST_BYTES = 1 << 24  # of an answer
+MEMORY = 8 << 30  # bytes of a process whose reward may take any number of them
+CHARACTERS = 32  # of an observation for each token that it may have
+TOOL_SHARE = 0.75  # of the seconds of a step, for what tools take
 
 
 class Environment(Protocol):
@@ -51,7 +74,8 @@ class Environment(Protocol):
 
 
 class Answer(NamedTuple):
-    """What an environment answered to a turn of the episode `number`; error: why it did not, empty if it did."""
+    """What an environment answered to a turn of the episode `number`; error: why it did not, empty if it did; blame:
+    whose fault that is, see `outside`."""
 
     number: int
     observation: Observation | None = None
@@ -59,6 +83,7 @@ class Answer(NamedTuple):
     done: bool = True
     error: str = ""
     traceback: str = ""
+    blame: str = ""
 
 
 @dataclass(eq=False)
@@ -81,7 +106,12 @@ class Processes:
     """
 
     def __init__(self, environment: str, timeout: float = 60.0, settings: Mapping[str, Any] | None = None) -> None:
-        self._environment, self._timeout, self._settings = environment, timeout, json.dumps(settings or {})
+        self._environment, self._timeout = environment, timeout
+        self._settings = json.dumps({"seconds": TOOL_SHARE * timeout, **(settings or {})})
+        by_text = environment in (TOOLS, REWARD) and (settings or {})["reward"].partition("=")[0] in TEXT_REWARDS
+        self._blame = (
+            TEXT if by_text else REWARD_CODE if environment == REWARD else ENVIRONMENT
+        )  # if a process is ended
         self._of_episode: dict[int, _Process] = {}
         self._free: list[_Process] = []
         self._lost: list[Answer] = []
@@ -164,11 +194,16 @@ class Processes:
             process.popen.wait()
             ended = self._end(process, f"its process ended with exit code {process.popen.returncode}")
             yield from [ended] if ended.number >= 0 else []
-        elif len(process.read) > LONGEST:
-            yield self._end(process, f"its answer is longer than {LONGEST:,} bytes")
+        elif len(process.read) > MOST_BYTES:
+            yield self._end(process, f"its answer is longer than {MOST_BYTES:,} bytes")
         elif process.read.endswith(b"\n"):
-            values, process.read, process.until = json.loads(process.read), bytearray(), 0.0
-            yield Answer(process.number, **values)
+            try:
+                answer = Answer(process.number, **read_json(process.read))
+            except (ValueError, TypeError):
+                yield self._end(process, "it wrote something else to the run than its answer")
+            else:
+                process.read, process.until = bytearray(), 0.0
+                yield answer
 
     def _end(self, process: _Process, why: str) -> Answer:
         """Kill a process; return the answer to its episode."""
@@ -184,7 +219,7 @@ class Processes:
             with suppress(BrokenPipeError):  # where it had not read all
                 pipe.close()
         self._of_episode.pop(process.number, None)
-        return Answer(process.number, error=why)
+        return Answer(process.number, error=why, blame=self._blame)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +232,7 @@ class Episodes:
             ValueError for messages without a chat template.
         max_turns: of the policy.
         max_observation_tokens: of all observations of an episode, which ends before one that exceeds them.
-        failure: the score of an episode whose environment fails: 0 (zero), or nan: the sample is no part of the step
-            (drop), or the step must not train (stop).
+        failure: the score of an episode whose environment fails, see `score_of_failure`.
         failures: the episodes that failed since the last `take_failures`.
         processes: of the environment, on the ranks that ask it; they take the episodes of one step after another.
     """
@@ -217,11 +251,26 @@ class Episodes:
         example = self.examples[index]
         return {"prompt": self.decode(example.prompt.tolist()), "answer": example.answer}
 
+    def exceeds(self, observation: Observation) -> bool:
+        """Return whether an observation is too long for its tokens to be counted: `CHARACTERS` for each of them."""
+        texts = (
+            [observation]
+            if isinstance(observation, str)
+            else (json.dumps(each, ensure_ascii=False) for each in observation)
+        )
+        return sum(map(len, texts)) > CHARACTERS * self.max_observation_tokens
+
     def take_failures(self) -> list[dict[str, Any]]:
         """Return `failures`, and forget them."""
         taken = list(self.failures)
         self.failures.clear()
         return taken
+
+
+def score_of_failure(failure: str, blame: str) -> float:
+    """Return the score of a sample that failed: 0 (zero), or nan: it is no part of the step (drop), or the step must
+    not train (stop), unless the policy's own text is to blame, which scores 0 then."""
+    return 0.0 if failure == "zero" or (blame == TEXT and failure == "stop") else math.nan
 
 
 def ids_between(encode: Callable[[str], Iterable[int]], chats: Any, observation: Observation, last: int) -> list[int]:
@@ -244,11 +293,13 @@ def make(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     if name not in (TOOLS, REWARD):
         return load(name)
     reward = settings["reward"]
+    if reward.partition("=")[0] in SLOW:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     score = from_spec(reward, READY_REWARDS) if reward.partition("=")[0] in READY_REWARDS else load(reward)
     if name == REWARD:
         return lambda: Scored(score)
     toolbox = Toolbox(settings["tools"])
-    return lambda: ToolEnvironment(toolbox, score, settings["chat"])
+    return lambda: ToolEnvironment(toolbox, score, settings["chat"], settings["seconds"])
 
 
 def load(name: str) -> Any:
@@ -270,9 +321,10 @@ def checked(returned: Any) -> dict[str, Any]:
     messages = isinstance(observation, list) and all(isinstance(each, dict) and "role" in each for each in observation)
     if not (isinstance(observation, str) or messages or (observation is None and done)):
         raise ValueError(f"the observation {observation!r:.200} must be text, or a list of messages")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MOST_SCORE:
         raise ValueError(f"the reward {reward!r:.200} must be a finite number")
-    return {"observation": observation, "reward": float(reward), "done": bool(done)}
+    most = LONGEST if isinstance(observation, str) else LONGEST // max(1, len(observation or ()))
+    return {"observation": cleaned(observation, most), "reward": float(reward), "done": bool(done)}
 
 
 def main() -> None:
@@ -292,7 +344,12 @@ def main() -> None:
                 environment.reset(asked["sample"])
             answer = checked(environment.step(asked["turn"]))
         except (Exception, SystemExit) as error:
-            answer = {"error": f"it raised {type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            blame = TEXT if isinstance(error, Unscored) else getattr(environment, "blames", ENVIRONMENT)
+            answer = {
+                "error": f"it raised {one_line(error)}",
+                "traceback": clean(traceback.format_exc()),
+                "blame": blame,
+            }
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from .outside import REWARD_CODE, Unscored, clean
 from .sandbox import Limits, Unprotected, run_python
 
 T = TypeVar("T")
 
 REWARD = "reward"  # the environment `Scored`
 UNPROTECTED = "unprotected"  # the value that allows programs on a machine that lacks a protection
+TEXT_REWARDS = ("match", "math", "regex", "code")  # which fail, or take forever, by what a response says alone
+SLOW = ("math", "regex")  # of these, what may take more than linear time: in a process that can be ended
+MOST_SCORE = 3.4e38
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 QUESTION = """Judge the response to a prompt.
 
@@ -76,7 +80,11 @@ class MathEquality:
         from math_verify import parse, verify
 
         marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
-        return float(verify(parse(answer if marked else f"${answer}$"), parse(response)))
+        right = parse(answer if marked else f"${answer}$")
+        try:
+            return float(verify(right, parse(response)))
+        except Exception:  # of packages that read what a policy wrote: it is not the answer
+            return 0.0
 
 
 @dataclass(frozen=True)
@@ -149,21 +157,25 @@ class Server:
         return self.tried(lambda: self._score(prompt, response, answer))
 
     def tried(self, ask: Callable[[], T]) -> T:
-        """Return the result of a request, with retries. Raises ConnectionError if all fail."""
-        error = ""
+        """Return the result of a request, with retries. Raises ConnectionError if all fail, or Unscored as the last."""
+        error: str | Unscored = ""
         for attempt in range(1 + self.retries):
             if attempt:
                 time.sleep(self.pause * 2 ** (attempt - 1))
             try:
                 return ask()
-            except (OSError, ValueError, LookupError, TypeError, AttributeError) as failed:
+            except Unscored as failed:
+                error = failed
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as failed:
                 error = f"{type(failed).__name__}: {failed}"
+        if isinstance(error, Unscored):
+            raise error
         kind = " ".join(re.findall("[A-Z][a-z]+", type(self).__name__)).lower()
         raise ConnectionError(f"the {kind} at {self.url} failed {1 + self.retries} times: {error}")
 
     def _score(self, prompt: str, response: str, answer: str) -> float:
         sample = {"prompt": prompt, "response": response, "answer": answer}
-        return float(post(self.url, sample, self.timeout)["score"])
+        return finite(float(post(self.url, sample, self.timeout)["score"]))
 
 
 @dataclass(frozen=True)
@@ -183,14 +195,32 @@ class Judge(Server):
         said = re.sub("|".join(map(re.escape, texts)), lambda name: texts[name[0]], self.question)
         body = {"model": self.model, "messages": [{"role": "user", "content": said}], "temperature": 0}
         reply = post(f"{self.url}/chat/completions", body, self.timeout)["choices"][0]["message"]["content"]
-        return float(reply.strip().splitlines()[-1])
+        try:
+            return finite(float(reply.strip().splitlines()[-1]))
+        except (ValueError, LookupError, AttributeError) as error:
+            raise Unscored(f"the judge's reply ends without a number: {clean(str(reply), 200)!r}") from error
+
+
+def finite(score: float) -> float:
+    """Return a score; raise ValueError if it is not finite in float32."""
+    if not abs(score) <= MOST_SCORE:
+        raise ValueError(f"{score} is not finite in float32")
+    return score
 
 
 def post(url: str, body: Mapping[str, Any] | None, timeout: float, most: int = 1 << 20) -> Any:
     """Return the JSON reply, of `most` bytes, to a JSON request, or to one without a body. Raises OSError or ValueError
     without one."""
+    read, until = bytearray(), time.monotonic() + timeout
     with posted(url, body, timeout) as reply:
-        return json.loads(reply.read(most))
+        while len(read) < most and (piece := reply.read1(min(most - len(read), 1 << 16))):
+            read += piece
+            if time.monotonic() > until:
+                raise TimeoutError(f"a reply takes longer than {timeout:g} seconds")
+    try:
+        return json.loads(read)
+    except RecursionError as error:
+        raise ValueError("its reply is nested too deeply") from error
 
 
 @contextmanager
@@ -217,6 +247,8 @@ READY_REWARDS: Mapping[str, Callable[..., Callable[[str, str, str], float]]] = {
 
 class Scored:
     """An environment of one turn, which a reward function scores."""
+
+    blames = REWARD_CODE  # if it fails
 
     def __init__(self, reward: Callable[[str, str, str], float]) -> None:
         self._reward = reward

@@ -8,7 +8,6 @@ came. No token is decoded and encoded again: the text of a turn is for the envir
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,19 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from usp.rlhf.environments.episodes import Answer, Episodes
+from usp.rlhf.environments.episodes import Answer, Episodes, score_of_failure
+from usp.rlhf.environments.outside import ENVIRONMENT, one_line
 
 from .decoding import GeneratedResponse, Rollout
 
 
 class Told(NamedTuple):
-    """What every rank is told of an answer: ids that the policy reads (None: the episode is done), and the reward; or
-    why there is none."""
+    """What every rank is told of an answer: ids that the policy reads (None: the episode is done), or that they are too
+    many, and the reward; or why there is none, and whose fault it is."""
 
     number: int
     ids: list[int] | None
     reward: float = 0.0
     error: str = ""
+    blame: str = ""
+    over: bool = False
 
 
 @dataclass(eq=False)
@@ -123,34 +125,36 @@ class Turns:
         return {**self._episodes.sample(index), "sample": sample, "prompt_index": index}
 
     def _told(self, answer: Answer) -> Told:
-        rollout, error, ids = self.waiting[answer.number], answer.error, None
-        if not (error or answer.done):
+        rollout, error, blame, ids = self.waiting[answer.number], answer.error, answer.blame, None
+        over = bool(answer.observation) and self._episodes.exceeds(answer.observation or "")
+        if not (error or answer.done or over):
             assert answer.observation is not None
             try:
                 ids = self._episodes.observe(answer.observation, rollout.tokens[-1])
-            except ValueError as refused:
-                error = str(refused)
+            except Exception as refused:  # of a template or a tokenizer, at a text from outside
+                error, blame = str(refused) if isinstance(refused, ValueError) else one_line(refused), ENVIRONMENT
         if error:
             record = {**self._sample(answer.number), "turn": self.records[answer.number].turns, "error": error}
-            record |= {"traceback": answer.traceback, "response": self._episodes.decode(rollout.tokens)}
+            record |= {"traceback": answer.traceback, "response": self._episodes.decode(rollout.tokens), "blame": blame}
             self._episodes.failures.append(record)
-        return Told(answer.number, ids, answer.reward, error)
+        return Told(answer.number, ids, answer.reward, error, blame, over and not answer.done)
 
     def _follow(self, told: Told) -> Rollout | None:
         """Count an answer; return the rollout of the next turn, if there is one."""
         rollout, record = self.waiting.pop(told.number), self.records[told.number]
         if told.error:
-            record.score, record.rewards = 0.0 if self._episodes.failure == "zero" else math.nan, []
+            record.score, record.rewards = score_of_failure(self._episodes.failure, told.blame), []
         else:
             record.rewards.append(told.reward)
             record.score += told.reward
-            record.done = told.ids is None
+            record.done = told.ids is None and not told.over
         ids = told.ids or []
         prompt = [*rollout.prompt, *rollout.tokens, *ids]
         observed = record.owners.count(0)
         left = min(self._limits[told.number] - len(record.owners) + observed, self._context - len(prompt))
         observed += len(ids)
-        over = record.turns == self._episodes.max_turns or observed > self._episodes.max_observation_tokens or left <= 0
+        over = told.over or observed > self._episodes.max_observation_tokens
+        over |= record.turns == self._episodes.max_turns or left <= 0
         if told.error or record.done or over:
             if self._processes is not None:
                 self._processes.end(told.number)

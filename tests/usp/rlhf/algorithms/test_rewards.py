@@ -87,6 +87,7 @@ def test_results_that_are_not_finite_numbers(said: Any) -> None:
         "answer": "a",
         "error": f"it returned {said!r}",
         "traceback": "",
+        "blame": "reward",
     }
 
 

@@ -16,6 +16,7 @@ from tests.usp.rlhf.algorithms.test_rewards import make, score_with
 from tests.usp.rlhf.environments.test_sandbox import needs_protection
 from usp.rlhf.algorithms.rewards import load_reward_function
 from usp.rlhf.environments.episodes import Processes
+from usp.rlhf.environments.outside import Unscored
 from usp.rlhf.environments.ready_rewards import CodeTests, Judge, Pattern, match
 from usp.rlhf.graph import Reduce
 
@@ -85,7 +86,7 @@ def test_a_judge_replies_a_number(model: Any) -> None:
     model.replies = ["0.5", "", "I say\n0.75"]
     assert judge("p", "r", "a") == 0.75
     model.replies = ["Rather good, 9/10"]
-    with pytest.raises(ConnectionError, match="failed 3 times: ValueError"):
+    with pytest.raises(Unscored, match="the judge's reply ends without a number: 'Rather good, 9/10'"):
         judge("p", "r", "a")
     assert len(model.asked) == 6
     with pytest.raises(ConnectionError, match="failed 1 times: "):

@@ -175,6 +175,6 @@ def test_the_process_of_an_environment_runs_the_tools(tmp_path: Path) -> None:
         processes.ask(0, call("calculator", expression="2 * 3"), {"prompt": "p", "answer": "a"})
         assert answer(processes, {0})[0].observation == "\n<tool_response>\n6\n</tool_response>\n"
         processes.ask(0, "6", None)
-        assert answer(processes, {0})[0] == (0, None, 1.5, True, "", "")
+        assert answer(processes, {0})[0] == (0, None, 1.5, True, "", "", "")
     finally:
         processes.close()
