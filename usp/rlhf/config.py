@@ -172,7 +172,8 @@ class RewardConfig:
     the sample out."""
 
     reward_processes: AtLeast0 = 0
-    """Processes beside each rank that call the reward function, at most; for slow ones. 0: the rank calls it."""
+    """Processes beside each rank that call the reward function, at most; for slow ones. 0: the rank calls it, except
+    math and regex, which one process calls."""
     reward_timeout: Positive = 60.0
     """Seconds of a call in --reward-processes, which is ended after that."""
 

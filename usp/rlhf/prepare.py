@@ -57,6 +57,7 @@ from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConf
 from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
 from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import REWARD, SLOW
+from .environments.sandbox import LIMITS, cgroup
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
 from .graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
@@ -164,6 +165,8 @@ def prepare(
     options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, episodes, specs["actor"]))
     graph = attempt(lambda: _graph(config, options, algorithms, tokenizer)) if options else None
     problems.check()
+    if launch.rank == 0 and not strict:
+        _warn_without_cgroup(config)
     assert options is not None and graph is not None
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
     problems += _graph_violations(config, algorithm, options, graph, specs)
@@ -368,6 +371,14 @@ def _about(given: str, load: Callable[[], T]) -> T:
 def _toolbox(config: RlhfConfig) -> list[dict[str, Any]]:
     """Return the schemas of --tools."""
     return _about("--tools = ", lambda: Toolbox(texts(config.tools, "--tools", apart=",")).check())
+
+
+def _warn_without_cgroup(config: RlhfConfig) -> None:
+    """Warn where the memory of a policy's programs is bounded for each of their processes alone."""
+    named = [config.reward_function, *(texts(config.tools, "--tools", apart=",") if config.tools else ())]
+    if {"code", "python"} & {each.partition("=")[0] for each in named} and cgroup() is None:
+        bound = f"{LIMITS.memory / GIB:g} GiB for each of its {LIMITS.processes} processes"
+        warn(f"this machine has no cgroup to bound the memory of a policy's program: it has {bound} (docs/sandbox.md)")
 
 
 def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> Episodes | None:

@@ -2,51 +2,79 @@
 
     run_python --request--> guard, this file as a script --namespaces, limits--> python -I main.py
 
-    files         a mount namespace whose root holds the interpreter, read-only, and an empty folder of limited size;
-                  and Landlock, alone where namespaces are not allowed
-    network       a network namespace, whose loopback is down
+    files         a mount namespace whose root holds the interpreter and the system's programs, read-only, and folders
+                  of limited size and number of files; and Landlock, alone where namespaces are not allowed
+    network       seccomp, which leaves the sockets of one host; a network namespace without those of others
     processes     a PID namespace, which ends with the program, and RLIMIT_NPROC of a user that has no others
-    CPU seconds, memory, a file's size             RLIMIT_CPU, RLIMIT_AS, RLIMIT_FSIZE
+    memory        RLIMIT_AS of each process; seccomp, without what no limit counts; and a cgroup for all of it, where
+                  the machine has one to give (version 2, with the memory controller, that this user may write to)
+    CPU seconds, a file's size, open files         RLIMIT_CPU, RLIMIT_FSIZE, RLIMIT_NOFILE
     seconds, output                                the caller, who ends the program, and keeps a part of what it prints
 
-All of it are system calls (man 7 namespaces, man 7 landlock), with and without root. Only the standard library is
-imported: environments run this beside the ranks."""
+All of it are system calls (man 7 namespaces, landlock, cgroups; man 2 seccomp), with and without root. Only the
+standard library is imported: environments run this beside the ranks."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import platform
 import resource
+import secrets
 import selectors
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 READY = b"ready\n"  # what a guard prints before the program, or else what is missing
 FOLDER = "/sandbox"  # where a program runs
+SHARED = ("/tmp", "/dev/shm")  # other folders of its own, of the same size together
+NOBODY = 65534
 OWNERS = 1 << 20  # with root, programs belong to users from here on: one for each process number, and nobody's
 # From linux/sched.h, sys/mount.h, linux/prctl.h and linux/landlock.h, whose calls have one number everywhere.
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE, RELATIME = 1, 2, 4, 32, 4096, 1 << 14, 1 << 18, 1 << 21
 LOCKED = RDONLY | NOSUID | NODEV | 8 | 1024 | 2048  # flags of a mount that a user namespace must keep; as in statvfs
-DETACH, PDEATHSIG, NO_NEW_PRIVS = 2, 1, 38
+DETACH, PDEATHSIG, NO_NEW_PRIVS, SECCOMP, BY_FILTER = 2, 1, 38, 22, 2
+NEW = NEWNS | NEWIPC | NEWUSER | NEWPID | NEWNET | 0x2000000 | 0x4000000  # and CGROUP, UTS
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # number of rights by version of Landlock; later ones have 16
+SCOPED = 6  # the version from which Landlock keeps signals and abstract sockets inside
 READ, OF_FILES = 1 << 0 | 1 << 2 | 1 << 3, 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+CGROUPS, PROCS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"), "cgroup.procs"
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# By seccomp(2), for x86_64 and aarch64: the architecture as the kernel audits it, and numbers of system calls.
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+CLONE, CLONE3, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
+FORBIDDEN = (
+    # memory that no limit counts
+    "memfd_create 319 279, memfd_secret 447 447, vmsplice 278 75, userfaultfd 323 282, bpf 321 280, mq_open 240 180",
+    "shmget 29 194, shmat 30 196, semget 64 190, msgget 68 186, perf_event_open 298 241, io_setup 206 0",
+    "io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427",
+    # namespaces and mounts of its own
+    "unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, open_tree 428 428",
+    "move_mount 429 429, fsopen 430 430, fsmount 432 432",
+    # other processes, and keys of the user
+    "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271",
+    "add_key 248 217, request_key 249 218, keyctl 250 219",
+)
 
 
 class Limits(NamedTuple):
-    """Limits of a program: seconds, CPU seconds and bytes of memory of a process, bytes of its folder and of the output
-    that is kept, and processes at a time, with threads."""
+    """Limits of a program: seconds, CPU seconds and bytes of memory of a process (where there is a cgroup, of all),
+    bytes of its folders and of the output that is kept, processes at a time, with threads, open files of a process, and
+    files in its folders."""
 
     seconds: float = 10.0
     cpu_seconds: int = 5
@@ -54,6 +82,8 @@ class Limits(NamedTuple):
     files: int = 1 << 26
     output: int = 1 << 13
     processes: int = 8
+    open_files: int = 64
+    inodes: int = 4096
 
 
 LIMITS = Limits()
@@ -79,9 +109,9 @@ def run_python(code: str, stdin: str = "", limits: Limits = LIMITS, unprotected:
 
     Raises Unprotected, naming what is missing.
     """
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder, memory_group(limits, cgroup()) as group:
         request = {"code": code, "stdin": stdin, "limits": limits, "folder": folder, "unprotected": unprotected}
-        request |= {"python": sys.executable, "prefixes": [sys.prefix, sys.base_prefix]}
+        request |= {"python": sys.executable, "prefixes": [sys.prefix, sys.base_prefix], "group": group}
         command, pipe = [sys.executable, "-I", "-S", __file__], subprocess.PIPE
         guard = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -123,6 +153,46 @@ def _exchange(guard: subprocess.Popen[bytes], request: bytes, limits: Limits) ->
     return True, bytes(begin), left_out, bytes(end)
 
 
+@contextmanager
+def memory_group(limits: Limits, parent: Path | None) -> Iterator[str]:
+    """Yield the folder of a new cgroup of limited memory, which a guard enters; "" without a parent. What is left in it
+    is killed at the end. Raises OSError if it cannot be limited."""
+    if parent is None:
+        yield ""
+        return
+    group = parent / f"usp-sandbox-{secrets.token_hex(8)}"
+    group.mkdir()
+    try:
+        (group / "memory.max").write_text(str(limits.memory + limits.files))
+        (group / "pids.max").write_text(str(4 + limits.processes))  # with the guard's
+        if (group / "memory.swap.max").exists():
+            (group / "memory.swap.max").write_text("0")
+        yield str(group)
+    finally:
+        with suppress(OSError):  # before Linux 5.14; the PID namespace has ended already
+            (group / "cgroup.kill").write_text("1")
+        for _ in range(100):
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.01)  # its last process is about to go
+
+
+def cgroup(own: Path = Path("/proc/self/cgroup"), roots: Iterable[str] = CGROUPS) -> Path | None:
+    """Return the nearest cgroup around this process of whose children this user may limit the memory; None without."""
+    for root in map(Path, roots):
+        with suppress(OSError, StopIteration):
+            name = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+            inside = Path(os.path.normpath(f"{root}/{name}"))
+            for place in (inside, *inside.parents):
+                if not place.is_relative_to(root):
+                    break
+                controls = (place / "cgroup.subtree_control").read_text().split()
+                if {"memory", "pids"} <= {*controls} and all(os.access(x, os.W_OK) for x in (place, place / PROCS)):
+                    return place
+    return None
+
+
 # In the guard's process
 
 
@@ -141,7 +211,8 @@ def call(name: str, *arguments: Any) -> int:
 def needed_paths(python: str, prefixes: Iterable[str]) -> list[str]:
     """Return what an interpreter reads: its installations, the system's libraries, and itself, under every name."""
     paths = {*prefixes} - {"/", "/usr", "/usr/local"}
-    paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/dev/null", python}
+    paths |= {"/bin", "/usr/bin", "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"}
+    paths |= {*DEVICES, "/proc/cpuinfo", python}  # torch reads that, and complains
     link = Path(python)
     while link.is_symlink():
         link = Path(os.path.normpath(link.parent / link.readlink()))
@@ -149,17 +220,25 @@ def needed_paths(python: str, prefixes: Iterable[str]) -> list[str]:
     return sorted(path for path in paths if Path(path).exists())
 
 
-def isolate(root: str, paths: Iterable[str], limits: Limits, owner: int) -> None:
-    """Enter namespaces whose root, built at `root`, holds only `paths` and an empty folder of an owner (0: oneself).
-    Raises OSError where that is not allowed. The next child is in the PID namespace."""
+def isolate(root: str, paths: Iterable[str], limits: Limits, owner: int) -> int:
+    """Enter namespaces whose root, built at `root`, holds only `paths` and empty folders of a user, which is returned:
+    an owner where this process may become it, or else 0: this process itself. Raises OSError where namespaces are not
+    allowed. The next child is in the PID namespace."""
     uid, gid, new = os.geteuid(), os.getegid(), NEWNS | NEWIPC | NEWPID | NEWNET
-    call("unshare", new if owner else new | NEWUSER)
+    if owner:
+        try:  # as root, but not that of a user namespace without such a user
+            os.chown(root, owner, owner)
+            call("unshare", new)
+        except OSError:
+            owner = 0
     if not owner:
+        call("unshare", new | NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        Path("/proc/self/uid_map").write_text(f"{uid or NOBODY} {uid} 1")  # not root in there: it loses all rights
+        Path("/proc/self/gid_map").write_text(f"{gid or NOBODY} {gid} 1")
     call("mount", None, b"/", None, REC | PRIVATE, None)
-    call("mount", b"tmpfs", root.encode(), b"tmpfs", NOSUID | NODEV, f"mode=755,size={limits.files}".encode())
+    options = f"mode=755,size={limits.files},nr_inodes={limits.inodes}".encode()
+    call("mount", b"tmpfs", root.encode(), b"tmpfs", NOSUID | NODEV, options)
     for path in paths:
         place = Path(root + path)
         if Path(path).is_dir():
@@ -170,20 +249,54 @@ def isolate(root: str, paths: Iterable[str], limits: Limits, owner: int) -> None
         call("mount", path.encode(), bytes(place), None, BIND | REC, None)
         flags = os.statvfs(place).f_flag
         keep = flags & LOCKED | (RELATIME if flags & 4096 else 0)
-        call("mount", None, bytes(place), None, REMOUNT | BIND | RDONLY | keep, None)
-    Path(root + FOLDER).mkdir()
-    os.chown(root + FOLDER, owner or uid, owner or gid)
+        call("mount", None, bytes(place), None, REMOUNT | BIND | RDONLY | NOSUID | keep, None)
+    for folder in (FOLDER, *SHARED):
+        place = Path(root + folder)
+        place.mkdir(parents=True, exist_ok=True)
+        os.chown(place, owner or uid or NOBODY, owner or gid or NOBODY)
     os.chdir(root)
     call("pivot_root", b".", b".")
     call("umount2", b".", DETACH)
+    return owner
+
+
+def forbid() -> None:
+    """Take system calls from this process and its children for good: those of `FORBIDDEN`, and sockets but those of
+    one host (AF_UNIX). Raises OSError where the kernel has no such filter, or this file none for the architecture."""
+    machine = platform.machine()
+    if machine not in ARCHITECTURES:
+        raise OSError(f"there is no filter for {machine}")
+    column = [*ARCHITECTURES].index(machine)
+    load, equal, at_least, same, give = 0x20, 0x15, 0x35, 0x45, 0x06  # of classic BPF; same: a bit is set
+    allow, kill, deny = 0x7FFF0000, 0x80000000, 0x50000
+    program = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
+    if machine == "x86_64":
+        program += [(at_least, 0, 1, 1 << 30), (give, 0, 0, kill)]  # the x32 calls
+    for named in ", ".join(FORBIDDEN).split(", "):
+        program += [(equal, 0, 1, int(named.split()[1 + column])), (give, 0, 0, deny | errno.EPERM)]
+    program += [(equal, 0, 1, CLONE3[column]), (give, 0, 0, deny | errno.ENOSYS)]  # the C library takes clone instead
+    program += [(equal, 0, 3, CLONE[column]), (load, 0, 0, 16), (same, 0, 1, NEW), (give, 0, 0, deny | errno.EPERM)]
+    program += [(load, 0, 0, 0)]
+    program += [(equal, 1, 0, SOCKET[column]), (equal, 0, 3, SOCKETPAIR[column]), (load, 0, 0, 16)]
+    program += [(equal, 1, 0, socket.AF_UNIX), (give, 0, 0, deny | errno.EAFNOSUPPORT), (give, 0, 0, allow)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
+    call("prctl", SECCOMP, BY_FILTER, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)
 
 
 def confine_files(paths: Iterable[str], folder: str) -> None:
-    """Allow this process and its children only to read `paths` and to use a folder, by Landlock. Raises OSError."""
+    """Allow this process and its children only to read `paths`, to use a folder and devices, and to signal each other,
+    by Landlock. Raises OSError."""
     version = call("syscall", CREATE_RULESET, None, 0, 1)
     everything = (1 << FS_RIGHTS.get(version, 16)) - 1
-    rules = call("syscall", CREATE_RULESET, struct.pack("=Q", everything), 8, 0)
-    for path, rights in [*((path, READ) for path in paths), (folder, everything), ("/dev/null", READ | 2)]:
+    attributes = struct.pack("=QQQ", everything, 0, 3 if version >= SCOPED else 0)
+    rules = call("syscall", CREATE_RULESET, attributes, 24 if version >= SCOPED else 8, 0)
+    own = [each for each in SHARED if folder == FOLDER]  # where they are not everyone's
+    devices = [each for each in DEVICES if Path(each).exists()]
+    for path, rights in [
+        *((path, READ) for path in paths),
+        *((path, everything) for path in (folder, *own)),
+        *((path, READ | 2) for path in devices),
+    ]:
         place = os.open(path, os.O_PATH)
         rights &= everything if Path(path).is_dir() else everything & OF_FILES
         call("syscall", ADD_RULE, rules, 1, struct.pack("=Qi", rights, place), 0)
@@ -206,8 +319,10 @@ def protect(request: dict[str, Any], limits: Limits) -> tuple[str, list[str]]:
         return folder, [f"files, network and processes are not confined on {sys.platform}"]
     call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     owner = 0 if os.geteuid() else OWNERS + os.getpid()
+    if request["group"]:
+        (Path(request["group"]) / PROCS).write_text("0")
     try:
-        isolate(folder, paths, limits, owner)
+        owner = isolate(folder, paths, limits, owner)
         folder, paths = FOLDER, ["/"]
         for _ in range(2):  # the first child begins the namespace, and ends it when the second, the program, ends
             if child := os.fork():
@@ -218,7 +333,7 @@ def protect(request: dict[str, Any], limits: Limits) -> tuple[str, list[str]]:
             os.setresgid(owner, owner, owner)
             os.setresuid(owner, owner, owner)
     except OSError as error:
-        missing.append(f"namespaces ({error.strerror}), and so the network and the number of processes")
+        missing.append(f"namespaces ({error.strerror}), and so the number of processes, and others out of sight")
     try:
         call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
         confine_files(paths, folder)
@@ -227,25 +342,43 @@ def protect(request: dict[str, Any], limits: Limits) -> tuple[str, list[str]]:
     return folder, missing
 
 
+def limit(limits: Limits, missing: list[str]) -> None:
+    """Limit this process and its children, and add to what is missing."""
+    for kind, most in (
+        (resource.RLIMIT_CPU, limits.cpu_seconds),
+        (resource.RLIMIT_AS, limits.memory),
+        (resource.RLIMIT_FSIZE, limits.files),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, limits.processes if kind == resource.RLIMIT_NPROC else most))
+    if sys.platform != "linux":
+        return
+    with suppress(OSError):  # as it should be
+        if not (child := os.fork()):
+            os._exit(0)
+        os.waitpid(child, 0)
+        missing += [] if missing else ["the number of processes (this user is root outside, whom no limit counts)"]
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits.processes, limits.processes))
+    try:
+        forbid()
+    except OSError as error:
+        missing.append(f"seccomp ({error}), and so memory that no limit counts, and sockets")
+
+
 def main() -> None:
     """Read a request, and become the program."""
     request = json.load(sys.stdin)
     limits = Limits(*request["limits"])
     folder, missing = protect(request, limits)
-    if missing and not request["unprotected"]:
-        sys.exit(f"this machine cannot protect itself from programs: {'; '.join(missing)}")
     os.chdir(folder)
     for name, text in (("main.py", request["code"]), ("stdin", request["stdin"])):
         Path(name).write_text(text, "utf-8", "surrogatepass")
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
-    for limit, most in (
-        (resource.RLIMIT_CPU, limits.cpu_seconds),
-        (resource.RLIMIT_AS, limits.memory),
-        (resource.RLIMIT_FSIZE, limits.files),
-        (resource.RLIMIT_NPROC, limits.processes),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(limit, (most, most))
+    limit(limits, missing)
+    if missing and not request["unprotected"]:
+        sys.exit(f"this machine cannot protect itself from programs: {'; '.join(missing)}")
     sys.stdout.buffer.write(READY)
     sys.stdout.flush()
     home = {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.usp.rlhf.environments import attacks
 from usp.rlhf.environments import sandbox
-from usp.rlhf.environments.sandbox import Limits, Ran, Unprotected, run_python
+from usp.rlhf.environments.sandbox import Limits, Ran, Unprotected, cgroup, memory_group, run_python
 
 FILE = Path(sandbox.__file__)
 
@@ -31,7 +35,7 @@ NOT_THERE, FORBIDDEN = "FileNotFoundError", "PermissionError"
 FAULTS = {
     "a file": (f"open({str(FILE)!r})", NOT_THERE),
     "users": ("open('/etc/passwd')", NOT_THERE),
-    "processes": ("import os; os.listdir('/proc')", NOT_THERE),
+    "processes": ("import os; os.listdir('/proc/1')", NOT_THERE),
     "memory": ("bytearray(10**10)", "MemoryError"),
     "a large file": ("open('x', 'wb').write(bytes(1 << 27))", "No space left on device"),
     "many files": ("for i in range(99): open(f'{i}', 'wb').write(bytes(1 << 20))", "No space left on device"),
@@ -67,9 +71,7 @@ def test_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ran = run_python(f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)")
-        assert "Network is unreachable" in ran.output
-    ran = run_python("import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))")
-    assert "Network is unreachable" in ran.output
+        assert "Address family not supported by protocol" in ran.output
 
 
 @needs_protection
@@ -95,28 +97,89 @@ def test_nothing_of_a_program_outlives_it() -> None:
     assert ran.ended == "" and time.monotonic() - begin < 500
 
 
+def missing_for(kind: str) -> str:
+    """Why the attacks of a kind of user cannot be tried here."""
+    if kind == "root":
+        return missing() or ("" if os.geteuid() == 0 else "this is not root")
+    if os.geteuid() != 0 or not all(map(shutil.which, ("setpriv", "unshare"))):
+        return "it takes root, setpriv and unshare to become another user"
+    return "" if Path("/usr/bin/python3").exists() else "no interpreter that every user may read"
+
+
+@pytest.mark.parametrize("kind", attacks.KINDS)
+def test_attacks_see_nothing_of_the_machine_and_are_bounded(kind: str) -> None:
+    if why := missing_for(kind):
+        pytest.skip(why)
+    seen = attacks.seen_by(kind)
+    assert seen.keys() == attacks.MEANS.keys()
+    for attack, saw in seen.items():
+        assert not saw.startswith(attacks.REACHED), (attack, saw)
+    numbers = {name: int(saw.split(" after ")[1].split()[0]) for name, saw in seen.items() if " after " in saw}
+    most = {"files in memory": 16, "inodes": 4100, "open files": 64, "processes": 8, "threads": 8, "pipes": 4}
+    assert all(numbers[name] <= bound for name, bound in most.items()), numbers
+    assert numbers["socket buffers"] <= 32 and numbers["processes"] >= 4
+
+
 @needs_protection
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-def test_a_user_without_root_is_protected_in_the_same_way(tmp_path: Path) -> None:
-    python = Path("/usr/bin/python3")
-    if not python.exists():
-        pytest.skip("no interpreter that every user may read")
-    copy = tmp_path / "sandbox.py"
-    copy.write_text(FILE.read_text())
+def test_what_programs_need_is_there() -> None:
     program = """
-from sandbox import run_python
-print(run_python('import os; print(os.listdir("/"), os.getuid()); open("/etc/passwd")').output)
-print(run_python('import os\\nfor _ in range(99): os.fork()').output)
+import multiprocessing, subprocess, torch
+from multiprocessing.shared_memory import SharedMemory
+with multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, 2]))
+made = SharedMemory(create=True, size=100); made.close(); made.unlink()
+print(subprocess.run("echo $((1 + 1))", shell=True, capture_output=True, text=True).stdout, open("/dev/urandom", "rb"))
+print(float(torch.ones(3).sum()))
 """
-    for folder in (tmp_path, *tmp_path.parents[:-2]):
-        folder.chmod(folder.stat().st_mode | 0o011)
-    copy.chmod(0o644)
-    tmp_path.chmod(0o755)
-    ran = subprocess.run(
-        [python, "-c", program], cwd=tmp_path, env={}, user=65534, group=65534, extra_groups=[], capture_output=True
-    )
-    said = ran.stdout.decode()
-    assert "65534" in said and NOT_THERE in said and "BlockingIOError" in said, ran.stderr.decode()
+    ran = run_python(program, limits=Limits(seconds=600, cpu_seconds=200))
+    assert ran == Ran("[1, 2]\n2\n <_io.BufferedReader name='/dev/urandom'>\n3.0\n", 0)
+
+
+def cgroups_in(tmp_path: Path, own: str, **controls: str) -> tuple[Path, Path]:
+    """A file like /proc/self/cgroup, and a tree of cgroups, the names with __ for a slash."""
+    for name, control in controls.items():
+        group = tmp_path / "root" / name.replace("__", "/")
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "cgroup.subtree_control").write_text(control)
+        (group / "cgroup.procs").touch()
+    (tmp_path / "own").write_text(f"4:memory:/elsewhere\n0::{own}\n")
+    return tmp_path / "own", tmp_path / "root"
+
+
+def test_the_nearest_cgroup_that_gives_memory_is_found_and_limited(tmp_path: Path) -> None:
+    own, root = cgroups_in(tmp_path, "/user/run", user="cpu memory pids\n", user__run="")
+    assert cgroup(own, [str(root)]) == root / "user"
+    assert cgroup(own, [str(tmp_path / "none"), str(root)]) == root / "user"
+    (root / "user" / "cgroup.subtree_control").write_text("cpu pids\n")
+    assert cgroup(own, [str(root)]) is None
+    own.write_text("4:memory:/only version 1\n")
+    assert cgroup(own, [str(root)]) is None
+    with memory_group(Limits(memory=1000, files=24, processes=5), root / "user") as folder:
+        group = Path(folder)
+        assert group.parent == root / "user" and (group / "memory.max").read_text() == "1024"
+        assert (group / "pids.max").read_text() == "9"
+        for file in group.iterdir():  # as a cgroup's are, these are no obstacle to its end
+            file.unlink()
+    assert [each.name for each in group.iterdir()] == ["cgroup.kill"]  # what is left in it is ended
+    with memory_group(Limits(), None) as folder:
+        assert folder == ""
+
+
+@needs_protection
+def test_the_guard_enters_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, root = cgroups_in(tmp_path, "/", user="memory pids")
+    entered: list[str] = []
+    group = sandbox.memory_group
+
+    @contextmanager
+    def watched(limits: Limits, parent: Path | None) -> Iterator[str]:
+        with group(limits, root / "user") as folder:
+            yield folder
+            entered.append((Path(folder) / "cgroup.procs").read_text())
+            for file in Path(folder).iterdir():
+                file.unlink()
+
+    monkeypatch.setattr(sandbox, "memory_group", watched)
+    assert run_python("print('inside')").output == "inside\n" and entered == ["0"]
 
 
 def test_files_are_confined_by_landlock_alone(tmp_path: Path) -> None:
@@ -145,13 +208,12 @@ def test_without_namespaces_a_program_is_refused_unless_it_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "sandbox.py"
-    copy.write_text(
-        FILE.read_text().replace(
-            '    call("unshare",', '    raise PermissionError(1, "not permitted")\n    call("unshare",'
-        )
-    )
+    refused = '    raise PermissionError(1, "not permitted")\n    uid, gid, new ='
+    copy.write_text(FILE.read_text().replace("    uid, gid, new =", refused))
     monkeypatch.setattr(sandbox, "__file__", str(copy))
-    with pytest.raises(Unprotected, match=r"namespaces \(not permitted\), and so the network and the number"):
+    with pytest.raises(Unprotected, match=r"namespaces \(not permitted\), and so the number of processes, and others"):
         run_python("print('no')")
     ran = run_python(f"print(input())\nopen({str(copy)!r})", "hello", unprotected=True)
     assert ran.output.startswith("hello\n") and FORBIDDEN in ran.output  # Landlock holds
+    ran = run_python("import os, socket\ntry: socket.socket()\nfinally: os.memfd_create('x')", unprotected=True)
+    assert "Address family not supported" in ran.output and "Operation not permitted" in ran.output  # as does seccomp
