@@ -98,6 +98,17 @@ def test_a_failing_environment_stops_the_run_or_leaves_the_sample_out(
         assert metrics["reward_failures"] == len(lines) and torch.tensor(metrics["score"]).isfinite()
 
 
+def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, data: str, tmp_path: Path) -> None:
+    config = replace(CONFIG, data=data, environment=f"{FILE}:Pages", prompts=2, sp_ulysses=2, output=str(tmp_path))
+    found = ranks.run(metrics_of, 2, config)[0]
+    assert len(found) == config.steps == 2 and sum(each["reward_failures"] for each in found) > 0
+    lines = [json.loads(line) for line in (tmp_path / "bad-samples.jsonl").read_text("ascii").splitlines()]
+    assert len(lines) == sum(each["reward_failures"] for each in found)
+    assert {line["blame"] for line in lines} == {"text"}
+    assert all("Unscored: no number" in line["error"] and len(line["error"]) < 600 for line in lines)
+    assert all(torch.tensor(each["score"]).isfinite() for each in found)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from usp.rlhf.environments.episodes import Processes, score_of_failure
-from usp.rlhf.environments.outside import REWARD_CODE, TEXT, Unscored, clean, one_line
+from usp.rlhf.environments.outside import ENVIRONMENT, REWARD_CODE, TEXT, Unscored, clean, one_line
 from usp.rlhf.environments.ready_rewards import READY_REWARDS, from_spec
 from usp.rlhf.graph import Reduce
 from usp.rlhf.samples import Samples
@@ -48,14 +48,14 @@ class RewardFailed(UserCodeFailed):
     """
 
     def __init__(self, record: dict[str, Any]) -> None:
-        who, needs = "reward function", "; it must return a finite number for every response"
-        if "turn" in record:  # of an episode
-            who = who if record["blame"] == REWARD_CODE else "environment"
-            needs = f" (in turn {record['turn']})"
-        if record["blame"] == TEXT:
-            needs += "; the response is the cause"
         sample = f"sample {record['sample']} (prompt_index {record['prompt_index']})"
-        super().__init__(f"the {who} failed for {sample}: {record['error']}{needs}")
+        turn = f" (in turn {record['turn']})" if "turn" in record else ""  # of an episode
+        if record["blame"] == TEXT:
+            super().__init__(f"what the policy wrote leaves {sample} without a score: {record['error']}{turn}")
+        else:
+            needs = turn or "; it must return a finite number for every response"
+            who = "environment" if record["blame"] == ENVIRONMENT else "reward function"
+            super().__init__(f"the {who} failed for {sample}: {record['error']}{needs}")
         self.record = record
 
 

@@ -52,4 +52,4 @@ def read_json(text: str | bytes | bytearray) -> Any:
 
 def one_line(error: BaseException) -> str:
     """Return the type of an error and what it says, in one line."""
-    return clean(" ".join(f"{type(error).__name__}: {error}"[:4000].split()), 2000)
+    return clean(" ".join(f"{type(error).__name__}: {error}"[:2000].split()), 500)

@@ -319,8 +319,11 @@ def protect(request: dict[str, Any], limits: Limits) -> tuple[str, list[str]]:
         return folder, [f"files, network and processes are not confined on {sys.platform}"]
     call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     owner = 0 if os.geteuid() else OWNERS + os.getpid()
-    if request["group"]:
-        (Path(request["group"]) / PROCS).write_text("0")
+    try:
+        if request["group"]:
+            (Path(request["group"]) / PROCS).write_text("0")
+    except OSError as error:
+        missing.append(f"its cgroup {request['group']} ({error.strerror}), and so the memory")
     try:
         owner = isolate(folder, paths, limits, owner)
         folder, paths = FOLDER, ["/"]
@@ -348,13 +351,13 @@ def limit(limits: Limits, missing: list[str]) -> None:
         (resource.RLIMIT_CPU, limits.cpu_seconds),
         (resource.RLIMIT_AS, limits.memory),
         (resource.RLIMIT_FSIZE, limits.files),
-        (resource.RLIMIT_NPROC, 0),
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (most, limits.processes if kind == resource.RLIMIT_NPROC else most))
+        resource.setrlimit(kind, (most, most))
     if sys.platform != "linux":
         return
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, limits.processes))
     with suppress(OSError):  # as it should be
         if not (child := os.fork()):
             os._exit(0)

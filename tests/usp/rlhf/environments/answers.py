@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from usp.rlhf.environments.outside import Unscored
 from usp.rlhf.environments.tools import calculate
 
 
@@ -81,6 +82,16 @@ class Fragile(Text):
         if self.turns == 2:
             raise RuntimeError("no more")
         return super().step(turn)
+
+
+class Pages(Text):
+    """Answer with pages that no tokenizer takes, or that are far too long; some responses are beyond scoring."""
+
+    def step(self, turn: str) -> tuple[str, float, bool]:
+        _, reward, done = super().step(turn)
+        if self.turns == 3:
+            raise Unscored("no number: \ud83d" + "x" * 10**6)
+        return "\ud83d" if len(turn) % 2 else "page " * 10**6, reward, done
 
 
 class Silent:
