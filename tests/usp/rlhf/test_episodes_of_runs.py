@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import RankPool
+from tests.usp.rlhf.environments.test_sandbox import needs_protection
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.prepare import prepare
 from usp.rlhf.trainer import RlhfTrainer
@@ -96,6 +97,19 @@ def test_a_failing_environment_stops_the_run_or_leaves_the_sample_out(
         changed = replace(config, reward_failure=failure, output=str(tmp_path / failure))
         (metrics,) = ranks.run(metrics_of, 2, changed)[0]
         assert metrics["reward_failures"] == len(lines) and torch.tensor(metrics["score"]).isfinite()
+
+
+@needs_protection
+def test_a_run_warns_where_the_memory_of_programs_is_bounded_for_each_process_alone(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for tools, found, warned in (("python", None, True), ("python", tmp_path, False), ("calculator", None, False)):
+        monkeypatch.setattr("usp.rlhf.prepare.cgroup", lambda found=found: found)
+        prepare(replace(CONFIG, data=data, environment="tools", tools=tools, output=str(tmp_path / "run")), Launch())
+        said = capsys.readouterr().err
+        assert (
+            "has no cgroup to bound the memory of a policy's program: it has 1 GiB for each of its 8" in said
+        ) == warned
 
 
 def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, data: str, tmp_path: Path) -> None:

@@ -26,17 +26,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[3])  # instead of this folder, whose files are no modules of the user's
 
-from usp.rlhf.environments.outside import (
-    ENVIRONMENT,
-    LONGEST,
-    REWARD_CODE,
-    TEXT,
-    Unscored,
-    clean,
-    cleaned,
-    one_line,
-    read_json,
-)
+from usp.rlhf.environments import outside
+from usp.rlhf.environments.outside import ENVIRONMENT, REWARD_CODE, TEXT, clean, one_line
 from usp.rlhf.environments.ready_rewards import (
     MOST_SCORE,
     READY_REWARDS,
@@ -109,9 +100,7 @@ class Processes:
         self._environment, self._timeout = environment, timeout
         self._settings = json.dumps({"seconds": TOOL_SHARE * timeout, **(settings or {})})
         by_text = environment in (TOOLS, REWARD) and (settings or {})["reward"].partition("=")[0] in TEXT_REWARDS
-        self._blame = (
-            TEXT if by_text else REWARD_CODE if environment == REWARD else ENVIRONMENT
-        )  # if a process is ended
+        self._blame = TEXT if by_text else REWARD_CODE if environment == REWARD else ENVIRONMENT  # if a process ends
         self._of_episode: dict[int, _Process] = {}
         self._free: list[_Process] = []
         self._lost: list[Answer] = []
@@ -198,7 +187,7 @@ class Processes:
             yield self._end(process, f"its answer is longer than {MOST_BYTES:,} bytes")
         elif process.read.endswith(b"\n"):
             try:
-                answer = Answer(process.number, **read_json(process.read))
+                answer = Answer(process.number, **outside.read_json(process.read))
             except (ValueError, TypeError):
                 yield self._end(process, "it wrote something else to the run than its answer")
             else:
@@ -253,12 +242,8 @@ class Episodes:
 
     def exceeds(self, observation: Observation) -> bool:
         """Return whether an observation is too long for its tokens to be counted: `CHARACTERS` for each of them."""
-        texts = (
-            [observation]
-            if isinstance(observation, str)
-            else (json.dumps(each, ensure_ascii=False) for each in observation)
-        )
-        return sum(map(len, texts)) > CHARACTERS * self.max_observation_tokens
+        text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
+        return len(text) > CHARACTERS * self.max_observation_tokens
 
     def take_failures(self) -> list[dict[str, Any]]:
         """Return `failures`, and forget them."""
@@ -323,8 +308,8 @@ def checked(returned: Any) -> dict[str, Any]:
         raise ValueError(f"the observation {observation!r:.200} must be text, or a list of messages")
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MOST_SCORE:
         raise ValueError(f"the reward {reward!r:.200} must be a finite number")
-    most = LONGEST if isinstance(observation, str) else LONGEST // max(1, len(observation or ()))
-    return {"observation": cleaned(observation, most), "reward": float(reward), "done": bool(done)}
+    most = outside.LONGEST if isinstance(observation, str) else outside.LONGEST // max(1, len(observation or ()))
+    return {"observation": outside.cleaned(observation, most), "reward": float(reward), "done": bool(done)}
 
 
 def main() -> None:
@@ -344,12 +329,9 @@ def main() -> None:
                 environment.reset(asked["sample"])
             answer = checked(environment.step(asked["turn"]))
         except (Exception, SystemExit) as error:
-            blame = TEXT if isinstance(error, Unscored) else getattr(environment, "blames", ENVIRONMENT)
-            answer = {
-                "error": f"it raised {one_line(error)}",
-                "traceback": clean(traceback.format_exc()),
-                "blame": blame,
-            }
+            blame = TEXT if isinstance(error, outside.Unscored) else getattr(environment, "blames", ENVIRONMENT)
+            answer = {"error": f"it raised {one_line(error)}", "traceback": clean(traceback.format_exc())}
+            answer["blame"] = blame
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
