@@ -61,7 +61,7 @@ def episodes() -> Episodes:
 def test_no_turn_of_a_policy_fails_its_environment(chat: bool, episodes: Episodes, exhaustive: bool) -> None:
     draw, environment, slowest = random.Random(7 + chat), tools(), 0.0
     environment._chat = chat
-    for _ in range(2000 if exhaustive else 60):
+    for _ in range(2000 if exhaustive else 25):
         turn = hostile.turn(draw)
         begin = time.process_time()
         returned = checked(environment.step(turn))
@@ -76,7 +76,7 @@ def test_no_turn_of_a_policy_fails_its_environment(chat: bool, episodes: Episode
 
 def test_no_answer_of_a_tool_fails_its_environment(episodes: Episodes, exhaustive: bool) -> None:
     draw, refused, slowest = random.Random(3), 0, 0.0
-    for _ in range(2000 if exhaustive else 60):
+    for _ in range(2000 if exhaustive else 25):
         returned = hostile.answer(draw)
         begin = time.process_time()
         try:
@@ -98,7 +98,7 @@ def test_every_reply_of_a_server_is_answered(exhaustive: bool) -> None:
     draw, slowest = random.Random(5), 0.0
     toolbox = Toolbox([f"mcp={json.dumps({'command': f'{sys.executable} -I -S {SERVER}', 'timeout': 60})}"])
     try:
-        for _ in range(2000 if exhaustive else 40):
+        for _ in range(2000 if exhaustive else 20):
             begin = time.monotonic()
             said = toolbox.run("echo", {"texts": [hostile.reply(draw)]})
             assert said.encode() is not None and len(said) <= (1 << 14) + 100
