@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -264,13 +264,20 @@ class Command:
         """Run the program on this rank of the launch that `environ` describes, and return the exit code."""
         launch = Launch.from_environment(environ)
         end_with_launcher(launch)
-        launch = meet(launch)
         hide_import_warnings()
         set_library_defaults(launch, environ)
         environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # DeepSpeed reads it even without a launcher
         stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")
+        config, mistake = self.config(), None
         try:
-            config: Any = parse(argv, self.config, self.prog, show_help=launch.rank == 0)
+            try:
+                config = parse(argv, self.config, self.prog, show_help=launch.rank == 0)
+            except ConfigurationError as error:
+                mistake = error
+            unmet, launch = launch, replace(launch, attempt=-1 - launch.attempt)  # for `end`, in no attempt's way
+            launch = meet(unmet, config.hang_timeout)
+            if mistake is not None:
+                raise mistake
             with stop.listening():
                 self.run(config, launch, stop, error_file)
         except (Exception, KeyboardInterrupt) as error:

@@ -44,7 +44,7 @@ from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
 from usp.rlhf.runtime.rollouts import RolloutOptions, Rollouts
 from usp.rlhf.runtime.transfer import StepData
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
-from usp.run.launch import Launch, StopRequest, outlast, process_group
+from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
 from usp.run.output import LineFile, warn
 from usp.run.watchdog import Watchdog
 from usp.train.checkpoints import ADAPTER, BEST, MODEL, Start, newest_checkpoint, run_folder, settled, sound_start
@@ -97,9 +97,10 @@ def train_rlhf(
     prepared = prepare(config, launch, planner=planner)
     predicts = replanner(prepared, launch) if replanner and config.replan else None
     timeout, sft_steps, resolved = config.hang_timeout, prepared.sft_steps, prepared.config
+    all_ready(launch, timeout)
     with (
-        process_group(launch, prepared.device, timeout),
         Watchdog(launch, timeout, error_file) as watchdog,
+        process_group(launch, prepared.device, timeout),
         run_folder(prepared.start.folder, f"{config.algorithm.rpartition(':')[2]}-{Path(config.model).name}") as folder,
     ):
         prepared = settled(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from parallel import RanksDisagree
 
-from .launch import Launch
+from .launch import Launch, RanksMissing
 
 T = TypeVar("T")
 
@@ -113,6 +113,8 @@ def ending_of(error: BaseException, rank: int) -> Ending:
         return Ending(f"error: {error}", REFUSED)
     if isinstance(error, (TrainingDiverged, RanksDisagree, UserCodeFailed, CheckpointFailed)):
         return Ending(f"error: {error}", 1)
+    if isinstance(error, RanksMissing):
+        return Ending(f"error: {error}", HUNG)
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted: progress since the last checkpoint is lost (SIGTERM saves it)", INTERRUPTED)
     if isinstance(error, Stopped):

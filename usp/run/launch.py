@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -20,6 +21,8 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from parallel import format_ranks
 
 T = TypeVar("T")
 
@@ -138,8 +141,13 @@ class Launch:
         return store.get(f"remembered/{key}").decode()
 
 
-def meet(launch: Launch) -> Launch:
-    """Return `launch` with the `attempt` that all its ranks agree on; blocks until every rank has called it.
+class RanksMissing(RuntimeError):
+    """Ranks that have not come to the start in time; raised on every rank that has."""
+
+
+def meet(launch: Launch, seconds: float = 0.0) -> Launch:
+    """Return `launch` with the `attempt` that all its ranks agree on; blocks until every rank has called it. Raises
+    RanksMissing on every rank, naming those that have not, `seconds` after its call; unless positive: no limit.
 
     torchrun counts restarts per host, and a host that only joins another one's restart does not count it. Rank 0
     numbers the attempt; the others draw tickets, and read the number under theirs. Tickets of earlier attempts are
@@ -148,33 +156,62 @@ def meet(launch: Launch) -> Launch:
     store = launch.store()
     if store is None:
         return launch
+    end, start, number, answered = time.monotonic() + (seconds if seconds > 0 else math.inf), 0, 0, 0
     if launch.rank > 0:
-        ticket = f"ticket/{store.add('tickets', 1)}"
-        while not store.check([ticket]):
-            time.sleep(0.02)
-        start = int(store.get(ticket))
-        store.add(f"met/{start}", 1)
+        number = store.add("tickets", 1)
+        store.set(f"drawn/{number}", str(launch.rank))
     else:
-        start, answered = store.add("starts", 1), 0
-        while store.add(f"met/{start}", 0) < launch.world_size - 1:
-            tickets = store.add("tickets", 0)
-            for ticket_number in range(answered + 1, tickets + 1):
-                store.set(f"ticket/{ticket_number}", str(start))
-            answered = tickets
-            time.sleep(0.02)
+        start = store.add("starts", 1)
+    while not (start and store.check([f"all/{start}"])):
+        if launch.rank > 0 and not start and store.check([f"ticket/{number}"]):
+            start = int(store.get(f"ticket/{number}"))
+            store.set(f"met/{start}/{launch.rank}", "")
+            store.add(f"met/{start}", 1)
+        elif launch.rank == 0 and store.add(f"met/{start}", 0) == launch.world_size - 1:
+            store.set(f"all/{start}", "")
+        elif launch.rank == 0:
+            for ticket in range(answered + 1, (answered := store.add("tickets", 0)) + 1):
+                store.set(f"ticket/{ticket}", str(start))
+        if time.monotonic() > end and (missing := _missing(store, launch, start)):
+            raise RanksMissing(
+                f"{named(missing)} not there {seconds:g} seconds (--hang-timeout) after the "
+                f"start of rank {launch.rank}: ended or stuck before the flags are read, or the host is down"
+            )
+        time.sleep(0.02)
     return replace(launch, attempt=start - 1)
 
 
-def all_ready(launch: Launch) -> None:
+def _missing(store: dist.Store, launch: Launch, start: int) -> list[int]:
+    """Return the ranks that did not come to a start, or rank 0 if that does not go on. start: 0 without rank 0."""
+    if start:
+        others = [rank for rank in range(1, launch.world_size) if not store.check([f"met/{start}/{rank}"])]
+        return others or ([0] if launch.rank > 0 else [])
+    drawn = [n for n in range(1, store.add("tickets", 0) + 1) if not store.check([f"ticket/{n}"])]
+    here = {int(store.get(f"drawn/{n}")) for n in drawn if store.check([f"drawn/{n}"])}
+    return [rank for rank in range(launch.world_size) if rank not in here]
+
+
+def all_ready(launch: Launch, seconds: float = 0.0) -> None:
     """Block until every rank has called it, however long some take to prepare; no effect without torchrun's store.
-    Hosts tokenize data of their own accord, and creating a process group would run out of time meanwhile."""
+    Hosts tokenize data of their own accord, and creating a process group would run out of time meanwhile. Every
+    `seconds` that are positive, the first rank that waits says for which others."""
     store = launch.store()
     if store is None:
         return
-    key = f"ready/{launch.attempt}"
-    store.add(key, 1)
+    key, begin = f"ready/{launch.attempt}", time.monotonic()
+    store.set(f"{key}/{launch.rank}", "")
+    first, said = store.add(key, 1) == 1, 0.0
     while store.add(key, 0) < launch.world_size:
+        if first and seconds > 0 and (waited := time.monotonic() - begin) > said + seconds:
+            said = waited
+            late = [rank for rank in range(launch.world_size) if not store.check([f"{key}/{rank}"])]
+            print(f"waiting for {named(late)} to prepare since {waited:.0f} seconds", file=sys.stderr, flush=True)
         time.sleep(0.02)
+
+
+def named(ranks: list[int]) -> str:
+    """Format ranks: [0, 1, 2, 5] is `ranks 0-2, 5`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, ', ')}"
 
 
 def hide_import_warnings() -> None:

@@ -18,10 +18,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from parallel import format_ranks
-
 from .failures import HUNG, reachable_store, tell_launcher, wait_for_key
-from .launch import LONG_PHASE, Launch
+from .launch import LONG_PHASE, Launch, named
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
@@ -224,8 +222,3 @@ def _suspects(answers: Mapping[int, Answer], silent: list[int]) -> list[int]:
     if len(groups) == 1 or len(groups[-1]) == len(groups[-2]):
         return []
     return sorted(rank for group in groups[:-1] for rank in group)
-
-
-def named(ranks: list[int]) -> str:
-    """Format ranks: [0, 1, 2, 5] is `ranks 0-2, 5`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, ', ')}"

@@ -35,10 +35,9 @@ from parallel.groups import gather_objects
 from usp.config import CommonConfig, CurriculumStage, TrainConfig, by_stage
 from usp.fields import flag
 from usp.run.failures import ConfigurationError
-from usp.run.launch import Launch
+from usp.run.launch import Launch, named
 from usp.run.metrics import METRICS_FILE
 from usp.run.output import LOCK, holder, locked, this_process, warn
-from usp.run.watchdog import named
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Any)  # a dataclass with the fields `start`, `saved` and `launch`

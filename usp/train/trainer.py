@@ -84,11 +84,11 @@ def train(
     config, timeout = prepared.config, prepared.config.hang_timeout
     if config.sample_every and sample is None:
         raise ConfigurationError(f"--sample-every = {config.sample_every} needs `sample`: use prepare_sampler")
-    all_ready(launch)
+    all_ready(launch, timeout)
 
     with (
-        process_group(launch, prepared.device, timeout),
         Watchdog(launch, timeout, error_file) as watchdog,
+        process_group(launch, prepared.device, timeout),
         checkpoints.run_folder(prepared.start.folder, Path(config.model).name) as folder,
     ):
         ready = checkpoints.settled(

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from tests.e2e.processes import Run
 from usp.run.failures import HUNG, Ending, Stopped, end, ending_of
-from usp.run.launch import Launch, StopRequest, meet
-from usp.run.watchdog import Answer, Watchdog, describe, named, unfinished_on_gpu, whereabouts
+from usp.run.launch import Launch, RanksMissing, StopRequest, all_ready, meet, named
+from usp.run.watchdog import Answer, Watchdog, describe, unfinished_on_gpu, whereabouts
 
 HANGS = """
 import os, signal, sys, time
@@ -223,6 +223,58 @@ def test_ranks_agree_on_the_attempt_whatever_torchrun_counts() -> None:
     other = Launch(0, 1, agent_store=("localhost", store.port), run_id="another")
     assert other.recall("folder") is None and meet(other).attempt == 0
     assert Launch().recall("folder") is None and meet(Launch()) == Launch()
+
+
+@pytest.mark.parametrize("missing", [(2,), (0,), (0, 3), (1, 2)])
+def test_ranks_that_never_come_are_named_by_every_other_one(missing: tuple[int, ...]) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    launches = [Launch(rank, 4, agent_store=("localhost", store.port), run_id="run") for rank in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert [one.attempt for one in pool.map(meet, launches)] == [0] * 4, "an attempt to which all came"
+        came = [pool.submit(meet, launch, 1.0) for launch in launches if launch.rank not in missing]
+        errors = [future.exception() for future in came]
+        assert all(isinstance(error, RanksMissing) for error in errors), errors
+        expected = f"{named(list(missing))} not there 1 seconds (--hang-timeout) after the start of rank "
+        assert all(str(error).startswith(expected) for error in errors)
+        again = list(pool.map(meet, launches))
+    assert [one.attempt for one in again] == [1 if 0 in missing else 2] * 4
+
+
+ABSENT = """
+import os, sys, time
+if os.environ["RANK"] == "{absent}":
+    time.sleep(1000)
+from usp.commands.{program} import main
+from usp.run.launch import leave
+leave(main(sys.argv[1:], os.environ))
+"""
+
+
+@pytest.mark.parametrize(("program", "absent"), [("train", 1), ("rlhf", 0)])
+def test_a_run_ends_where_a_rank_never_comes(
+    launch: Callable[..., Run], tmp_path: Path, program: str, absent: int
+) -> None:
+    script = tmp_path / "absent.py"
+    script.write_text(ABSENT.format(absent=absent, program=program))
+    with launch(["--hang-timeout", "1"], tmp_path, ranks=2, script=script) as run:
+        ended = run.end()
+    assert ended.exit_code == 1  # torchrun's
+    said = re.findall(rf"^error: rank {absent} not there 1 seconds \(--hang-timeout\)", ended.err, re.MULTILINE)
+    assert len(said) == 1, ended.err
+    assert f"error: rank {absent} not there" in ended.err.rpartition("Root Cause")[2]
+
+
+def test_who_is_still_preparing_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    launches = [Launch(rank, 3, agent_store=("localhost", store.port), run_id="run") for rank in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(all_ready, launch, 0.1) for launch in launches[:2]]
+        said = ""
+        while said.count("waiting for rank 2 to prepare since ") < 2:
+            said += capfd.readouterr().err
+            time.sleep(0.02)
+        all_ready(launches[2])
+        assert [future.result() for future in waiting] == [None, None]
 
 
 def test_a_signal_sets_a_flag_and_the_handler_is_restored() -> None:
