@@ -21,18 +21,21 @@ from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES
 from usp.data.documents import DROP, REFUSE
 from usp.fields import (
+    AUTO_RATE,
     RATE,
     TOKENS,
     AtLeast0,
     AtLeast1,
     Fraction,
     NotNegative,
+    OnlyWith,
     Rule,
     among,
     at_least,
     config_from_mapping,
     one_of,
     shown,
+    without_effect,
 )
 from usp.presets import PRESETS
 
@@ -76,6 +79,56 @@ AuxLoss = Annotated[
     float, Rule(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the model's own value")
 ]
 Norm = Annotated[float, Rule(lambda value: value > 0, "positive; inf disables clipping")]
+
+
+# Options that have an effect only beside another one: those that rlhf.py has, too, and others of train.py.
+ONLY_WITH = (
+    OnlyWith(
+        ("lora_alpha", "lora_targets", "lora_merge", "lora_dropout", "lora_dora", "lora_modules_to_save"),
+        lambda c: c.lora_rank,
+        "is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it",
+    ),
+    OnlyWith(
+        ("ac_offload",),
+        lambda c: c.ac != "none" or c.plan == "auto" or getattr(c, "curriculum", ()),
+        "offloads what activation checkpointing saves, but --ac is none: use --ac full",
+    ),
+    OnlyWith(
+        ("lr_final",), lambda c: c.lr_schedule != "constant", "ends a decay, and --lr-schedule is constant: remove it"
+    ),
+    OnlyWith(("lr_decay_steps",), lambda c: c.lr_schedule == "wsd", "is an option of --lr-schedule wsd: remove it"),
+)
+_OF_TRAINING = (
+    OnlyWith(
+        ("tp_sequence_parallel",),
+        lambda c: c.tp > 1 or c.plan == "auto",
+        "shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it",
+    ),
+    OnlyWith(
+        ("pp_schedule",),
+        lambda c: c.pp > 1 or c.plan == "auto",
+        "schedules a pipeline, but --pp is 1: set --pp, or remove it",
+    ),
+    OnlyWith(("hardware",), lambda c: c.plan == "auto", "is only used by --plan auto: give both or neither"),
+    OnlyWith(
+        ("eval_every", "early_stopping_patience"),
+        lambda c: c.eval_data,
+        "needs data to evaluate on: give --eval-data, or remove it",
+    ),
+    OnlyWith(
+        ("sample_prompts", "sample_tokens", "sample_temperature"),
+        lambda c: c.sample_every,
+        "is an option of --sample-every: give that, or remove it",
+    ),
+    OnlyWith(("muon_momentum",), lambda c: c.optimizer == "muon", "is an option of --optimizer muon: remove it"),
+    OnlyWith(("fp8_emulate",), lambda c: c.fp8 != "none", "is an option of --fp8, which is none: remove it"),
+    OnlyWith(
+        ("indexer_warmup",), lambda c: c.indexer_loss_coef, "trains by the loss of --indexer-loss-coef: give that"
+    ),
+    OnlyWith(("data_changed",), lambda c: c.resume, "continues a run with other data: give --resume, or remove it"),
+)
+# Of two options that set the same, one may be given; one on the command line replaces the other of a file.
+EITHER = (("steps", "train_tokens"), ("batch_size", "global_batch_size"))
 
 
 @dataclass(frozen=True)
@@ -335,10 +388,8 @@ class _Training:
     """Coefficient of the loss of sparse attention's indexers, which have no other gradient. 0: their weights stay."""
     indexer_warmup: bool = False
     """Dense warm-up: attend to all keys, and train only the indexers, to score keys by the attention weights."""
-    learning_rate: Annotated[
-        float, RATE, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA)")
-    ] = 0.0
-    """Peak learning rate."""
+    learning_rate: Annotated[float, RATE] = AUTO_RATE
+    """Peak learning rate. auto: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA."""
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
     """Optimizer. muon: Muon for the matrices of the layers and AdamW for the rest, at the same learning rate."""
     muon_momentum: Fraction = 0.95
@@ -394,6 +445,10 @@ class TrainConfig(CommonConfig, DocumentFlags, _Training):
 
     Outside the repository, use --no-python usp-train instead of train.py.
     """
+
+    def without_effect(self) -> dict[str, str]:
+        """Return the options that have no effect beside the others, whatever their values, with messages."""
+        return without_effect(self, (*ONLY_WITH, *_OF_TRAINING))
 
     @property
     def padded_len(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -20,6 +20,7 @@ C = TypeVar("C")
 
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _BOOLS = {"true": True, "false": False}
+AUTO_RATE = -1.0  # of rates
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
@@ -98,13 +99,51 @@ def _tokens(metavar: str, parse: Callable[[str], int]) -> Shown:
     )
 
 
+def _rate(text: str) -> float:
+    if text == "auto":
+        return AUTO_RATE
+    if (rate := float(text)) < 0:
+        raise ValueError(f"{text} must be at least 0, or auto")
+    return rate
+
+
+RATE = shown(
+    "auto|RATE",
+    float,
+    _rate,
+    lambda value: "auto" if value == AUTO_RATE else str(value),
+    rule=Rule(lambda value: value == AUTO_RATE or 0 <= value < math.inf, "at least 0 and finite, or auto"),
+    read=lambda value: AUTO_RATE if value == "auto" else _convert(value, float),
+)
 TOKENS, CORPUS = _tokens("N|NK|NM", token_count), _tokens("N|NB|NT", corpus_tokens)
 
 AtLeast0 = Annotated[int, at_least(0)]
 AtLeast1 = Annotated[int, at_least(1)]
 Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, "at least 0 and below 1")]
 NotNegative = Annotated[float, Rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")]
-RATE = Rule(lambda value: 0 <= value < math.inf, "positive and finite, or 0 for the default")
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """Options that have an effect only in configurations of which `holds` is true. why: what to say of one elsewhere,
+    after its flag and value."""
+
+    options: tuple[str, ...]
+    holds: Callable[[Any], Any]
+    why: str
+
+
+def without_effect(config: Any, rules: Iterable[OnlyWith]) -> dict[str, str]:
+    """Return the options of a configuration that have no effect in it, whatever their values, with messages."""
+    found = {name: rule.why for rule in rules if not rule.holds(config) for name in rule.options}
+    return {name: f"{as_given(config, name)} {why}" for name, why in found.items() if hasattr(config, name)}
+
+
+def changed_ones(config: Any, messages: Mapping[str, str]) -> Iterator[str]:
+    """Yield the messages of the fields that differ from their defaults."""
+    for name, message in messages.items():
+        if getattr(config, name) != getattr(config.__class__, name):
+            yield message
 
 
 def flag(name: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from usp.data.tokenizer import BYTE_EOS, BYTE_VOCAB
+from usp.fields import AUTO_RATE
 
 PRESET_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 1e-5, 1e-4  # peak learning rates of next-token training
 LORA_FACTOR = 10  # between the rates of adapters and of all weights
@@ -110,5 +111,6 @@ PRESETS: dict[str, Preset] = {
 
 
 def settled_rate(asked: float, model: str, preset: float = PRESET_RATE, pretrained: float = PRETRAINED_RATE) -> float:
-    """Return the peak learning rate `asked` for `model`; for 0 the default for a preset, or for pretrained weights."""
-    return asked or (preset if model in PRESETS else pretrained)
+    """Return the peak learning rate `asked` for `model`; for AUTO_RATE the default for a preset, or for pretrained
+    weights."""
+    return asked if asked != AUTO_RATE else preset if model in PRESETS else pretrained

@@ -21,6 +21,7 @@ from tests.e2e.processes import ONE_THREAD, ROOT, Run, run_here
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from usp.commands.rlhf import main
+from usp.fields import AUTO_RATE
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.rlhf.algorithms.rewards import ScoreWith
@@ -74,10 +75,13 @@ BAD = [
     (["--plan", "plan.yaml"], ["ranks 8-9 are missing from the world of 8 ranks", "nobody", "actor_train"]),
     (
         ["--plan", "heuristic", "--sft-steps", "0", "--sp-ulysses", "2", "--zero", "1", "--rollout", "tp=2"],
-        ["--plan = heuristic does not use --sp-ulysses, --zero, --rollout: remove"],
+        ["--sp-ulysses = 2 is not used by --plan heuristic", "--zero = 1 is not", "--rollout = tp=2 is only used by"],
     ),
-    (["--plan", "plan.yaml", "--sft-steps", "0", "--dp-shard", "2"], ["--plan = plan.yaml does not use --dp-shard:"]),
-    (["--rollout", "tp=2"], ["--plan = flattening does not use --rollout: remove"]),
+    (
+        ["--plan", "plan.yaml", "--sft-steps", "0", "--dp-shard", "2"],
+        ["--dp-shard = 2 is not used by --plan plan.yaml"],
+    ),
+    (["--rollout", "tp=2"], ["--rollout = tp=2 is only used by --plan separation: remove"]),
     (["--critic", "tiny"], ["--critic = tiny is not used by grpo with these options: remove it"]),
     (
         ["--ref", "tiny", "--options", "kl=0"],
@@ -113,7 +117,7 @@ BAD = [
         ["--eval-every", "5", "--eval-samples", "2", "--eval-temperature", "0"],
         ["2 problems:", "needs prompts", "equal"],
     ),
-    (["--eval-data", "pairs.jsonl", "--keep-best"], ["--eval-data is an option of --eval-every", "--keep-best is"]),
+    (["--eval-data", "pairs.jsonl", "--keep-best"], ["--eval-data = pairs.jsonl is an option of", "--keep-best is"]),
     (
         ["--eval-every", "5", "--eval-data", "pairs.jsonl"],
         ["--eval-data = pairs.jsonl: line 1: no text under 'answer'"],
@@ -165,7 +169,7 @@ BAD = [
     ),
     (["--router-balance", "micro-batch"], ["--router-balance micro-batch balances experts, and tiny has none: remove"]),
     (["--ac-offload"], ["--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"]),
-    (["--plan", "plan.yaml", "--sft-steps", "0", "--ac", "full"], ["--plan = plan.yaml does not use --ac: remove"]),
+    (["--plan", "plan.yaml", "--sft-steps", "0", "--ac", "full"], ["--ac = full is not used by --plan plan.yaml"]),
     (["--model", "mixtral-tiny", "--mlp-tile", "64"], ["mlp_tile=64 tiles dense MLPs, and those of mixtral-tiny"]),
     (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
     (["--replan", "every=0"], ["--replan = every=0: every=0 must be at least 1"]),
@@ -271,22 +275,25 @@ def test_what_scores_nothing_has_no_use_for_a_reward_function() -> None:
 def test_default_learning_rates_are_those_of_random_or_pretrained_weights(tmp_path: Path) -> None:
     config = load_model_config("tiny")
     save_weights(dict(drawn_model(config).named_parameters()), tmp_path, config=config)
-    asked = RlhfConfig(tokenizer="bytes", prompt_tokens=64, sft_steps=0)
+    asked = RlhfConfig(tokenizer="bytes", prompt_tokens=64, sft_steps=1)
 
     def rates(**fields: Any) -> tuple[float, float, float]:
         found = prepare(replace(asked, **fields), Launch()).config
         return found.learning_rate, found.critic_learning_rate, found.sft_learning_rate
 
     assert (
-        rates() == (1e-3, 1e-3, 2e-3)
+        rates() == (1e-3, AUTO_RATE, 2e-3)
         and rates(algorithm="rloo")[0] == 2e-3
         and rates(algorithm="ppo") == (3e-4, 1e-3, 2e-3)
+        and rates(algorithm="ppo", sft_steps=0)[2] == AUTO_RATE
     )
-    assert rates(model=str(tmp_path)) == rates(model=str(tmp_path), algorithm="ppo") == (1e-6, 1e-5, 1e-5)
-    assert rates(model=str(tmp_path), algorithm="sft")[0] == 1e-5
+    assert rates(model=str(tmp_path))[::2] == rates(model=str(tmp_path), algorithm="ppo")[::2] == (1e-6, 1e-5)
+    assert rates(model=str(tmp_path), algorithm="sft", sft_steps=-1)[0] == 1e-5
     assert rates(model=str(tmp_path), algorithm="reward_model")[0] == 1e-5
     assert rates(algorithm="ppo", critic=str(tmp_path)) == (3e-4, 1e-5, 2e-3)
-    assert rates(learning_rate=1e-4, critic_learning_rate=1e-4, sft_learning_rate=1e-4) == (1e-4, 1e-4, 1e-4)
+    assert rates(model=str(tmp_path), algorithm="ppo")[1] == 1e-5
+    own = {"learning_rate": 0.0, "critic_learning_rate": 1e-4, "sft_learning_rate": 0.0}
+    assert rates(algorithm="ppo", **own) == (0.0, 1e-4, 0.0), "0 is 0"
 
 
 def test_a_run_leaves_its_dtype_and_a_configuration_for_other_machines(
@@ -355,7 +362,7 @@ def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(
     assert ended.exit_code == 1 and "error: step 2: the reward function failed for sample " in ended.err, ended.err
     assert "rank 0 failed" not in ended.err and "rank 1 failed" not in ended.err and "lost its conn" not in ended.err
     assert "it raised SystemExit: the judge has left" in ended.err and "2 samples are in run/bad-samples" in ended.err
-    assert "checkpoint run/checkpoints/step-00000001: continue with --resume" in ended.err
+    assert "checkpoint run/checkpoints/step-00000001: continue with --resume run" in ended.err
     assert ended.err.count("100% of the rewards are clipped by --options max_reward_clip") == 1
     records = [json.loads(line) for line in (tmp_path / "run" / "bad-samples.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [2, 2] and len({record["sample"] for record in records}) == 2

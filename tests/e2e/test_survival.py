@@ -115,8 +115,9 @@ def stopped_in_step_3(args: list[str], folder: Path) -> Ended:
 def check_stopped(ended: Ended, folder: Path) -> None:
     assert ended.exit_code == 143
     (line,) = ended.err.splitlines()
-    assert line.startswith("stopped by SIGTERM after step ") and line.endswith("continue with --resume")
     (run_folder,) = (folder / "runs").iterdir()
+    assert line.startswith("stopped by SIGTERM after step ")
+    assert line.endswith(f"continue with --resume runs/{run_folder.name}")
     last = logged_steps(run_folder)[-1][0]
     assert run_folder.name.endswith("-tiny")
     assert f"after step {last}; checkpoint runs/{run_folder.name}/checkpoints/step-{last:08}:" in line

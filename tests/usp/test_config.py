@@ -88,7 +88,7 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
         ({"dtype": "float16"}, 1, ["--dtype = 'float16' must be one of auto, float32, bfloat16"]),
         ({"device": "gpu"}, 1, ["--device = 'gpu' must be one of auto, cpu, cuda"]),
         ({"steps": 0, "batch_size": -2}, 1, ["--steps = 0 must be at least 1", "--batch-size = -2"]),
-        ({"learning_rate": float("nan")}, 1, ["--learning-rate = nan must be positive and finite"]),
+        ({"learning_rate": float("nan")}, 1, ["--learning-rate = nan must be at least 0 and finite, or auto"]),
         ({"weight_decay": -0.1}, 1, ["--weight-decay = -0.1 must be at least 0 and finite"]),
         ({"weight_decay": float("inf")}, 1, ["--weight-decay = inf must be at least 0 and finite"]),
         ({"hang_timeout": float("inf")}, 1, ["--hang-timeout = inf must be 0 to 86400 seconds; 0 disables it"]),

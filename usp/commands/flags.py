@@ -21,9 +21,19 @@ import yaml
 from tyro.conf import Fixed, Suppress, arg
 
 from parallel import node_names
-from usp.fields import CORPUS, NotNegative, at_least, config_from_mapping, shared_values, token_count, value_violations
+from usp.config import EITHER, TrainConfig
+from usp.fields import (
+    CORPUS,
+    NotNegative,
+    as_given,
+    at_least,
+    config_from_mapping,
+    shared_values,
+    token_count,
+    value_violations,
+)
 from usp.model.facts import ModelFacts
-from usp.run.failures import INTERRUPTED, ConfigurationError, end, ending_of
+from usp.run.failures import INTERRUPTED, ConfigurationError, end, ending_of, listed
 from usp.run.launch import (
     Launch,
     StopRequest,
@@ -33,6 +43,7 @@ from usp.run.launch import (
     meet,
     set_library_defaults,
 )
+from usp.run.output import warn
 
 if TYPE_CHECKING:
     from usp.planning.job_cost import Terms
@@ -158,7 +169,7 @@ def parse(
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default="", nargs="?", const="")  # tyro refuses it without a path
     path = finder.parse_known_args(words)[0].config
-    from_file = read_config(path, kind) if path else kind()
+    from_file, file = read_config(path, kind) if path else (kind(), frozenset[str]())
     hints = get_type_hints(kind, include_extras=True)
     hidden = [
         (each.name, Annotated[hints[each.name], Fixed, Suppress], each)
@@ -171,13 +182,56 @@ def parse(
     try:
         with redirect_stderr(mistakes), nullcontext() if show_help else redirect_stdout(io.StringIO()):
             default = flags(**vars(from_file), config=path)
-            return as_kind(tyro.cli(flags, args=words, default=default, prog=prog), kind)
+            config = as_kind(tyro.cli(flags, args=words, default=default, prog=prog), kind)
     except BrokenPipeError:  # the reader of the help, such as `head`, has gone
         leave()
     except SystemExit as stop:
         if stop.code:
             raise ConfigurationError(f"invalid command line\n{mistakes.getvalue().rstrip()}") from None
         raise
+    line = {word.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for word in words if word[:2] == "--"}
+    return _effective(config, line, file, path if show_help else "")
+
+
+def _effective(config: Any, line: Collection[str], file: Collection[str], path: str) -> Any:
+    """Return `config` without the options of its file that have no effect, or that others of the command line replace.
+    Raises ConfigurationError for given options that have none although they are equal to their defaults; others are
+    among the violations of the configuration.
+
+    line, file: fields that the command line and the file give. path: of the file, to warn of what is ignored; or empty.
+    """
+    kind = config.__class__
+    program = next((each for each in kind.__mro__ if "without_effect" in vars(each)), object)
+    declared = [vars(each).get("__annotations__", {}) for each in kind.__mro__ if not issubclass(program, each)]
+    own, refused = set[str]().union(*declared), list[str]()  # own: flags of a command, with other meanings
+
+    def is_default(name: str) -> bool:
+        return getattr(config, name) == getattr(kind, name)
+
+    def without(name: str, why: str) -> Any:
+        if path and not is_default(name):
+            warn(f"{path}: {why}: ignored")
+        return replace(config, **{name: getattr(kind, name)})
+
+    for pair in EITHER if issubclass(program, TrainConfig) else ():
+        given = [name for name in pair if name in line]
+        both = f"{as_given(config, pair[0])} and {as_given(config, pair[1])} both set the same"
+        if own.intersection(pair) or not getattr(config, pair[1]):
+            continue
+        if len(given) == 1:
+            config = without(next(name for name in pair if name not in line), both)
+        elif is_default(pair[0]) and (given or (pair[0] == "steps" and {*pair} <= {*file})):
+            refused.append(f"{both}: give one of them")
+    if "steps" in line and is_default("steps") and getattr(config, "curriculum", ()):
+        refused.append(f"--steps = {config.steps} and --curriculum both set the length of the run: give one")
+    found = config.without_effect() if program is not object else {}
+    refused += [why for name, why in found.items() if name in line and name not in own and is_default(name)]
+    while lost := [name for name in found if not (name in line or name in own or is_default(name))]:
+        config = without(lost[0], found[lost[0]])
+        found = config.without_effect()
+    if refused:
+        raise ConfigurationError(listed(refused))
+    return config
 
 
 def token_counts(flag: str, text: str) -> tuple[int, ...]:
@@ -193,11 +247,12 @@ def as_kind(config: Any, kind: type[C]) -> C:
     return kind(**shared_values(config, kind))
 
 
-def read_config(path: str, kind: type[C]) -> C:
-    """Read a .yaml, .yml or .toml file into a `kind`; raise ConfigurationError if that fails."""
-    file = Path(path).expanduser()
+def read_config(path: str, kind: type[C]) -> tuple[C, frozenset[str]]:
+    """Read a .yaml, .yml or .toml file into a `kind`, and return the fields that it gives, too. Raises
+    ConfigurationError if that fails."""
     try:
-        return config_from_mapping(_read_mapping(file), kind)
+        mapping = _read_mapping(Path(path).expanduser())
+        return config_from_mapping(mapping, kind), frozenset(str(key).replace("-", "_") for key in mapping)
     except FileNotFoundError as error:
         raise ConfigurationError(f"--config {path}: no such file") from error
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -9,23 +9,28 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Annotated
 
 from tyro.conf import arg
 
-from usp.config import BAD_ROWS, UNPREDICTED, CommonConfig, Norm, Positive
+from usp.config import BAD_ROWS, ONLY_WITH, UNPREDICTED, CommonConfig, Norm, ParallelConfig, Positive
 from usp.data.sources import STDLIB
 from usp.fields import (
+    AUTO_RATE,
     RATE,
     AtLeast0,
     AtLeast1,
     Fraction,
     NotNegative,
+    OnlyWith,
     Rule,
     among,
     as_given,
     at_least,
+    changed_ones,
     flag,
     names_of,
     one_of,
@@ -33,13 +38,16 @@ from usp.fields import (
     parse_options,
     shown,
     value_violations,
+    without_effect,
 )
+from usp.presets import PRESETS
+from usp.rlhf.plan.named_plans import NAMED_PLANS
 from usp.rlhf.plan.plan import ENGINE, OWN, TOKENS_PER_RANK
 from usp.rlhf.served import HTTP
 from usp.train.validate import common_violations
 
 from .algorithms.algorithm import Above0, Algorithm
-from .algorithms.registry import ALGORITHMS
+from .algorithms.registry import ALGORITHMS, with_outside
 from .environments.tools import NAME as TOOLS
 
 DEFAULT_SFT_STEPS = 100
@@ -141,14 +149,10 @@ class _Rlhf:
 
     sft_steps: Annotated[int, at_least(-1, f"at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights")] = -1
     """Supervised steps on the correct answers before the first training step. -1: 100 for presets, else 0."""
-    critic_learning_rate: Annotated[
-        float, RATE, arg(help_behavior_hint="(default: 1e-3 for a preset, 1e-5 for a directory)")
-    ] = 0.0
-    """Peak learning rate of the critic."""
-    sft_learning_rate: Annotated[
-        float, RATE, arg(help_behavior_hint="(default: 2e-3 for a preset, 1e-5 for a directory)")
-    ] = 0.0
-    """Peak learning rate of the supervised steps."""
+    critic_learning_rate: Annotated[float, RATE] = AUTO_RATE
+    """Peak learning rate of the critic. auto: 1e-3 for a preset, 1e-5 for a directory."""
+    sft_learning_rate: Annotated[float, RATE] = AUTO_RATE
+    """Peak learning rate of the supervised steps. auto: 2e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA."""
     warmup_steps: Annotated[
         int,
         at_least(-1, "at least 0, or -1 for the algorithm's"),
@@ -253,10 +257,8 @@ class _Training:
     ] = -1
     """Maximum tokens per micro-batch of a data-parallel rank, unless one sequence is longer. -1: 16,384 for each of its
     sequence-parallel ranks. 0: no limit."""
-    learning_rate: Annotated[
-        float, RATE, arg(help_behavior_hint="(default: the algorithm's, for a preset or for a directory)")
-    ] = 0.0
-    """Peak learning rate of AdamW."""
+    learning_rate: Annotated[float, RATE] = AUTO_RATE
+    """Peak learning rate of AdamW. auto: the algorithm's, for a preset or for a directory."""
     weight_decay: NotNegative = 0.0
     """AdamW weight decay, applied to matrices only."""
     max_grad_norm: Norm = 1.0
@@ -286,6 +288,14 @@ class RlhfConfig(SftConfig, EvaluationConfig, SupervisedConfig, EnvironmentConfi
 
     Outside the repository, use --no-python usp-rlhf instead of rlhf.py.
     """
+
+    def without_effect(self) -> dict[str, str]:
+        """Return the options that have no effect beside the others, whatever their values, with messages; {} for an
+        algorithm that is unknown or cannot be loaded."""
+        with suppress(ValueError):
+            if algorithm := with_outside(self.algorithm, ALGORITHMS).get(self.algorithm):
+                return without_effect_of(self, algorithm)
+        return {}
 
     @property
     def begun(self) -> float:
@@ -325,6 +335,7 @@ class ReplanOptions:
 
 # Fields that concern generated responses, which algorithms on given ones do not have.
 _OF_RESPONSES = (
+    *("group_size", "max_new_tokens", "temperature", "top_k", "top_p", "slots", "rollout_cache"),
     *("stop", "stop_ids", "rollout_engine", "cache_tokens", "eager_decoding", "share_prefixes"),
     *("router_replay", "delta_updates"),
     *("staleness", "partial_rollouts", "oversample", "environment", "eval_every", "replan"),
@@ -333,29 +344,100 @@ _OF_RESPONSES = (
 _OPTIONS: Mapping[str, Sequence[str]] = {
     "reward_processes": ("reward_timeout",),
     "ref_update_every": ("ref_update_weight",),
-    "eval_every": names_of(EvaluationConfig),
-    "environment": names_of(EnvironmentConfig),
-    "supervised_data": names_of(SupervisedConfig),
+    "eval_every": names_of(EvaluationConfig)[1:],
+    "environment": names_of(EnvironmentConfig)[1:],
+    "supervised_data": names_of(SupervisedConfig)[1:],
 }
+_ONLY_WITH = (
+    *ONLY_WITH,
+    *(
+        OnlyWith(tuple(options), attrgetter(name), f"is an option of {flag(name)}: give both or neither")
+        for name, options in _OPTIONS.items()
+    ),
+    OnlyWith(
+        ("hardware",),
+        lambda c: c.plan == SEARCH or c.replan,
+        f"is only used by --plan {SEARCH} and --replan: give one, or remove it",
+    ),
+    OnlyWith(("search_budget",), lambda c: c.plan == SEARCH, f"is only used by --plan {SEARCH}: give both or neither"),
+    OnlyWith(("rollout",), lambda c: c.plan == "separation", "is only used by --plan separation: remove it"),
+    OnlyWith(
+        ("prompt_tokens",),
+        lambda c: c.data == STDLIB,
+        f"is that of built-in prompts: give --data {STDLIB}, or remove it",
+    ),
+    OnlyWith(
+        ("long_prompts", "bad_rows"),
+        lambda c: c.data != STDLIB or c.eval_data or c.supervised_data,
+        "requires a --data file: built-in prompts are good, remove it",
+    ),
+    OnlyWith(
+        names_of(RewardConfig),
+        lambda c: not c.reward_model or c.environment,
+        "is not used with --reward-model, which scores the responses: remove one",
+    ),
+    OnlyWith(
+        ("reward_model", "reward_retries", "reward_processes", "reward_timeout"),
+        lambda c: not c.environment,
+        "is not used with --environment, which scores the responses: remove one",
+    ),
+    OnlyWith(
+        ("reward_function",),
+        lambda c: c.environment in ("", TOOLS),
+        "is not used with --environment, which scores the responses: remove one",
+    ),
+)
+
+
+def unused_layout_flags(plan: str) -> tuple[str, ...]:
+    """Return the fields of layouts that a plan does not use, because it says or chooses them."""
+    chosen = ("micro_batch_tokens", "ac", "ac_offload", "mlp_tile") if plan not in NAMED_PLANS else ()
+    return () if plan in NAMED_PLANS and plan != "heuristic" else (*names_of(ParallelConfig), *chosen)
+
+
+def has_critic(config: RlhfConfig, algorithm: Algorithm) -> bool:
+    """Return whether a step of the algorithm has a critic; also for options that are wrong."""
+    try:
+        options = parse_options(config.options, algorithm.options, "--options")
+        return "critic" in algorithm.graph(algorithm.options(**options)).roles
+    except (ValueError, TypeError):  # told elsewhere
+        return True
+
+
+def sft_steps_of(config: RlhfConfig, algorithm: Algorithm) -> int:
+    """Return the supervised steps before the first step."""
+    if algorithm.data == "answers":
+        return 0
+    return config.sft_steps if config.sft_steps >= 0 else DEFAULT_SFT_STEPS * (config.model in PRESETS)
+
+
+def without_effect_of(config: RlhfConfig, algorithm: Algorithm) -> dict[str, str]:
+    """Return the options that have no effect with an algorithm beside the others, with messages."""
+    name, elsewhere = config.algorithm, dict[str, str]()
+    if not has_critic(config, algorithm):
+        elsewhere["critic_learning_rate"] = f"is of a critic, and {name} has none: remove it"
+    if not sft_steps_of(config, algorithm):  # which have no layouts in the plan
+        elsewhere |= dict.fromkeys(unused_layout_flags(config.plan), f"is not used by --plan {config.plan}: remove it")
+        elsewhere["sft_learning_rate"] = "is of supervised steps before the others, and there are none: remove it"
+    if algorithm.data == "answers" and config.sft_steps:
+        elsewhere["sft_steps"] = f"is of steps before those of {name}, which are the same: give --steps"
+    if algorithm.data != "prompts":
+        elsewhere |= dict.fromkeys(_OF_RESPONSES, f"is for generated responses, and {name} has none: remove it")
+        scores = f"is not used: {name} does not score responses, remove it"
+        elsewhere |= dict.fromkeys(names_of(RewardConfig), scores)
+    if algorithm.data != "answers" or config.data != STDLIB:
+        elsewhere["wrong_answers"] = f"requires --data {STDLIB} and --algorithm sft: remove it"
+    return without_effect(config, _ONLY_WITH) | {
+        option: f"{as_given(config, option)} {why}" for option, why in elsewhere.items()
+    }
 
 
 def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Iterator[str]:
     yield from value_violations(config, algorithm=among(tuple(algorithms))).values()
     yield from common_violations(config)
     algorithm = algorithms.get(config.algorithm)
-    samples = algorithm is None or algorithm.data == "prompts"
-    supervised = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
-    if config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
-        needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
-        yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
-    for name in given(config, ("long_prompts", "bad_rows")) if config.data == STDLIB else ():
-        if name == "long_prompts" or not config.eval_data:
-            yield f"{flag(name)} = drop requires a --data file: built-in prompts are good, remove it"
-    for name in () if samples else given(config, _OF_RESPONSES):
-        yield f"{as_given(config, name)} is for generated responses, and {config.algorithm} has none: remove it"
-    for name, options in _OPTIONS.items():
-        for option in () if getattr(config, name) else given(config, options):
-            yield f"{flag(option)} is an option of {flag(name)}: give both or neither"
+    found = without_effect_of(config, algorithm) if algorithm else without_effect(config, _ONLY_WITH)
+    yield from changed_ones(config, found)
     yield from _search_violations(config)
     yield from _evaluation_violations(config)
     yield from _replan_violations(config)
@@ -418,10 +500,6 @@ def _rollout_violations(config: RlhfConfig) -> Iterator[str]:
 
 def _search_violations(config: RlhfConfig) -> Iterator[str]:
     if config.plan != SEARCH:
-        if config.hardware != RlhfConfig.hardware and not config.replan:
-            yield f"--hardware = {config.hardware} is only used by --plan {SEARCH} and --replan: give one, or remove it"
-        if config.search_budget != RlhfConfig.search_budget:
-            yield f"--search-budget = {config.search_budget} is only used by --plan {SEARCH}: give both or neither"
         return
     for name in ("offload", "offload_optimizer"):
         if getattr(config, name):
@@ -449,9 +527,6 @@ def _environment_violations(config: RlhfConfig) -> Iterator[str]:
         return
     if bool(config.tools) != (config.environment == TOOLS):
         yield f"--tools = {config.tools} are those of --environment {TOOLS}: give both or neither"
-    unused = ["reward_model", "reward_retries", "reward_processes", "reward_timeout"]
-    for name in given(config, unused if config.environment == TOOLS else [*unused, "reward_function"]):
-        yield f"{flag(name)} is not used with --environment, which scores the responses: remove one"
     if config.replan:
         yield "--replan does not predict how often an environment answers: remove it, or --environment"
 

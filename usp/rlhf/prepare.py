@@ -14,10 +14,9 @@ import torch
 import yaml
 
 from parallel import ParallelDims, latest
-from usp.config import ParallelConfig
 from usp.data.sources import STDLIB
 from usp.data.tokenizer import Tokenizer, same_ids
-from usp.fields import flag, names_of, parse_options, shared_values
+from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import context_length, end_of_sequence_ids, is_scalar, model_facts
 from usp.hf.routers import replay_problem, routed_width
@@ -53,7 +52,7 @@ from .algorithms.algorithm import Algorithm, Options
 from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
-from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, given, texts, violations
+from .config import SEARCH, RlhfConfig, SftConfig, has_critic, sft_steps_of, texts, violations
 from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
 from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import REWARD, SLOW
@@ -139,9 +138,8 @@ def prepare(
     if algorithm is None:  # one of the problems
         problems.check()
     assert algorithm is not None
-    config = _with_rates(settled_lora(config), algorithm)
-    sft_steps = config.sft_steps if config.sft_steps >= 0 else DEFAULT_SFT_STEPS * (config.model in PRESETS)
-    sft_steps = 0 if algorithm.data == "answers" else sft_steps
+    sft_steps = sft_steps_of(config, algorithm)
+    config = _with_rates(settled_lora(config), algorithm, sft_steps)
     if not sft_steps:
         prologue.check_frozen_weights("give a directory, or --sft-steps that train all of them")
     specs = attempt(lambda: role_specs(config, algorithm, prologue.dtype))
@@ -231,18 +229,22 @@ def sft_config(run: PreparedRlhf, folder: Path) -> RlhfConfig:
     return RlhfConfig(algorithm="sft", **shared_values(config, SftConfig) | changes)
 
 
-def _with_rates(config: RlhfConfig, algorithm: Algorithm) -> RlhfConfig:
-    """Return `config` with warmup and learning rates settled, those of presets, of pretrained weights or adapters."""
+def _with_rates(config: RlhfConfig, algorithm: Algorithm, sft_steps: int) -> RlhfConfig:
+    """Return `config` with warmup and learning rates settled, those of presets, of pretrained weights or adapters;
+    rates that nothing trains with stay as they are."""
     critic, sft = config.critic or config.reward_model or config.model, PRETRAINED_RATE
     preset, pretrained = algorithm.learning_rate, algorithm.pretrained_rate
     if config.lora_rank:
         preset, pretrained, sft = LORA_FACTOR * pretrained, LORA_FACTOR * pretrained, LORA_RATE
+    rates = {"learning_rate": settled_rate(config.learning_rate, config.model, preset, pretrained)}
+    if has_critic(config, algorithm):
+        rates["critic_learning_rate"] = settled_rate(config.critic_learning_rate, critic, preset=CRITIC_RATE)
+    if sft_steps:
+        rates["sft_learning_rate"] = settled_rate(config.sft_learning_rate, config.model, SFT_RATE, sft)
     return replace(
         config,
         warmup_steps=algorithm.warmup_steps if config.warmup_steps < 0 else config.warmup_steps,
-        learning_rate=settled_rate(config.learning_rate, config.model, preset, pretrained),
-        critic_learning_rate=settled_rate(config.critic_learning_rate, critic, preset=CRITIC_RATE),
-        sft_learning_rate=settled_rate(config.sft_learning_rate, config.model, SFT_RATE, sft),
+        **rates,
     )
 
 
@@ -336,16 +338,8 @@ def _open_examples(
 
 def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
     """Return the function that scores responses, or None if a reward model does, or nothing is scored."""
-    if config.environment:
+    if config.environment or algorithm.data != "prompts" or config.reward_model:
         return None
-    if algorithm.data != "prompts" or config.reward_model:
-        unused = given(config, names_of(RewardConfig))
-        if not unused:
-            return None
-        flags = ", ".join(f"{flag(name)} = {getattr(config, name)}" for name in unused)
-        if algorithm.data != "prompts":
-            raise ValueError(f"{flags} is not used: {config.algorithm} does not score responses, remove it")
-        raise ValueError(f"{flags} is not used with --reward-model, which scores the responses: remove one")
     settings = {"reward": config.reward_function}
     apart = config.reward_processes or config.reward_function.partition("=")[0] in SLOW
     pool = Processes(REWARD, config.reward_timeout, settings) if apart else None
@@ -502,11 +496,6 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     if config.plan not in known and (file.suffix not in (".yaml", ".yml") or not file.is_file()):
         near = nearest(config.plan, known)
         raise ValueError(f"--plan = {config.plan} must be one of {', '.join(known)}, or a YAML file{near}")
-    unused = [] if run.sft_steps else list(unused_layout_flags(config))  # supervised steps use them
-    if config.rollout and config.plan != "separation":
-        unused.append("rollout")
-    if unused:
-        raise ValueError(f"--plan = {config.plan} does not use {', '.join(map(flag, unused))}: remove them")
     if config.plan in NAMED_PLANS:
         plan = named_plan(config.plan, graph, _plan_facts(config, specs, launch))
     elif config.plan != SEARCH:
@@ -632,11 +621,3 @@ def _plan_facts(config: RlhfConfig, specs: dict[str, RoleSpec], launch: Launch) 
         experts=any(model.num_experts for model in models),
         **shared_values(config, Facts),
     )
-
-
-def unused_layout_flags(config: RlhfConfig) -> dict[str, Any]:
-    """Return the layout flags that are set although the plan defines all layouts, with their defaults."""
-    if config.plan in NAMED_PLANS and config.plan != "heuristic":
-        return {}
-    others = () if config.plan in NAMED_PLANS else ("micro_batch_tokens", "ac", "ac_offload", "mlp_tile")
-    return {name: getattr(RlhfConfig, name) for name in given(config, (*names_of(ParallelConfig), *others))}

@@ -54,7 +54,7 @@ from usp.train.step import Evaluations, LearningRate
 from .algorithms.algorithm import stateful
 from .algorithms.policy import CLIPPED
 from .checkpoints import RlhfState
-from .config import RlhfConfig
+from .config import RlhfConfig, unused_layout_flags
 from .datasets import example_indices, given_samples
 from .evaluation import COLLECTED, Evaluator
 from .graph import ModelCall, TrainStep
@@ -67,7 +67,6 @@ from .prepare import (
     find_rlhf_start,
     prepare,
     sft_config,
-    unused_layout_flags,
 )
 from .records import SHOWN, RlhfRecord, SampleFiles
 from .replanning import Replanner, Replanning
@@ -132,7 +131,8 @@ def _after_sft(
                     warn(str(error))
             dist.barrier()
     # Degrees that the plan does not use were for the supervised steps.
-    rest = {"model": str(folder / MODEL), "sft_steps": 0, **unused_layout_flags(prepared.config)}
+    unused = ("sft_learning_rate", *unused_layout_flags(prepared.config.plan))
+    rest = {name: getattr(RlhfConfig, name) for name in unused} | {"model": str(folder / MODEL), "sft_steps": 0}
     config = replace(prepared.config, **rest)
     return prepare(config, launch, prepared.start, planner)
 

@@ -91,7 +91,11 @@ class Stopped(Exception):
 
     def __init__(self, signal_number: int, step: int, checkpoint: Path | None, failure: str = "") -> None:
         name = signal.Signals(signal_number).name
-        saved = f"checkpoint {checkpoint}: continue with --resume" if checkpoint else "no checkpoint was saved"
+        saved = (
+            f"checkpoint {checkpoint}: continue with --resume {checkpoint.parents[1]}"
+            if checkpoint
+            else "no checkpoint was saved"
+        )
         lost = f"{failure}; the newest is " if failure and checkpoint else f"{failure}; " if failure else ""
         super().__init__(f"stopped by {name} after step {step}; {lost}{saved}")
         self.signal_number = signal_number

@@ -257,7 +257,9 @@ class TrainingLoop(ABC):
             self._save()
             failure = self._see_through()
         newest = latest(self.folder / CHECKPOINTS)
-        kept = f"checkpoint {newest}: continue with --resume" if newest else "no checkpoint: no step is done"
+        kept = (
+            f"checkpoint {newest}: continue with --resume {self.folder}" if newest else "no checkpoint: no step is done"
+        )
         return f"{failure}; {kept}" if failure else kept
 
     def _settle(self) -> str:

@@ -15,8 +15,8 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from parallel import ParallelDims, divisors, micro_batch_violation, stages_per_rank
-from usp.config import ALL_LINEAR, CommonConfig, TrainConfig, by_stage
-from usp.fields import as_given, flag, shared_values, value_violations
+from usp.config import CommonConfig, TrainConfig, by_stage
+from usp.fields import as_given, changed_ones, flag, shared_values, value_violations
 from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
 
 _NOT_BY_DEEPSPEED = (
@@ -35,7 +35,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
         return [*curriculum_violations(config), *_by_stage(config, world_size, facts, ended)]
     config = settle_batch(config, world_size)
     invalid = value_violations(config)
-    messages = list(invalid.values())
+    messages = [*invalid.values(), *changed_ones(config, config.without_effect())]
     valid = cast(TrainConfig, _ValidFields(config, invalid)) if invalid else config
     for rule in _rules(valid, world_size, facts):
         with suppress(_InvalidField):
@@ -154,8 +154,6 @@ def _micro_batches(config: TrainConfig) -> Iterator[str]:
     violation = micro_batch_violation(config.pp_schedule, config.pp, config.micro_batches) if config.pp > 1 else None
     if violation:
         yield f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}"
-    if config.pp == 1 and config.pp_schedule != "1f1b":
-        yield f"--pp-schedule = {config.pp_schedule} schedules a pipeline, but --pp is 1: set --pp, or remove it"
 
 
 def _zero_bubble(config: TrainConfig) -> Iterator[str]:
@@ -173,27 +171,19 @@ def _zero_bubble(config: TrainConfig) -> Iterator[str]:
 def _planning(config: TrainConfig) -> Iterator[str]:
     if config.plan == "auto":
         yield "--plan auto is only supported by train.py: give --config a file of python -m usp plan --out"
-    elif config.hardware != "auto":
-        yield f"--hardware = {config.hardware} is only used by --plan auto, but --plan is none: give both or neither"
 
 
 def _evaluation(config: TrainConfig) -> Iterator[str]:
     patience = config.early_stopping_patience
-    for name, value in (("eval_every", config.eval_every), ("early_stopping_patience", patience)):
-        if value and not config.eval_data:
-            yield f"{flag(name)} = {value} needs data to evaluate on: give --eval-data, or remove it"
     if patience and not (config.eval_every or config.checkpoint_every):
         yield f"--early-stopping-patience = {patience} counts evaluations, of which there is one: give --eval-every"
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:
-    if bool(config.sample_every) != bool(config.sample_prompts):
-        yield "--sample-every and --sample-prompts say when and to what the model responds: give both or neither"
-    for name in ("sample_tokens", "sample_temperature"):
-        if not config.sample_every and getattr(config, name) != getattr(TrainConfig, name):
-            yield f"{flag(name)} = {getattr(config, name)} is an option of --sample-every: give that, or remove it"
     if not config.sample_every:
         return
+    if not config.sample_prompts:
+        yield f"--sample-every = {config.sample_every} needs what the model responds to: give --sample-prompts"
     given = f"--sample-every = {config.sample_every} generates one token at a time"
     if config.compile:
         yield f"{given}, for which --compile would compile each layer again and again: remove one"
@@ -210,25 +200,12 @@ def _recomputation(config: TrainConfig) -> Iterator[str]:
         yield "--ac selective has no effect with --compile, whose graphs choose what to recompute: use --ac none"
     if config.lora_dropout and config.mlp_tile:
         yield "--lora-dropout needs all tokens of a layer at once, and --mlp-tile gives its MLP a part: remove one"
-    if config.tp_sequence_parallel and config.tp == 1:
-        yield "--tp-sequence-parallel shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it"
 
 
 def common_violations(config: CommonConfig) -> Iterator[str]:
     """Yield which flags that train.py and rlhf.py share contradict each other."""
-    options = {"lora_alpha": 0, "lora_targets": ALL_LINEAR, "lora_merge": False}
-    options |= {"lora_dropout": 0.0, "lora_dora": False, "lora_modules_to_save": ""}  # of train.py only
-    for name, off in options.items():
-        if not config.lora_rank and getattr(config, name, off) != off:
-            yield f"{flag(name)} is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it"
-    if config.ac_offload and config.ac == "none":
-        yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"
     if config.mlp_tile and config.ac == "selective":
         yield f"--mlp-tile = {config.mlp_tile} keeps no matrix products of MLPs, --ac selective keeps all: remove one"
-    if config.lr_schedule == "constant" and config.lr_final != CommonConfig.lr_final:
-        yield f"--lr-final = {config.lr_final:g} ends a decay, but --lr-schedule is constant: remove it"
-    if config.lr_decay_steps >= 0 and config.lr_schedule != "wsd":
-        yield f"--lr-decay-steps = {config.lr_decay_steps} is an option of --lr-schedule wsd: remove it"
     if config.lr_decay_steps > config.steps:
         yield f"--lr-decay-steps = {config.lr_decay_steps} must be at most --steps = {config.steps}"
 
@@ -245,8 +222,6 @@ def _engine(config: TrainConfig) -> Iterator[str]:
 
 def _optimizer(config: TrainConfig) -> Iterator[str]:
     if config.optimizer != "muon":
-        if config.muon_momentum != TrainConfig.muon_momentum:
-            yield f"--muon-momentum = {config.muon_momentum:g} is an option of --optimizer muon: remove it"
         return
     if config.optim_offload:
         yield "--optimizer muon multiplies matrices, slowly on the host: --optim-offload needs --optimizer adamw"
@@ -257,8 +232,6 @@ def _optimizer(config: TrainConfig) -> Iterator[str]:
 
 def _float8(config: TrainConfig) -> Iterator[str]:
     if config.fp8 == "none":
-        if config.fp8_emulate:
-            yield "--fp8-emulate is an option of --fp8, which is none: give --fp8, or remove it"
         return
     given = f"--fp8 {config.fp8}"
     if config.pp > 1 and config.pp_schedule == "zero-bubble":
@@ -297,8 +270,6 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
 
 
 def _indexers(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
-    if config.indexer_warmup and not config.indexer_loss_coef:
-        yield "--indexer-warmup trains by the loss of --indexer-loss-coef: set that above 0"
     if config.indexer_warmup and config.pp > 1:
         yield f"--indexer-warmup may leave a stage without trained weights: use --pp 1 in place of {config.pp}"
     if config.indexer_warmup and config.router_bias_update_rate:

@@ -496,7 +496,7 @@ def test_a_run_continues_under_another_plan(finished: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lora_rank": 0, "lora_alpha": 8, "lora_targets": "all-linear"}, "--lora-alpha is an option of LoRA adapters"),
+        ({"lora_rank": 0, "lora_alpha": 8, "lora_targets": "all-linear"}, "--lora-alpha = 8 is an option of LoRA"),
         ({"lora_rank": -1}, "--lora-rank = -1 must be at least 0"),
         ({"lora_targets": "q_proj,w1"}, "--lora-targets q_proj,w1 names 'w1', but the linear layers of qwen3 are"),
         ({"model": "tiny", "sft_steps": 0}, "--lora-rank = 4 trains adapters .*preset with random ones: .*--sft-steps"),

@@ -58,7 +58,7 @@ def test_plans_are_checked_against_the_models_before_anything_runs(tmp_path: Pat
         ({"model": "tiny", "ep": 2}, "ep=2 shards experts, and tiny has none"),
         ({"tp": 2}, "needs tp_sequence_parallel=True in training"),
         ({"ep": 2, "zero": 0}, "use zero=1"),
-        ({"ep": 2, "plan": "heuristic", "sft_steps": 0}, "does not use --ep"),
+        ({"ep": 2, "plan": "heuristic", "sft_steps": 0}, "--ep = 2 is not used by --plan heuristic"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(replace(config, **changes), four)

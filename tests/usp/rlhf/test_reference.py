@@ -131,7 +131,7 @@ def test_the_reference_is_the_mean_that_was_asked_for(ranks: RankPool, data: str
     [
         ({"options": "kl=0"}, "--ref-update-every = 2 needs one call of the role ref"),
         ({"lora_rank": 4}, "--ref-update-every = 2 is not supported with --lora-rank"),
-        ({"ref_update_every": 0}, "--ref-update-weight is an option of --ref-update-every"),
+        ({"ref_update_every": 0}, "--ref-update-weight = 0.6 is an option of --ref-update-every"),
         ({"ref_update_weight": 0.0}, "--ref-update-weight = 0.0 must be above 0 and at most 1"),
     ],
 )

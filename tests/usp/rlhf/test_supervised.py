@@ -118,7 +118,7 @@ def test_steps_are_the_same_under_every_plan_and_after_a_resume(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"supervised_data": ""}, "--supervised-weight is an option of --supervised-data: give both or neither"),
+        ({"supervised_data": ""}, "--supervised-weight = 0.5 is an option of --supervised-data: give both or neither"),
         ({"algorithm": "sft", "group_size": 0}, "--supervised-data: sft trains on nothing else"),
         ({"algorithm": "reward_model"}, "--supervised-data is for the policy, which --algorithm = reward_model"),
         ({"plan": "search"}, "--plan search and --replan do not predict --supervised-data"),

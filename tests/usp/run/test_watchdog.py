@@ -302,7 +302,7 @@ def test_a_later_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stopped_run_says_how_to_resume() -> None:
     ending = ending_of(Stopped(signal.SIGTERM, 7, Path("run/checkpoints/7")), rank=0)
     assert ending.exit_code == 143
-    assert ending.message == "stopped by SIGTERM after step 7; checkpoint run/checkpoints/7: continue with --resume"
+    assert ending.message == "stopped by SIGTERM after step 7; checkpoint run/checkpoints/7: continue with --resume run"
     assert ending_of(Stopped(signal.SIGUSR1, 1, None), rank=1).exit_code == 138
     assert ending_of(KeyboardInterrupt(), rank=0).exit_code == 130
 

@@ -195,7 +195,7 @@ def test_a_dry_run_has_the_optimizer_states_of_all_that_is_trained() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lora_rank": 0}, "--lora-dropout is an option of LoRA adapters"),
+        ({"lora_rank": 0}, "--lora-dropout = 0.1 is an option of LoRA adapters"),
         ({"lora_dropout": 1.0}, "--lora-dropout = 1.0 must be at least 0 and below 1"),
         ({"mlp_tile": 8}, "--lora-dropout needs all tokens of a layer at once, and --mlp-tile"),
         (

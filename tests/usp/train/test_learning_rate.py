@@ -39,7 +39,7 @@ def test_rates_are_those_of_transformers(kind: str) -> None:
     ("flags", "text"),
     [
         ({"lr_schedule": "wds"}, "--lr-schedule = 'wds' must be one of cosine, linear, constant, wsd"),
-        ({"lr_schedule": "constant", "lr_final": 0.0}, "--lr-final = 0 ends a decay, but --lr-schedule is constant"),
+        ({"lr_schedule": "constant", "lr_final": 0.0}, "--lr-final = 0.0 ends a decay, and --lr-schedule is constant"),
         ({"lr_decay_steps": 5}, "--lr-decay-steps = 5 is an option of --lr-schedule wsd"),
         ({"lr_schedule": "wsd", "lr_decay_steps": 101}, "--lr-decay-steps = 101 must be at most --steps = 100"),
         ({"lr_final": 1.5}, "--lr-final = 1.5 must be from 0 to 1"),

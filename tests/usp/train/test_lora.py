@@ -306,7 +306,7 @@ def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lora_rank": 0, "lora_alpha": 8}, "--lora-alpha is an option of LoRA adapters, but --lora-rank is 0"),
+        ({"lora_rank": 0, "lora_alpha": 8}, "--lora-alpha = 8 is an option of LoRA adapters, but --lora-rank is 0"),
         ({"lora_rank": 0, "lora_merge": True}, "--lora-merge is an option of LoRA adapters"),
         ({"lora_rank": -1}, "--lora-rank = -1 must be at least 0"),
         ({"engine": "deepspeed"}, "--lora-rank = 8 is not supported by --engine deepspeed"),

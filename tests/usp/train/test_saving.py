@@ -111,9 +111,9 @@ def test_a_run_that_is_stopped_says_what_was_saved(
     (end, _), _ = ranks.run(run, 2, tmp_path, failing, 4)
     if newest == "step-00000004":  # at the second attempt
         path = tmp_path / CHECKPOINTS / newest
-        assert end == f"stopped by SIGTERM after step 4; checkpoint {path}: continue with --resume"
+        assert end == f"stopped by SIGTERM after step 4; checkpoint {path}: continue with --resume {tmp_path}"
         return
     assert end.startswith(f"stopped by SIGTERM after step 4; {not_saved(tmp_path, 4)}")
-    what = f"the newest is checkpoint {tmp_path / CHECKPOINTS / newest}: continue with --resume"
+    what = f"the newest is checkpoint {tmp_path / CHECKPOINTS / newest}: continue with --resume {tmp_path}"
     assert end.endswith(what if newest else "; no checkpoint was saved")
     assert saved(tmp_path) == ([newest] if newest else [])
