@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -114,7 +113,33 @@ def test_the_context_extension_draws_its_plots(tmp_path: Path) -> None:
         assert (tmp_path / "out" / f"{plot}.png").is_file(), plot
 
 
-def test_the_slurm_script_is_valid_bash() -> None:
-    shell = shutil.which("bash")
-    assert shell is not None
-    subprocess.run([shell, "-n", str(ROOT / "examples" / "slurm.sbatch")], check=True)
+# srun is told to stop, and leaves what is in RESULT. It waits for scancel, which the script's trap calls.
+SRUN = """#!/bin/bash
+echo "$@" > srun.txt
+kill -USR1 $PPID
+until [[ -e scancel.txt ]]; do sleep 0.01; done
+[[ -z "$RESULT" ]] || mkdir -p "runs/job-7/$RESULT"
+exit 1
+"""
+
+
+@pytest.mark.parametrize(("result", "requeued"), [("", True), ("model", False), ("adapter", False)])
+def test_the_slurm_script_passes_cores_on_and_requeues_what_is_not_finished(
+    tmp_path: Path, result: str, requeued: bool
+) -> None:
+    programs = {"srun": SRUN, "scancel": "#!/bin/bash\necho > scancel.txt\n"}
+    programs["scontrol"] = "#!/bin/bash\n[[ $1 == requeue ]] && echo > requeued.txt || echo host\n"
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"JOB_NAME": "job", "JOB_ID": "7", "JOB_NODELIST": "host", "JOB_NUM_NODES": "2", "CPUS_PER_TASK": "48"}
+    environment = {f"SLURM_{name}": value for name, value in slurm.items()}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RESULT": result}
+    script = str(ROOT / "examples" / "slurm.sbatch")
+    ended = subprocess.run(["bash", script, "--model", "m"], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert ended.returncode == 1 and (tmp_path / "requeued.txt").exists() == requeued
+    words = (tmp_path / "srun.txt").read_text().split()
+    assert words[words.index("--cpus-per-task") + 1] == "48" and words.index("--cpus-per-task") < words.index(
+        "torchrun"
+    )
+    assert words[-6:] == ["--output", "runs/job-7", "--resume", "auto", "--model", "m"]
