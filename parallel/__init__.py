@@ -39,6 +39,10 @@ _SLOW = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *(name for names in _SLOW.values() for name in names)]
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use what takes most of a second to import: torch's distributed checkpoints and FSDP."""
     for module, names in _SLOW.items():

@@ -46,7 +46,9 @@ class ParallelMesh:
         ranks: Sequence[int] | None = None,
         groups: ProcessGroups | None = None,
     ) -> ParallelMesh:
-        """Create the process groups. Collective over the world; requires a default process group.
+        """Create the process groups. Collective over the world; requires a default process group. For `dims` of one
+        rank, such as ParallelDims(dp_shard=1), a process that torchrun did not start makes one of itself alone, which
+        `torch.distributed.destroy_process_group()` ends.
 
         Args:
             ranks: ascending global ranks of the grid; None for the whole world. Other ranks get a mesh of which they
@@ -58,7 +60,13 @@ class ParallelMesh:
             RuntimeError: without a default process group.
         """
         if not dist.is_initialized():
-            raise RuntimeError("torch.distributed.init_process_group must be called before ParallelMesh.create")
+            if math.prod(dims.degrees().values()) != 1 or dist.is_torchelastic_launched():
+                raise RuntimeError(
+                    "torch.distributed.init_process_group must be called before ParallelMesh.create; a single process "
+                    "that torchrun did not start may give ParallelDims(dp_shard=1) instead"
+                )
+            dims.resolve(1)
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
         dims = dims.resolve(len(ranks))
         degrees = {**dims.degrees(), "ep": dims.ep, "efsdp": dims.efsdp, "unsharded": 1}

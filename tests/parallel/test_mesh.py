@@ -141,6 +141,26 @@ def test_a_mesh_requires_a_process_group() -> None:
         ParallelMesh.create(ParallelDims())
 
 
+def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = ParallelDims(dp_shard=1)
+    try:
+        for _ in range(2):
+            assert ParallelMesh.create(one, device_type="cpu").size("sp") == 1
+            assert ParallelMesh.create(ParallelDims()).size("loss") == 1, "in the same world"
+            dist.destroy_process_group()
+        monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+        with pytest.raises(RuntimeError, match="init_process_group"):
+            ParallelMesh.create(one)
+        monkeypatch.undo()
+        for wrong in ({"ring": 2}, {"ring": 2, "dp_shard": 1}):
+            with pytest.raises(RuntimeError, match=r"may give ParallelDims\(dp_shard=1\)"):
+                ParallelMesh.create(ParallelDims(**wrong))
+        assert not dist.is_initialized()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def summed_gradients(dims: ParallelDims, zero: int, micro_batches: int) -> tuple[list[list[float]], list[list[float]]]:
     """Return clipped gradients under FSDP with different inputs on each rank, and those of one model on all inputs."""
     mesh = ParallelMesh.create(dims)
