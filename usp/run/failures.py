@@ -120,7 +120,7 @@ def ending_of(error: BaseException, rank: int) -> Ending:
     if isinstance(error, RanksMissing):
         return Ending(f"error: {error}", HUNG)
     if isinstance(error, KeyboardInterrupt):
-        return Ending("interrupted: progress since the last checkpoint is lost (SIGTERM saves it)", INTERRUPTED)
+        return Ending("interrupted: progress since the last checkpoint is lost", INTERRUPTED)
     if isinstance(error, Stopped):
         return Ending(str(error), SIGNALLED + error.signal_number)
     words = str(error).lower() if isinstance(error, RuntimeError) else ""

@@ -26,7 +26,7 @@ from parallel import format_ranks
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ECHO_SECONDS = 2.0  # a scheduler and torchrun may both send one for the same request
 STORE_SECONDS = 30.0  # a store that does not answer within this is gone
 LONG_PHASE = 3  # a phase that the watchdog calls long may take this many times hang_timeout
@@ -36,10 +36,14 @@ ORPHANED = 1  # exit code, which nobody reads
 
 @dataclass
 class StopRequest:
-    """Request to stop this process: number and time of the first signal, 0 before."""
+    """Request to stop this process: number and time of the first signal, 0 before.
+
+    saves: steps run, after which a stop saves; at other times SIGINT interrupts at once, as there is nothing to save.
+    """
 
     signal_number: int = 0
     since: float = 0.0
+    saves: bool = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -53,6 +57,8 @@ class StopRequest:
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        if signal_number == signal.SIGINT and not self.saves and not self.signal_number:
+            signal.default_int_handler(signal_number, frame)
         if self.signal_number and now - self.since > ECHO_SECONDS:
             os._exit(128 + signal_number)
         if not self.signal_number:

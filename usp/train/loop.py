@@ -204,6 +204,7 @@ class TrainingLoop(ABC):
             raise CheckpointFailed(f"{failure}; the trained model is written: {self.folder / self.result}")
 
     def _train(self, log: RunLog | None) -> None:
+        self.stop.saves = True
         try:
             for number in range(self.done + 1, self._steps + 1):
                 if self.ends_early():
@@ -216,6 +217,8 @@ class TrainingLoop(ABC):
         except (TrainingDiverged, UserCodeFailed):
             self._finish_saving()
             raise
+        finally:
+            self.stop.saves = False
 
     def load(self, checkpoint: Path, more: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Fill `state`, and `more` tensors, from a checkpoint that has been verified, and return the former. Raises

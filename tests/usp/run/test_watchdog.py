@@ -288,15 +288,24 @@ def test_a_signal_sets_a_flag_and_the_handler_is_restored() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_later_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_later_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int) -> None:
     left: list[int] = []
     monkeypatch.setattr("os._exit", left.append)
     monkeypatch.setattr("usp.run.launch.ECHO_SECONDS", 0.0)
-    with StopRequest().listening():
-        signal.raise_signal(signal.SIGTERM)
-        assert left == []
-        signal.raise_signal(signal.SIGTERM)
-    assert left == [143]
+    stop = StopRequest(saves=True)
+    with stop.listening():
+        signal.raise_signal(number)
+        assert left == [] and stop.signal_number == number
+        signal.raise_signal(number)
+    assert left == [code]
+
+
+def test_ctrl_c_interrupts_where_there_is_nothing_to_save() -> None:
+    stop = StopRequest()
+    with stop.listening(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert not stop.signal_number
 
 
 def test_a_stopped_run_says_how_to_resume() -> None:
