@@ -210,7 +210,7 @@ def _effective(config: Any, line: Collection[str], file: Collection[str], path: 
 
     def without(name: str, why: str) -> Any:
         if path and not is_default(name):
-            warn(f"{path}: {why}: ignored")
+            warn(f"{path}: {why}; it is ignored")
         return replace(config, **{name: getattr(kind, name)})
 
     for pair in EITHER if issubclass(program, TrainConfig) else ():

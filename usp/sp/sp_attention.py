@@ -15,14 +15,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._library.opaque_object import register_opaque_type
-from torch._opaque_base import OpaqueBase
+from torch._library import opaque_object
 from torch.distributed.device_mesh import DeviceMesh
 
 from attention import (
@@ -55,6 +55,13 @@ from .sequence import SpAxes, StepKeeper, documents_of, rows_of, ulysses_ranks
 logger = logging.getLogger(__name__)
 Rows = tuple[tuple[int, ...], ...] | None
 Described = tuple[torch.Size, torch.dtype, torch.device]
+# Torch has no public names for these; 2.14 warns at the use of those that 2.13 has.
+_NEW = hasattr(opaque_object, "register_custom_class")
+_CustomClass: Any = (
+    import_module("torch._custom_class_base").CustomClassBase
+    if _NEW
+    else import_module("torch._opaque_base").OpaqueBase
+)
 GATHER = "attention to indices: gather, in plain torch on every device"
 
 
@@ -462,7 +469,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return type(a) is type(b) is Tensor and (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
 
 
-class Handle(OpaqueBase):
+class Handle(_CustomClass):
     """An attention layer as an argument of the operators: graphs take it as an input, so layers share a graph.
 
     A handle lives as long as its layer: graphs have no reference to it.
@@ -479,7 +486,8 @@ class Handle(OpaqueBase):
         return Handle, (None, self.shape_facts)
 
 
-register_opaque_type(Handle, typ="reference", guard_fn=lambda handle: [handle.shape_facts])
+_register, _kind = ("register_custom_class", "symbolic") if _NEW else ("register_opaque_type", "reference")
+getattr(opaque_object, _register)(Handle, typ=_kind, guard_fn=lambda handle: [handle.shape_facts])
 
 
 @torch.library.custom_op("usp::attention", mutates_args=())

@@ -375,7 +375,7 @@ def test_targets_leave_out_what_peft_refuses() -> None:
 
 
 def test_defaults_are_those_of_adapters(whole: Path) -> None:
-    config = resolve(replace(RUN, model=str(whole.parent / "base"), learning_rate=0.0), 1).config
+    config = resolve(replace(RUN, model=str(whole.parent / "base"), learning_rate=TrainConfig.learning_rate), 1).config
     assert (config.learning_rate, config.lora_alpha) == (1e-4, 16)
 
 
