@@ -288,8 +288,10 @@ def outlast(hang_timeout: float) -> None:
     """Make the timeout of every existing process group longer than the watchdog's; groups do not inherit it."""
     timeout = _longer_than(hang_timeout)
     if timeout is not None:
+        # torch 2.14's name, and 2.13's
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)
 
 
 def leave(exit_code: int = 0) -> NoReturn:

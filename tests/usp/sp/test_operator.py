@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from attention import KeepResults
 from parallel import ParallelDims, ParallelMesh
+from tests.e2e.processes import ROOT
 from tests.harness.ranks import RankPool
 from usp import UnifiedSPAttention
 
@@ -125,3 +128,18 @@ def kept_results() -> float:
 
 def test_graphs_never_write_over_kept_results(ranks: RankPool) -> None:
     assert ranks.run(kept_results, 1) == [0.0]
+
+
+def test_no_rank_prints_that_a_name_of_torch_is_deprecated() -> None:
+    """In an interpreter of its own, because torch says it once, where it is imported."""
+    code = """
+import warnings
+warnings.simplefilter("error", FutureWarning)
+import torch.distributed as dist
+import usp.sp.sp_attention
+from usp.run.launch import outlast
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+outlast(60.0)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and "deprecated" not in ended.stderr, ended.stderr
