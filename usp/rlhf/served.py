@@ -17,7 +17,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from queue import Empty, SimpleQueue
@@ -222,11 +222,34 @@ def received_pieces(connection: socket.socket, given: Values | None = None) -> I
 
 
 def forget_kernels(model: torch.nn.Module) -> None:
-    """Let a vLLM model on CPUs load weights again: else it leaves experts as in files, which kernels do not read."""
+    """Drop what kernels on CPUs hold of a vLLM model's weights in layouts of their own."""
     for layer in model.modules():
         experts: Any = getattr(layer, "quant_method", None)
         if hasattr(experts, "moe_kernel"):
-            experts.moe_kernel = None
+            experts.moe_kernel = None  # else it leaves the next experts as in files, which kernels do not read
+        if hasattr(layer, "cpu_linear"):
+            layer.cpu_linear = None
+
+
+@contextmanager
+def all_renewed(model: torch.nn.Module) -> Iterator[None]:
+    """Let the block load all weights of a vLLM model: none survives that it leaves out, be it in a kernel's layout.
+
+    vLLM keeps the old weights of a layer that is sent none. Here they are nan, which decoding notices, or on CPUs an
+    error. A head that is the embedding is sent none, but has it: vLLM packs it only at the start, here every time.
+    """
+    weights = [*model.parameters()]
+    if weights[0].device.type == "cpu":
+        forget_kernels(model)
+    for weight in weights:
+        if weight.is_floating_point():
+            weight.data.fill_(math.nan)
+    yield
+    for name, layer in model.named_modules():
+        if getattr(layer, "cpu_linear", layer) is None:
+            layer.quant_method.process_weights_after_loading(layer)
+            if layer.cpu_linear is None:
+                raise ValueError(f"the update has no weights for the engine's {name}")
 
 
 class Worker:
@@ -262,11 +285,10 @@ class Worker:
         with socket.create_connection(tuple(addresses[self.rank]), 60) as connection:
             connection.settimeout(Model.timeout)
             connection.sendall(token.encode())
-            if self.device.type == "cpu":
-                forget_kernels(self.model_runner.get_model())
             pieces = received_pieces(connection, given if after is not None else None)
             weights = ((piece.name, piece.whole().to(self.device)) for piece in pieces)
-            self.reload_weights(weights_iterator=weights)
+            with all_renewed(self.model_runner.get_model()):
+                self.reload_weights(weights_iterator=weights)
             for _ in weights:
                 pass
         if after is not None:

@@ -39,7 +39,17 @@ from usp.hf.models import ModelConfig
 from usp.rlhf.environments.sandbox import call
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed
-from usp.rlhf.served import SIZES, Piece, Requests, RolloutServer, Values, Written, forget_kernels, send_pieces
+from usp.rlhf.served import (
+    SIZES,
+    Piece,
+    Requests,
+    RolloutServer,
+    Values,
+    Written,
+    all_renewed,
+    forget_kernels,
+    send_pieces,
+)
 
 from .decoding import Decode, GeneratedResponse, Rollout, Stops
 from .turns import Turns
@@ -174,9 +184,7 @@ class VllmEngine:
         """Replace all weights by those that `pieces` yields, this rank's parts. All of them are consumed. Returns the
         bytes that left the run for it."""
         weights = ((piece.name, piece.whole()) for piece in pieces)
-        if self._mesh.device_type == "cpu":
-            forget_kernels(self._model())
-        with self._named("while its weights were updated"):
+        with self._named("while its weights were updated"), all_renewed(self._model()):
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         for _ in weights:
             pass
@@ -291,9 +299,7 @@ class VllmEngine:
             return
         for storage in self._storages():
             _give_back(storage)
-        for layer in self._model().modules():
-            if hasattr(layer, "cpu_linear"):
-                del layer.cpu_linear  # which holds weights in the layout of a kernel; loading makes another
+        forget_kernels(self._model())  # loading makes others
 
     def wake(self) -> None:
         """Allocate what `sleep` freed, without values; `load` must follow. Local. Does nothing if awake."""

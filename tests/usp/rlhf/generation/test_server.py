@@ -37,7 +37,7 @@ from tests.harness.ranks import RankError, RankPool
 from tests.usp.rlhf.test_reference import begun
 from tests.usp.tiny import SIZES, drawn_model
 from usp.data.tokenizer import BYTE_VOCAB
-from usp.hf.disk import disk_layout
+from usp.hf.disk import disk_layout, stored_tensors
 from usp.hf.routers import ChoiceRecorder
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.dry_run import CallRun, dry_run_calls
@@ -47,12 +47,13 @@ from usp.rlhf.generation.vllm import ServedEngine
 from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare
 from usp.rlhf.runtime.executor import Executor
-from usp.rlhf.served import Piece, Requests, RolloutServer, Values, Worker, received_pieces, send_pieces
+from usp.rlhf.served import Piece, Requests, RolloutServer, Values, Worker, all_renewed, received_pieces, send_pieces
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
 OF_BYTES = SIZES | {"vocab_size": BYTE_VOCAB, "num_key_value_heads": 4}
 MODEL = LlamaConfig(**OF_BYTES)
+TIED = LlamaConfig(**OF_BYTES, tie_word_embeddings=True)
 EXPERTS = Qwen3MoeConfig(**OF_BYTES, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 RUN, LOAD = Executor.run, ServedEngine.load
 KEYS = token_keys(BYTE_VOCAB)
@@ -79,13 +80,45 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
+class Packing:
+    """vLLM's way with linears on CPUs: what decodes is a copy in a layout of its own, made where weights are loaded."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        weight = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x: torch.nn.functional.linear(x, weight, layer.bias)
+
+
+def packed(model: Any) -> Any:
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.quant_method = Packing()
+            layer.quant_method.process_weights_after_loading(layer)
+            layer.forward = lambda x, layer=layer: layer.cpu_linear(x)
+    return model
+
+
+def loaded(model: Any, values: dict[str, Tensor]) -> None:
+    """Load tensors of files, all of them, and pack the layers that they are of."""
+    own = stored_tensors(model)
+    for tensor in chain(*disk_layout(model, {name: x.shape for name, x in own.items()}).values()):
+        with torch.no_grad():
+            own[tensor.parameter][tensor.box.slices()] = values[tensor.name].view(tensor.box.sizes)
+    for name in own:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, torch.nn.Linear):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
 class StandIn(Worker):
+    """Loads weights if it is the only one, else `Stub` does of all."""
+
     device = torch.device("cpu")
 
     def __init__(self, server: Stub, rank: int) -> None:
         self.rank, self.server = rank, server
         self.held: dict[str, Tensor] = {}
-        self.model_runner = SimpleNamespace(get_model=lambda: server.model)
+        own = server.model if server.tp == 1 else torch.nn.Linear(1, 1)
+        self.model_runner = SimpleNamespace(get_model=lambda: own)
         of_model = {
             "dtype": server.model.dtype,
             "max_model_len": 256,
@@ -106,6 +139,8 @@ class StandIn(Worker):
             self.held[name] = value
             if self.server.breaks == "worker" and number == 3:
                 raise IndexError("no such block")
+        if self.server.tp == 1:
+            loaded(self.server.model, self.held)
 
 
 class Stub(ThreadingHTTPServer):
@@ -115,7 +150,8 @@ class Stub(ThreadingHTTPServer):
 
     def __init__(self, tp: int, dtype: torch.dtype, config: PretrainedConfig, routed: bool) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.tp, self.model, self.version, self.paused = tp, drawn_model(config, 5).to(dtype), "default", False
+        self.tp, self.version, self.paused = tp, "default", False
+        self.model = packed(drawn_model(config, 5).to(dtype))
         self.recorder, self.forward = ChoiceRecorder(self.model) if routed else None, threading.Lock()
         self.breaks, self.fails, self.sizes, self.asked = "", list[str](), list[int](), list[dict[str, Any]]()
         self.updates = list[list[dict[str, Tensor]]]()
@@ -135,13 +171,13 @@ class Stub(ThreadingHTTPServer):
             parts = [worker.held for worker in self.workers]
             self.updates.append([{name: x.clone() for name, x in held.items()} for held in parts])
             self.sizes.append(sum(int((~x.isnan()).sum()) * x.itemsize for held in parts for x in held.values()))
-            own = self.model.state_dict()
-            for tensor in chain(*disk_layout(self.model, {name: x.shape for name, x in own.items()}).values()):
-                value = parts[0][tensor.name]
+            whole = dict(parts[0])
+            for name, value in whole.items():
                 for part in parts[1:]:
-                    value = value.where(~value.isnan(), part[tensor.name])
-                assert not value.isnan().any(), tensor.name
-                own[tensor.parameter][tensor.box.slices()] = value.view(tensor.box.sizes)
+                    whole[name] = value = value.where(~value.isnan(), part[name])
+                assert not value.isnan().any(), name
+            if self.tp > 1:
+                loaded(self.model, whole)
         return found
 
 
@@ -240,6 +276,7 @@ class Handler(JsonHandler):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("server")
     drawn_model(MODEL).save_pretrained(folder / "model")
+    drawn_model(TIED).save_pretrained(folder / "tied")
     drawn_model(EXPERTS).save_pretrained(folder / "experts")
     rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -323,6 +360,29 @@ def test_steps_are_those_of_our_own_decoding(
     assert server.sizes == [tp * sum(divided)] * CONFIG.steps
     assert len(server.asked) == CONFIG.steps * CONFIG.prompts * CONFIG.group_size
     assert all(asked["stop_token_ids"] for asked in server.asked), "else it would decode what is thrown away"
+
+
+def test_a_head_that_is_the_embedding_is_that_of_each_update(
+    ranks: RankPool, folder: Path, own: Own, tmp_path: Path
+) -> None:
+    """Of which an update has no tensor, and the server a copy in another layout."""
+    tied: dict[str, Any] = {"model": str(folder / "tied"), "learning_rate": 3e-2}
+    with stub(config=TIED) as server:
+        (found,) = ranks.run(steps_of, 1, of(folder, tmp_path / "served", rollout_engine=server.url, **tied))
+        assert all("lm_head.weight" not in update[0] for update in server.updates)
+    same(found, own(**tied))
+
+
+def test_no_weight_survives_that_an_update_leaves_out() -> None:
+    untied = packed(drawn_model(MODEL))
+    with pytest.raises(ValueError, match="no weights for the engine's lm_head"), all_renewed(untied):
+        del untied.lm_head.weight  # as vLLM does, once it is packed
+        untied.lm_head.quant_method = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+        loaded(untied.model, {name: torch.zeros(x.shape) for name, x in stored_tensors(untied.model).items()})
+    forgotten = torch.nn.ModuleList([torch.nn.Embedding(3, 2), torch.nn.LayerNorm(2)])
+    with all_renewed(forgotten), torch.no_grad():
+        forgotten[0].weight.zero_()  # type: ignore[operator]
+    assert not forgotten[0].weight.any() and all(x.isnan().all() for x in forgotten[1].parameters())  # type: ignore
 
 
 def sent_by(found: list[list[dict[str, Any]]]) -> list[int]:

@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.e2e.processes import ROOT, Ended, Run
 from tests.usp.rlhf.generation.vllm_server import vllm_server
@@ -44,6 +55,21 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+}
+TIED = {"tie_word_embeddings": True}
+# What an engine shares, packs or derives from weights as it loads them: heads that are embeddings, fused and packed
+# linears with biases and without, experts, norms of heads, scaled embeddings, softcaps, windows.
+DERIVED: dict[str, PretrainedConfig] = FAMILIES | {
+    "llama, tied": LlamaConfig(**SIZES, **TIED, attention_bias=True, mlp_bias=True),
+    "qwen2, tied": Qwen2Config(**SIZES, **TIED),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32),
+    "qwen3, tied": Qwen3Config(**SIZES, **TIED, head_dim=32),
+    "qwen3_moe, tied": Qwen3MoeConfig(**SIZES, **EXPERTS, **TIED, head_dim=32),
+    "mixtral, tied": MixtralConfig(**SIZES, **TIED, num_local_experts=4),
+    "gemma2, tied": Gemma2Config(**SIZES, head_dim=32, query_pre_attn_scalar=32, sliding_window=32),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    "olmo2": Olmo2Config(**SIZES),
+    "granite, tied": GraniteConfig(**SIZES, **TIED, embedding_multiplier=2.0, logits_scaling=3.0),
 }
 U2_R2 = {"ulysses": 2, "ring": 2, "zero": 3}
 TP2_PP2 = {"tp": 2, "pp": 2, "zero": 1, "tp_sequence_parallel": True}
