@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,9 @@ _PROBE = "Zwölf Boxkämpfer jagen  42 + 8 = 50;\n\tfür (x) {日本}"  # a text
 _BYTES = 256  # of a token in a reply, at most
 _LENGTH = struct.Struct(">I")  # of what describes a piece
 WORKER = "usp.rlhf.served.Worker"  # for --worker-extension-cls
-SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")  # of a configuration: tell models apart
+# What of a transformers configuration decides no number of a forward without dropout.
+_IDLE = r"_.*|architectures|transformers_version|(torch_)?dtype|use_cache|id2label|label2id|problem_type|return_dict"
+_IDLE += r"|output_.*|chunk_size_feed_forward|.*(dropout|pdrop|layerdrop|initializer|token_id|aux_loss|jitter).*"
 
 M = TypeVar("M", bound="Model")
 
@@ -221,6 +224,12 @@ def received_pieces(connection: socket.socket, given: Values | None = None) -> I
         yield Piece(name, tuple(shape), tuple(sizes), tuple(map(tuple, where)), values, tuple(factors))
 
 
+def deciding(config: Any) -> dict[str, Any]:
+    """Return what of a transformers configuration decides numbers, as JSON has it."""
+    told = json.loads(json.dumps(config.to_dict(), default=str))
+    return {key: value for key, value in told.items() if not re.fullmatch(_IDLE, key)}
+
+
 def forget_kernels(model: torch.nn.Module) -> None:
     """Drop what kernels on CPUs hold of a vLLM model's weights in layouts of their own."""
     for layer in model.modules():
@@ -258,8 +267,11 @@ class Worker:
     _usp_given: tuple[str, Values] = ("", {})  # the token of the last update of which it keeps the values, and these
 
     def usp_facts(self: Any) -> dict[str, Any]:
-        """Return how the server was started."""
+        """Return how the server was started, and what its model computes."""
         model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        computes, cache = deciding(model.hf_config), self.vllm_config.cache_config.cache_dtype
+        if getattr(model, "word_embeddings_untied_by_checkpoint", False):  # vLLM's word for a head that files repeat
+            computes["tie_word_embeddings"] = True
         return {
             "tp": parallel.tensor_parallel_size,
             "workers": parallel.world_size_across_dp,
@@ -269,7 +281,9 @@ class Worker:
             "logprobs": model.logprobs_mode,
             "defaults": model.generation_config,
             "routed": self.vllm_config.aux_output_config.enable_return_routed_experts,
-            "sizes": [getattr(model.hf_config, name, None) for name in SIZES],
+            "quantization": model.quantization,
+            "cache": "auto" if cache == str(model.dtype).removeprefix("torch.") else cache,
+            "computes": computes,
         }
 
     def usp_receive(self: Any, addresses: Sequence[tuple[str, int]], token: str, after: str | None = None) -> None:

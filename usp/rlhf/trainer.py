@@ -36,14 +36,15 @@ from torch import Tensor
 from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import hide_progress_bars
 from usp.rlhf.generation.graphs import decoding_notes
-from usp.rlhf.generation.vllm import ServedEngine, VllmEngine
+from usp.rlhf.generation.vllm import ServedEngine, VllmEngine, most_drift
 from usp.rlhf.plan.plan import OWN, PLAN_FILE, CallLayout, optimizer_of, to_mapping
 from usp.rlhf.roles.engine_model import EngineModel
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
+from usp.rlhf.runtime.measure import STALEST
 from usp.rlhf.runtime.rollouts import RolloutOptions, Rollouts
 from usp.rlhf.runtime.transfer import StepData
-from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
+from usp.run.failures import CheckpointFailed, ConfigurationError, TrainingDiverged, UserCodeFailed
 from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
 from usp.run.output import LineFile, warn
 from usp.run.watchdog import Watchdog
@@ -235,6 +236,7 @@ class RlhfTrainer(TrainingLoop):
                 pass
         except UserCodeFailed as failed:
             raise UserCodeFailed(f"step {number}: {failed}; {self.keep_done()}") from failed
+        self._check_drift(number, result.metrics)
         if self.config.ref_update_every and number % self.config.ref_update_every == 0:
             self.watchdog.progress(number, "updating the reference", long=True)
             self.executor.follow("ref", "actor", self.config.ref_update_weight)
@@ -253,6 +255,24 @@ class RlhfTrainer(TrainingLoop):
         self.stopping = bool(stopping)
         replanned = self._replan(number, result)
         return RlhfRecord(number, {**result.metrics, **evaluated, **replanned}, seconds)
+
+    def _check_drift(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Raise TrainingDiverged if an engine gives its tokens other log-probabilities than the weights that it was
+        sent, where no optimizer step lies between both."""
+        run, drift = self.prepared, metrics.get("logprob_difference_mean", 0.0)
+        call, calls = run.graph.train_call("actor"), engine_calls(run)
+        if not calls or call is None or not isinstance(call.work, TrainStep):
+            return
+        same = "old_logprobs" in run.graph.producers or call.work.mini_batches * call.work.epochs == 1
+        stale = metrics.get(STALEST, float(self.config.staleness and number > 1))
+        dtype = run.roles[call.role].dtype
+        if same and not stale and not drift <= (most := most_drift(dtype, self.config.temperature)):
+            engine, told = run.plan[calls[0].name].engine, f"{dtype}".removeprefix("torch.")
+            raise TrainingDiverged(
+                f"step {number}: the log-probabilities of engine {engine} differ from those in training by {drift:.3g} "
+                f"in the mean of its tokens, and rounding in {told} explains at most {most:.3g}: what it computes is "
+                f"not the policy; the step is not saved"
+            )
 
     def _advance(self) -> StepResult | None:
         """Make the samples of the next step, and train on those that are due; None if none are."""

@@ -74,7 +74,7 @@ class Problems(list[str]):
 
 
 class TrainingDiverged(RuntimeError):
-    """Non-finite loss or gradient norm; raised on every rank at the same step."""
+    """Non-finite loss or gradient norm, or samples of another model; raised on every rank at the same step."""
 
 
 class UserCodeFailed(RuntimeError):

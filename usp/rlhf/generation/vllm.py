@@ -11,6 +11,7 @@ imported where an engine starts, and nowhere else.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import tempfile
@@ -40,13 +41,13 @@ from usp.rlhf.environments.sandbox import call
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed
 from usp.rlhf.served import (
-    SIZES,
     Piece,
     Requests,
     RolloutServer,
     Values,
     Written,
     all_renewed,
+    deciding,
     forget_kernels,
     send_pieces,
 )
@@ -104,6 +105,16 @@ def sampling_problems(works: Iterable[Generate], served: bool = False) -> list[s
     return problems
 
 
+def most_drift(dtype: torch.dtype, temperature: float) -> float:
+    """Return the mean |log-probability of an engine - that in training| over a step's tokens that rounding explains.
+
+    64 units of the dtype. A model of 32 layers with random weights, and logits with a standard deviation of 5, differs
+    by 30 to 38 of them between two kernels of attention, and that grows as the root of the depth. GPUs may multiply
+    float32 as TF32, whose unit is 2**-10. Below temperature 1 log-probabilities and their errors are larger.
+    """
+    return 64 * max(torch.finfo(dtype).eps, 2**-10) / min(1.0, temperature or 1.0)
+
+
 def whole_vocabulary(rows: int, tp: int) -> bool:
     """Return whether vLLM's ranks hold other rows of the embedding and the head than an even division gives them."""
     return tp > 1 and rows % _VOCABULARY_MULTIPLE > 0
@@ -134,7 +145,7 @@ class VllmEngine:
         It sets, for this process: VLLM_ENABLE_V1_MULTIPROCESSING=0, so that ranks decode in step; VLLM_NO_USAGE_STATS=1
         and HF_HUB_OFFLINE=1, so that nothing is sent or fetched; VLLM_LOGGING_LEVEL=WARNING.
 
-        Raises ValueError for a model that vLLM does not know or cannot divide so.
+        Raises ValueError on all ranks for a model that vLLM does not know or cannot divide so, or too small a cache.
         """
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -169,16 +180,22 @@ class VllmEngine:
                 vllm_config = arguments.create_engine_config()
             except ValueError as error:
                 raise ValueError(f"vLLM refuses {config.model_type}: {error}") from error
-            if mesh.member:
-                engine = LLMEngine.from_vllm_config(vllm_config)
-            else:
-                _join(vllm_config, job[0])
+            engine, problem = None, ""
+            try:
+                if mesh.member:
+                    engine = VllmEngine(LLMEngine.from_vllm_config(vllm_config), options, mesh, decode, naming)
+                else:
+                    _join(vllm_config, job[0])
+            except ValueError as error:  # which all ranks of the engine have
+                problem = _refusal(f"{error}", options)
         torch.set_num_threads = sets_threads  # vLLM replaces it on CPUs
         torch.set_num_threads(threads)
-        dist.barrier()  # all have opened the shared memory of their group, which lasts as long as they do
+        problems = gather_objects(problem)  # all have opened the shared memory of their group, which stays theirs
         for file in Path("/dev/shm").glob(f"{job[0]}-*"):
             file.unlink(missing_ok=True)
-        return VllmEngine(engine, options, mesh, decode, naming) if mesh.member else None
+        if problem := next(filter(None, problems), ""):
+            raise ValueError(problem)
+        return engine
 
     def load(self, pieces: Iterator[Piece]) -> int:
         """Replace all weights by those that `pieces` yields, this rank's parts. All of them are consumed. Returns the
@@ -462,22 +479,33 @@ class ServedEngine(VllmEngine):
 def server_problems(server: RolloutServer, options: EngineOptions, config: ModelConfig) -> list[str]:
     """Return why a server cannot be the engine of a run. Raises ConnectionError without a server."""
     facts, tp = server.facts(), options.tp
-    sizes = [getattr(config, name, None) for name in SIZES]
     wanted = {  # what a server must have, and how it is started so
-        "sizes": (sizes, f"a model with {', '.join(SIZES)} = {sizes}: start it with the policy's"),
         "tp": (tp, f"--tensor-parallel-size {tp}, the tp of its generate call"),
         "workers": (tp, "no workers besides those of tp"),
         "experts": (options.experts, "--enable-expert-parallel exactly where its generate call has ep"),
         "dtype": (str(options.dtype).removeprefix("torch."), "the policy's --dtype"),
         "logprobs": (options.logprobs_mode, f"--logprobs-mode {options.logprobs_mode}"),
         "defaults": ("vllm", "--generation-config vllm"),
+        "quantization": (None, "weights as they are trained, without --quantization"),
+        "cache": ("auto", "--kv-cache-dtype auto"),
     }
-    problems = [f"it needs {how}, and has {facts[key]}" for key, (value, how) in wanted.items() if facts[key] != value]
+    different = [*_differences(deciding(config), facts["computes"])]
+    problems = [f"it needs the policy's model, and has another: {', '.join(different)}"] if different else []
+    problems += [f"it needs {how}, and has {facts[key]}" for key, (value, how) in wanted.items() if facts[key] != value]
     if options.routed and not facts["routed"]:
         problems.append("it needs --enable-return-routed-experts for --router-replay")
     if facts["tokens"] < options.tokens:
         problems.append(f"it needs --max-model-len {options.tokens}, and has {facts['tokens']}")
     return problems
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], inside: str = "") -> Iterator[str]:
+    """Yield what differs of two configurations. A key that one of them lacks is of another release of transformers."""
+    for key in sorted(ours.keys() & theirs.keys()):
+        if isinstance(ours[key], Mapping) and isinstance(theirs[key], Mapping):
+            yield from _differences(ours[key], theirs[key], f"{inside}{key}.")
+        elif ours[key] != theirs[key]:
+            yield f"{inside}{key} = {theirs[key]} instead of {ours[key]}"
 
 
 def pieces_of(
@@ -519,6 +547,15 @@ def _executor(job: str) -> type:
             return f"run:{job}", dist.get_rank(), _local_rank()
 
     return RankExecutor
+
+
+def _refusal(error: str, options: EngineOptions) -> str:
+    """Return vLLM's refusal to start as the flags of a run have it."""
+    if not (needs := re.search(r"\(([\d.]+) GiB KV\s+cache is needed", error)):
+        return f"vLLM does not start: {error}"
+    has = f"--rollout-cache = {options.cache_bytes / 2**30:g} GiB has no room for the longest sequence"
+    tokens = f"{options.tokens} tokens (prompt, --max-new-tokens and --max-observation-tokens)"
+    return f"{has}, of {tokens}, which takes {needs[1]} GiB on a rank: raise it, or lower these"
 
 
 def _local_rank() -> int:

@@ -43,7 +43,7 @@ from usp.rlhf.config import RlhfConfig
 from usp.rlhf.dry_run import CallRun, dry_run_calls
 from usp.rlhf.environments import ready_rewards
 from usp.rlhf.generation.decoding import sample, sequence_key, token_keys
-from usp.rlhf.generation.vllm import ServedEngine
+from usp.rlhf.generation.vllm import ServedEngine, most_drift
 from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare
 from usp.rlhf.runtime.executor import Executor
@@ -123,6 +123,7 @@ class StandIn(Worker):
             "dtype": server.model.dtype,
             "max_model_len": 256,
             "generation_config": "vllm",
+            "quantization": None,
             "hf_config": server.model.config,
         }
         of_model |= {"logprobs_mode": "processed_logprobs"}
@@ -131,6 +132,7 @@ class StandIn(Worker):
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(**of_model),
             parallel_config=SimpleNamespace(**parallel, enable_expert_parallel=False),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
             aux_output_config=told,
         )
 
@@ -140,7 +142,8 @@ class StandIn(Worker):
             if self.server.breaks == "worker" and number == 3:
                 raise IndexError("no such block")
         if self.server.tp == 1:
-            loaded(self.server.model, self.held)
+            other = self.server.breaks == "other"
+            loaded(self.server.model, {name: x.flip(0) if other else x for name, x in self.held.items()})
 
 
 class Stub(ThreadingHTTPServer):
@@ -573,26 +576,114 @@ def test_a_server_that_fails_is_named(ranks: RankPool, folder: Path, tmp_path: P
         assert time.monotonic() - begin < 100, "noticed by the end of a request, not by a limit of time"
 
 
+def refused(config: RlhfConfig, said: str, size: int = 1) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        prepare(config, Launch(0, size, local_world_size=size))
+
+
 def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> None:
-    def refused(said: str, tp: int = 1, size: int = 1, **changes: Any) -> None:
+    def check(said: str, tp: int = 1, size: int = 1, **changes: Any) -> None:
         with stub() as server:
             server.workers[0].vllm_config.parallel_config.tensor_parallel_size = tp
-            config = of(folder, tmp_path / "run", **{"rollout_engine": server.url} | changes)
-            with pytest.raises(ConfigurationError, match=said):
-                prepare(config, Launch(0, size, local_world_size=size))
+            refused(of(folder, tmp_path / "run", **{"rollout_engine": server.url} | changes), said, size)
 
-    refused(r"it needs --tensor-parallel-size 1, the tp of its generate call, and has 2", tp=2)
-    refused(r"it needs the policy's --dtype, and has float32", dtype="bfloat16")
-    refused(r"it needs --logprobs-mode raw_logprobs, and has processed_logprobs", top_k=5)
-    refused(r"it needs --max-model-len 256, and has 200|it needs a model with", model="tiny", dtype="float32")
-    refused(r"--rollout-cache = 2.0 is that of vLLM, which no call decodes with", rollout_cache=2.0)
-    refused(r"divides a model only over tp", size=2, sp_ulysses=2)
-    refused(r"--rollout-engine = 'sglang' must be own, vllm or the URL of a server", rollout_engine="sglang")
-    refused(
+    check(r"it needs --tensor-parallel-size 1, the tp of its generate call, and has 2", tp=2)
+    check(r"it needs the policy's --dtype, and has float32", dtype="bfloat16")
+    check(r"it needs --logprobs-mode raw_logprobs, and has processed_logprobs", top_k=5)
+    check(r"it needs the policy's model, and has another: .*hidden_size = 32 instead of 128", model="tiny")
+    check(r"--rollout-cache = 2.0 is that of vLLM, which no call decodes with", rollout_cache=2.0)
+    check(r"divides a model only over tp", size=2, sp_ulysses=2)
+    check(r"--rollout-engine = 'sglang' must be own, vllm or the URL of a server", rollout_engine="sglang")
+    check(
         r"the rollout server at http://127.0.0.1:9/v1 failed 1 times.* --worker-extension-cls usp.rlhf.served.Worker",
         rollout_engine="http://127.0.0.1:9/v1",
     )
-    refused(r"do not predict calls with --rollout-engine = http.*, whose devices they do not know", plan="search")
+    check(r"do not predict calls with --rollout-engine = http.*, whose devices they do not know", plan="search")
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "rope theta": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        r"another: rope_parameters.rope_theta = 500.0 instead of 10000.0",
+    ),
+    "rope scaling": ({"rope_parameters": YARN}, r"another: rope_parameters.rope_type = yarn instead of default"),
+    "epsilon": ({"rms_norm_eps": 1e-5}, r"another: rms_norm_eps = 1e-05 instead of 1e-06"),
+    "heads": (
+        {"num_attention_heads": 4, "head_dim": 4},
+        r"another: num_attention_heads = 4 instead of 8",
+    ),
+    "KV heads": ({"num_key_value_heads": 2}, r"another: num_key_value_heads = 2 instead of 4"),
+    "activation": ({"hidden_act": "gelu"}, r"another: hidden_act = gelu instead of silu"),
+    "bias": ({"attention_bias": True}, r"another: attention_bias = True instead of False"),
+    "tied": ({"tie_word_embeddings": True}, r"another: tie_word_embeddings = True instead of False"),
+    "nothing that decides numbers": (
+        {
+            "attention_dropout": 0.5,
+            "bos_token_id": 7,
+            "use_cache": False,
+            "architectures": ["Mine"],
+            "dtype": "float16",
+        },
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_server_of_another_model_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    changes, said = OTHERS[name]
+    with stub() as server:
+        server.workers[0].vllm_config.model_config.hf_config = LlamaConfig(**OF_BYTES | changes)
+        config = of(folder, tmp_path / "run", rollout_engine=server.url)
+        if said:
+            refused(config, f"it needs the policy's model, and has {said}")
+        else:
+            prepare(config, Launch())
+
+
+def test_a_server_of_other_numbers_is_refused(folder: Path, tmp_path: Path) -> None:
+    """And not one whose files repeat a tied head, or whose cache is of the dtype by name."""
+    with stub(config=TIED) as server:
+        config, held = (
+            of(folder, tmp_path / "run", model=str(folder / "tied"), rollout_engine=server.url),
+            server.workers,
+        )
+        model, cache = held[0].vllm_config.model_config, held[0].vllm_config.cache_config
+        model.hf_config = LlamaConfig(**OF_BYTES)
+        model.word_embeddings_untied_by_checkpoint, cache.cache_dtype = True, "float32"
+        prepare(config, Launch())
+        cache.cache_dtype = "fp8_e4m3"
+        refused(config, "it needs --kv-cache-dtype auto, and has fp8_e4m3")
+        cache.cache_dtype, model.quantization = "auto", "fp8"
+        refused(config, "it needs weights as they are trained, without --quantization, and has fp8")
+
+
+def drifts(config: RlhfConfig) -> dict[str, float]:
+    return begun(config).step(1).metrics
+
+
+def test_rollouts_of_other_weights_stop_the_run(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    """Before anything is saved, whether log-probabilities are recomputed or not; at low temperatures, too."""
+    spread = LlamaConfig(**OF_BYTES, initializer_range=0.2)
+    drawn_model(spread).save_pretrained(folder / "spread")
+    with stub(config=spread) as server:
+        config = of(folder, tmp_path / "run", model=str(folder / "spread"), rollout_engine=server.url, temperature=0.5)
+        (sound,) = ranks.run(drifts, 1, config)
+        assert sound["logprob_difference_mean"] < 1e-5
+        server.breaks = "other"
+        for options in ("", "old_logprobs=recompute,mini_batches=2"):
+            with pytest.raises(
+                RankError,
+                match=r"TrainingDiverged: step 1: the log-probabilities of engine http.* differ from those in training "
+                r"by [\d.]+ in the mean of its tokens, and rounding in float32 explains at most 0.125",
+            ):
+                ranks.run(drifts, 1, replace(config, options=options, output=str(tmp_path / f"other {len(options)}")))
+
+
+def test_the_drift_that_rounding_explains() -> None:
+    assert most_drift(torch.bfloat16, 1.0) == 0.5 and most_drift(torch.bfloat16, 0.5) == 1.0
+    assert most_drift(torch.float16, 1.0) == most_drift(torch.float32, 2.0) == most_drift(torch.float32, 0.0) == 1 / 16
 
 
 def test_ranks_need_no_memory_for_a_server(folder: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def assert_transformers_tokens(
     for prompt, response in zip(prompts, found, strict=True):
         told = model.generate(
             prompt[None],
+            attention_mask=torch.ones_like(prompt[None]),
             max_new_tokens=TOKENS,
             do_sample=False,
             eos_token_id=None,

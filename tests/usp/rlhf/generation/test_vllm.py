@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     GraniteConfig,
@@ -80,6 +81,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama, ppo, u2 r2, an engine of tp 2 on ranks of its own": ("llama", "ppo", U2_R2, {"ranks": "4-5", "tp": 2}),
     "qwen3_moe, tp2 pp2, engine of tp 2": ("qwen3_moe", "grpo", TP2_PP2, {"ranks": "0-3", "tp": 2}),
     "qwen3_moe, ppo, u2 r2, engines of tp 1": ("qwen3_moe", "ppo", U2_R2, {"ranks": "0-3"}),
+    "qwen3, tied, ppo, u2 r2, engines of tp 1": ("qwen3, tied", "ppo", U2_R2, {"ranks": "0-3"}),
     "mixtral, tp2 pp2, engines of tp 1 on ranks of their own": ("mixtral", "grpo", TP2_PP2, {"ranks": "4-5"}),
 }
 ADAPTERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -104,6 +106,11 @@ SERVED: dict[str, dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] = 
         "adapters, u2 r2": ("llama", "grpo", U2_R2, {"ranks": "0-3", "tp": 2}),
     },
     "qwen3_moe, tp 1": {"whole weights, ppo, tp2 pp2": ("qwen3_moe", "ppo", TP2_PP2, {"ranks": "0-3"})},
+    "qwen3, tied, tp 1": {
+        "whole weights, u2 r2": ("qwen3, tied", "grpo", U2_R2, {"ranks": "0-3"}),
+        "changed weights alone, u2 r2": ("qwen3, tied", "grpo", U2_R2, {"ranks": "0-3"}),
+        "adapters, u2 r2": ("qwen3, tied", "grpo", U2_R2, {"ranks": "0-3"}),
+    },
 }
 ROLLOUTS = ["--skip-tokenizer-init", "--generation-config", "vllm", "--max-model-len", "512", "--block-size", "32"]
 ROLLOUTS += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", WORKER]
@@ -136,7 +143,7 @@ def odd(prompt, response, answer):
 
 
 def whole_model(family: str) -> Any:
-    model = empty_model(FAMILIES[family])
+    model = empty_model(DERIVED[family])
     materialise(model, torch.device("cpu"))
     initialise(model, 0)
     return model
@@ -207,6 +214,41 @@ def test_greedy_responses_of_a_server_are_those_of_our_own_decoding(name: str, t
             assert not any(sent for each in told[tp:] for sent in each["left"])
         if tp == 1:
             goes_on(tmp_path, family, server.url)
+
+
+def transformers_tokens(tmp_path: Path, *engine: str) -> None:
+    command = [sys.executable, str(SCRIPT.with_name("vllm_updates.py")), str(tmp_path / "store"), *engine]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_tokens_after_updates_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    transformers_tokens(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", [name for name in DERIVED if "tied" in name or "moe" in name])
+def test_tokens_of_a_server_after_updates_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """And it is taken for a server of the policy, also where its files repeat a head that is the embedding."""
+    model = whole_model(name)
+    model.save_pretrained(tmp_path / "served")
+    if "tied" in name:
+        file = tmp_path / "served" / "model.safetensors"
+        tensors = load_file(file)
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    with vllm_server(tmp_path / "served", tmp_path / "log", *ROLLOUTS) as server:
+        transformers_tokens(tmp_path, name, server.url)
+
+
+def test_a_cache_that_is_too_small_is_named_by_its_flag(tmp_path: Path) -> None:
+    before = {*Path("/dev/shm").glob("*-cpushm_*")}
+    case = ("llama", "grpo", {"ranks": "0-1", "ulysses": 2}, {"ranks": "0-1", "tp": 2})
+    options = options_of(case, tmp_path) | {"rollout_cache": 1e-4, "output": "run", "dtype": "float32"}
+    flags = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    with Run(flags, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+        ended = run.end()
+    assert ended.exit_code != 0 and "--rollout-cache = 0.0001 GiB has no room for the longest sequence" in ended.err
+    assert {*Path("/dev/shm").glob("*-cpushm_*")} <= before
 
 
 def compared(

@@ -20,7 +20,7 @@ from usp.data.tokenizer import BYTE_VOCAB
 from usp.hf.disk import disk_layout, stored_tensors
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
-from usp.rlhf.generation.vllm import EngineOptions, ServedEngine, VllmEngine, pieces_of
+from usp.rlhf.generation.vllm import EngineOptions, ServedEngine, VllmEngine, pieces_of, server_problems
 from usp.rlhf.graph import Generate
 from usp.rlhf.served import RolloutServer
 from usp.run.launch import leave
@@ -37,6 +37,7 @@ def main(store: str, family: str, url: str = "") -> None:
     way: tuple[Any, ...] = (options, mesh, bytes, nullcontext)
     engine = ServedEngine(RolloutServer(url).named(), *way) if url else VllmEngine.start(model.config, *way)
     assert engine is not None
+    assert not url or server_problems(RolloutServer(url), options, model.config) == []
     on_disk = disk_layout(model, {name: x.shape for name, x in stored_tensors(model).items()})
     boxes = {name: Box.whole(x.shape) for name, x in stored_tensors(model).items()}
     random = torch.Generator().manual_seed(0)
