@@ -213,18 +213,12 @@ def test_greedy_responses_of_a_server_are_those_of_our_own_decoding(name: str, t
                     assert {*rest} == {whole} if "whole" in case else 0 < max(rest) <= whole
             assert not any(sent for each in told[tp:] for sent in each["left"])
         if tp == 1:
-            goes_on(tmp_path, family, server.url)
-
-
-def transformers_tokens(tmp_path: Path, *engine: str) -> None:
-    command = [sys.executable, str(SCRIPT.with_name("vllm_updates.py")), str(tmp_path / "store"), *engine]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
+            alone("vllm_partial", tmp_path, family, server.url)
 
 
 @pytest.mark.parametrize("name", DERIVED)
 def test_tokens_after_updates_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    transformers_tokens(tmp_path, name)
+    alone("vllm_updates", tmp_path, name)
 
 
 @pytest.mark.parametrize("name", [name for name in DERIVED if "tied" in name or "moe" in name])
@@ -237,7 +231,7 @@ def test_tokens_of_a_server_after_updates_are_those_of_transformers(name: str, t
         tensors = load_file(file)
         save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
     with vllm_server(tmp_path / "served", tmp_path / "log", *ROLLOUTS) as server:
-        transformers_tokens(tmp_path, name, server.url)
+        alone("vllm_updates", tmp_path, name, server.url)
 
 
 def test_a_cache_that_is_too_small_is_named_by_its_flag(tmp_path: Path) -> None:
@@ -285,14 +279,15 @@ def compared(
     return told
 
 
-def goes_on(tmp_path: Path, *engine: str) -> None:
-    command = [sys.executable, str(SCRIPT.with_name("vllm_partial.py")), str(tmp_path / "store"), *engine]
-    run = subprocess.run(command, capture_output=True, text=True)
+def alone(script: str, tmp_path: Path, *engine: str) -> None:
+    """Run a script beside this file, in which an engine decodes in one process."""
+    command = [sys.executable, "-m", f"tests.usp.rlhf.generation.{script}", str(tmp_path / "store"), *engine]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-4000:]
 
 
 def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(tmp_path: Path) -> None:
-    goes_on(tmp_path, "llama")
+    alone("vllm_partial", tmp_path, "llama")
 
 
 # How an engine ends: the degrees of training, its layout, the rank that it dies on, options. A step has a checkpoint by
