@@ -63,9 +63,9 @@ class MixedRows:
         return "; ".join(f"{share}/{PERIOD} of {source.identity}" for share, source in parts)
 
     def epochs(self, rows: int) -> list[float]:
-        """Return how often each source has been read after so many rows."""
+        """Return how often each source has been read after so many rows, with the epochs before them."""
         counts = taken(self.weights, self.seed, rows)
-        return [count / source.per_epoch for count, source in zip(counts, self.sources, strict=True)]
+        return [epoch for count, source in zip(counts, self.sources, strict=True) for epoch in source.epochs(count)]
 
     def row(self, number: int) -> Row:
         period, place = divmod(number, PERIOD)
@@ -146,40 +146,42 @@ Rows = PackedRows | MixedRows
 
 
 class BatchStream:
-    """A place in the sequence of global batches of `rows` rows of `packed`. next_row: the first of the next batch."""
+    """A place in the sequence of global batches of `rows` rows of `packed`.
 
-    def __init__(self, packed: Rows, rows: int) -> None:
-        self.packed, self.rows, self.identity = packed, rows, packed.identity
+    begun: where other data has begun, the step before that, and the epoch with which each source began.
+    next_row: the first of the next batch.
+    """
+
+    def __init__(self, packed: Rows, rows: int, begun: tuple[int, int] = (0, 0)) -> None:
+        self.packed, self.rows, self.begun, self.identity = packed, rows, begun, packed.identity
         self.next_row = 0
 
     @property
     def epoch(self) -> float:
         """Epochs of all sources together read so far, with the fraction of the current one."""
-        return self.next_row / self.packed.per_epoch
+        return self.begun[1] + self.next_row / self.packed.per_epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume after the batches read so far, as JSON values."""
         return {
             "row": self.next_row,
-            "epoch": self.next_row // self.packed.per_epoch,
+            "epoch": int(max(self.packed.epochs(self.next_row))),
+            "begun": self.begun,
             "seq_len": self.packed.seq_len,
             "seed": self.packed.seed,
             "data": self.identity,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], other_data: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`; the number of rows in a batch may differ from that of the stream that saved it.
-
-        other_data: accept other data, another tokenizer and another seq_len than those of `state`, and begin the
-            epoch after the one that was left.
 
         Raises ValueError, naming those of seq_len, seed and data that differ; the stream is unchanged.
         """
         own = self.state_dict()
         differing = [key for key in ("seq_len", "seed", "data") if state[key] != own[key]]
-        if differing and not other_data:
+        if differing:
             raise ValueError("; ".join(f"{key} = {own[key]}, but the checkpoint has {state[key]}" for key in differing))
-        self.next_row = (state["epoch"] + 1) * self.packed.per_epoch if differing else state["row"]
+        self.next_row = state["row"]
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ class Row:
 class PackedRows:
     """The rows of `seq_len` tokens of a store, in the order of `seed`, or for None in the order of the store.
 
+    first_epoch: the epoch that row 0 begins.
     per_epoch: number of rows in which every token of the store occurs. places: of these rows, one after another, before
     what fills up the last row. sources, weights: the rows of each store that these are rows of, and the share that
     comes from it.
@@ -160,8 +161,8 @@ class PackedRows:
 
     weights: tuple[float, ...] = (1.0,)
 
-    def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
-        self.store, self.seq_len, self.seed = store, seq_len, seed
+    def __init__(self, store: TokenStore, seq_len: int, seed: int | None, first_epoch: int = 0) -> None:
+        self.store, self.seq_len, self.seed, self.first_epoch = store, seq_len, seed, first_epoch
         self.places = store.manifest.tokens
         self.per_epoch = -(-self.places // seq_len)
         self._stream = lru_cache(maxsize=2)(lambda epoch: _Stream(store, self._key(epoch, 0)))  # a row may be in two
@@ -171,8 +172,8 @@ class PackedRows:
         return (self,)
 
     def epochs(self, rows: int) -> list[float]:
-        """Return how often each of `sources` has been read after so many rows."""
-        return [rows / self.per_epoch]
+        """Return how often each of `sources` has been read after so many rows, with the epochs before them."""
+        return [self.first_epoch + rows / self.per_epoch]
 
     @property
     def identity(self) -> str:
@@ -182,9 +183,14 @@ class PackedRows:
 
     def row(self, number: int) -> Row:
         """Return what row `number` consists of; its tokens are not read."""
-        epoch, place = divmod(number, self.per_epoch)
+        epoch, place = self._place_of(number)
         order = Permutation(self.per_epoch, self._key(epoch, 1))
         return self._cut(int(order.at(np.array([place]))[0]) * self.seq_len, lambda _: self._stream(epoch))
+
+    def _place_of(self, number: int) -> tuple[int, int]:
+        """Return the epoch of a row, and its place there."""
+        epochs, place = divmod(number, self.per_epoch)
+        return self.first_epoch + epochs, place
 
     def _cut(self, at: int, stream_of: Callable[[int], _Stream]) -> Row:
         """Return the row that begins at place `at` of the streams of all epochs one after another."""
@@ -219,6 +225,9 @@ class StageRows(PackedRows):
     @property
     def identity(self) -> str:
         return f"tokens {self.begin} to {self.begin + self.count * self.seq_len} of {super().identity}"
+
+    def epochs(self, rows: int) -> list[float]:
+        return [(self.begin + rows * self.seq_len) / self.store.manifest.tokens]
 
     def row(self, number: int) -> Row:
         return self._cut(self.begin + self._place(number) * self.seq_len, self._stream)
@@ -289,8 +298,8 @@ class WholeRows(PackedRows):
     Raises ValueError if all documents are left out.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
-        super().__init__(store, seq_len, seed)
+    def __init__(self, store: TokenStore, seq_len: int, seed: int | None, first_epoch: int = 0) -> None:
+        super().__init__(store, seq_len, seed, first_epoch)
         self._documents = Permutation(store.manifest.documents, self._key(0, 2))
         self._window = lru_cache(maxsize=1)(self._packed)
         windows = -(-store.manifest.documents // WINDOW)
@@ -306,7 +315,7 @@ class WholeRows(PackedRows):
         return f"whole documents of {super().identity}"
 
     def row(self, number: int) -> Row:
-        epoch, place = divmod(number, self.per_epoch)
+        epoch, place = self._place_of(number)
         windows = len(self._rows_of_windows)
         order = Permutation(windows, self._key(epoch, 3)).at(np.arange(windows))
         ends = np.cumsum(self._rows_of_windows[order])

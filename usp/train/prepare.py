@@ -206,7 +206,12 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     sources = attempt(lambda: {path: opened(found) for path, found in data.items()}) or {}
     held_out_sources = attempt(lambda: {name: opened(found) for name, found in held_out.items()}) or {}
     problems.check()
-    stages = attempt(lambda: tuple(_stages(resolved.stages, sources, held_out_sources, here)))
+    begun = tuple(saved.stream.get("begun", (0, 0))) if saved else (0, 0)
+
+    def staged(begun: tuple[int, int]) -> tuple[PreparedStage, ...]:
+        return tuple(_stages(resolved.stages, sources, held_out_sources, here, begun))
+
+    stages = attempt(lambda: staged(begun))
     problems.check()
     assert stages is not None
     config = replace(config, tokenizer=tokenizer.name)
@@ -228,11 +233,12 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         launch=launch,
     )
     if saved is not None:
-        batches = prepared.stage_of(saved.step).batches
         try:
-            batches.load_state_dict(saved.stream, other_data=config.data_changed)
+            prepared.stage_of(saved.step).batches.load_state_dict(saved.stream)
         except ValueError as error:
-            problems.append(f"{error}: use the same as before, or --data-changed to begin a new epoch")
+            if not config.data_changed:
+                problems.append(f"{error}: use the same as before, or --data-changed to begin a new epoch")
+            prepared = replace(prepared, stages=staged((saved.step, saved.stream["epoch"] + 1)))
     problems.check()
     return prepared
 
@@ -282,28 +288,32 @@ def _stages(
     sources: Mapping[str, _Source],
     held_out: Mapping[str, _Source],
     here: Mapping[str, Any],
+    begun: tuple[int, int],
 ) -> Iterator[PreparedStage]:
     """Yield the stages with their data, each continuing where the previous stage stopped reading. With whole documents,
-    a stage that reads data again reads it in another order."""
-    read: Counter[str] = Counter()  # tokens of each store so far, or with whole documents stages
+    a stage that reads data again reads it in another order. begun: as in `BatchStream`."""
+    read: Counter[str] = Counter()  # tokens of each store since the data has begun, or with whole documents stages
+    before, epoch = begun
     for stage in stages:
         config = replace(stage.config, dp_shard=stage.dims.dp_shard, **here)
         paths, weights = zip(*parse_mixture(config.data), strict=True)
         rows: list[PackedRows] = []
-        counts = taken(weights, config.seed, (stage.last - stage.first + 1) * stage.sequences)
+        steps = max(0, stage.last - max(stage.first - 1, before))
+        counts = taken(weights, config.seed, steps * stage.sequences)
         for path, count in zip(paths, counts, strict=True):
             store, _ = sources[path]
             if _is_whole(store, config):
-                rows.append(WholeRows(store, config.seq_len, config.seed + read[path]))
+                rows.append(WholeRows(store, config.seq_len, config.seed + read[path], epoch))
                 read[path] += 1
                 continue
             if config.steps == stage.last - stage.first + 1:  # the whole run
-                rows.append(PackedRows(store, config.seq_len, config.seed))
+                rows.append(PackedRows(store, config.seq_len, config.seed, epoch))
             else:
-                rows.append(StageRows(store, config.seq_len, config.seed, read[path], count))
+                begin = epoch * store.manifest.tokens + read[path]
+                rows.append(StageRows(store, config.seq_len, config.seed, begin, count))
             read[path] += count * config.seq_len
         left_out = tuple(sources[path][1] for path in paths)
-        batches = BatchStream(rows[0] if len(rows) == 1 else MixedRows(rows, weights), stage.sequences)
+        batches = BatchStream(rows[0] if len(rows) == 1 else MixedRows(rows, weights), stage.sequences, begun)
         sets = tuple(
             HeldOut(name, (WholeRows if _is_whole(held, config) else PackedRows)(held, config.seq_len, None), left)
             for name, (held, left) in held_out.items()

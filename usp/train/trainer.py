@@ -303,7 +303,9 @@ class Trainer(TrainingLoop):
             yield f"stage {number} of {len(stages)}: {steps}"
         if dist.get_world_size() > 1:
             yield f"ranks: {dist.get_world_size()} ({self.stage.dims}), layout {config.sp_layout}"
-        epochs = self._epochs((self.stage.last - self.stage.first + 1) * self.stage.sequences)
+        steps = self.stage.last - max(self.stage.first - 1, self.stage.batches.begun[0])
+        begins, ends = self._epochs(0), self._epochs(steps * self.stage.sequences)
+        epochs = {path: end - begins[path] for path, end in ends.items()}
         parts = zip(parse_mixture(config.data), self.stage.left_out, packed.sources, packed.weights, strict=True)
         for (path, _), left_out, source, weight in parts:
             held = source.store.manifest
@@ -337,8 +339,8 @@ class Trainer(TrainingLoop):
                 yield from _long_documents(path, source)
         for path in (path for path, times in epochs.items() if times > MANY_EPOCHS):
             yield f"warning: {path} is read {epochs[path]:.1f} times in these steps: lower its weight, or add data"
-        steps = f"{packed.per_epoch / self.stage.sequences:,.1f}".removesuffix(".0")
-        yield f"step: {self.stage.sequences} x {config.seq_len} tokens, an epoch is {steps} steps"
+        epoch = f"{packed.per_epoch / self.stage.sequences:,.1f}".removesuffix(".0")
+        yield f"step: {self.stage.sequences} x {config.seq_len} tokens, an epoch is {epoch} steps"
         if self.job is not None:
             yield from predicted_lines(self.job, self.prepared)
 

@@ -243,14 +243,3 @@ def test_another_stream_cannot_be_resumed(store: TokenStore, tmp_path: Path) -> 
     assert "seed = 5, but the checkpoint has 0" in str(caught.value)
     assert "data = 2 documents, 12 tokens, digest" in str(caught.value)
     assert other.state_dict()["row"] == 0
-
-
-def test_other_data_is_continued_with_a_new_epoch(store: TokenStore, tmp_path: Path) -> None:
-    first = batches_of(store)
-    rows_of(first, first.packed.per_epoch + 3)
-    grown = batches_of(store_of(tmp_path, [*LENGTHS, 30]))
-    grown.load_state_dict(first.state_dict(), other_data=True)
-    assert grown.epoch == 2.0
-    same = batches_of(store)
-    same.load_state_dict(first.state_dict(), other_data=True)
-    assert same.state_dict() == first.state_dict()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,13 @@ import torch.distributed as dist
 
 from parallel import latest
 from tests.harness.ranks import RankPool
-from usp.config import TrainConfig
+from usp.config import CurriculumStage, TrainConfig
+from usp.data.batches import BatchStream
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
-from usp.train.checkpoints import CHECKPOINTS, Start, find_start
-from usp.train.prepare import prepare
-from usp.train.trainer import Trainer
+from usp.train.checkpoints import CHECKPOINTS, Start, TrainingState, find_start
+from usp.train.prepare import PreparedRun, prepare
+from usp.train.trainer import Trainer, train
 
 # 4 sequences a step in every layout; eps as in tiny.py: by default rounding decides the first steps.
 RUN = TrainConfig(seq_len=64, steps=4, warmup_steps=2, checkpoint_every=2, adam_eps=1e-4, device="cpu", zero=3)
@@ -175,3 +178,116 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, output: str) ->
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--output = .* is not writable: .*/file is not a directory"):
         start_of(output=str(tmp_path / output))
+
+
+# Other data
+
+DOCUMENTS = {"a": 40, "b": 300, "c": 20}
+
+
+def corpus(folder: Path, letter: str, documents: int) -> str:
+    """A file of documents of 63 letters, each with its end a row, whose first letters say which it is."""
+    texts = (f"{letter}{number:03}" + letter * 59 for number in range(documents))
+    (folder / f"{letter}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(folder / f"{letter}.jsonl")
+
+
+def drawn(stream: BatchStream, rows: int) -> Counter[str]:
+    """The documents of the next rows, and how often each is among them."""
+    found = Counter[str]()
+    for number in range(stream.next_row, stream.next_row + rows):
+        for begin in (row := stream.packed.row(number)).begins.tolist():
+            found["".join(chr(token - 3) for token in row.store.read(begin, begin + 4))] += 1
+    return found
+
+
+def after(prepared: PreparedRun, step: int) -> TrainingState:
+    """What a checkpoint of this step holds."""
+    stage = prepared.stage_of(step)
+    stage.batches.next_row += (step - max(stage.first - 1, stage.batches.begun[0])) * stage.sequences
+    stream = json.loads(json.dumps(stage.batches.state_dict()))
+    config, model = asdict(prepared.config), prepared.model_config.to_dict()
+    return TrainingState(step=step, tokens=0, stream=stream, random={}, config=config, model=model, evaluations={})
+
+
+def continued(config: TrainConfig, saved: TrainingState, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
+    monkeypatch.setattr("usp.train.prepare.read_state", lambda *_: saved)
+    return prepare(config, Launch(), Start(Path("run"), Path("run/checkpoints/step")))
+
+
+@pytest.mark.parametrize(
+    ("parts", "batch", "kept", "packing"),
+    [
+        ({"a": 1, "b": 3}, 8, "ab", "cut"),  # other weights
+        ({"a": 1, "b": 1, "c": 2}, 8, "abc", "whole"),
+        ({"b": 1}, 4, "b", "cut"),
+        ({"c": 1, "b": 1}, 8, "cb", "cut"),
+    ],
+)
+def test_each_part_of_other_data_begins_an_epoch_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, int], batch: int, kept: str, packing: str
+) -> None:
+    files = {letter: corpus(tmp_path, letter, count) for letter, count in DOCUMENTS.items()}
+    config = replace(RUN, steps=400, data_cache=str(tmp_path / "cache"), packing=packing, batch_size=8)
+    config = replace(config, data=f"{files['a']}=1,{files['b']}=1", resume="run")
+    saved = after(prepare(replace(config, resume=""), Launch()), step=12)  # 96 rows: about 1.2 epochs of a
+    assert saved.stream["row"] == 96 and saved.stream["epoch"] == 1
+
+    data = ",".join(f"{files[letter]}={weight}" for letter, weight in parts.items())
+    config = replace(config, data=data if len(parts) > 1 else files[kept], batch_size=batch)
+    with pytest.raises(ConfigurationError, match="or --data-changed to begin a new epoch"):
+        continued(config, saved, monkeypatch)
+    run = continued(replace(config, data_changed=True), saved, monkeypatch)
+    stream = run.begins_in.batches
+    assert stream.packed.epochs(stream.next_row) == [2.0] * len(kept) and stream.epoch == 2.0
+    found = drawn(stream, 300)
+    for epoch, letter in zip(stream.packed.epochs(300), kept, strict=True):
+        counts = [found[f"{letter}{number:03}"] for number in range(DOCUMENTS[letter])]
+        assert sum(counts) / len(counts) == pytest.approx(epoch - 2)
+        assert max(counts) - min(counts) <= 1  # none a second time before all others
+
+    later = after(run, step=20)
+    again = continued(config, later, monkeypatch).begins_in.batches
+    assert again.next_row == 8 * batch and again.state_dict() == later.stream | {"begun": (12, 2)}
+    monkeypatch.setattr(stream, "next_row", again.next_row)
+    assert drawn(again, 50) == drawn(stream, 50)
+
+
+def test_other_data_in_a_stage_of_a_curriculum_begins_an_epoch_that_later_stages_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = (CurriculumStage(steps=10, seq_len=64), CurriculumStage(steps=20, seq_len=128, global_batch_size=2))
+    config = replace(RUN, steps=30, data_cache=str(tmp_path / "cache"), batch_size=4, packing="cut", resume="run")
+    config = replace(config, curriculum=stages, data=corpus(tmp_path, "a", 200))
+    saved = after(prepare(replace(config, resume=""), Launch()), step=4)  # 16 rows of the first stage's 40
+    changed: dict[str, Any] = {"data": corpus(tmp_path, "b", 100), "data_changed": True}
+    run = continued(replace(config, **changed), saved, monkeypatch)
+    first, second = (stage.batches for stage in run.stages)
+    assert first.packed.epochs(0) == [1.0] and first.begun == (4, 1)
+    found = drawn(first, 24)  # of steps 5 to 10
+    assert found == drawn(first, 24) and set(found.values()) == {1} and len(found) == 24
+    assert second.packed.epochs(0) == [1.24]
+    found += drawn(second, 38)  # 76 documents
+    assert set(found.values()) == {1} and len(found) == 100
+
+    again = continued(replace(config, **changed | {"data_changed": False}), after(run, step=14), monkeypatch)
+    assert again.begins_in.batches.next_row == 8 and drawn(again.begins_in.batches, 5) == drawn(second, 5)
+
+
+def test_the_log_of_a_changed_mixture_goes_on_with_a_whole_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few, many = corpus(tmp_path, "a", 10), corpus(tmp_path, "b", 160)
+    config = replace(RUN, batch_size=4, data_cache=str(tmp_path / "cache"), output=str(tmp_path / "run"))
+    config = replace(config, packing="cut", data=f"{few}=1,{many}=1", steps=3, hang_timeout=0)
+    train(prepare(config, Launch()), Launch())
+    config = replace(config, steps=6, resume="auto", data=f"{few}=1,{many}=3", data_changed=True)
+    train(prepare(config, Launch()), Launch())
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    of_few, of_many = ([record[f"epoch/{path}"] for record in records] for path in (few, many))
+    for step, epochs in enumerate(zip(of_few, of_many, strict=True), start=1):
+        begun, rows = (0, 4 * step) if step <= 3 else (1, 4 * (step - 3))
+        assert 10 * (epochs[0] - begun) + 160 * (epochs[1] - begun) == pytest.approx(rows)
+        assert all(begun <= epoch < begun + 1 for epoch in epochs)
+    second = capsys.readouterr().out.partition("resumed from")[0].rpartition("data: ")[2]
+    assert f"75.0% of the rows, read {of_many[-1] - 1:.2f} times" in second
