@@ -15,7 +15,6 @@ message with "train": false or "weight": 0 is not trained on, one with "train": 
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +26,7 @@ from rich.text import Text
 
 from usp.run.failures import nearest
 
-from .sources import TEXT_FIELD
+from .sources import TEXT_FIELD, read_json
 
 Message = dict[str, Any]
 Ids = npt.NDArray[np.int64]
@@ -154,14 +153,20 @@ def missing(where: str, what: str, field: str, keys: Collection[str], before: bo
     )
 
 
+class NoText(ValueError):
+    """A row whose text is empty or null, which is no document and no bad row."""
+
+
 def content_of(row: Mapping[str, Any], kind: RowKind, where: str) -> Content:
     """Return the document of a row that has the keys of `kind`. Raises ValueError, naming `where` and the key, for what
-    is neither text nor messages."""
+    is neither text nor messages, and NoText."""
     first = row[kind.keys[0]]
     if not kind.chat:
         if not isinstance(first, str | None):
             raise ValueError(f"{where}: {kind.keys[0]!r} must hold text, got {type(first).__name__}")
-        return first or ""
+        if not first:
+            raise NoText(f"{where}: {'null' if first is None else 'an empty text'} under {kind.keys[0]!r}")
+        return first
     if len(kind.keys) == 1:
         return chat_of(row, messages_of(first, kind.keys[0], where), where)
     prompt, completion = kind.keys
@@ -292,7 +297,27 @@ def messages_of(value: Any, key: str, where: str) -> list[Message]:
             raise ValueError(
                 f"{where}: a message under {key!r} has neither 'content' nor 'tool_calls': {_described(message)}"
             )
-    return value
+    return [_with_arguments(message, where) for message in value]
+
+
+def _with_arguments(message: Message, where: str) -> Message:
+    """Return a message whose tool calls have objects as arguments, also where these are JSON text as OpenAI has them.
+    Raises ValueError, naming `where`, for other arguments."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else call
+        if isinstance(function, dict) and function.get("arguments") is not None:
+            arguments = from_json(function, "arguments", where) or {}
+            if not isinstance(arguments, dict):
+                found = _described(arguments)
+                raise ValueError(f"{where}: {found} as arguments of a tool call, expected an object or its JSON text")
+            function = function | {"arguments": arguments}
+            call = call | {"function": function} if "function" in call else function
+        changed.append(call)
+    return message | {"tool_calls": changed}
 
 
 def _with_role(message: Message, where: str) -> Message:
@@ -313,7 +338,7 @@ def from_json(row: Mapping[str, Any], key: str, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value else None
+        return read_json(value) if value else None
     except ValueError as error:
         raise ValueError(f"{where}: {key!r} is text, and not JSON ({error})") from error
 

@@ -13,21 +13,22 @@ import mmap
 import re
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .chats import MESSAGES, Chat, Content, RowKind, content_of, kind_of, missing
-from .sources import DataFile, open_text
+from .chats import MESSAGES, Chat, Content, NoText, RowKind, content_of, kind_of, missing
+from .sources import DataFile, open_text, read_json, sound_json, too_deep
 
 PIECE = 2**16  # characters
 # Rows of Parquet and Arrow that are read together: few, because their size is known only afterwards. A Parquet file
 # says how much it stores, and stores repeated text once.
 ROWS = 16
 SHOWN_KINDS, SHOWN_FILES = 5, 100  # whose keys are shown
+_NESTING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)  # strings, in which brackets do not count
 _LINE, _WORD = re.compile(r"\n(?=\S)"), re.compile(r"\s(?=\S)")
 
 REFUSE, DROP = "refuse", "drop"  # what becomes of bad rows
@@ -38,7 +39,8 @@ Row = tuple[RowKind, Mapping[str, Any], str] | ValueError
 
 
 def read_pieces(file: DataFile, field: str, bad_rows: str = REFUSE) -> Iterator[tuple[Content | ValueError, bool]]:
-    """Yield the documents of a file, in order; empty ones are skipped. Paths of images are relative to its folder.
+    """Yield the documents of a file, in order, and NoText for rows without one. Paths of images are relative to its
+    folder.
 
     field: key or column of the text or the messages, for every format but text; see `kind_of`. bad_rows: with "drop", a
         row that does not hold what the first good one does is yielded as what is wrong with it.
@@ -59,7 +61,7 @@ def read_pieces(file: DataFile, field: str, bad_rows: str = REFUSE) -> Iterator[
                 files = (str(file.path.absolute().parent / Path(image).expanduser()) for image in content.images)
                 content = replace(content, images=tuple(files))
         except ValueError as error:
-            if bad_rows != DROP:
+            if bad_rows != DROP and not isinstance(error, NoText):
                 raise
             yield error, True
             continue
@@ -136,7 +138,7 @@ def _json_lines(path: Path, field: str) -> Iterator[Row]:
             if line.strip():
                 where = f"{path}, line {number}"
                 try:
-                    row = json.loads(line)
+                    row = read_json(line)
                 except ValueError as error:
                     yield ValueError(f"{where}: not JSON ({error})")
                     continue
@@ -145,26 +147,49 @@ def _json_lines(path: Path, field: str) -> Iterator[Row]:
 
 def _json(path: Path, field: str) -> Iterator[Row]:
     """Yield the objects of a JSON array, or objects one after another, without holding all of them."""
-    decoder, between = json.JSONDecoder(), re.compile(r"[\s,\]]*")
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
     kind, number = None, 0
     with open_text(path) as file:
-        text = file.read(PIECE)
-        at = len(text) - len(text.lstrip())
-        at += text[at : at + 1] == "["
+        text = file.read(PIECE).lstrip()
+        at = int(in_array := text.startswith("["))
         while True:
-            at = between.match(text, at).end()  # type: ignore[union-attr]
-            try:
-                row, at = decoder.raw_decode(text, at)
-            except ValueError as error:
-                if more := file.read(max(PIECE, len(text) - at)):
-                    text, at = text[at:] + more, 0
-                    continue
-                if at < len(text):
-                    raise ValueError(f"{path}: not JSON ({error})") from error
+            begin = between.match(text, at).end()  # type: ignore[union-attr]
+            if in_array and text.startswith("]", begin):
+                if text[begin + 1 :].strip() or any(more.strip() for more in iter(lambda: file.read(PIECE), "")):
+                    raise ValueError(f"{path}: more behind the end of the array, after object {number}")
                 return
+            where = f"{path}, object {number + 1}"
+            try:
+                row, at = decoder.raw_decode(text, begin)
+                row = sound_json(row, text[begin:at])
+            except (ValueError, RecursionError) as error:
+                at = begin if isinstance(error, json.JSONDecodeError) else max(at, _end_of(text, begin))
+                if at > begin:
+                    number += 1
+                    yield ValueError(f"{where}: {error if isinstance(error, ValueError) else too_deep()}")
+                elif more := file.read(max(PIECE, len(text) - begin)):
+                    text, at = text[begin:] + more, 0
+                elif begin < len(text):
+                    raise ValueError(f"{where}: not JSON ({error})") from error
+                elif in_array:
+                    raise ValueError(
+                        f"{path} is damaged: it ends after object {number}, without the array's ]"
+                    ) from error
+                else:
+                    return
+                continue
             number += 1
-            where = f"{path}, object {number}"
             kind = yield from _of_kind(row, kind, field, where)
+
+
+def _end_of(text: str, begin: int) -> int:
+    """Return where the JSON list or object that begins in a text ends; 0 if it does not."""
+    depth = 0
+    for found in _NESTING.finditer(text, begin):
+        depth += (found[0] in "[{") - (found[0] in "]}")
+        if not depth and found[0] in "]}":
+            return found.end()
+    return 0
 
 
 def _of_kind(row: Any, kind: RowKind | None, field: str, where: str) -> Generator[Row, None, RowKind | None]:
@@ -181,7 +206,8 @@ def _of_kind(row: Any, kind: RowKind | None, field: str, where: str) -> Generato
     elif not (kind.chat or field) and isinstance(keys.get(MESSAGES), list):
         yield ValueError(f"{where}: {MESSAGES!r} beside 'text', which the rows before it lack: set data_field to one")
     else:
-        yield kind, keys, where
+        values = {key: without_nulls(keys[key], ("arguments",)) for key in keys} if kind.chat else keys
+        yield kind, values, where
     return kind
 
 
@@ -213,14 +239,14 @@ def _parquet(path: Path, field: str) -> Iterator[Row]:
             kind, columns = _columns(path, field, file.schema_arrow)
             batches = file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False)
             yield from _rows_of(batches, columns, kind, path)
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, RecursionError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise ValueError(f"{path} is not a Parquet file, or is damaged: {error}") from error
 
 
 def _arrow(path: Path, field: str) -> Iterator[Row]:
-    from pyarrow import ArrowInvalid, BufferReader, ipc, py_buffer
+    from pyarrow import ArrowException, BufferReader, ipc, py_buffer
 
     with path.open("rb") as file:  # mapped, because a batch may be as large as the file
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -233,16 +259,22 @@ def _arrow(path: Path, field: str) -> Iterator[Row]:
             reader = ipc.open_stream(source)
             batches = iter(reader)
         kind, columns = _columns(path, field, reader.schema)
-        yield from _rows_of(_slices(batches, mapped), columns, kind, path)
-    except ArrowInvalid as error:
+        yield from _rows_of(_slices(batches, mapped, columns), columns, kind, path)
+    except (ArrowException, OSError, RecursionError) as error:
         raise ValueError(f"{path} is not an Arrow file, or is damaged: {error}") from error
 
 
-def _slices(batches: Iterable[Any], mapped: mmap.mmap) -> Iterator[Any]:
+def _slices(batches: Iterable[Any], mapped: mmap.mmap, columns: Sequence[str]) -> Iterator[Any]:
     for batch in batches:
+        for column in (batch.column(name) for name in columns):
+            column.validate(full=not _is_flat(column))  # a slice of lists would validate the lists of all others
         for at in range(0, batch.num_rows, ROWS):
             yield batch.slice(at, ROWS)
             mapped.madvise(mmap.MADV_DONTNEED)  # what has been read would count as memory of the process
+
+
+def _is_flat(column: Any) -> bool:
+    return not column.type.num_fields and not hasattr(column, "dictionary")
 
 
 def _columns(path: Path, field: str, schema: Any) -> tuple[RowKind, list[str]]:
@@ -261,15 +293,31 @@ def _columns(path: Path, field: str, schema: Any) -> tuple[RowKind, list[str]]:
 
 
 def _rows_of(batches: Iterable[Any], columns: list[str], kind: RowKind, path: Path) -> Iterator[Row]:
-    values = ([batch.column(name).to_pylist() for name in columns] for batch in batches)
-    rows = (row for of_batch in values for row in zip(*of_batch, strict=True))
-    for number, row in enumerate(rows, start=1):
-        cells = map(_without_null, row) if kind.chat else row
-        yield kind, dict(zip(columns, cells, strict=True)), f"{path}, row {number}"
+    for number, row in enumerate((row for batch in batches for row in _values(batch, columns)), start=1):
+        where = f"{path}, row {number}"
+        if isinstance(row, ValueError):
+            yield ValueError(f"{where}: {row}")
+        else:
+            yield kind, dict(zip(columns, map(without_nulls, row) if kind.chat else row, strict=True)), where
 
 
-def _without_null(value: Any) -> Any:
-    """Drop the keys of objects that a column has because other rows have them."""
+def _values(batch: Any, columns: Sequence[str]) -> list[Any]:
+    """Return the values of each row of a batch, or what is wrong with it."""
+    try:
+        found = [batch.column(name) for name in columns]
+        for column in filter(_is_flat, found):
+            column.validate(full=True)
+        return list(zip(*(column.to_pylist() for column in found), strict=True))
+    except (ValueError, OverflowError) as error:  # not UTF-8, places outside of the file, a time in no calendar
+        if batch.num_rows == 1:
+            return [ValueError(str(error))]
+        return [row for at in range(batch.num_rows) for row in _values(batch.slice(at, 1), columns)]
+
+
+def without_nulls(value: Any, data: Collection[str] = ()) -> Any:
+    """Drop the keys of objects that are null, which tables add because other rows have them; but not those inside of
+    the keys `data`."""
     if isinstance(value, dict):
-        return {name: _without_null(item) for name, item in value.items() if item is not None}
-    return [_without_null(item) for item in value] if isinstance(value, list) else value
+        kept = {name: item for name, item in value.items() if item is not None}
+        return {name: item if name in data else without_nulls(item, data) for name, item in kept.items()}
+    return [without_nulls(item, data) for item in value] if isinstance(value, list) else value

@@ -22,6 +22,7 @@ import lzma
 import os
 import re
 import sysconfig
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SNIFF_BYTES = 8192
 LONGEST = 2**24  # characters of a first line that is recognized as JSON
+DEEPEST = 100  # lists and objects in each other: what reads or renders a row calls itself for each
+_ESCAPED_SURROGATE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 # UTF-32 first: its little-endian mark begins with that of UTF-16.
 BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -230,9 +233,36 @@ def _has_json_lines(path: Path) -> bool:
     """Return whether the first line of a file is a JSON object."""
     try:
         with open_text(path, newline="\n") as file:
-            return file.read(1) == "{" and isinstance(json.loads(f"{{{file.readline(LONGEST)}"), dict)
+            return file.read(1) == "{" and isinstance(read_json(f"{{{file.readline(LONGEST)}"), dict)
     except (ValueError, OSError):
         return False
+
+
+def read_json(text: str) -> Any:
+    """Return the value of JSON text, as `sound_json` does. Raises ValueError for other text."""
+    try:
+        return sound_json(json.loads(text), text)
+    except RecursionError as error:
+        raise too_deep() from error
+
+
+def sound_json(value: Any, text: str) -> Any:
+    """Return the value of JSON text with U+FFFD for every half of a surrogate pair, as for bytes that are not UTF-8.
+    Raises ValueError for one that is more than DEEPEST deep."""
+    if text.count("[") + text.count("{") > DEEPEST:
+        level = [value]
+        for _ in range(DEEPEST + 1):
+            inside = (each.values() if isinstance(each, dict) else each for each in level)
+            level = [item for items in inside for item in items if isinstance(item, dict | list)]
+        if level:
+            raise too_deep()
+    if _ESCAPED_SURROGATE.search(text):
+        value = json.loads(_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def too_deep() -> ValueError:
+    return ValueError(f"lists and objects are more than {DEEPEST} deep in each other")
 
 
 @contextmanager
@@ -242,9 +272,10 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     try:
         with _decompressed(path) as file, io.BufferedReader(file, 2**20) as buffered:
             yield buffered
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, OSError) as error:
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the file system, with the path in it
+            error.filename = error.filename or str(path)  # of the file system
+            raise
         raise ValueError(f"{path} is damaged: {error}") from error
 
 

@@ -55,7 +55,8 @@ class Manifest:
     dtype: type of the ids in tokens.bin.
     masked: whether there is a mask.bin.
     images: number of images; None where the tokenizer reads none. image_bytes: of what describes them.
-    dropped: number of rows that were left out because something is wrong with them; why_dropped: with the first.
+    dropped: number of rows that were left out because they hold no text, or something is wrong with them; why_dropped:
+    with the first.
     source: hash of what the store was made from, see `source_of`; a store with the same hash need not be written.
     checksums: by file, of every SUM_BYTES bytes.
     """

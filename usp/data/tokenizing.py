@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import store
-from .chats import Content, StoredImage, texts_in
+from .chats import Content, NoText, StoredImage, texts_in
 from .documents import DROP, REFUSE, holds_chats, read_pieces
 from .sources import TEXT_FIELD, DataFile, DataFiles
 from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint
@@ -37,7 +37,7 @@ from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerpri
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 IMAGE_CHARACTERS = 2**16  # that take as long as an image
 LARGE_OF_IMAGES = 2**18  # bytes of files that name images, which are worth starting processes
-CHAT_FORMAT = 3  # of how chats and completions are read and encoded
+CHAT_FORMAT = 4  # of how chats and completions are read and encoded
 SAVE_SECONDS = 2.0  # between two records of the place
 
 _here = threading.local()  # tokenizer and dtype of the thread or process that encodes
@@ -112,7 +112,7 @@ def write_store(
     """Write the token store of `files` to `folder`, or the rest of it; return whether anything was missing.
 
     field: key or column of the text in `files`. bad_rows: with "drop", rows that cannot be read or encoded are left
-        out and counted.
+        out and counted, as rows without text always are.
     processes: that tokenize. 0: one per core for more than LARGE bytes, and otherwise only this one.
 
     Raises ValueError if `folder` holds something else, and for data that cannot be read, holds no text, or changes
@@ -147,7 +147,7 @@ def write_store(
                 done = before[place.file] + min(place.characters, sizes[place.file])
                 show(done, f"{written.tokens / 1e6:,.1f}M tokens")
             if not written.tokens and written.dropped:
-                raise ValueError(f"the data has no good row; what is wrong with the first: {written.why_dropped}")
+                raise ValueError(f"the data holds no text in any good row; the first: {written.why_dropped}")
             if not written.tokens:
                 raise ValueError("the data holds no text: every document in it is empty")
             out.finish(tokenizer, len(files.files))
@@ -358,7 +358,7 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
             else:
                 document, mask, images = encode_masked(tokenizer, content)
         except ValueError as error:
-            if _here.bad_rows != DROP:
+            if _here.bad_rows != DROP and not isinstance(error, NoText):
                 raise
             dropped.append(str(error))
             continue

@@ -16,7 +16,6 @@ are for evaluations.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -45,8 +44,8 @@ from usp.data.chats import (
     question_of,
     text_of,
 )
-from usp.data.documents import DROP, REFUSE, keys_lines
-from usp.data.sources import STDLIB, DataFile, find_files, open_text
+from usp.data.documents import DROP, REFUSE, keys_lines, without_nulls
+from usp.data.sources import STDLIB, DataFile, find_files, open_text, read_json
 from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked
 from usp.run.failures import nearest
 
@@ -224,12 +223,12 @@ class _Row(dict[str, Any]):
 
 def _row(line: str, where: str, keys: Sequence[str]) -> _Row:
     try:
-        row = json.loads(line)
+        row = read_json(line)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with the keys {', '.join(keys)}, got {type(row).__name__}")
-    return _Row(row)
+    return _Row(without_nulls(row, ("arguments",)))
 
 
 def _parse(

@@ -318,7 +318,7 @@ class Trainer(TrainingLoop):
             if held.masked:
                 yield from self._sample(path, source)
             if held.dropped:
-                yield f"{held.dropped} rows were left out by --bad-rows drop; the first: {held.why_dropped}"
+                yield f"{held.dropped} rows were left out; the first: {held.why_dropped}"
             if special := special_tokens_line(source.store, self.prepared.tokenizer):
                 yield f"data: {path}: {special}"
             if held.replaced:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import usp.data.documents
+from usp.data.chats import NoText
 from usp.data.documents import read_pieces
 from usp.data.sources import find_files
 
@@ -30,7 +31,7 @@ TABLE = pa.table({"text": TEXTS, "id": [1, 2, 3]})
 def documents_of(data: Path | str, field: str = "text") -> list[str]:
     documents, begun = [], ""
     for file in find_files(str(data), field).files:
-        for text, finishes in read_pieces(file, field):
+        for text, finishes in (piece for piece in read_pieces(file, field) if not isinstance(piece[0], NoText)):
             begun += text
             if finishes:
                 documents.append(begun)

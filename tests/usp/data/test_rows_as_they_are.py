@@ -262,7 +262,7 @@ def test_bad_rows_are_refused_or_dropped_and_counted(
     flags = ["tokenize", "--data", str(tmp_path / "rows" / "rows.jsonl"), "--tokenizer", str(chatml)]
     assert main([*flags, "--output", str(tmp_path / "store"), "--bad-rows", "drop", "--processes", "2"]) == 0
     assert "9 rows were left out; the first: " in capsys.readouterr().out
-    with pytest.raises(ValueError, match="the data has no good row"):
+    with pytest.raises(ValueError, match="the data holds no text in any good row"):
         store_of(["not JSON", {"messages": 3}], tmp_path / "none", chatml, bad="drop")
 
 
