@@ -245,6 +245,11 @@ def choose_device(device: str, launch: Launch) -> torch.device:
         return torch.device("cpu")
     if gpus == 1 and launch.rendezvous and not launch.run_id:  # Slurm, say, shows each process its own GPU
         return torch.device("cuda", 0)
+    if not gpus:
+        raise ValueError(
+            f"device={device}: torch sees no GPU on this host: install a torch for CUDA and a driver, check "
+            f"CUDA_VISIBLE_DEVICES, or use device=cpu"
+        )
     if gpus < launch.local_world_size:
         raise ValueError(
             f"device={device}: {launch.local_world_size} processes on this host need a GPU each, but torch sees "

@@ -147,6 +147,13 @@ def test_without_a_launcher_one_process_uses_all_cores() -> None:
     assert Launch.from_environment(many).threads == 1
 
 
+def test_a_device_that_torch_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"device=cuda: torch sees no GPU on this host: install .* or use device=cpu"):
+        choose_device("cuda", Launch())
+    assert choose_device("auto", Launch()).type == "cpu"
+
+
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(ValueError, match="4 processes on this host need a GPU each, but torch sees 2"):
