@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -128,11 +128,12 @@ def _one_at_a_time(name: Path) -> Iterator[None]:
     before = _written(failed)
     with FileLock(f"{name}.lock"):
         if _written(failed) not in (None, before):
-            raise ValueError(failed.read_text())
+            raise ValueError(failed.read_text() or f"{name} could not be written")  # of a full disk
         try:
             yield
-        except ValueError as error:
-            failed.write_text(str(error))
+        except (ValueError, OSError) as error:
+            with suppress(OSError):
+                failed.write_text(str(error))
             raise
         failed.unlink(missing_ok=True)
 

@@ -266,16 +266,26 @@ def too_deep() -> ValueError:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors of the file system in the block say `path`, such as of a full disk, unless they say another."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     """Open a file for reading, decompressed according to its suffix. Raises ValueError, naming the file, if it is
     damaged."""
     try:
-        with _decompressed(path) as file, io.BufferedReader(file, 2**20) as buffered:
+        with naming(path), _decompressed(path) as file, io.BufferedReader(file, 2**20) as buffered:
             yield buffered
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            error.filename = error.filename or str(path)  # of the file system
-            raise
+            raise  # of the file system
         raise ValueError(f"{path} is damaged: {error}") from error
 
 

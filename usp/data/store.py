@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .chats import StoredImage
+from .sources import naming
 from .tokenizer import Ids
 
 FORMAT = 2
@@ -106,7 +107,7 @@ def file_sizes(tokens: int, documents: int, dtype: npt.DTypeLike, masked: bool) 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a file atomically: whoever reads it finds all of the new content, or all of the old."""
     new = path.with_suffix(".new")
-    with new.open("w") as file:
+    with naming(new), new.open("w") as file:
         json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from . import store
 from .chats import Content, NoText, StoredImage, texts_in
 from .documents import DROP, REFUSE, holds_chats, read_pieces
-from .sources import TEXT_FIELD, DataFile, DataFiles
+from .sources import TEXT_FIELD, DataFile, DataFiles, naming
 from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
@@ -137,6 +137,7 @@ def write_store(
         processes = len(os.sched_getaffinity(0))
     try:
         with ExitStack() as stack:
+            stack.enter_context(naming(folder))
             out = stack.enter_context(_Output(folder, written, dtype, source, masked, sees))
             show = stack.enter_context(store.show_progress("tokenizing", before[-1]))
             executor = _executor(tokenizer.encoder(masked), dtype, bad_rows, processes)
@@ -174,7 +175,8 @@ def _continued(folder: Path, source: str) -> Written | None:
                 return None
             place = {key: record["place"][key] for key in vars(Place())}
             return Written(**record | {"place": Place(**place)})
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    begun = Path(store.PROGRESS).with_suffix(".new").name  # where there was no room for it
+    if folder.exists() and (not folder.is_dir() or any(path.name != begun for path in folder.iterdir())):
         raise ValueError(f"{folder} is not empty, and no token store: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     store.write_json(folder / store.PROGRESS, {"source": source, **asdict(Written())})
@@ -209,8 +211,9 @@ class _Output:
         if kind is not None and not (self._folder / store.MANIFEST).exists():
             with suppress(OSError):  # of a full disk, which may be what ended the block
                 self._save()
-        for file in self._files.values():
-            file.close()
+        for file in self._files.values():  # all of them: what one holds back would be written behind what follows
+            with suppress(OSError):
+                file.close()
 
     def append(self, encoded: Encoded, place: Place) -> None:
         written = self._written

@@ -360,7 +360,7 @@ def load_tokenizer(
         raise ValueError(f"tokenizer={tokenizer} is not a directory: use a transformers tokenizer's, or {BYTES!r}")
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as error:
+    except Exception as error:  # of any kind: it is transformers' code that runs, on files of any structure
         raise ValueError(f"tokenizer={tokenizer}: transformers cannot read it: {error}") from error
     if add_tokens:
         loaded.add_tokens(_special_tokens(add_tokens), special_tokens=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_the_byte_tokenizer_is_saved_next_to_the_checkpoint_and_found_there(tmp_
     found = tokenizer_of("auto", str(tmp_path / "model"))
     assert found == str(tmp_path / "tokenizer")
     assert load_tokenizer(found) == ByteTokenizer(found)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '{"model": {"vocab": 3}}', "{}", "null", "{", "\udcff", "[" * 9000])
+def test_a_tokenizer_file_of_another_structure_is_refused(folder: Path, tmp_path: Path, content: str) -> None:
+    shutil.copytree(folder, tmp_path / "damaged")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / name)
+        (tmp_path / "damaged" / name).write_bytes(content.encode(errors="surrogateescape"))
+        try:
+            load_tokenizer(str(tmp_path / "damaged"))
+        except ValueError as error:
+            assert str(error).startswith(f"tokenizer={tmp_path / 'damaged'}: transformers cannot read it: ")
+        else:
+            assert name == "tokenizer_config.json"  # which a tokenizer may lack
+        shutil.copy(tmp_path / name, tmp_path / "damaged" / name)
 
 
 def test_the_tokenizer_of_a_model_directory_is_its_own(folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -105,6 +108,32 @@ def test_many_processes_write_the_store_of_one_and_train_takes_it(
     assert "there already" in capsys.readouterr().out
     store = open_data(find_data(str(tmp_path / "many")), "text", BYTES, tmp_path / "cache")
     assert store.manifest.digest == cached_store(files, "text", BYTES, tmp_path / "cache").manifest.digest
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let no file grow over so many bytes: for what writes it, the disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_named_and_what_is_written_goes_on_when_there_is_room(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, cache = corpus(tmp_path / "data"), tmp_path / "cache"
+    write_store(files, "text", BYTES, tmp_path / "whole")
+    sizes = [len(each) for each in content(tmp_path / "whole").values()]
+    monkeypatch.setattr(usp.data.tokenizing, "SAVE_SECONDS", 0.0)
+    for size in (0, 500, min(sizes), sum(sizes) // 4, max(sizes) - 1):
+        with largest_file(size), pytest.raises(OSError, match=rf"\[Errno 27\] File too large: '{cache}/\w+.partial"):
+            cached_store(files, "text", BYTES, cache)
+        assert not [path for path in cache.iterdir() if path.is_dir() and path.suffix != ".partial"]
+    store = cached_store(files, "text", BYTES, cache)
+    assert content(store.folder) == content(tmp_path / "whole")
 
 
 # What is refused
