@@ -26,6 +26,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from parallel.groups import gather_objects
 from parallel.reallocation.boxes import Box, local_box, local_part
 from parallel.reallocation.param_layout import holdings
+from usp.run.failures import WriteFailed
 
 from .disk import INDEX, DiskTensor, disk_layout, file_names, plan_files, stored_names, stored_tensors, uncast_names
 from .models import empty_model
@@ -123,6 +124,7 @@ def save_weights(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     group: dist.ProcessGroup | None = None,
+    beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a directory that `from_pretrained` loads as the model of `config`.
 
@@ -139,9 +141,10 @@ def save_weights(
             of `weights`.
         max_shard_bytes: maximum size of a file, unless a single tensor is larger.
         group: the ranks that together hold the model; None for all.
+        beside: writes further files to the directory before it is complete, on rank 0.
 
     Raises on every rank: ValueError, naming all parameters that are missing, unknown, or do not match `config`, and a
-    directory with other content than a model; RuntimeError if a rank cannot write.
+    directory with other content than a model; WriteFailed if a rank cannot write.
     """
     whole = _exported_model(config, generation_config)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(whole).items()}
@@ -156,6 +159,7 @@ def save_weights(
         dtype=dtype,
         uncast=uncast_names(whole),
         group=group,
+        beside=beside,
     )
 
 
@@ -171,6 +175,7 @@ def write_folder(
     dtype: torch.dtype | None = None,
     uncast: Collection[str] = (),
     group: dist.ProcessGroup | None = None,
+    beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a directory of safetensors files, whole or not at all. See `save_weights`, also for what is raised.
 
@@ -194,8 +199,9 @@ def write_folder(
     if rank == 0:
         try:
             describe(rounds, partial)
+            beside(partial)
             _replace(folder, partial)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of any kind: it is the code of packages that runs, and other ranks wait
             failure = f"{partial}: {error}"
     _raise_failures(failure, group)
 
@@ -336,4 +342,4 @@ def _raise_failures(failure: str, group: dist.ProcessGroup | None) -> None:
     failures = {rank: text for rank, text in enumerate(gather_objects(failure, group)) if text}
     if failures:
         shown = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-        raise RuntimeError(f"the weights could not be written, the directory is unchanged: {shown}")
+        raise WriteFailed(f"the weights could not be written, the directory is unchanged: {shown}")

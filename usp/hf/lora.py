@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -309,6 +309,7 @@ def save_adapter(
     config: PretrainedConfig | None = None,
     dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
+    beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a directory that `PeftModel.from_pretrained(base model, folder)` loads.
 
@@ -350,6 +351,7 @@ def save_adapter(
         marker=ADAPTER_CONFIG,
         dtype=dtype,
         group=group,
+        beside=beside,
     )
 
 

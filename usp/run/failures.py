@@ -81,6 +81,10 @@ class UserCodeFailed(RuntimeError):
     """Failure of a user-provided function; the message needs no traceback."""
 
 
+class WriteFailed(RuntimeError):
+    """Files of a model could not be written; raised on every rank."""
+
+
 class CheckpointFailed(RuntimeError):
     """The model is written, but not the last checkpoint; raised on every rank."""
 
@@ -115,7 +119,7 @@ def ending_of(error: BaseException, rank: int) -> Ending:
     """Return how `rank` ends after `error`."""
     if isinstance(error, ConfigurationError):
         return Ending(f"error: {error}", REFUSED)
-    if isinstance(error, (TrainingDiverged, RanksDisagree, UserCodeFailed, CheckpointFailed)):
+    if isinstance(error, (TrainingDiverged, RanksDisagree, UserCodeFailed, WriteFailed, CheckpointFailed)):
         return Ending(f"error: {error}", 1)
     if isinstance(error, RanksMissing):
         return Ending(f"error: {error}", HUNG)

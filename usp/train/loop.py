@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ class TrainingLoop(ABC):
         generates: whether the model has a generation configuration.
         group: the ranks that hold the weights; folders are complete when its first rank returns.
         """
-        config = self._run_config
+        config, beside = self._run_config, partial(save_tokenizer, tokenizer)
 
         def write(whole: Mapping[str, Tensor], name: str) -> None:
             save_weights(
@@ -149,6 +150,7 @@ class TrainingLoop(ABC):
                 generation_config=models[0].generation_config if generates else None,
                 dtype=export_dtype(config, dtype),
                 group=group,
+                beside=beside,
             )
 
         written = [result]
@@ -156,14 +158,11 @@ class TrainingLoop(ABC):
             write(weights, result)
         else:
             source, of_adapters = Path(base).expanduser().resolve(), export_dtype(config, torch.float32)
-            folder = self.folder / result
-            save_adapter(weights, folder, lora=lora, base=source, config=base_config, dtype=of_adapters, group=group)
+            options = {"config": base_config, "dtype": of_adapters, "group": group, "beside": beside}
+            save_adapter(weights, self.folder / result, lora=lora, base=source, **options)
             if merged:
                 write(MergedWeights(models, lora), merged)
                 written.append(merged)
-        if dist.get_rank(group) == 0:
-            for name in written:
-                save_tokenizer(tokenizer, self.folder / name)
         return written
 
     def trace(self, number: int) -> AbstractContextManager[None]:

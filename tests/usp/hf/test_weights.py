@@ -44,6 +44,7 @@ from usp.hf.export import Held, part_violations, plan_tensors, save_weights
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import empty_model, materialise, training_problems
 from usp.hf.weights import initialise, load_weights
+from usp.run.failures import WriteFailed
 
 CPU = torch.device("cpu")
 ROPES = {
@@ -449,10 +450,17 @@ def save_stages(target: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(export, "save_file", no_space)
-        with pytest.raises(RuntimeError) as failed:
+        with pytest.raises(WriteFailed) as failed:
             save_weights(mine, target, config=whole.config, max_shard_bytes=40_000)
     assert_equal(AutoModelForCausalLM.from_pretrained(target), whole)
-    return [*messages, str(failed.value)]
+    with pytest.raises(WriteFailed) as beside:
+        save_weights(mine, target, config=whole.config, beside=no_space_for_a_tokenizer)
+    assert_equal(AutoModelForCausalLM.from_pretrained(target), whole)
+    return [*messages, str(beside.value), str(failed.value)]
+
+
+def no_space_for_a_tokenizer(folder: Path) -> None:
+    raise Exception("No space left on device (os error 28)")  # as the package tokenizers raises it
 
 
 def no_space(*args: Any, **kwargs: Any) -> None:
@@ -465,7 +473,8 @@ def test_pipeline_stages_save_or_fail_together(ranks: RankPool, tmp_path: Path) 
     transformers_model("llama").save_pretrained(tmp_path / "target")  # a model that lay there is replaced
     first, second = ranks.run(save_stages, 2, tmp_path / "target")
     assert first == second
-    missing, wrong, occupied, failed = first
+    missing, wrong, occupied, beside, failed = first
+    assert f"rank 0: {tmp_path / 'target.partial'}: No space left on device (os error 28)" in beside
     assert "ranks hold only 0 of the 2048 elements of model.layers.1.mlp.gate_proj.weight" in missing
     assert "odd is not a parameter of the configured qwen3 model" in wrong
     assert "model.norm.weight is (31,) torch.float32, but must be (32,) of one dtype" in wrong
