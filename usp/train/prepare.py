@@ -206,12 +206,8 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     sources = attempt(lambda: {path: opened(found) for path, found in data.items()}) or {}
     held_out_sources = attempt(lambda: {name: opened(found) for name, found in held_out.items()}) or {}
     problems.check()
-    begun = tuple(saved.stream.get("begun", (0, 0))) if saved else (0, 0)
-
-    def staged(begun: tuple[int, int]) -> tuple[PreparedStage, ...]:
-        return tuple(_stages(resolved.stages, sources, held_out_sources, here, begun))
-
-    stages = attempt(lambda: staged(begun))
+    staged = partial(_stages, resolved.stages, sources, held_out_sources, here)
+    stages = attempt(lambda: tuple(staged(tuple(saved.stream.get("begun", (0, 0))) if saved else (0, 0))))
     problems.check()
     assert stages is not None
     config = replace(config, tokenizer=tokenizer.name)
@@ -232,14 +228,24 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         saved=saved,
         launch=launch,
     )
-    if saved is not None:
-        try:
-            prepared.stage_of(saved.step).batches.load_state_dict(saved.stream)
-        except ValueError as error:
-            if not config.data_changed:
-                problems.append(f"{error}: use the same as before, or --data-changed to begin a new epoch")
-            prepared = replace(prepared, stages=staged((saved.step, saved.stream["epoch"] + 1)))
+    placed = attempt(lambda: _placed(prepared, staged))
     problems.check()
+    assert placed is not None
+    return placed
+
+
+def _placed(prepared: PreparedRun, staged: Callable[[tuple[int, int]], Iterable[PreparedStage]]) -> PreparedRun:
+    """Return a run at the place in its data that its checkpoint has, or where an epoch of other data begins. Raises
+    ValueError for other data without --data-changed. staged: makes the stages, from `BatchStream.begun`."""
+    saved = prepared.saved
+    if saved is None:
+        return prepared
+    try:
+        prepared.stage_of(saved.step).batches.load_state_dict(saved.stream)
+    except ValueError as error:
+        if not prepared.config.data_changed:
+            raise ValueError(f"{error}: use the same as before, or --data-changed to begin a new epoch") from error
+        return replace(prepared, stages=tuple(staged((saved.step, saved.stream["epoch"] + 1))))
     return prepared
 
 
