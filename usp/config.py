@@ -167,7 +167,7 @@ def read_stages(path: str) -> tuple[CurriculumStage, ...]:
         return ()
     try:
         listed = yaml.safe_load(Path(path).expanduser().read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is not a curriculum: {error}") from error
     if isinstance(listed, Mapping) and listed.keys() == {"curriculum"}:
         listed = listed["curriculum"]

@@ -263,7 +263,7 @@ def hardware_values(name_or_path: str) -> dict[str, Any]:
         raise ValueError(f"hardware {name_or_path!r} must be a file or one of {', '.join(node_names())}")
     try:
         values = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"hardware file {path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"hardware file {path} must contain one object, got a {type(values).__name__}")

@@ -121,7 +121,7 @@ def prices_of(text: str) -> dict[str, float]:
         try:
             read = yaml.load(file.read_text(), UniqueKeysLoader)  # JSON is YAML
             prices = {str(name).lower(): float(price) for name, price in read.items()}
-        except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
             raise ConfigurationError(
                 f"--price {text} must be a price or a JSON or YAML file of prices by hardware name: {error}"
             ) from None
@@ -255,7 +255,7 @@ def read_config(path: str, kind: type[C]) -> tuple[C, frozenset[str]]:
         return config_from_mapping(mapping, kind), frozenset(str(key).replace("-", "_") for key in mapping)
     except FileNotFoundError as error:
         raise ConfigurationError(f"--config {path}: no such file") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(f"--config {path}: {error}") from error
 
 

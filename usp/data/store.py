@@ -249,8 +249,13 @@ def _read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"{path} has format {content['format']}, not {FORMAT}: tokenize the data again")
         optional = {field.name: field.default for field in fields(Manifest) if field.default is not MISSING}
         manifest = Manifest(**{field.name: (optional | content)[field.name] for field in fields(Manifest)})
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        wrong = [
+            name for name, size in manifest.sizes.items() if len(manifest.checksums[name]) != -(-size // SUM_BYTES)
+        ]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, f"it is no manifest ({error})") from error
+    if wrong:
+        raise _damaged(path, f"it lacks checksums of {', '.join(wrong)}")
     if not manifest.tokens:
         raise ValueError(f"token store {folder} is empty: it holds no token")
     return manifest

@@ -165,7 +165,10 @@ def _continued(folder: Path, source: str) -> Written | None:
     """Return the record of the store of `source` in `folder`, None if it is finished; create the folder if needed."""
     for name in (store.MANIFEST, store.PROGRESS):
         if (folder / name).is_file():
-            record = json.loads((folder / name).read_text())
+            try:
+                record = dict(json.loads((folder / name).read_text()))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(f"{folder / name} is damaged ({error}): remove {folder}") from error
             if record.pop("source", "") != source:
                 raise ValueError(
                     f"{folder} is a token store of other data, or of another tokenizer: choose another folder, or "

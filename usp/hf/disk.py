@@ -169,7 +169,7 @@ def read_headers(folder: Path) -> dict[str, Any]:
         index = folder / INDEX
         try:
             files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{index} cannot be read as the index of a sharded checkpoint: {error!r}") from error
     slices_of: dict[str, Any] = {}
     for file in files:

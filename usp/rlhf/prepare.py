@@ -127,7 +127,7 @@ def prepare(
 
     Raises ConfigurationError with every violation found, before any rank communicates.
     """
-    problems = Problems((), (ValueError, TypeError, OSError, yaml.YAMLError))
+    problems = Problems((), (ValueError, TypeError, OSError, RecursionError, yaml.YAMLError))
     attempt = problems.attempt
     algorithms = attempt(lambda: with_outside(config.algorithm, ALGORITHMS)) or {}
     problems.check()

@@ -158,7 +158,7 @@ def test_every_row_is_a_document_or_a_bad_row_that_is_counted(
     tmp_path: Path, chatml: Tokenizer, name: str, exhaustive: bool
 ) -> None:
     draw = random.Random(name)
-    for number in range(400 if exhaustive else 8):
+    for number in range(60 if exhaustive else 8):
         base = draw.choice(ROWS)
         rows = [base, *(mutated(draw, base) for _ in range(draw.randrange(20, 22)))]
         folder = tmp_path / f"{number}"
@@ -180,7 +180,7 @@ def test_every_row_is_a_document_or_a_bad_row_that_is_counted(
 def test_every_line_is_an_example_or_is_counted(tmp_path: Path, chatml: Tokenizer, exhaustive: bool) -> None:
     draw, path = random.Random(3), tmp_path / "a.jsonl"
     tokenizers = (chatml, ByteTokenizer())
-    for number in range(800 if exhaustive else 10):
+    for number in range(100 if exhaustive else 10):
         base = ROWS[4 + number % 3] if draw.random() < 0.7 else ROWS[1 + number % 2]
         rows = [ROWS[4] | {"answer": "42"}, *(mutated(draw, base) for _ in range(20))]
         write_lines(path, rows)
@@ -315,7 +315,7 @@ def test_a_damaged_file_gives_rows_or_one_error_that_names_it(tmp_path: Path, na
     pack[".zst"] = lambda content: pa.compress(content, codec="zstd", asbytes=True)
     whole = pack.get(path.suffix, bytes)(path.read_bytes())
     failed = 0
-    for _ in range(1500 if exhaustive else 60):
+    for _ in range(300 if exhaustive else 60):
         content = bytearray(whole)
         for _ in range(draw.randrange(1, 4)):
             at, kind = draw.randrange(len(content)), draw.randrange(4)

@@ -150,9 +150,20 @@ def test_a_damaged_store_is_refused_by_its_checksums(tmp_path: Path, small_piece
             sound_store(tmp_path / "store", tmp_path / "cache")
         (tmp_path / "store" / name).write_bytes(sound)
     sound_store(tmp_path / "store", tmp_path / "cache")
-    (tmp_path / "store" / "manifest.json").write_text('{"format": 2, "tok')
-    with pytest.raises(ValueError, match=r"manifest.json is damaged: it is no manifest"):
-        sound_store(tmp_path / "store", tmp_path / "cache")
+    manifest = tmp_path / "store" / "manifest.json"
+    lacking = json.loads(manifest.read_text()) | {"checksums": {"tokens.bin": [], "index.bin": []}}
+    for text, said in (
+        ('{"format": 2, "tok', "it is no manifest"),
+        ("[" * 5000, "it is no manifest"),
+        (json.dumps(lacking), "it lacks checksums of tokens.bin, index.bin"),
+        (json.dumps(lacking | {"dtype": "text"}), "it is no manifest"),
+    ):
+        manifest.write_text(text)
+        with pytest.raises(ValueError, match=rf"manifest.json is damaged: {said}"):
+            sound_store(tmp_path / "store", tmp_path / "cache")
+    manifest.write_text("[" * 5000)
+    with pytest.raises(ValueError, match=r"manifest.json is damaged .*: remove "):
+        write_store(find_files(str(tmp_path / "data")), "text", BYTES, tmp_path / "store")
 
 
 def test_an_index_that_changes_under_its_time_stamp_is_refused_at_every_start(tmp_path: Path) -> None:
