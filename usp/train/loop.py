@@ -158,8 +158,16 @@ class TrainingLoop(ABC):
             write(weights, result)
         else:
             source, of_adapters = Path(base).expanduser().resolve(), export_dtype(config, torch.float32)
-            options = {"config": base_config, "dtype": of_adapters, "group": group, "beside": beside}
-            save_adapter(weights, self.folder / result, lora=lora, base=source, **options)
+            save_adapter(
+                weights,
+                self.folder / result,
+                lora=lora,
+                base=source,
+                config=base_config,
+                dtype=of_adapters,
+                group=group,
+                beside=beside,
+            )
             if merged:
                 write(MergedWeights(models, lora), merged)
                 written.append(merged)
