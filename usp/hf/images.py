@@ -40,6 +40,8 @@ from .prune import HANDED, backbone, decoder
 if TYPE_CHECKING:  # takes seconds to import
     from transformers import PreTrainedModel
 
+    from .probe import MaskKind
+
 PLAN = "image_plan"  # the argument of a forward that holds the moves of features
 GRIDS = "image_grid_thw"
 TILES = "image_position_ids"  # of Gemma 4's patches, -1 for padding
@@ -53,7 +55,8 @@ TYPES = (
 )
 # Types that train.py trains: their encoder is beside the decoder in the backbone.
 TRAINED = tuple(kind for kind in TYPES if kind != "llama4")
-_BLOCKS = ("gemma3", "gemma4")  # types whose images may be bidirectional
+# Types whose images may be bidirectional, and in layers with which masks: Gemma 4's are not where all keys are seen.
+_BLOCKS: dict[str, tuple[MaskKind, ...]] = {"gemma3": ("causal", "sliding"), "gemma4": ("sliding",)}
 
 
 def shard_image_batch(batch: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Any]:
@@ -250,11 +253,12 @@ def _several_axes(ids: Tensor, base: Any, images: Sequence[Image], documents: Se
     return whole
 
 
-def bidirectional(config: PretrainedConfig) -> bool:
-    """Whether tokens of an image attend to each other in both directions."""
-    if config.model_type == "gemma4":
-        return getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
-    return config.model_type in _BLOCKS
+def bidirectional(config: PretrainedConfig) -> tuple[MaskKind, ...]:
+    """Return the masks of the layers in which tokens of an image attend to each other in both directions."""
+    text = config.get_text_config()
+    if config.model_type == "gemma4" and getattr(text, "use_bidirectional_attention", None) != "vision":
+        return ()
+    return _BLOCKS.get(config.model_type, ())
 
 
 def _image_blocks(is_image: Tensor, documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:

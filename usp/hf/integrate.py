@@ -29,7 +29,7 @@ from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .compressors import ShardedCompressor, apply_compressors, compressors
-from .images import PLAN, TYPES, ImageExchange
+from .images import PLAN, TYPES, ImageExchange, bidirectional
 from .indexers import LATENTS, CausalMask, ShardedIndexer, absorbed, apply_indexers, cached_latents, indexers
 from .mixers import apply_mixers, sharded_mixers
 from .positions import SCALE, Places, follow_positions, scaled_query
@@ -44,10 +44,12 @@ _MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 @dataclass(frozen=True)
 class Mask:
     """The mask of an attention module. width: tokens of a sliding window, the query included, or of a chunk: tokens
-    attend within their chunk, counted from the document's first token."""
+    attend within their chunk, counted from the document's first token. prefixes: whether the `prefix` of a forward,
+    such as its images, is seen in both directions."""
 
     kind: MaskKind
     width: int = 0
+    prefixes: bool = True
 
 
 def apply_unified_sp(
@@ -164,7 +166,11 @@ def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict
         violations.append("output_attentions=True is not supported, there are no attention weights: set it to False")
     if violations:
         raise ValueError("; ".join(violations))
-    return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
+    blocks = bidirectional(config) if config.model_type in TYPES else ()
+    return {
+        name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0, not blocks or mask.kind in blocks)
+        for name, mask in known.masks.items()
+    }
 
 
 class _ForwardGuard:
@@ -378,6 +384,7 @@ def _attention_forward(
         return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None
     if latents is not None and indices is not None:
         given, expand = absorbed(module, given, latents, attention.axes)
+    prefix = prefix if mask.prefixes else None
     documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
     if block_indices is not None and indexer is not None:

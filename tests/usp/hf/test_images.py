@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,15 +16,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from attention import LAYOUTS, OF_DOCUMENTS, SequenceLayout
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from tests.attention.dense import relative_l2
 from tests.harness.ranks import RankPool
-from tests.usp.hf.vision import FAMILIES, IMAGE, documents, loss_alone, packed, tiny_vlm
+from tests.usp.hf.vision import FAMILIES, IMAGE, documents, logits_alone, loss_alone, packed, tiny_vlm
 from tests.usp.tiny import optimiser
-from usp import apply_unified_sp, shard_image_batch
+from usp import apply_unified_sp, shard_image_batch, unshard_sequence
 from usp.data.chats import Image
 from usp.data.rows import balanced
 from usp.hf.images import TYPES, image_plan
@@ -32,12 +35,17 @@ Grids = list[tuple[int, int, str]]
 DOCS = Path(__file__).parents[3] / "docs" / "vision.md"
 
 
+def share_of_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return this rank's share of the mean loss of all ranks' labels."""
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
+
+
 def local_loss(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
     """Return this rank's share of the mean loss of all ranks' labels."""
     targets = batch.pop("shift_labels")
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
-    return cross_entropy(model(**batch).logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
+    return share_of_loss(model(**batch).logits, targets)
 
 
 def gradient_error(grad: Tensor | None, exact: Tensor | None) -> float:
@@ -46,19 +54,30 @@ def gradient_error(grad: Tensor | None, exact: Tensor | None) -> float:
     return grad.norm().item() if exact is None or exact.norm() < 1e-12 else relative_l2(grad, exact)
 
 
-def errors(kind: str, grids: Grids) -> dict[str, float]:
-    """Return, on rank 0, the largest errors of the loss and of each gradient over (ring, ulysses, layout)."""
+def errors(kind: str, grids: Grids, layer_types: Sequence[str] = ()) -> dict[str, float]:
+    """Return, on rank 0, the largest errors of the loss, of each gradient and of every token's logits over (ring,
+    ulysses, layout)."""
     found: dict[str, float] = {}
-    whole = tiny_vlm(kind)
+    whole = tiny_vlm(kind, layer_types=layer_types)
     rows, fresh = documents(whole), copy.deepcopy(whole)
+    with torch.no_grad():
+        exact_logits = pad_sequence([torch.cat(row) for row in logits_alone(whole, rows)], batch_first=True)
+    tokens = torch.tensor([sum(document["input_ids"].shape[1] for document in row) for row in rows]).unsqueeze(1)
     if dist.get_rank() == 0:
         wanted = loss_alone(whole, rows)
         wanted.backward()
     for ring, ulysses, layout in grids:
         mesh = ParallelMesh.create(ParallelDims(ring=ring, ulysses=ulysses))
         own = apply_unified_sp(copy.deepcopy(fresh), mesh, layout)
-        loss = local_loss(own, shard_image_batch(packed(rows), own))
+        batch = shard_image_batch(packed(rows), own)
+        targets = batch.pop("shift_labels")
+        logits = own(**batch).logits
+        loss = share_of_loss(logits, targets)
         loss.backward()
+        documented = packed(rows)["cu_seqlens"] if layout in OF_DOCUMENTS else None
+        everywhere = unshard_sequence(logits.detach(), mesh, layout, 1, documented, exact_logits.shape[1])
+        real = torch.arange(exact_logits.shape[1]) < tokens
+        found["logits"] = max(found.get("logits", 0), relative_l2(everywhere[real], exact_logits[real]))
         dist.all_reduce(total := loss.detach())
         for parameter in own.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -82,6 +101,23 @@ USUAL |= {"qwen3_vl": [(4, 1, "zigzag")], "gemma3": [(2, 2, "zigzag")]}
 @pytest.mark.parametrize("kind", USUAL)
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, kind: str) -> None:
     check(ranks.run(errors, 4, kind, USUAL[kind])[0])
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+ORDERS = {"gemma3": [FULL, SLIDING], "gemma4": [FULL, SLIDING, FULL]}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_images_are_bidirectional_where_transformers_has_them_so(ranks: RankPool, kind: str) -> None:
+    """Gemma 3's in all layers, Gemma 4's in those with a window alone."""
+    check(ranks.run(errors, 4, kind, [(2, 2, "zigzag")], ORDERS[kind])[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", [*product((SLIDING, FULL), repeat=3)], ids=str)
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "aya_vision", "cohere2_vision"])
+def test_layers_of_every_kind_in_every_order(ranks: RankPool, kind: str, order: tuple[str, ...]) -> None:
+    check(ranks.run(errors, 4, kind, [(2, 2, "zigzag"), (4, 1, "striped")], order)[0])
 
 
 @pytest.mark.exhaustive

@@ -123,12 +123,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 ROWS = (((7,), (3, "0", 5), (2, "1", 1, "2", 4)), ((9, "3", 11), (4,)))
 
 
-def tiny_config(kind: str, vocab: int = VOCAB, image: int = IMAGE) -> PretrainedConfig:
+def tiny_config(kind: str, vocab: int = VOCAB, image: int = IMAGE, layer_types: Sequence[str] = ()) -> PretrainedConfig:
     """Return the configuration of `tiny_vlm`."""
     text, vision, whole = FAMILIES[kind]
+    kinds = {"layer_types": [*layer_types], "num_hidden_layers": len(layer_types)} if layer_types else {}
     return AutoConfig.for_model(
         kind,
-        text_config={**TEXT, **text, "vocab_size": vocab},
+        text_config={**TEXT, **text, **kinds, "vocab_size": vocab},
         vision_config=vision,
         image_token_id=image,
         tie_word_embeddings=False,
@@ -136,11 +137,12 @@ def tiny_config(kind: str, vocab: int = VOCAB, image: int = IMAGE) -> Pretrained
     )
 
 
-def tiny_vlm(kind: str, vocab: int = VOCAB, image: int = IMAGE) -> PreTrainedModel:
-    """Return a model of a type with random weights, the same on all ranks. image: the id of its tokens for images."""
+def tiny_vlm(kind: str, vocab: int = VOCAB, image: int = IMAGE, layer_types: Sequence[str] = ()) -> PreTrainedModel:
+    """Return a model of a type with random weights, the same on all ranks. image: the id of its tokens for images.
+    layer_types: of its layers, if not those of `FAMILIES`."""
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(tiny_config(kind, vocab, image), experts_implementation="eager")
-    model = model.double()
+    config = tiny_config(kind, vocab, image, layer_types)
+    model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # first weights of some encoders are zero, and hide errors
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -236,14 +238,21 @@ _KINDS |= dict.fromkeys(
 _KINDS["gemma3"] = "token_type_ids"
 
 
-def loss_alone(model: PreTrainedModel, rows: Sequence[Sequence[dict[str, Tensor]]]) -> Tensor:
-    """Return the mean loss of all labels in one process, by transformers, each document by itself."""
-    total, count = torch.zeros((), dtype=model.dtype), 0
-    for document in (document for row in rows for document in row):
+def logits_alone(model: PreTrainedModel, rows: Sequence[Sequence[dict[str, Tensor]]]) -> list[list[Tensor]]:
+    """Return the logits (tokens, vocabulary) of each document by itself, in one process, by transformers."""
+
+    def logits(document: dict[str, Tensor]) -> Tensor:
         inputs = {name: value for name, value in document.items() if name != "labels"}
         kinds = {_KINDS[model.config.model_type]: (inputs["input_ids"] == model.config.image_token_id).int()}
         kinds = {name: value for name, value in kinds.items() if name}
-        logits, targets = model(**inputs, **kinds, use_cache=False).logits[0, :-1], document["labels"][0, 1:]
-        total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-        count += int((targets != -100).sum())
-    return total / count
+        found: Tensor = model(**inputs, **kinds, use_cache=False).logits[0]
+        return found
+
+    return [[logits(document) for document in row] for row in rows]
+
+
+def loss_alone(model: PreTrainedModel, rows: Sequence[Sequence[dict[str, Tensor]]]) -> Tensor:
+    """Return the mean loss of all labels in one process, by transformers, each document by itself."""
+    logits = [x[:-1] for row in logits_alone(model, rows) for x in row]
+    targets = torch.cat([document["labels"][0, 1:] for row in rows for document in row])
+    return torch.nn.functional.cross_entropy(torch.cat(logits), targets, ignore_index=-100)
