@@ -86,7 +86,7 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
     heads = next((fields[name] for name in ("num_attention_heads", "n_head") if fields.get(name)), None)
     for name in _KV_HEADS:
         if name in fields:
-            setattr(config, name, {heads: HEADS, None: HEADS, 1: 1}.get(fields[name], 2))
+            setattr(config, name, _few_kv_heads(fields[name], heads))
     for name, small in _SIZES.items():
         if _is_size(fields.get(name)):
             setattr(config, name, small)
@@ -129,11 +129,18 @@ def _by_kind(config: PretrainedConfig) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     sized = hasattr(config, "layer_types")  # not an encoder
     for place, layer in config.to_dict().get("per_layer_config", {}).items() if sized else ():
-        own = {name: 2 * _SIZES.get(name, HEADS) for name in layer}  # of KV heads, as many as heads
+        own = {name: 2 * _SIZES[name] for name in layer if name in _SIZES}
+        heads = own.get("num_attention_heads", HEADS), layer.get("num_attention_heads", config.num_attention_heads)
+        own |= {name: _few_kv_heads(layer[name], heads[1], heads[0]) for name in layer if name in _KV_HEADS}
         if "qk_nope_head_dim" in own:
             own |= {"head_dim": 2 * HEAD_DIM, "qk_nope_head_dim": 2 * HEAD_DIM - _SIZES["qk_rope_head_dim"]}
         found[config.layer_types[int(place)]] = own
     return found
+
+
+def _few_kv_heads(kv_heads: int | None, heads: int | None, few: int = HEADS) -> int:
+    """Return the KV heads of a tiny layer of `few` heads: as many, one or two, as of `heads` there are `kv_heads`."""
+    return {heads: few, None: few, 1: 1}.get(kv_heads, 2)
 
 
 def large_numbers(fields: dict[str, Any], length: int) -> Iterator[str]:
