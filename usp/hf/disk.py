@@ -17,7 +17,7 @@ import copy
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -36,6 +36,9 @@ if TYPE_CHECKING:  # takes seconds to import
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 5
+_LAYER = re.compile(r"(.*?\.|)(\d+)\.(.+)")  # the list of a layer, its number, and what it holds
+_MOST_DRAFT_LAYERS = 4  # of a configuration that does not say how many there are
+_DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
 @dataclass(frozen=True)
@@ -246,18 +249,74 @@ def file_names(number: int) -> list[str]:
     return [SINGLE] if number == 1 else [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
 
 
+def draft_tensors(whole: PreTrainedModel, built: Collection[str], found: Collection[str]) -> list[str]:
+    """Return the tensors in files that belong to layers for predicting further tokens (multi-token prediction,
+    arXiv 2412.19437, section 2.2), which transformers does not build: they are called mtp, or numbered behind the
+    layers of a model that may have them, without being such layers.
+
+    built: the names under which files may hold the tensors of the `whole` model.
+    found: all names in the files, as `in_whole` returns them.
+    """
+    others = [name for name in found if name not in built and not name.endswith(_buffer_names(whole))]
+    layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))  # what each layer of a list holds
+    for name in (*others, *(name for name in built if name in found)):
+        if match := _LAYER.fullmatch(name):
+            layers[match[1]][int(match[2])].add(match[3])
+    text, rules, drafts = whole.config.get_text_config(), _ignored(whole), set[str]()
+    declared = max(getattr(text, field, None) or 0 for field in _DRAFT_LAYERS)
+    for stack, content in layers.items():
+        own = {int(match[2]) for name in built if (match := _LAYER.fullmatch(name)) and match[1] == stack}
+        beyond = [layer for layer in content if own and layer > max(own) and has_draft_layers(whole)]
+        ordinary = [content[layer] for layer in own if layer in content]
+        if len(beyond) <= max(declared, _MOST_DRAFT_LAYERS):  # else the model has fewer layers than the files
+            drafts |= {
+                f"{stack}{layer}."
+                for layer in beyond
+                if layer - max(own) <= declared
+                or content[layer] not in ordinary
+                or any(rule.search(f"{stack}{layer}.") for rule in rules)
+            }
+    return [
+        name
+        for name in others
+        if any(part.startswith("mtp") for part in name.split(".")) or name.startswith(tuple(drafts))
+    ]
+
+
+def layer_names(names: Iterable[str]) -> list[str]:
+    """Return the layers of these tensors, such as model.layers.46; of those in none, the first part of their names."""
+    matches = {name: _LAYER.fullmatch(name) for name in names}
+    return [*dict.fromkeys(m[1] + m[2] if m else name.partition(".")[0] for name, m in matches.items())]
+
+
+def has_draft_layers(whole: PreTrainedModel) -> bool:
+    """Return whether releases of this model have layers for predicting further tokens, or its configuration says so."""
+    text = whole.config.get_text_config()
+    return any(getattr(text, field, None) for field in _DRAFT_LAYERS) or any(
+        re.search(r"mtp|layers\\\.\d", rule.pattern) for rule in _ignored(whole)
+    )
+
+
+def _ignored(whole: PreTrainedModel) -> list[re.Pattern[str]]:
+    return [re.compile(pattern) for pattern in whole._keys_to_ignore_on_load_unexpected or ()]
+
+
+def _buffer_names(whole: PreTrainedModel) -> tuple[str, ...]:
+    return tuple(name.removeprefix("model.") for name, _ in whole.named_buffers())  # in old files, per layer
+
+
 def _violations(whole: PreTrainedModel, wanted: Sequence[DiskTensor], found: Mapping[str, Any]) -> str:
     expected = {tensor.name: tensor.shape for tensor in wanted}
     shapes = {name: tuple(found[name].get_shape()) for name in expected if name in found}
-    buffers = tuple(name.removeprefix("model.") for name, _ in whole.named_buffers())  # in old files, per layer
-    # layers for predicting further tokens, which transformers does not build either
-    ignored = [re.compile(pattern) for pattern in whole._keys_to_ignore_on_load_unexpected or ()]
+    left_out = *_buffer_names(whole), *draft_tensors(whole, expected, found)
     parts = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [
             name
             for name in found
-            if name not in expected and not name.endswith(buffers) and not any(rule.search(name) for rule in ignored)
+            if name not in expected
+            and not name.endswith(left_out)
+            and not any(rule.search(name) for rule in _ignored(whole))
         ],
         "wrong shape": [
             f"{name} has shape {shape}, expected {expected[name]}"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,21 @@ from parallel.reallocation.boxes import Box, local_box, local_part
 from parallel.reallocation.param_layout import holdings
 from usp.run.failures import WriteFailed
 
-from .disk import INDEX, DiskTensor, disk_layout, file_names, plan_files, stored_names, stored_tensors, uncast_names
+from .disk import (
+    INDEX,
+    DiskTensor,
+    disk_layout,
+    draft_tensors,
+    file_names,
+    has_draft_layers,
+    in_whole,
+    layer_names,
+    plan_files,
+    read_headers,
+    stored_names,
+    stored_tensors,
+    uncast_names,
+)
 from .models import empty_model
 
 SHARD_BYTES = 5 * 10**9
@@ -43,6 +58,7 @@ class Held:
     box: Box
     shape: tuple[int, ...]
     dtype: torch.dtype
+    carried: bool = False  # from the files of another model, not a parameter
 
 
 @dataclass(frozen=True)
@@ -125,8 +141,10 @@ def save_weights(
     max_shard_bytes: int = SHARD_BYTES,
     group: dist.ProcessGroup | None = None,
     beside: Callable[[Path], None] = lambda folder: None,
-) -> None:
-    """Write a directory that `from_pretrained` loads as the model of `config`.
+    source: Path | None = None,
+) -> str:
+    """Write a directory that `from_pretrained` loads as the model of `config`; return, on every rank, what is carried
+    over from `source`, empty for nothing.
 
     Collective. In addition to its weights, a rank holds one file, one tensor, and copies of the parts that it sends.
     The directory is written under a temporary name and renamed when complete, replacing an existing model and the
@@ -142,25 +160,52 @@ def save_weights(
         max_shard_bytes: maximum size of a file, unless a single tensor is larger.
         group: the ranks that together hold the model; None for all.
         beside: writes further files to the directory before it is complete, on rank 0.
+        source: the directory that the weights came from, whose layers for predicting further tokens, which transformers
+            does not build, are written too, unchanged; see `draft_tensors`. None for no such directory.
 
-    Raises on every rank: ValueError, naming all parameters that are missing, unknown, or do not match `config`, and a
-    directory with other content than a model; WriteFailed if a rank cannot write.
+    Raises on every rank: ValueError, naming all parameters that are missing, unknown, or do not match `config`, a
+    directory with other content than a model, and a `source` that cannot be read and may have such layers;
+    WriteFailed if a rank cannot write.
     """
     whole = _exported_model(config, generation_config)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(whole).items()}
     model = f"the configured {config.model_type} model"
-    tensors = [*chain.from_iterable(disk_layout(whole, shapes).values())]
-    write_folder(
+    tensors, names = [*chain.from_iterable(disk_layout(whole, shapes).values())], stored_names(whole)
+    carried, refusal = dict[str, Any](), ""
+    if source is not None and (not dist.is_initialized() or dist.get_rank(group) == 0):
+        try:
+            found = in_whole(whole, read_headers(source))
+            drafts = draft_tensors(whole, {*(tensor.name for tensor in tensors), *names}, found)
+            carried = {name: found[name] for name in drafts}
+        except ValueError as error:
+            if has_draft_layers(whole):
+                instead = "put the folder back and resume, and the model is written again"
+                refusal = (
+                    f"layers for predicting further tokens are exported as they were in {source}: {error}: {instead}"
+                )
+
+    def of_first(holders: Sequence[Mapping[str, Held]]) -> dict[str, tuple[int, ...]]:
+        return {name: part.shape for name, part in holders[0].items() if part.carried}
+
+    def plan(holders: Sequence[Mapping[str, Held]]) -> list[list[FilePlan]]:
+        more = [DiskTensor(name, name, Box.whole(shape), shape) for name, shape in of_first(holders).items()]
+        return plan_tensors([*tensors, *more], holders, max_shard_bytes, file_names)
+
+    holders = write_folder(
         weights,
         folder,
-        check=lambda holders: part_violations(shapes, holders, stored_names(whole), model),
-        plan=lambda holders: plan_tensors(tensors, holders, max_shard_bytes, file_names),
+        check=lambda holders: part_violations(shapes, holders, {*names, *of_first(holders)}, model),
+        plan=plan,
         describe=lambda rounds, partial: _describe(whole, rounds, partial),
         dtype=dtype,
         uncast=uncast_names(whole),
         group=group,
         beside=beside,
+        carried=carried,
+        refusal=refusal,
     )
+    names_of_layers = ", ".join(layer_names(of_first(holders)))
+    return names_of_layers and f"{len(of_first(holders))} tensors of {names_of_layers}, unchanged from {source}"
 
 
 @torch.no_grad()
@@ -176,25 +221,33 @@ def write_folder(
     uncast: Collection[str] = (),
     group: dist.ProcessGroup | None = None,
     beside: Callable[[Path], None] = lambda folder: None,
-) -> None:
-    """Write a directory of safetensors files, whole or not at all. See `save_weights`, also for what is raised.
+    carried: Mapping[str, Any] | None = None,
+    refusal: str = "",
+) -> Sequence[Mapping[str, Held]]:
+    """Write a directory of safetensors files, whole or not at all; return what all ranks hold. See `save_weights`, also
+    for what is raised.
 
     check: what is wrong with what all ranks hold; plan: the rounds, from the same.
     describe: write the other files to this directory, on rank 0.
     marker: the file by which an existing directory is known to be one that may be replaced.
     uncast: names of weights that are not cast to `dtype`.
+    carried: on one rank, safetensors' slices of tensors of other files, which are written unchanged.
+    refusal: why this rank has not what it should write.
     """
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    carried, rank = carried or {}, dist.get_rank(group) if dist.is_initialized() else 0
     partial = folder.with_name(folder.name + PARTIAL)
-    refusal = _prepare(folder, partial, marker) if rank == 0 else ""
+    refusal = refusal or (_prepare(folder, partial, marker) if rank == 0 else "")
     held, unknown = _held(weights, dtype, uncast)
+    for name, tensor in carried.items():
+        shape = tuple(tensor.get_shape())
+        held[name] = Held(Box.whole(shape), shape, tensor[slice(0, 0) if shape else ...].dtype, carried=True)
     refusals, holders = zip(*gather_objects((refusal or unknown, held), group), strict=True)
     violations = [*dict.fromkeys(filter(None, refusals)), *check(holders)]
     if violations:
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError("; ".join(violations))
     rounds = plan(holders)
-    failure = _write_files(rounds, weights, partial, rank, group)
+    failure = _write_files(rounds, weights, carried, partial, rank, group)
     _raise_failures(failure, group)
     if rank == 0:
         try:
@@ -204,6 +257,7 @@ def write_folder(
         except Exception as error:  # of any kind: it is the code of packages that runs, and other ranks wait
             failure = f"{partial}: {error}"
     _raise_failures(failure, group)
+    return holders
 
 
 def _held(
@@ -223,6 +277,7 @@ def _held(
 def _write_files(
     rounds: Sequence[Sequence[FilePlan]],
     weights: Mapping[str, Tensor],
+    carried: Mapping[str, Any],
     partial: Path,
     rank: int,
     group: dist.ProcessGroup | None,
@@ -232,7 +287,7 @@ def _write_files(
     for files in rounds:
         content: dict[str, Tensor] = {}
         for step in zip_longest(*(file.tensors for file in files)):
-            content.update(_exchange([assembly for assembly in step if assembly], weights, rank, group))
+            content.update(_exchange([assembly for assembly in step if assembly], weights, carried, rank, group))
         for file in files:
             if file.writer == rank and not failure:
                 try:
@@ -243,7 +298,11 @@ def _write_files(
 
 
 def _exchange(
-    step: Sequence[Assembly], weights: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup | None
+    step: Sequence[Assembly],
+    weights: Mapping[str, Tensor],
+    carried: Mapping[str, Any],
+    rank: int,
+    group: dist.ProcessGroup | None,
 ) -> dict[str, Tensor]:
     """Exchange one tensor per writer; return the one this rank writes, on the CPU, by its name on disk."""
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -254,7 +313,8 @@ def _exchange(
     receive = [0] * ranks
     for assembly in step:
         if rank in assembly.sources:
-            weight = weights[assembly.tensor.parameter]
+            name = assembly.tensor.parameter
+            weight = carried[name][...] if name in carried else weights[name]
             part = local_part(weight)[assembly.sources[rank].slices(local_box(weight))]
             send[assembly.writer] = part.to(device, assembly.dtype).contiguous().view(-1).view(torch.uint8)
         if assembly.writer == rank:

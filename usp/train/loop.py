@@ -24,6 +24,7 @@ from usp.hf.export import save_weights
 from usp.hf.lora import Lora, MergedWeights, save_adapter
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import save_tokenizer
+from usp.presets import PRESETS
 from usp.run.failures import CheckpointFailed, ConfigurationError, Stopped, TrainingDiverged, UserCodeFailed
 from usp.run.launch import StopRequest
 from usp.run.metrics import Record, RunLog, open_wandb
@@ -126,7 +127,7 @@ class TrainingLoop(ABC):
         result: str,
         merged: str = "",
         lora: Lora | None = None,
-        base: str = "",
+        base: str,
         base_config: ModelConfig | None = None,
         generates: bool = True,
         group: dist.ProcessGroup | None = None,
@@ -136,14 +137,14 @@ class TrainingLoop(ABC):
         models: transformers models, with the adapters if there are any; dtype: in which they compute.
         result: the folder of the weights or, with LoRA, of the adapters.
         merged: with adapters, the folder of the merged model; empty: none.
-        base: the model that the adapters change; base_config: its configuration, if the run changed that.
-        generates: whether the model has a generation configuration.
+        base: the model that training began with; base_config: its configuration, if the run changed that.
+        generates: whether the model generates: it has a generation configuration, and maybe layers that draft tokens.
         group: the ranks that hold the weights; folders are complete when its first rank returns.
         """
         config, beside = self._run_config, partial(save_tokenizer, tokenizer)
 
         def write(whole: Mapping[str, Tensor], name: str) -> None:
-            save_weights(
+            carried = save_weights(
                 whole,
                 self.folder / name,
                 config=models[0].config,
@@ -151,13 +152,17 @@ class TrainingLoop(ABC):
                 dtype=export_dtype(config, dtype),
                 group=group,
                 beside=beside,
+                source=source if generates and base not in PRESETS else None,
             )
+            if carried and dist.get_rank(group) == 0:
+                print(f"{name}: with {carried}", flush=True)
 
+        source = Path(base).expanduser().resolve()
         written = [result]
         if lora is None:
             write(weights, result)
         else:
-            source, of_adapters = Path(base).expanduser().resolve(), export_dtype(config, torch.float32)
+            of_adapters = export_dtype(config, torch.float32)
             save_adapter(
                 weights,
                 self.folder / result,

@@ -409,6 +409,88 @@ def test_mismatched_checkpoints_raise(
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+# Layers for predicting further tokens
+
+DRAFTS: dict[str, tuple[str, dict[str, Tensor]]] = {  # of the file, by what tells them from other tensors
+    "a number that transformers knows": ("glm4_moe", {"model.layers.46.eh_proj.weight": torch.randn(64, 128)}),
+    "the next number": (
+        "glm4_moe",
+        {"model.layers.4.enorm.weight": torch.randn(64), "model.layers.4.self_attn.q_proj.weight": torch.randn(64, 64)},
+    ),
+    "a name": (
+        "qwen3_next",
+        {
+            "mtp.fc.weight": torch.randn(64, 128),
+            "mtp.layers.0.mlp.gate.weight": torch.randn(8, 64).to(torch.float8_e4m3fn),
+            "mtp.scale": torch.tensor(3.0, dtype=torch.bfloat16),
+        },
+    ),
+}
+
+
+def with_drafts(folder: Path, kind: str) -> PretrainedConfig:
+    """Write a tiny model with tensors of layers that transformers does not build; return its configuration."""
+    model_type, drafts = DRAFTS[kind]
+    model = any_tiny_model(model_type)
+    model.save_pretrained(folder)
+    change(folder, lambda tensors: tensors | drafts)
+    return model.config
+
+
+def carry(source: Path, target: Path, config: PretrainedConfig) -> list[str]:
+    """Load and save on all ranks, to one file and to several; return what is said."""
+    model = fully_shard(empty_model(config), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    materialise(model, CPU)
+    load_weights(model, source)
+    tensors = stored_tensors(model)
+    several, one = target / "several", target / "one"
+    said = [save_weights(tensors, several, config=config, max_shard_bytes=60_000, source=source)]
+    return [*said, save_weights(tensors, one, config=config, dtype=torch.bfloat16, source=source)]
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_layers_that_draft_tokens_are_carried_over(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    config, drafts = with_drafts(tmp_path / "in", kind), DRAFTS[kind][1]
+    before = load_file(tmp_path / "in" / "model.safetensors")
+    for said in [text for of_rank in ranks.run(carry, 2, tmp_path / "in", tmp_path, config) for text in of_rank]:
+        layers = {name.split(".")[2] if name.startswith("model") else "mtp" for name in drafts}
+        assert said.startswith(f"{len(drafts)} tensors of ") and all(layer in said for layer in layers)
+    assert load_file(tmp_path / "one" / "model.safetensors").keys() == before.keys()
+    index = json.loads((tmp_path / "several" / INDEX).read_text())
+    assert index["weight_map"].keys() == before.keys() and len({*index["weight_map"].values()}) > 2
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())
+    for folder in ("one", "several"):
+        written: dict[str, Tensor] = {}
+        for file in (tmp_path / folder).glob("*.safetensors"):
+            written |= load_file(file)
+        for name, tensor in before.items():
+            exact = name in drafts or folder == "several"
+            if exact:
+                assert written[name].dtype == tensor.dtype and written[name].equal(tensor), name
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "several"), any_tiny_model(DRAFTS[kind][0]))
+
+
+def test_layers_that_the_model_should_have_are_no_drafts(tmp_path: Path) -> None:
+    """Of a model whose configuration says fewer layers than there are."""
+    model = any_tiny_model("glm4_moe")
+    model.save_pretrained(tmp_path)
+    model.config.num_hidden_layers = 3
+    ours = empty_model(model.config)
+    materialise(ours, CPU)
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.3\."):
+        load_weights(ours, tmp_path)
+
+
+def test_an_export_without_its_source_is_refused_where_drafts_may_be_lost(tmp_path: Path) -> None:
+    config = with_drafts(tmp_path / "in", "the next number")
+    model = drawn_model(config)
+    with pytest.raises(ValueError, match=r"exported as they were in .*gone.*put the folder back"):
+        save_weights(stored_tensors(model), tmp_path / "out", config=config, source=tmp_path / "gone")
+    assert not [*tmp_path.glob("out*")]
+    dense = drawn_model(config_of("llama"))
+    assert save_weights(stored_tensors(dense), tmp_path / "out", config=dense.config, source=tmp_path / "gone") == ""
+
+
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     model = transformers_model("llama")
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json cannot be read"):
