@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from .mesh import local_tensor
 
 # Style -> the module type it applies to, and the size of it that is divided over ranks.
-_STYLES: Mapping[str, tuple[type[nn.Module], str | None]] = {
+STYLES: Mapping[str, tuple[type[nn.Module], str | None]] = {
     "colwise": (nn.Linear, "out_features"),
     "rowwise": (nn.Linear, "in_features"),  # outputs are partial sums
     "colwise_gather_output": (nn.Linear, "out_features"),  # outputs are whole
@@ -88,10 +88,10 @@ def tensor_parallel_violations(model: nn.Module, ranks: int, plan: Mapping[str, 
     regions, untouched = _regions(styles), _untouched(styles)
     violations = []
     for name, style in styles.items():
-        if style not in _STYLES:
-            violations.append(f"{name}: {style!r} must be one of {', '.join(_STYLES)}")
+        if style not in STYLES:
+            violations.append(f"{name}: {style!r} must be one of {', '.join(STYLES)}")
             continue
-        (kind, size), module = _STYLES[style], model.get_submodule(name)
+        (kind, size), module = STYLES[style], model.get_submodule(name)
         if not isinstance(module, kind):
             violations.append(f"{name}: {style!r} requires {kind.__name__}, got {type(module).__name__}")
         elif size is not None and getattr(module, size) % ranks:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh
-from parallel.tensor import apply_tensor_parallel, gather_output, module_styles, tensor_parallel_violations
+from parallel.tensor import STYLES, apply_tensor_parallel, gather_output, module_styles, tensor_parallel_violations
 from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape, tp_violations
 
 from .experts import expert_modules
@@ -22,10 +22,7 @@ from .prune import backbone, decoder, model_parts, name_of
 
 _TOKEN_DIM = -2  # of hidden states (batch, tokens, hidden), which some shared experts get as (tokens, hidden)
 _PARTIAL, _LATENT = "replicated_with_grad_allreduce", "mla_kv_a_proj"
-_KNOWN = {
-    *("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"),
-    *(_PARTIAL, _LATENT, "local_params", "untouched"),
-}
+_KNOWN = {*STYLES, _LATENT}
 
 
 def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool, trained: bool = True) -> None:

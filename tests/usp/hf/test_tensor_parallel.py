@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
-from parallel.tensor import tensor_parallel_violations
+from parallel.tensor import STYLES, tensor_parallel_violations
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import (
@@ -226,6 +226,16 @@ def test_unsupported_plans_are_rejected() -> None:
     assert "'packed_colwise' of layers.*.self_attn.kv_a is not supported" in plan_violations(config)[0]
     config.base_model_tp_plan = None
     assert "model_type='llama': transformers ships none; use tp=1" in plan_violations(config)[0]
+
+
+def test_plans_that_name_the_embedding_are_known() -> None:
+    """As transformers before 5.23 does for models with a tied one."""
+    model = tiny_model("qwen3")
+    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    assert plan_violations(model.config) == [] and tensor_parallel_violations(model, 2, tp_plan(model)) == []
+    for style in STYLES:
+        model.config.base_model_tp_plan = {"layers.*.mlp": style}
+        assert plan_violations(model.config) == []
 
 
 def test_what_a_plan_omits_is_said_once_for_all_layers() -> None:
