@@ -11,7 +11,9 @@ first run, not from names.
 
 What begins at some length shows as well: every number of the configuration that may be one is lowered so far that all
 tokens are more, and very few are less (`usp.hf.shrink.lowered`), and `torch.arange` over the tokens of a rank begins
-far from 0, whatever number in the code it may be compared with.
+far from 0, whatever number in the code it may be compared with. Calls must have the same options for any number of
+tokens, and the same masks as with those numbers as they are, which all tokens are less than. Only a constant in the
+code, with which a number of tokens is compared, stays unseen.
 """
 
 from __future__ import annotations
@@ -76,10 +78,8 @@ NEUTRAL = {
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
     *("cache_position", "position_ids", "position_embeddings", "use_cache", "layer_idx"),
 }
-HONOURED = {
-    *("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux"),
-    *("cu_seqlens", "prefix_tree", "kv_cache"),
-}
+OPTIONS = ("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux")  # of a call, for all of its tokens
+HONOURED = {*OPTIONS, "cu_seqlens", "prefix_tree", "kv_cache"}
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,16 @@ def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
     @cache
     def found(*names: str) -> Structure:
         torch.manual_seed(0)
+        return _structure_of(built(names))
+
+    def built(names: Sequence[str]) -> PreTrainedModel:
         implementations = {"attn_implementation": PROBE, "experts_implementation": "eager"}
-        return _structure_of(kind._from_config(lowered(tiny, names), **implementations).eval())
+        model: PreTrainedModel = kind._from_config(lowered(tiny, names), **implementations).eval()
+        return model
 
     names, failing, untried = [*large_numbers(vars(tiny.get_text_config()), LENGTH)], list[str](), list[str]()
     try:
-        return found(*names)
+        return _with_same_masks(found(*names), names, built)
     except Exception:  # of any kind: it is transformers' code that runs
         logger.debug("%s does not run with %s lowered", kind.__name__, names, exc_info=True)
         with suppress(Exception):
@@ -184,7 +188,40 @@ def _probe(kind: type[PreTrainedModel], tiny: PretrainedConfig) -> Structure:
                 # Of a table of positions, which no sequence can go beyond.
                 if name not in POSITIONS and not isinstance(error, IndexError):
                     untried.append(name)
-    return replace(found(*(name for name in names if name not in failing)), untried=tuple(untried))
+    low = [name for name in names if name not in failing]
+    return _with_same_masks(replace(found(*low), untried=tuple(untried)), low, built)
+
+
+def _with_same_masks(
+    low: Structure, names: Sequence[str], built: Callable[[Sequence[str]], PreTrainedModel]
+) -> Structure:
+    """Return the structure of a model with these numbers lowered, and as a problem that its masks are others with all
+    of them, or one, as they are: then they depend on the length."""
+    if low.problems or not low.masks:
+        return low
+
+    def differs(lowered: Sequence[str]) -> bool:
+        return bool(names) and _masks_of(built(lowered)) != low.masks
+
+    if not differs(()):
+        return low
+    each = [name for name in names if differs([other for other in names if other != name])] or names
+    return replace(low, problems=(f"its masks depend on whether there are more tokens than {', '.join(each)}",))
+
+
+@torch.no_grad()
+def _masks_of(model: PreTrainedModel) -> dict[str, LayerMask | str]:
+    """Return the mask of the last call of each attention module, by its name in the base model."""
+    base = backbone(model)
+    calls, names = list[_Call](), {module: name for name, module in base.named_modules()}
+    for module in compressors(base).values():
+        module.forward = partial(_make_none, cast(int, module.head_dim))
+    AttentionInterface.register(PROBE, partial(_record, calls))
+    try:
+        base(input_ids=_ids(), use_cache=False, kv_cache=None)
+    finally:
+        AttentionInterface.register(PROBE, _attend)
+    return {names[call.module]: _mask_of(call) for call in calls}
 
 
 def _ids() -> Tensor:
@@ -252,14 +289,8 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
     """Run all tokens, then only some, and very few. Return the calls of attention, the kinds of those other parts of
     decoder layers that give other results for a part of the tokens, and how these tokens differ in any other way.
     Leaves layers as `follow_positions` does."""
-    calls, same, mixing = list[_Call](), list[bool](), list[str]()
+    calls, same, mixing, changing = list[_Call](), list[bool](), list[str](), dict[str, None]()
     whole_run = list[tuple[Tensor | None, Any]]()  # what the watched modules took and returned, in the first run
-
-    def record(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> Any:
-        calls.append(_Call(module, (q, k, v), attention_mask, options, _attend(module, q, k, v, attention_mask)[0]))
-        return calls[-1].output, None
 
     def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         whole_run.append((_first_tensor((*args, *kwargs.values())), output))
@@ -280,6 +311,9 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         def replay(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any) -> Any:
             call, own = next(replayed), (scaled_query(module, q, options.get("query_positions")), k, v)
             same.append(all(_equal(x, whole[:, :, shard]) for x, whole in zip(own, call.inputs, strict=True)))
+            for name in OPTIONS:
+                if not _same_value(options.get(name), call.options.get(name)):
+                    changing[f"{type(module).__name__}'s {name} depends on the tokens of a forward"] = None
             return call.output[:, shard].contiguous(), None
 
         def compare(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -299,7 +333,7 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
 
     stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
     watched = dict.fromkeys([*(part for stack in stacks for layer in stack for part in layer.children()), *mixers])
-    whole = run(record, remember, input_ids=_ids())
+    whole = run(partial(_record, calls), remember, input_ids=_ids())
     if not whole.isfinite().all():
         raise ValueError("its hidden states are not finite")
     places = Places(torch.arange(LENGTH).unsqueeze(0), lambda: torch.tensor([[LENGTH - 1]]))
@@ -311,8 +345,8 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         try:
             run_part([*SHARD], FAR)
         except IndexError:  # it counts to choose from the tokens that it has
-            same.clear()
-            mixing.clear()
+            for seen in (same, mixing, changing):
+                seen.clear()
             run_part([*SHARD], 0)
         run_part([*FEW], 0)
     except Exception as error:  # of any kind: it is transformers' code that runs
@@ -321,7 +355,8 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         places.positions = torch.arange(LENGTH).unsqueeze(0)
         for module in unneeded:
             del module.forward
-    return calls, mixing, "" if all(same) else "its layers depend on tokens, or on positions, that other ranks hold"
+    depends = [] if all(same) else ["its layers depend on tokens, or on positions, that other ranks hold"]
+    return calls, mixing, "; ".join((*changing, *depends))
 
 
 @torch.no_grad()
@@ -454,6 +489,25 @@ def _attend(
     elif attention_mask is not None:
         scores = scores + attention_mask
     return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
+
+
+def _record(
+    calls: list[_Call],
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    calls.append(_Call(module, (q, k, v), attention_mask, options, _attend(module, q, k, v, attention_mask)[0]))
+    return calls[-1].output, None
+
+
+def _same_value(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
 
 
 def _mask_of(call: _Call) -> LayerMask | str:

@@ -5,6 +5,7 @@ Every size is set by the name that configurations of transformers use for it, so
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -60,9 +61,13 @@ _KV_HEADS = (
 )
 _LOW = 8  # none of WINDOWS
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
-# Numbers that are compared with no length: sizes, except that of positions, and by a part of their names.
+# Numbers that are compared with no length: sizes, except that of positions, and by the ends of their names bases of
+# rotary embeddings, sizes of vocabularies, ids of tokens, numbers and indices of layers, and sizes of each.
 _NO_LENGTHS = {*_SIZES, *_AT_MOST, *_KV_HEADS, *LAYERS, "qk_head_dim"} - set(POSITIONS)
-_NO_LENGTH_PARTS = ("layer", "token", "theta", "vocab", "idx", "_ids")
+_NO_LENGTH = re.compile(
+    r"theta$|vocab|(token|layer).*_(ids?|idx|index|indices)$|_(ids|idx|suppress_tokens)$|"
+    r"(^|_)layers(_per_stack)?$|_heads_per_layer$"
+)
 
 
 def dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
@@ -106,11 +111,18 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
         setattr(config, name, None if fields[name] is None else 0 if name == "pad_token_id" else 1)
     depth = next((fields[name] for name in LAYERS if _is_size(fields.get(name))), None)
     if layers is not None and depth is not None and depth > layers:
+        # The last layers that take the keys and values of the last ones before them which are of their kind.
+        sharing = fields.get("num_kv_shared_layers") or 0
+        first = depth - sharing
+        few = min(sharing, layers // 2) if first else layers
         for name, value in list(fields.items()):
             if name in LAYERS and value == depth:
                 setattr(config, name, layers)
             elif isinstance(value, list | tuple) and len(value) == depth:
-                setattr(config, name, type(value)(_of_all_kinds(value, layers)))
+                kept = *_of_all_kinds(value[:first], layers - few), *_of_all_kinds(value[first:], few)
+                setattr(config, name, type(value)(kept))
+        if sharing:
+            config.num_kv_shared_layers = few
         if fields.get("attn_layer_indices"):
             config.attn_layer_indices = [layers - 1]
         if fields.get("attn_layer_offset", 0) >= layers:
@@ -128,10 +140,11 @@ def _by_kind(config: PretrainedConfig) -> dict[str, dict[str, int]]:
     """Return the tiny sizes of the kinds of layers that differ from the others: twice those."""
     found: dict[str, dict[str, int]] = {}
     sized = hasattr(config, "layer_types")  # not an encoder
-    for place, layer in config.to_dict().get("per_layer_config", {}).items() if sized else ():
+    whole = config.to_dict()
+    for place, layer in whole.get("per_layer_config", {}).items() if sized else ():
         own = {name: 2 * _SIZES[name] for name in layer if name in _SIZES}
-        heads = own.get("num_attention_heads", HEADS), layer.get("num_attention_heads", config.num_attention_heads)
-        own |= {name: _few_kv_heads(layer[name], heads[1], heads[0]) for name in layer if name in _KV_HEADS}
+        heads, few = (sizes.get("num_attention_heads", HEADS) for sizes in (whole | layer, own))
+        own |= {name: _few_kv_heads(layer[name], heads, few) for name in layer if name in _KV_HEADS}
         if "qk_nope_head_dim" in own:
             own |= {"head_dim": 2 * HEAD_DIM, "qk_nope_head_dim": 2 * HEAD_DIM - _SIZES["qk_rope_head_dim"]}
         found[config.layer_types[int(place)]] = own
@@ -149,7 +162,7 @@ def large_numbers(fields: dict[str, Any], length: int) -> Iterator[str]:
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from (f"{name}.{inner}" for inner in large_numbers(value, length))
-        elif name not in _NO_LENGTHS and not any(part in str(name) for part in _NO_LENGTH_PARTS):
+        elif name not in _NO_LENGTHS and not _NO_LENGTH.search(str(name)):
             values = value if isinstance(value, list | tuple) else [value]
             if any(_is_length(number) and number >= length for number in values):
                 yield name

@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from usp.hf import probe
 from usp.hf.integrate import rotary_switch
 from usp.hf.probe import Structure, structure, tiny_config
-from usp.hf.shrink import shrink
+from usp.hf.shrink import WINDOWS, large_numbers, shrink
 
 AT = 4096  # the probe's few tokens never reach it
 Change = Callable[[Tensor, int], Tensor]
@@ -96,6 +96,57 @@ def test_what_begins_at_a_length_of_the_configuration_is_found(monkeypatch: pyte
     plant(monkeypatch, kind, argument, lambda self, x: change(x, self.config.planted))
     (problem,) = found(model_type, planted=AT, what=what).problems
     assert "its layers depend on tokens" in problem or "its layers fail on a part" in problem or "mix tokens" in problem
+
+
+@pytest.mark.parametrize("name", ["from_tokens", "token_limit", "layer_window_begins", "layers_limit"])
+def test_numbers_of_any_name_are_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant(monkeypatch, LlamaAttention, "hidden_states", lambda self, x: windowed(x, getattr(self.config, name)))
+    assert "its layers depend on tokens" in found("llama", **{name: AT}).problems[0]
+
+
+def test_ids_vocabularies_and_numbers_of_layers_are_no_lengths() -> None:
+    none = ("eos_token_id", "image_token_index", "bad_ids", "vocab_end", "rope_theta", "max_window_layers", "n_layer")
+    assert [*large_numbers(dict.fromkeys((*none, "a_length"), AT), probe.LENGTH)] == ["a_length"]
+
+
+OPTIONS: dict[str, Callable[[LlamaAttention, int], Any]] = {
+    "scaling": lambda module, tokens: module.head_dim**-0.5 * (1.5 if tokens > module.config.planted else 1),
+    "softcap": lambda module, tokens: 30.0 if tokens > module.config.planted else None,
+    "s_aux": lambda module, tokens: torch.full((4,), float(tokens > module.config.planted)),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_attention_that_changes_with_the_length_is_found(
+    monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Of which queries, keys and values say nothing."""
+    forward: Any = LlamaAttention.forward
+
+    def changed(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+        value = OPTIONS[option](self, hidden_states.shape[1])
+        if option == "scaling":
+            self.scaling = value
+        else:
+            kwargs[option] = value
+        return forward(self, hidden_states, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", changed)
+    (problem,) = found("llama", planted=AT, option=option).problems
+    assert problem == f"LlamaAttention's {option} depends on the tokens of a forward"
+
+
+def test_a_window_that_begins_beyond_a_length_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the number lowered, it is there for every length that the copy runs."""
+
+    def window(self: Any, mask: Tensor) -> Tensor:
+        query, key = torch.arange(mask.shape[-1]).unsqueeze(1), torch.arange(mask.shape[-1])
+        near = query - key < WINDOWS["sliding_window"]
+        return mask & near if mask.shape[-1] > self.config.planted else mask
+
+    plant(monkeypatch, LlamaAttention, "attention_mask", window)
+    (problem,) = found("llama", planted=AT, other=AT, what="window").problems
+    assert problem == "its masks depend on whether there are more tokens than planted"
 
 
 def test_tokens_that_are_counted_are_found_whatever_the_number_in_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
