@@ -38,6 +38,7 @@ from .prune import HANDED, OtherStagesLayer, backbone, decoder, hand_on, model_p
 from .shrink import dropouts
 
 NAME = "unified_sp"
+_KINDS = ("token_type_ids", "mm_token_type_ids")  # which tokens are images, and attend as such
 _MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 
 
@@ -85,6 +86,7 @@ def apply_unified_sp(
     images = ImageExchange(model, mesh) if model.config.model_type in TYPES else None
     model.image_exchange = images  # type: ignore[assignment]
     guard = _ForwardGuard(attention, calls, bool(indexers(base)), bool(compressors(base)), images)
+    guard.kinds = _KINDS if hasattr(model.config, "vision_config") else ()
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     follow_positions(base, guard.places)
@@ -181,6 +183,7 @@ class _ForwardGuard:
     ) -> None:
         self.sparse, self.compressed, self.images = sparse, compressed, images
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
+        self.kinds: Sequence[str] = ()  # arguments from which the model would build masks
         self.tree: Tensor | None = None  # of the current forward
         self.trees, self.trees_before = 0, 0  # layers that should get it, and calls that had one before
         self.cache: Prefill | DecodeStep | None = None  # of the current forward
@@ -235,7 +238,8 @@ class _ForwardGuard:
             violations += [
                 f"{name} is not supported: {instead}, and there is no sequence parallelism for video and audio"
                 for name, value in kwargs.items()
-                if name.startswith(_MEDIA) and value is not None
+                if value is not None
+                and (name.startswith(_MEDIA) or (name in self.kinds and (self.images is None or bool(value.any()))))
             ]
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             violations.append("a KV cache (use_cache, past_key_values) is not supported: leave it out")

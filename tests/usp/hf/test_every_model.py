@@ -184,9 +184,10 @@ def test_accepted_models_are_exact(ranks: RankPool, types: list[str]) -> None:
     assert len(accepted) >= (110 if len(types) == len(TYPES) else len(CHOSEN))
 
 
-def test_larger_releases_are_exact(ranks: RankPool) -> None:
-    assert {name: why for name in RELEASES if (why := reason(name))} == {}
-    assert not inexact(ranks, [*RELEASES])
+def test_larger_releases_and_layers_that_share_keys_are_exact(ranks: RankPool) -> None:
+    types = [*RELEASES, "gemma3n_text"]
+    assert {name: why for name in types if (why := reason(name))} == {}
+    assert not inexact(ranks, types)
 
 
 def inexact(ranks: RankPool, types: list[str]) -> dict[str, Any]:
@@ -229,6 +230,7 @@ def other_classes() -> dict[str, str]:
         "vit": applied(ViTForImageClassification, ViTConfig()),
         "dots3_note": applied(Dots3NoteForConditionalGeneration, Dots3NoteConfig()),
         "gemma3": applied(Gemma3ForConditionalGeneration, Gemma3Config(), pixel_values=image),
+        "kinds": applied(Gemma3ForConditionalGeneration, Gemma3Config(), token_type_ids=torch.arange(8).unsqueeze(0)),
         "qwen2_vl": applied(Qwen2VLForConditionalGeneration, Qwen2VLConfig()),
         "qwen2_5_vl": applied(Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig()),
     }
@@ -238,6 +240,7 @@ def test_models_of_other_kinds_are_accepted_or_refused_with_a_reason(ranks: Rank
     (said,) = ranks.run(other_classes, 1)
     assert "it is an encoder and a decoder" in said["t5"] and "it takes pixel_values" in said["vit"]
     assert "pixel_values is not supported: images come from shard_image_batch" in said["gemma3"]
+    assert "token_type_ids is not supported: images come from shard_image_batch" in said["kinds"]
     assert said["qwen2_vl"] == said["qwen2_5_vl"] == said["dots3_note"] == ""
 
 
