@@ -25,8 +25,11 @@ Every type of causal language model in transformers {version}, and those that tr
 what its layers do, not for its name: a tiny copy of it runs once on all tokens and once on some of them
 (`usp/hf/probe.py`). Its configuration is that of the release in the second column where that differs from transformers'
 defaults in what matters here (`usp/hf/releases.json`), else the default. "No tiny copy" means that this gives no
-decoder that runs on text alone; another configuration may. "Not tried at a length" are numbers that the tiny copy
-cannot have below its few tokens. An indexer in the list chooses the keys that each query attends to, a compressor makes
+decoder that runs on text alone; another configuration may. Numbers of the configuration at which something may begin
+are tried below and above the copy's few tokens; "not tried at a length" are those that the copy cannot have below. What
+begins at a constant in the code, such as `if length > 4096`, the copy does not reach: of types whose code compares the
+number of tokens with one, "exact" holds below it. "With ... set to 0" names dropout of the configuration, with which
+`apply_unified_sp` refuses it. An indexer in the list chooses the keys that each query attends to, a compressor makes
 further keys of windows of tokens (see [sparse attention](training.md#sparse-attention)).
 
 The next column says whether train.py trains it: a model with an embedding, layers, a norm and a head. It names the
@@ -82,9 +85,11 @@ def _row(model_type: str) -> tuple[str, ...]:
     if found != "exact":
         return model_type, source, found, why, "", ""
     config = tiny_config(model_type)
-    trained = training_problems(config, images=True)
+    trained, dropped = training_problems(config, images=True), dict(dropouts(config))
+    if trained and dropped:
+        why += f"; with {' and '.join(dropped)} set to 0"
     if not trained:
-        flags = "; with `--disable-dropout`" if dict(dropouts(config)) else ""
+        flags = "; with `--disable-dropout`" if dropped else ""
         degrees = () if sees_images(config) else _degrees(config)
         trained = f"yes{', with images' * sees_images(config)}: {', '.join(degrees)}".removesuffix(": ") + flags
     return model_type, source, found, why, trained, generation_problems(config) or "yes"
