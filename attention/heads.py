@@ -79,12 +79,13 @@ class HeadPlan:
             return None
         return index
 
-    def even_places(self, rank: int) -> tuple[int, ...] | None:
-        """Return where the local query heads stand if each local KV head has as many as that with most; None if so."""
+    def even_places(self, rank: int) -> tuple[int, tuple[int, ...]] | None:
+        """Return the most query heads of a local KV head, and where the local query heads stand if each KV head has so
+        many places; None if `kv_index` is."""
         if (index := self.kv_index(rank)) is None:
             return None
         most = max(map(index.count, index))
-        return tuple(head * most + index[:at].count(head) for at, head in enumerate(index))
+        return most, tuple(head * most + index[:at].count(head) for at, head in enumerate(index))
 
     def q_width(self, rank: int) -> int:
         """Return the number of query heads of a rank."""

@@ -45,7 +45,7 @@ class SparseProgram:
     kv_index, dkv_dtype: as in `RingProgram`.
     heads: KV heads with indices of their own, each of which is a row, so that B x heads rows take the place of B; None
         if all heads share the indices.
-    places: with heads, `HeadPlan.even_places`, the unused of which are zero.
+    each, places: with heads, `HeadPlan.even_places`, the unused of which are zero; 0 and None if all are used.
     block: how many consecutive keys an index stands for.
     """
 
@@ -58,6 +58,7 @@ class SparseProgram:
     kv_index: Tensor | None = None
     dkv_dtype: torch.dtype | None = None
     heads: tuple[int, ...] | None = None
+    each: int = 0
     places: Tensor | None = None
     block: int = 1
 
@@ -71,7 +72,7 @@ class SparseProgram:
         kv_index: tuple[int, ...] | None = None,
         dkv_dtype: torch.dtype | None = None,
         heads: tuple[int, ...] | None = None,
-        places: tuple[int, ...] | None = None,
+        places: tuple[int, tuple[int, ...]] | None = None,
         block: int = 1,
     ) -> SparseProgram:
         """Prepare the calls of a ring rank on `batch` rows.
@@ -96,8 +97,9 @@ class SparseProgram:
                     first.append(bounds[0])
                     last.append(bounds[1])
         lowest, highest = torch.cat(first).int().to(device), torch.cat(last).int().to(device)
-        index, even = (None if x is None else torch.tensor(x, device=device) for x in (kv_index, places))
-        options = index, dkv_dtype, heads, even, block
+        each, at = places or (0, None)
+        index, even = (None if x is None else torch.tensor(x, device=device) for x in (kv_index, at))
+        options = index, dkv_dtype, heads, each, even, block
         return SparseProgram(spec, layout.ring, rank, lowest, highest, slots.to(device), *options)
 
     def keys(self, indices: Tensor) -> Tensor:
@@ -114,8 +116,7 @@ class SparseProgram:
         if self.heads is None:
             return q, k, v
         if self.places is not None:
-            each = int(self.places.max()) // len(self.heads) + 1
-            q = q.new_zeros(len(q), each * len(self.heads), q.shape[2]).index_copy(1, self.places, q)
+            q = q.new_zeros(len(q), self.each * len(self.heads), q.shape[2]).index_copy(1, self.places, q)
         queries = self._as_rows(q.unflatten(1, (len(self.heads), -1)))
         return queries, self._as_rows(k).unsqueeze(1), self._as_rows(v).unsqueeze(1)
 

@@ -55,11 +55,14 @@ GRPO = replace(CONFIG, steps=2, options="", ref_update_every=0, ref_update_weigh
 GRIDS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ulysses, ring
 
 
-def tiny_model(model_type: str, layers: int = 4) -> PreTrainedModel:
-    """A model whose queries choose few keys, some of equal scores: with two heads, a quarter of the scores is zero."""
+def tiny_model(model_type: str, layers: int = 4, heads: tuple[int, int] | None = None) -> PreTrainedModel:
+    """A model whose queries choose few keys, some of equal scores: with two heads, a quarter of the scores is zero.
+    heads: query and KV heads, if not those of a small copy."""
     torch.manual_seed(0)
     config = shrink(tiny_config(model_type), layers)
     config.index_n_heads = 2
+    if heads is not None:  # an indexer has a head for each KV head
+        config.num_attention_heads, config.num_key_value_heads, config.index_n_heads = *heads, heads[1]
     if hasattr(config, "index_topk"):
         config.index_topk = TOP_K
     if hasattr(config, "indexer_types"):
@@ -84,10 +87,10 @@ def watched(model: PreTrainedModel) -> list[Tensor]:
     return found
 
 
-def alone(model_type: str, cuts: list[int]) -> tuple[list[Tensor], Tensor, Tensor]:
+def alone(model_type: str, cuts: list[int], *heads: tuple[int, int]) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return indices, loss and gradients of the unchanged model, which sees documents by their positions, or, if it
     chooses blocks, each by itself."""
-    model, batch = tiny_model(model_type), batch_of(cuts)
+    model, batch = tiny_model(model_type, 4, *heads), batch_of(cuts)
     indices, starts = watched(model), document_starts(batch["cu_seqlens"], ROWS, LENGTH)
     if model_type in BLOCKS:
         ids, bounds = batch["input_ids"], [*pairwise(cuts)]
@@ -112,12 +115,14 @@ def blocks_of(chosen: Tensor, bounds: tuple[int, int]) -> Tensor:
     return torch.nn.functional.pad(first, (0, 2 - first.shape[-1]), value=-1)
 
 
-def errors(model_type: str, dims: ParallelDims, calls: list[tuple[str, list[int]]]) -> list[tuple[float, float, int]]:
+def errors(
+    model_type: str, dims: ParallelDims, calls: list[tuple[str, list[int]]], *heads: tuple[int, int]
+) -> list[tuple[float, float, int]]:
     """Return for each call the errors of loss and gradients, and how many queries chose other keys than alone."""
     mesh, results = ParallelMesh.create(dims), []
     for layout, cuts in calls:
-        expected, loss, gradients = on_first_rank(alone, model_type, cuts)
-        model = apply_unified_sp(tiny_model(model_type), mesh, layout)
+        expected, loss, gradients = on_first_rank(alone, model_type, cuts, *heads)
+        model = apply_unified_sp(tiny_model(model_type, 4, *heads), mesh, layout)
         indices, local = watched(model), shard_batch(batch_of(cuts), mesh, layout)
         labels = local.pop("shift_labels")
         share = causal_lm_loss(model(**local, use_cache=False).logits, labels, global_token_count(labels, mesh))
@@ -152,6 +157,13 @@ def test_indices_loss_and_gradients_are_those_of_one_process(
         calls = CALLS if exhaustive else CALLS[number :: len(grids)]
         for found in ranks.run(errors, ulysses * ring, model_type, ParallelDims(ring=ring, ulysses=ulysses), calls):
             assert all(max(loss, gradients) <= 1e-5 and not others for loss, gradients, others in found), found
+
+
+def test_blocks_of_kv_heads_whose_query_heads_ulysses_parts(ranks: RankPool, exhaustive: bool) -> None:
+    for heads, ulysses in [((12, 3), 2), *([((15, 3), 2), ((12, 3), 4)] if exhaustive else [])]:
+        found = ranks.run(errors, ulysses, BLOCKS[0], ParallelDims(ulysses=ulysses), CALLS[:1], heads)
+        for loss, gradients, others in (row for of_rank in found for row in of_rank):
+            assert max(loss, gradients) <= 1e-5 and not others, (heads, ulysses, loss, gradients, others)
 
 
 def test_more_types_are_exact_with_the_exhaustive_option(ranks: RankPool, exhaustive: bool) -> None:
