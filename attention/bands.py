@@ -379,7 +379,8 @@ def summary_tasks(q: Pieces, k: Pieces, rows: Sequence[Parts], every: int) -> Ta
     begin, total = q.position - starts[np.searchsorted(groups, q.group)], k.length[held]
     ends = begin + (q.length - 1) * q.step
     total = np.where(k.group[held] == q.group, np.minimum(total, (ends + 1) // every), 0)
-    piece, seen = _matches(np.maximum((begin + 1) // every, 1), total + 1)  # how many a rectangle's queries see
+    least = np.maximum(np.minimum((begin + 1) // every, total), 1)
+    piece, seen = _matches(least, total + 1)  # how many a rectangle's queries see
 
     def first(seen: Array) -> Array:
         return np.maximum(-((begin[piece] + 1 - seen * every) // q.step[piece]), 0)

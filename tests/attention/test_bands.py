@@ -222,9 +222,16 @@ def test_causal_traffic_relative_to_a_full_ring() -> None:
     assert {m.peer for step in zigzag.steps for m in (*step.send_held, *step.send_own)} == {1}
 
 
+@pytest.mark.parametrize(
+    "of_joint",
+    [((0, 2, 2, 7, 7), (0, 1, 6, 6, 6)), ((0, 1, 1, 3, 3), (0, 1, 2, 2, 2)), ((0, 0, 0, 1, 1), (0, 1, 4, 4, 4))],
+    ids=["one for each three", "fewer", "one"],
+)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "balanced"])
-def test_joint_tokens_that_stand_for_others_are_seen_from_the_last_of_these_on(kind: str) -> None:
-    documents, of_joint, every = ((0, 7, 8, 24, 24), (0, 3, 20, 22, 24)), ((0, 2, 2, 7, 7), (0, 1, 6, 6, 6)), 3
+def test_joint_tokens_that_stand_for_others_are_seen_from_the_last_of_these_on(
+    kind: str, of_joint: tuple[tuple[int, ...], ...]
+) -> None:
+    documents, every = ((0, 7, 8, 24, 24), (0, 3, 20, 22, 24)), 3
     spec = AttentionSpec(documents=documents, joint=Joint(7, queries=False, documents=of_joint, every=every))
     layout = SequenceLayout(kind, 24, 2, documents=documents if kind == "balanced" else None)
     for rank in range(2):
