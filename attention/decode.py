@@ -170,7 +170,7 @@ class DecodeStep:
             softcap: scores become softcap * tanh(scores / softcap); None disables it.
             sinks: (N,) logits that join each softmax without a value, the same on every rank.
             indices: (B, 1, k) positions that each token attends to, if it sees them, or (B, 1, K, k) for each KV head,
-                -1 for none; the same on every rank.
+                -1 for none, what is repeated counts once; the same on every rank.
             more: keys (B, K, M, H) of this rank that are also values, and which of them each token sees, (B, M).
 
         Returns:
@@ -243,7 +243,9 @@ class DecodeStep:
     def _chosen(self, k_BKLH: Tensor, v_BKLV: Tensor, indices_BKk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the keys and values at these positions, of each KV head or (B, 1, k) of all, and the positions, after
         all tokens where no key is here."""
-        known = indices_BKk.clamp(max=self.tokens).where(indices_BKk >= 0, self.tokens)
+        indices_BKk = indices_BKk.sort(-1).values
+        repeated = pad(indices_BKk[..., 1:] == indices_BKk[..., :-1], (1, 0))
+        known = indices_BKk.clamp(max=self.tokens).where((indices_BKk >= 0) & ~repeated, self.tokens)
         entries = self._entry_of.gather(1, known.flatten(1)).view_as(known)
         rows = entries.clamp(min=0).unsqueeze(-1)
         keys, values = (x.take_along_dim(rows, 2) for x in (k_BKLH, v_BKLV))

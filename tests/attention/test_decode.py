@@ -97,6 +97,24 @@ def test_decode_steps_match_dense_attention(case: Case, dtype: torch.dtype, tole
             assert relative_l2(out[slot, 0], exact(q[slot, 0], keys[slot], values[slot], case, dtype)) <= tolerance
 
 
+@pytest.mark.parametrize("by_head", [False, True])
+def test_repeated_indices_count_once(by_head: bool) -> None:
+    cache, one = KVCache.allocate(1, 16, CPU), torch.tensor([0])
+    q, keys, values = (
+        draw(1, 1, 1, HEADS, HEAD_DIM),
+        draw(2, 1, 10, KV_HEADS, HEAD_DIM),
+        draw(3, 1, 10, KV_HEADS, HEAD_DIM),
+    )
+    Prefill(cache, torch.arange(9), one, one, one + 9).store(0, keys[:, :9], values[:, :9])
+    indices = torch.tensor([[[[3, 9, 3, -1, 12, 3], [7, 7, 0, 7, -1, 0]]]])[:, :, : 1 + by_head]
+    step = DecodeStep(cache, one + 9, one + 9, None, length=16, group=None, tokens=10)
+    own = indices if by_head else indices.squeeze(2)
+    out = step.attend(0, q, keys[:, 9:], values[:, 9:], scale=None, window=None, indices=own)
+    seen = (indices.unsqueeze(-1) == torch.arange(10)).any(3)[0].transpose(0, 1)  # (heads, 1, keys)
+    seen = seen.expand(KV_HEADS, -1, -1).repeat_interleave(HEADS // KV_HEADS, 0)
+    assert relative_l2(out, dense_attention(q, keys, values, seen.unsqueeze(0))) <= 1e-14
+
+
 def sharded_steps(layout: str) -> list[list[Tensor]]:
     """Return the output of each case and step for one prompt of 8 tokens, sharded over all ranks.
 
