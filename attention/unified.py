@@ -217,7 +217,8 @@ def unified_attention(
     Returns:
         out (B, S, N, V); for joint queries also theirs (B, J, N, V); with `return_lse` also the log-sum-exps of the
         scores (B, S, N) and, for joint queries, (B, J, N), in the dtype of accumulation; with `return_weights` the
-        weights (B, S, k) of the keys at `indices`, summed over the heads, in that dtype and without a gradient.
+        weights (B, S, k) of the keys at `indices`, summed over the heads and blocks, in that dtype and without a
+        gradient; a key of several indices counts for one of them.
     """
     if isinstance(program, RingProgram) and plan.of_itself and not return_lse:
         assert k_BSKH is not None and v_BSKV is not None
@@ -265,8 +266,9 @@ def unified_attention(
     if return_lse:
         results += [x.squeeze(-1) for x in to_sequence(lse.unsqueeze(-1))]
     if return_weights:
-        assert weights is not None
-        results.append(_over_heads(weights.unflatten(0, (batch, -1)), ulysses))
+        assert weights is not None and isinstance(program, SparseProgram)
+        of_indices = weights.unflatten(1, (-1, program.block)).sum(2)
+        results.append(_over_heads(of_indices.unflatten(0, (batch, -1)), ulysses))
     return results
 
 

@@ -177,7 +177,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
             indices: (B, S, k), or (B, S, K, k) by KV head without sinks: global positions to attend to if the mask
                 shows them, each the first of `index_block`; negative for none. No prefix, prefix_tree, joint tokens.
-            return_weights: also return the weights of the keys at `indices`, summed over the heads, without gradients.
+            return_weights: also return the weights of the keys at `indices`, summed over the heads and each block,
+                without gradients; a key of several indices counts for one of them.
             mask_mod: FlexAttention's function of row, head, query and key position; both the mask (pass causal=False)
                 and it must show a pair. It is evaluated once: another mask needs another function.
             joint_every: if not 0, joint key j is seen from its document's token (j + 1) * joint_every - 1 on.
