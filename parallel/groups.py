@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ T = TypeVar("T")
 
 ATTENTION = "attention"  # the lane of messages that must not queue behind prefetched parameters
 SHOWN_FIELDS, SHOWN_CHARACTERS, SENT_CHARACTERS = 20, 300, 10_000
+REFUSED, REFUSAL_WAIT = "refused", timedelta(seconds=30)
 
 
 class ProcessGroups:
@@ -102,19 +104,31 @@ class RanksDisagree(RuntimeError):
 def agree(value: object, groups: Sequence[dist.ProcessGroup], what: str, device: torch.device | str = "cpu") -> None:
     """Check that `repr(value)` is the same on all ranks of a grid, with one small all-reduce per group.
 
+    A rank on which the value is refused passes the error, and raises it if this returns: all ranks refuse then.
+
     Collective over the groups, which must span the grid and be passed in the same order on all ranks. Raise
-    RanksDisagree on every rank of the grid, if they differ: which ranks hold what, by field where `value` is a
-    dataclass or a mapping."""
-    groups = [group for group in groups if dist.get_world_size(group) > 1]
-    digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
+    RanksDisagree on every rank of the grid, if they differ: which ranks refuse, and why, or else which hold what, by
+    field where `value` is a dataclass or a mapping. If others do not compare, a rank that refuses raises its error
+    after `REFUSAL_WAIT`."""
+    groups, refused = [group for group in groups if dist.get_world_size(group) > 1], isinstance(value, Exception)
+    compared = REFUSED if refused else repr(value)
+    digest = int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=7).digest(), "big")
     bounds = torch.tensor([digest, -digest], device=device)
     for group in groups:
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        try:
+            work.wait(*([REFUSAL_WAIT] if refused else []))
+        except RuntimeError as error:
+            raise (value if isinstance(value, Exception) else error) from error
     if bounds[0] == -bounds[1]:
         return
-    held = {dist.get_rank(): {name: text[:SENT_CHARACTERS] for name, text in _texts(value).items()}}
+    texts = {REFUSED: f"{type(value).__name__}: {value}"} if refused else _texts(value)
+    held = {dist.get_rank(): {name: text[:SENT_CHARACTERS] for name, text in texts.items()}}
     for group in groups:
         held = {rank: seen for part in gather_objects(held, group) for rank, seen in part.items()}
+    if refusals := {rank: texts for rank, texts in sorted(held.items()) if REFUSED in texts}:
+        reasons = "; ".join(f"{texts[REFUSED]} (rank {rank})" for rank, texts in [*refusals.items()][:SHOWN_FIELDS])
+        raise RanksDisagree(f"{what} is refused on rank{'s' * (len(refusals) > 1)} {format_ranks(refusals)}: {reasons}")
     raise RanksDisagree(f"{what} must be the same on all ranks, but differs: {differences(held)}")
 
 

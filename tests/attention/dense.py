@@ -64,11 +64,11 @@ def _in_tree(
         while at >= 0:
             path, at = [*range(boundaries[at], boundaries[at + 1]), *path], parents[at]
         for place in range(len(path) - before, len(path)):
-            reach = (window or (-1, -1))[0]
-            first = 0 if reach < 0 else max(0, place - reach)
-            seen[path[place], path[first : place + 1]] = True
-            if path[place] < start + prefixes[document]:
-                seen[path[place], path[place] : start + prefixes[document]] = True
+            left, right = window or (-1, -1)
+            first, at, end = 0 if left < 0 else max(0, place - left), path[place], start + prefixes[document]
+            seen[at, path[first : place + 1]] = True
+            if at < end:
+                seen[at, at : end if right < 0 else min(end, at + right + 1)] = True
     return seen
 
 

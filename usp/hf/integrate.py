@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from attention import DecodeStep, Prefill
-from parallel import ParallelMesh, agree
+from parallel import ParallelMesh
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
@@ -39,6 +39,7 @@ from .shrink import dropouts
 
 NAME = "unified_sp"
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # which tokens are images, and attend as such
+FORWARD = "a forward"  # on which the ranks agree
 _MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 
 
@@ -194,14 +195,20 @@ class _ForwardGuard:
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if type(module).__name__.endswith("ForSequenceClassification"):
-            raise ValueError(
+            self._refuse(
                 f"{type(module).__name__} would read the last token of each rank's shard of the sequence: call its "
                 f"base model, and unshard_sequence its hidden states"
             )
         named = _named(module, args, kwargs)
         self.given = {name: named[name] for name in HANDED if name in named}
         if named.get("labels") is not None:
-            raise ValueError("labels would be shifted within each rank's shard: pass labels to shard_batch")
+            self._refuse("labels would be shifted within each rank's shard: pass labels to shard_batch")
+
+    def _refuse(self, violations: str) -> None:
+        """Raise a ValueError, or RanksDisagree on every rank if others would go on and wait for this one."""
+        error = ValueError(violations)
+        self.attention.axes.agree(error, FORWARD)
+        raise error
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs, self.given = {**self.given, **kwargs}, {}
@@ -218,15 +225,14 @@ class _ForwardGuard:
             violations = self._violations(named)
         except ValueError as error:  # invalid cu_seqlens
             violations = [str(error)]
+        if violations:
+            self._refuse("; ".join(violations))
         cu_seqlens, tree = named.get("cu_seqlens"), named.get("prefix_tree")
         if not self.compared or cu_seqlens is not None or named.get("attention_mask") is not None:
             # If only some ranks raised, or packed documents differently, the others would hang.
-            compared = "; ".join(violations) or (documents_of(cu_seqlens), None if tree is None else tree.tolist())
-            axes = self.attention.axes
-            agree(compared, axes.groups, "a forward's errors and cu_seqlens", axes.device_type)
+            compared = {"cu_seqlens": documents_of(cu_seqlens), "prefix_tree": None if tree is None else tree.tolist()}
+            self.attention.axes.agree(compared, FORWARD)
             self.compared = True
-        if violations:
-            raise ValueError("; ".join(violations))
         self.calls_before, self.trees_before = self.attention.calls, self.attention.trees
         self.trees = self.layers if tree is not None else 0
         return args, kwargs
@@ -359,7 +365,8 @@ def _attention_forward(
     if kv_cache is not None and not causal:
         violations.append(f"kv_cache supports only causal masks, not {mask.kind} attention")
     if violations:
-        raise ValueError("; ".join(violations))
+        attention.axes.agree(error := ValueError("; ".join(violations)), FORWARD)
+        raise error
     if query_positions is not None:
         query = scaled_query(module, query, query_positions)
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return float32

@@ -62,6 +62,7 @@ _CustomClass: Any = (
     if _NEW
     else import_module("torch._opaque_base").OpaqueBase
 )
+CALL = "the attention call"  # on which the ranks agree
 GATHER = "attention to indices: gather, in plain torch on every device"
 
 
@@ -190,17 +191,23 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         Raises:
             ValueError: on every rank before any communication, for invalid shapes, lengths or documents, or a call
                 that the kernel does not support.
-            RanksDisagree: on every rank, if the ranks' calls differ and are new to all of them. Repeated calls are not
-                compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
+            RanksDisagree: on every rank, if the ranks' calls differ, or are valid on some of them only, and are new to
+                all of them. Repeated calls are not compared: a model's forward compares its `cu_seqlens`
+                (`apply_unified_sp`), and a rank whose call alone is invalid raises a ValueError after 30 seconds.
         """
-        options = (cu_seqlens, prefix, prefix_tree, causal, scale, list(_window(window)), softcap, _chunk(chunk))
+        masked = cu_seqlens, prefix, prefix_tree, causal, scale
         tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
         if torch.compiler.is_compiling():
             own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod, joint_every or None))
-            return attend(self._handle, *own, sinks, *options)[0]
-        sparse = _sparse(indices, index_block, q, k, sinks, return_lse, return_weights)
-        others: Any = {"return_lse": return_lse, "sparse": sparse, "mask_mod": mask_mod, "every": joint_every}
-        call = self._call(tensors, sinks, *options, rows=rows, front=_is_front(joint_strategy), **others)
+            return attend(self._handle, *own, sinks, *masked, list(_window(window)), softcap, _chunk(chunk))[0]
+        try:
+            sparse = _sparse(indices, index_block, q, k, sinks, return_lse, return_weights)
+            others: Any = {"return_lse": return_lse, "sparse": sparse, "mask_mod": mask_mod, "every": joint_every}
+            options = list(_window(window)), softcap, _chunk(chunk)
+            call = self._call(tensors, sinks, *masked, *options, rows=rows, front=_is_front(joint_strategy), **others)
+        except (ValueError, TypeError) as error:
+            self.axes.agree(error, CALL)
+            raise
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call, return_weights=return_weights)
         return results[0] if len(results) == 1 else tuple(results)
@@ -416,13 +423,14 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             groups = choose_head_groups(here, plan, kernel, *sizes, exchanging, dist.get_world_size())
             heads = replace(heads, groups=groups)
             plan = replace(plan, heads=replace(plan.heads, groups=groups))
+        by_group = [each.kv_index(plan.ulysses_rank) for each in heads.by_group] if heads.groups > 1 else ()
+        program = RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype, by_group)
         call = (layout, key_layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name, self.dkv_dtype)
-        self.axes.agree(call, "the attention call")
+        self.axes.agree(call, CALL)
         self._log(logging.INFO, choice)
         for warning in (slow, *ulysses_violations(heads.num_heads, plan.heads.ulysses)):
             self._log(logging.WARNING, warning)
-        by_group = [each.kv_index(plan.ulysses_rank) for each in heads.by_group] if heads.groups > 1 else ()
-        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype, by_group)
+        return plan, program
 
     def _prepare_sparse(
         self, plan: UnifiedPlan, device: torch.device, described: tuple[Any, ...], kv_index: tuple[int, ...] | None
@@ -436,7 +444,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         program = SparseProgram.of(plan.layout, plan.spec, plan.batch, plan.ring.rank, *options)
         self.kernels.add("gather")
         call = (plan.layout, plan.spec, plan.heads, plan.batch, *map(str, described), self.dkv_dtype)
-        self.axes.agree(call, "the attention call")
+        self.axes.agree(call, CALL)
         self._log(logging.INFO, GATHER)
         return program
 
@@ -512,7 +520,11 @@ def attend(
     if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
     tensors = (q, k, v, None, None, None)
-    call = layer._call(tensors, sinks, cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
+    try:
+        call = layer._call(tensors, sinks, cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
+    except (ValueError, TypeError) as error:
+        layer.axes.agree(error, CALL)
+        raise
     out, *saved = unified_forward(q, k, v, **call, sinks=sinks, keep=layer.keep)
     # The graph may write over what the operator returns.
     results = [out, *(saved if call["plan"].heads.groups == 1 else _joined(saved))]

@@ -196,13 +196,15 @@ def refused_by_some() -> list[str]:
     """Return the errors on each rank when only some ranks find a violation."""
     mesh = ParallelMesh.create(ParallelDims(ring=2))
     rank, found = mesh.rank("ring"), []
-    for wrong in ("layout", "padding", "boundaries"):
+    for wrong in ("layout", "padding", "boundaries", "labels"):
         model = apply_unified_sp(tiny_model("llama"), mesh)
         arguments = shard_batch(packed_batch(0), mesh, "contiguous" if wrong == "layout" else "zigzag")
         labels = arguments.pop("shift_labels")
         if wrong == "padding":
             arguments["attention_mask"] = torch.ones_like(labels)
             arguments["attention_mask"][:, -1] = rank
+        if wrong == "labels" and rank:
+            arguments["labels"] = labels
         if wrong == "boundaries" and rank:
             arguments["cu_seqlens"] = arguments["cu_seqlens"] + 1
         found.append(refusal(model, **arguments))
@@ -220,7 +222,8 @@ def by_position_or_in_half_precision() -> tuple[str, torch.dtype]:
 
 
 def test_an_error_on_one_rank_is_raised_on_all(ranks: RankPool) -> None:
-    for layout, padding, boundaries in ranks.run(refused_by_some, 2):
+    for layout, padding, boundaries, labels in ranks.run(refused_by_some, 2):
+        assert labels.startswith("a forward is refused on rank 1: ValueError: labels would be shifted")
         assert "position_ids do not match layout='zigzag'" in layout
         assert "attention_mask masks padding" in padding
         assert "must start at 0" in boundaries

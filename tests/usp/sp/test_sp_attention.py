@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from attention import KeepResults
-from parallel import ParallelDims, ParallelMesh
+from parallel import ParallelDims, ParallelMesh, RanksDisagree, groups
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankError, RankPool
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
@@ -190,6 +193,55 @@ def test_mismatched_calls_raise_on_every_rank(ranks: RankPool) -> None:
         ranks.run(unequal_calls, 4)
     assert sorted(caught.value.failures) == [0, 1, 2, 3]
     assert all("the attention call must be the same on all ranks" in text for text in caught.value.failures.values())
+
+
+def refused_on_one_rank() -> list[str]:
+    """Return the messages of calls that are invalid on rank 1 only, each new to all ranks."""
+    mesh, one = ParallelMesh.create(ParallelDims(ring=2, ulysses=2)), dist.get_rank() == 1
+    x, joint, indices = torch.randn(1, 8, 4, 8), torch.randn(1, 2, 4, 8), torch.zeros(1, 8, 3, dtype=torch.int64)
+    calls: list[dict[str, Any]] = [
+        {"softcap": -1.0 if one else 1.0},
+        {"window": 3 if one else (3, 0)},
+        {"chunk": 0 if one else 4},
+        {"cu_seqlens": torch.tensor([0, 99 if one else 32])},
+        {"joint_k": joint, "joint_v": joint, "joint_every": 4, "causal": not one},
+        {"joint_k": joint, "joint_v": joint, "joint_strategy": "none" if one else "rear"},
+        {"indices": indices[:, : 8 - one]},
+        {"sinks": torch.zeros(4 + one)},
+    ]
+    found = []
+    for options in calls:
+        with pytest.raises((RanksDisagree, ValueError)) as caught:
+            UnifiedSPAttention(mesh)(x, x, x, **options)
+        found.append(f"{caught.type.__name__}: {caught.value}")
+    UnifiedSPAttention(mesh)(x, x, x)  # the groups are as before
+    return found
+
+
+def test_a_call_that_one_rank_refuses_raises_on_every_rank(ranks: RankPool) -> None:
+    reasons = (
+        "softcap=-1.0 must be a positive number", "window=3 must be None or", "chunk=0 must be at least 1 token",
+        "cu_seqlens ends at 99, past the 32 tokens", "joint_every says which joint keys precede a query",
+        "joint_strategy='none' must be front or rear", "indices (1, 7, 3) must be", "sinks (5,) must have one logit",
+    )  # fmt: skip
+    for found in ranks.run(refused_on_one_rank, 4):
+        for message, reason in zip(found, reasons, strict=True):
+            assert message.startswith("RanksDisagree: the attention call is refused on rank 1: ValueError: ")
+            assert reason in message
+
+
+def refused_while_others_go_on() -> str:
+    x, attention = torch.randn(1, 8, 4, 8), UnifiedSPAttention(ParallelMesh.create(ParallelDims(ring=2)))
+    with mock.patch.object(groups, "REFUSAL_WAIT", timedelta(milliseconds=100)):
+        if dist.get_rank() == 0:
+            return ""
+        with pytest.raises(ValueError) as caught:
+            attention(x, x, x, softcap=-1.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_refuses_what_others_do_not_compare_says_why(ranks: RankPool) -> None:
+    assert ranks.run(refused_while_others_go_on, 2)[1].startswith("softcap=-1.0 must be a positive number")
 
 
 def on_a_device_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> float:
