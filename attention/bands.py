@@ -250,7 +250,7 @@ class Pieces(NamedTuple):
 
 def row_parts(spec: AttentionSpec, batch: int, seq_len: int) -> tuple[list[Parts], Tree]:
     """Return the parts of each row, and the tree of all rows' documents."""
-    rows, parents, groups = [], [], 0
+    rows, parents, groups = [], [np.empty(0, np.int64)], 0
     for row in range(batch):
         boundaries, parent = np.array(spec.row_documents(row, seq_len)), np.array(spec.row_parents(row), np.int64)
         start, stop, depth = boundaries[:-1], boundaries[1:], np.array(spec.row_depths(row, seq_len))
@@ -342,7 +342,8 @@ def below(pieces: Pieces, tree: Tree, spec: AttentionSpec) -> Pieces:
 
 
 def _concatenated(pieces: Iterable[Pieces]) -> Pieces:
-    return Pieces(*map(np.concatenate, zip(*pieces, strict=True)))
+    none = Pieces(*[np.empty(0, np.int64)] * len(Pieces._fields))  # of a batch without rows
+    return Pieces(*map(np.concatenate, zip(none, *pieces, strict=True)))
 
 
 def _ordered(pieces: Pieces, join: bool) -> Pieces:
@@ -372,7 +373,8 @@ def block_tasks(q: Pieces, q_below: Pieces, k: Pieces, spec: AttentionSpec) -> T
 def summary_tasks(q: Pieces, k: Pieces, rows: Sequence[Parts], every: int) -> Tasks:
     """Return the visible pairs of queries and joint tokens that stand for `every` tokens each: a rectangle for those
     queries that see the same ones. rows: as in `rank_pieces`."""
-    groups, starts = (np.concatenate([getattr(row, name) for row in rows]) for name in ("group", "start"))
+    none = np.empty(0, np.int64)
+    groups, starts = (np.concatenate([none, *(getattr(row, name) for row in rows)]) for name in ("group", "start"))
     held = np.searchsorted(k.group, q.group)
     some = np.flatnonzero(held < len(k.group))
     q, held = q.take(some), held[some]

@@ -84,7 +84,7 @@ class SparseProgram:
                 "attention to indices supports causal, window, chunk and cu_seqlens; not prefix, prefix_tree, joint "
                 "tokens, cross attention and a mask_mod that is not of these: leave them out, or the indices"
             )
-        first, last, each = [], [], 1 if heads is None else len(heads)
+        first, last, each = [torch.empty(0)], [torch.empty(0)], 1 if heads is None else len(heads)
         rows = batch * each
         slots = torch.empty(rows, layout.seq_len, dtype=torch.int32)
         for row in range(rows):

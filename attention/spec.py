@@ -163,7 +163,7 @@ class AttentionSpec:
                     f"{name} ends at {last}, past the {tokens} tokens of a row: boundaries are global positions "
                     f"within a row; for different documents per row pass a (batch, documents + 1) tensor"
                 )
-        numbers = {name: 1 if rows is None else len(rows[0]) - 1 for name, rows, _ in sides}
+        numbers = {name: len(rows[0]) - 1 if rows else 1 for name, rows, _ in sides}
         if len(set(numbers.values())) > 1:
             listed = ", ".join(f"{name} {number}" for name, number in numbers.items())
             return f"documents are paired by their number, which must be the same (1 without boundaries): {listed}"

@@ -220,6 +220,9 @@ def unified_attention(
         weights (B, S, k) of the keys at `indices`, summed over the heads and blocks, in that dtype and without a
         gradient; a key of several indices counts for one of them.
     """
+    if not len(q_BSNH):
+        dims = (joint[2] if v_BSKV is None else v_BSKV).shape[-1], *(() if indices is None else indices.shape[2:])
+        return _no_rows(q_BSNH, (k_BSKH, v_BSKV, *joint, sinks), plan.joint_queries, return_lse, dims, return_weights)
     if isinstance(program, RingProgram) and plan.of_itself and not return_lse:
         assert k_BSKH is not None and v_BSKV is not None
         call = plan, program, ulysses, ring
@@ -270,6 +273,21 @@ def unified_attention(
         of_indices = weights.unflatten(1, (-1, program.block)).sum(2)
         results.append(_over_heads(of_indices.unflatten(0, (batch, -1)), ulysses))
     return results
+
+
+def _no_rows(
+    q_0SNH: Tensor, others: Sequence[Tensor | None], shared: int, lse: bool, dims: Sequence[int], weights: bool
+) -> list[Tensor]:
+    """Return the results of `unified_attention` of a batch without rows, with which no rank sends anything.
+
+    dims: V and, with indices, k. Every input gets a gradient.
+    """
+    zero = sum(0 * x.sum() for x in (q_0SNH, *others) if x is not None)
+    exact, (tokens, heads) = accumulate_dtype(q_0SNH.dtype), q_0SNH.shape[1:3]
+    lengths = (tokens, shared) if shared else (tokens,)
+    results = [q_0SNH.new_zeros(0, length, heads, dims[0]) + zero for length in lengths]
+    results += [x[..., 0].to(exact) for x in results] if lse else []
+    return [*results, *([results[0].new_zeros(0, tokens, dims[1], dtype=exact)] if weights else [])]
 
 
 def _over_heads(weights_BTk: Tensor, ulysses: Channel) -> Tensor:

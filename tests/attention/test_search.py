@@ -107,7 +107,7 @@ def layout(of: random.Random, d: Draw) -> str:
 
 @field
 def batch(of: random.Random, d: Draw) -> int:
-    return of.randint(1, 3)
+    return of.choice((1, 1, 1, 2, 2, 2, 3, 3, 3, 0))
 
 
 @field
@@ -199,10 +199,12 @@ def documents(of: random.Random, d: Draw) -> tuple[Rows | None, Rows | None, Row
     """Return the boundaries of queries, keys of another sequence and joint tokens, of all rows or of each."""
     if not d.packed:
         return None, None, None
-    count, rows = of.randint(1, 5), of.choice((1, d.batch))
+    count, rows = of.randint(1, 5), of.choice((1, max(1, d.batch)))
 
     def cuts(tokens: int) -> Rows:
-        return tuple((0, *sorted(of.choices(range(tokens + 1), k=count))) for _ in range(rows))
+        """Return cuts of tokens, of which a row may be all padding."""
+        most = [tokens if of.random() < 0.95 else 0 for _ in range(rows)]
+        return tuple((0, *sorted(of.choices(range(tokens + 1), k=count))) for tokens in most)
 
     other, shared = d.keys_of == "another", d.joint > 0
     return cuts(d.tokens), cuts(d.other_tokens) if other else None, cuts(d.joint) if shared else None
@@ -524,7 +526,7 @@ def errors(d: Draw, mesh: ParallelMesh, found: dict[str, Tensor], exact: dict[st
         same, hidden = torch.equal(x.isinf(), wanted.isinf()), wanted.isinf()
         error = (x.masked_fill(hidden, 0) - wanted.masked_fill(hidden, 0)).square().sum() if same else torch.inf
         # Gradients of few keys are sums over many queries, which may cancel.
-        terms = max(wanted.numel(), found["out"].numel())
+        terms = max(wanted.numel(), found["out"].numel(), 1)
         squares.append([float(error), float(wanted.masked_fill(hidden, 0).square().sum()), 0.01 * terms])
     total = torch.tensor(squares, dtype=torch.float64)
     dist.all_reduce(total, group=mesh.group("sp"))

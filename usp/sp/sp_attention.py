@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._library import opaque_object
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from attention import (
@@ -189,6 +190,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             joint_lse and weights (B, S, k) in that dtype, without those that were not asked for.
 
         Raises:
+            RuntimeError: inside of transforms of torch.func, and for forward-mode differentiation.
             ValueError: on every rank before any communication, for invalid shapes, lengths or documents, or a call
                 that the kernel does not support.
             RanksDisagree: on every rank, if the ranks' calls differ, or are valid on some of them only, and are new to
@@ -200,6 +202,11 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if torch.compiler.is_compiling():
             own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod, joint_every or None))
             return attend(self._handle, *own, sinks, *masked, list(_window(window)), softcap, _chunk(chunk))[0]
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            raise RuntimeError(
+                "attention over several ranks supports neither transforms of torch.func (vmap, grad, jvp) nor "
+                "forward-mode differentiation: use the batch dim, and torch.autograd.grad or backward()"
+            )
         try:
             sparse = _sparse(indices, index_block, q, k, sinks, return_lse, return_weights)
             others: Any = {"return_lse": return_lse, "sparse": sparse, "mask_mod": mask_mod, "every": joint_every}
@@ -745,7 +752,7 @@ def _in_chunks(spec: AttentionSpec, seq_len: int, chunk: int) -> AttentionSpec:
     if any(x is not None for x in (spec.parents, spec.key_documents, spec.joint)):
         raise ValueError("attention in chunks does not support prefix_tree, joint tokens and cross attention")
     rows = spec.documents or ((0, seq_len),)
-    cut = [[at for a, b in pairwise(row) for at in range(a, b, chunk)] + [row[-1]] for row in rows]
+    cut = [([at for a, b in pairwise(row) for at in range(a, b, chunk)] or [0]) + [row[-1]] for row in rows]
     longest = max(map(len, cut))
     return replace(spec, documents=tuple(tuple(row + row[-1:] * (longest - len(row))) for row in cut))
 

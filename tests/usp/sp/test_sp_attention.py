@@ -230,6 +230,64 @@ def test_a_call_that_one_rank_refuses_raises_on_every_rank(ranks: RankPool) -> N
             assert reason in message
 
 
+def refused_transforms() -> list[str]:
+    x, attention = torch.randn(2, 1, 8, 4, 8), UnifiedSPAttention(ParallelMesh.create(ParallelDims(ring=2)))
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return attention(q, q, q)
+
+    def forward_mode() -> None:
+        with torch.autograd.forward_ad.dual_level():
+            attend(torch.autograd.forward_ad.make_dual(x[0], x[0]))
+
+    calls = [
+        lambda: torch.vmap(attend)(x),
+        lambda: torch.func.grad(lambda q: attend(q).sum())(x[0]),
+        lambda: torch.func.jvp(attend, (x[0],), (x[1],)),
+        forward_mode,
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        messages.append(str(caught.value))
+    assert torch.func.functional_call(attention, {}, (x[0],) * 3).shape == x[0].shape
+    return messages
+
+
+def test_transforms_of_functions_are_refused(ranks: RankPool) -> None:
+    for messages in ranks.run(refused_transforms, 2):
+        assert len(messages) == 4
+        assert all(text.startswith("attention over several ranks supports neither transforms") for text in messages)
+
+
+def without_rows() -> list[tuple[int, ...]]:
+    """Return the shapes of the results of calls without rows, and of those whose rows are all padding in chunks."""
+    attention, found = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ring=2, ulysses=2))), []
+    x = torch.randn(0, 8, 4, 8, requires_grad=True)
+    joint = {f"joint_{name}": x[:, :3] for name in "qkv"}
+    indices = {"indices": torch.zeros(0, 8, 3, dtype=torch.int64), "return_weights": True}
+    documents = {"cu_seqlens": torch.zeros(0, 3, dtype=torch.int64)}
+    for options in ({}, {"chunk": 5}, documents, joint | {"return_lse": True}, indices):
+        results = attention(x, x, x, **options)
+        results = results if isinstance(results, tuple) else (results,)
+        (grad,) = torch.autograd.grad(sum(each.sum() for each in results if each.requires_grad), x)
+        assert grad.shape == x.shape
+        found += [tuple(each.shape) for each in results]
+    rows = torch.ones(2, 8, 4, 8, requires_grad=True)
+    for cu_seqlens in (torch.tensor([0, 0]), torch.tensor([[0, 0, 0], [0, 0, 0]])):
+        out = attention(rows, rows, rows, cu_seqlens=cu_seqlens, chunk=3)
+        out.sum().backward()
+        assert not out.any() and not rows.grad.any()
+    return found
+
+
+def test_batches_without_rows_and_rows_of_padding(ranks: RankPool) -> None:
+    out, lse = (0, 8, 4, 8), (0, 8, 4)
+    wanted = [out, out, out, out, (0, 3, 4, 8), lse, (0, 3, 4), out, (0, 8, 3)]
+    assert ranks.run(without_rows, 4) == [wanted] * 4
+
+
 def refused_while_others_go_on() -> str:
     x, attention = torch.randn(1, 8, 4, 8), UnifiedSPAttention(ParallelMesh.create(ParallelDims(ring=2)))
     with mock.patch.object(groups, "REFUSAL_WAIT", timedelta(milliseconds=100)):
