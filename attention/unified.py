@@ -149,6 +149,8 @@ class UnifiedPlan:
         program. indices: (B, sequence, k) or (B, sequence, K, k), of all queries of the sequence, each of so many
         consecutive keys as `block`. weights: the call returns theirs.
         """
+        if not self.batch:
+            return WireBytes(0, 0, 0, 0, 0, 0)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         heads, mine, size = self.heads, self.ulysses_rank, dtype.itemsize
         others = [rank for rank in range(heads.ulysses) if rank != mine]

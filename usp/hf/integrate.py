@@ -26,13 +26,13 @@ from attention import DecodeStep, Prefill
 from parallel import ParallelMesh
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sequence import document_starts, documents_of
-from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
+from usp.sp.sp_attention import Handle, UnifiedSPAttention, ulysses_violations
 
 from .compressors import ShardedCompressor, apply_compressors, compressors
 from .images import PLAN, TYPES, ImageExchange, bidirectional
 from .indexers import LATENTS, CausalMask, ShardedIndexer, absorbed, apply_indexers, cached_latents, indexers
 from .mixers import apply_mixers, sharded_mixers
-from .positions import SCALE, Places, follow_positions, scaled_query
+from .positions import SCALE, Places, follow_positions, scaled_query, turns_by_length
 from .probe import NEUTRAL, MaskKind, Structure, structure
 from .prune import HANDED, OtherStagesLayer, backbone, decoder, hand_on, model_parts, stage_inputs
 from .shrink import dropouts
@@ -86,7 +86,7 @@ def apply_unified_sp(
     recurrent = sharded_mixers(model)  # convolutions are in parts that text does not reach, such as an audio tower
     images = ImageExchange(model, mesh) if model.config.model_type in TYPES else None
     model.image_exchange = images  # type: ignore[assignment]
-    guard = _ForwardGuard(attention, calls, bool(indexers(base)), bool(compressors(base)), images)
+    guard = _ForwardGuard(attention, calls, base, images)
     guard.kinds = _KINDS if hasattr(model.config, "vision_config") else ()
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
@@ -180,9 +180,12 @@ class _ForwardGuard:
     """Forward hooks that reject arguments for which the result would differ from attention over the whole sequence."""
 
     def __init__(
-        self, attention: UnifiedSPAttention, layers: int, sparse: bool, compressed: bool, images: ImageExchange | None
+        self, attention: UnifiedSPAttention, layers: int, base: nn.Module, images: ImageExchange | None
     ) -> None:
-        self.sparse, self.compressed, self.images = sparse, compressed, images
+        self.sparse, self.compressed, self.images = bool(indexers(base)), bool(compressors(base)), images
+        self.attending: list[Any] = [module for module in base.modules() if hasattr(module, "unified_sp_mask")]
+        # Others read in the forward what its check found.
+        self.plain = not (self.sparse or self.compressed or images or any(map(turns_by_length, base.modules())))
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
         self.kinds: Sequence[str] = ()  # arguments from which the model would build masks
         self.tree: Tensor | None = None  # of the current forward
@@ -192,6 +195,7 @@ class _ForwardGuard:
         self.starts = partial(document_starts, None, 1, 1)  # of the documents of the tokens at given positions, or all
         self.places = Places(self.starts(), self._last_positions)
         self.given: dict[str, Any] = {}  # to the whole model, which may not pass all of it on (Mamba)
+        self.in_graph, self.handle = False, Handle(self, ())  # whether the current forward is compiled as a whole
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if type(module).__name__.endswith("ForSequenceClassification"):
@@ -221,8 +225,30 @@ class _ForwardGuard:
         self.places.positions = _of_text(named.get("position_ids", self.places.positions))
         if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
             return args, kwargs  # its tokens are on all ranks
+        others = (named.get(name) for name in ("kv_cache", "prefix_tree", "attention_mask"))
+        self.in_graph = torch.compiler.is_compiling() and self.plain and all(x is None for x in others)
+        if self.in_graph:
+            return (), self._checked_in_graph(named)
+        self.check(named)
+        self.calls_before, self.trees_before = self.attention.calls, self.attention.trees
+        self.trees = self.layers if named.get("prefix_tree") is not None else 0
+        return args, kwargs
+
+    def _checked_in_graph(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a forward that is compiled as a whole, of which one is the result of an operator that
+        checks their values whenever the graph runs."""
+        if violations := self._violations(named):
+            self._refuse("; ".join(violations))
+        if any(module.config._attn_implementation != NAME for module in self.attending):
+            raise RuntimeError("_attn_implementation was changed after apply_unified_sp")
+        name = "position_ids" if named.get("input_ids") is None else "input_ids"
+        tensors = named[name], named["position_ids"], named.get("cu_seqlens")
+        return {**named, name: check_forward(self.handle, name == "input_ids", *tensors)}
+
+    def check(self, named: dict[str, Any]) -> None:
+        """Check the arguments of a forward, and remember what follows from them. Collective if they are new."""
         try:
-            violations = self._violations(named)
+            violations = self._violations(named) or self._position_violations(named)
         except ValueError as error:  # invalid cu_seqlens
             violations = [str(error)]
         if violations:
@@ -233,9 +259,6 @@ class _ForwardGuard:
             compared = {"cu_seqlens": documents_of(cu_seqlens), "prefix_tree": None if tree is None else tree.tolist()}
             self.attention.axes.agree(compared, FORWARD)
             self.compared = True
-        self.calls_before, self.trees_before = self.attention.calls, self.attention.trees
-        self.trees = self.layers if tree is not None else 0
-        return args, kwargs
 
     def _violations(self, kwargs: dict[str, Any]) -> list[str]:
         violations = []
@@ -271,19 +294,16 @@ class _ForwardGuard:
                 "attention_mask masks padding, which sequence parallelism does not support: drop the padding and pack "
                 "documents, with their boundaries in cu_seqlens"
             )
-        ids, embedded = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        position_ids = _of_text(kwargs.get("position_ids"))
-        if ids is None and embedded is None:
+        if kwargs.get("input_ids") is None and kwargs.get("inputs_embeds") is None:
             violations.append("input_ids or inputs_embeds must be given")
-        elif position_ids is None:
+        elif kwargs.get("position_ids") is None:
             violations.append("position_ids from shard_batch must be given: by default each rank counts from 0")
-        elif not violations:
-            # Unlike position_ids, hidden states may be sharded over tp as well.
-            shape = position_ids.shape if ids is None else ids.shape
-            violations += self._position_violations(shape, position_ids, kwargs)
         return violations
 
-    def _position_violations(self, shape: Sequence[int], position_ids: Tensor, named: dict[str, Any]) -> list[str]:
+    def _position_violations(self, named: dict[str, Any]) -> list[str]:
+        ids, position_ids = named.get("input_ids"), _of_text(named["position_ids"])
+        # Unlike position_ids, hidden states may be sharded over tp as well.
+        shape = position_ids.shape if ids is None else ids.shape
         axes, cu_seqlens, self.tree = self.attention.axes, named.get("cu_seqlens"), named.get("prefix_tree")
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
         local = axes.positions(axes.layout(self.attention.layout, seq_len, documents_of(cu_seqlens)))
@@ -308,6 +328,8 @@ class _ForwardGuard:
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
         cache, self.cache = self.cache, None
+        if self.in_graph:
+            return
         calls = cache.attended if isinstance(cache, DecodeStep) else self.attention.calls - self.calls_before
         if calls != self.layers:
             raise RuntimeError(
@@ -316,6 +338,19 @@ class _ForwardGuard:
             )
         if self.attention.trees - self.trees_before < self.trees:
             raise RuntimeError(f"{type(module).__name__} does not pass prefix_tree on to its attention layers")
+
+
+@torch.library.custom_op("usp::check_forward", mutates_args=())
+def check_forward(handle: Handle, ids: bool, x: Tensor, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Check the values of a forward's arguments, and return x, its ids or its positions."""
+    given = {"input_ids": x} if ids else {"inputs_embeds": x}
+    handle.layer.check({**given, "position_ids": position_ids, "cu_seqlens": cu_seqlens})
+    return x.clone()
+
+
+@check_forward.register_fake
+def _(handle, ids, x, position_ids, cu_seqlens):
+    return torch.empty_like(x)
 
 
 def _of_text(position_ids: Any) -> Any:

@@ -486,7 +486,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 class Handle(_CustomClass):
-    """An attention layer as an argument of the operators: graphs take it as an input, so layers share a graph.
+    """An attention layer, or what checks a forward, as an argument of the operators: graphs take it as an input, so
+    layers share a graph.
 
     A handle lives as long as its layer: graphs have no reference to it.
 
@@ -494,7 +495,7 @@ class Handle(_CustomClass):
     graphs.
     """
 
-    def __init__(self, layer: UnifiedSPAttention, shape_facts: tuple[int, ...]) -> None:
+    def __init__(self, layer: Any, shape_facts: tuple[int, ...]) -> None:
         self.layer, self.shape_facts = layer, shape_facts
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -523,7 +524,7 @@ def attend(
     chunk: int,
 ) -> list[Tensor]:
     """Return attention's output (B, S, N, V), and what `attend_backward` needs besides the arguments."""
-    layer = handle.layer
+    layer: UnifiedSPAttention = handle.layer
     if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
     tensors = (q, k, v, None, None, None)
@@ -570,7 +571,7 @@ def attend_backward(
     chunk: int,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v and, if given, sinks; `saved` as in `attention.unified_backward`."""
-    layer = handle.layer
+    layer: UnifiedSPAttention = handle.layer
     batch, tokens, num_heads, v_head_dim = dout.shape
     seq_len, q_size = tokens * layer.ranks, torch.Size((batch, tokens, num_heads, head_dim))
     heads = layer._heads(q_size, kv_heads, v_head_dim, dout.dtype, dout.device, True)

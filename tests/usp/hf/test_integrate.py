@@ -276,3 +276,40 @@ def logits_of_moved_boundaries() -> bool:
 
 def test_layers_do_not_read_boundaries_that_fsdp_moved_to_the_gpu(ranks: RankPool) -> None:
     assert ranks.run(logits_of_moved_boundaries, 1) == [True]
+
+
+def compiled_as_a_whole(model_type: str) -> tuple[float, int, str, str, str]:
+    """Return the difference of logits and gradients from eager code, graphs, and the refusals of other positions, of
+    boundaries that are invalid on one rank, and of another attention function."""
+    from torch._dynamo.utils import counters
+
+    mesh, found = ParallelMesh.create(ParallelDims(ring=2)), []
+    batches = [shard_batch(packed_batch(number), mesh) for number in range(2)]  # of other documents
+    assert not torch.equal(batches[0]["cu_seqlens"], batches[1]["cu_seqlens"])
+    batches = [{name: batch[name] for name in ("input_ids", "position_ids", "cu_seqlens")} for batch in batches]
+    torch.compiler.reset()
+    counters.clear()
+    for compiles in (False, True):
+        model = apply_unified_sp(tiny_model(model_type), mesh)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        logits = [run(**batch, use_cache=False).logits for batch in batches]
+        sum(each.square().sum() for each in logits).backward()
+        found.append(torch.cat([x.flatten() for x in (*logits, *(p.grad for p in model.parameters()))]))
+    graphs = counters["stats"]["unique_graphs"] + 100 * len(counters["graph_break"])
+    with torch.no_grad():
+        wrong = refusal(run, **{**batches[0], "position_ids": batches[0]["position_ids"] + 1}, use_cache=False)
+        cuts = batches[0]["cu_seqlens"] + mesh.rank("ring")
+        on_one = refusal(run, **{**batches[0], "cu_seqlens": cuts}, use_cache=False)
+        model.config._attn_implementation = "sdpa"
+        changed = refusal(run, **batches[0], use_cache=False)
+    return float((found[0] - found[1]).detach().abs().max()), graphs, wrong, on_one, changed
+
+
+@pytest.mark.compiles
+def test_a_model_compiled_as_a_whole_is_one_graph_and_checks_its_inputs(ranks: RankPool, exhaustive: bool) -> None:
+    for model_type in ("llama", "qwen2", "gpt2") if exhaustive else ("llama",):
+        for difference, graphs, wrong, on_one, changed in ranks.run(compiled_as_a_whole, 2, model_type):
+            assert difference == 0 and graphs == 1
+            assert "position_ids do not match layout='zigzag'" in wrong
+            assert "a forward is refused on rank 1: ValueError: cu_seqlens=" in on_one
+            assert "_attn_implementation was changed" in changed
