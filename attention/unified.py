@@ -223,15 +223,15 @@ def unified_attention(
         gradient; a key of several indices counts for one of them.
     """
     if not len(q_BSNH):
-        dims = (joint[2] if v_BSKV is None else v_BSKV).shape[-1], *(() if indices is None else indices.shape[2:])
-        return _no_rows(q_BSNH, (k_BSKH, v_BSKV, *joint, sinks), plan.joint_queries, return_lse, dims, return_weights)
+        given = q_BSNH, k_BSKH, v_BSKV, *joint, sinks
+        return _no_rows(given, plan.joint_queries, return_lse, indices if return_weights else None)
     if isinstance(program, RingProgram) and plan.of_itself and not return_lse:
         assert k_BSKH is not None and v_BSKV is not None
         call = plan, program, ulysses, ring
         if not torch.is_grad_enabled():
             return [unified_forward(q_BSNH, k_BSKH, v_BSKV, *call, sinks, keep)[0]]
         return [SelfAttention.apply(q_BSNH, k_BSKH, v_BSKV, sinks, *call, keep)]
-    batch, heads, rank, shared = len(q_BSNH), plan.heads, plan.ulysses_rank, plan.joint_queries
+    batch, heads, rank = len(q_BSNH), plan.heads, plan.ulysses_rank
     given = _heads_contiguous(*(x for x in (q_BSNH, k_BSKH, v_BSKV) if x is not None))
     if heads.ulysses == 1:
         own: Sequence[Tensor] = [x.flatten(0, 1) for x in given]
@@ -258,15 +258,7 @@ def unified_attention(
     else:
         out, lse = RingAttention.apply(q, k, v, own_sinks, program, ring, keep)
 
-    def to_sequence(x_TwV: Tensor) -> tuple[Tensor, ...]:
-        x = x_TwV.unflatten(0, (batch, -1))
-        if heads.ulysses > 1:
-            if shared:  # as tokens of every rank
-                mine, everyones = x[:, :-shared].unflatten(1, (heads.ulysses, -1)), x[:, None, -shared:]
-                x = torch.cat((mine, everyones.expand(-1, heads.ulysses, -1, -1, -1)), 2).flatten(1, 2)
-            x = HeadsToSeq.apply(x.flatten(0, 1), heads, batch, ulysses, keep)
-        return (x[:, :-shared], x[:, -shared:]) if shared else (x,)
-
+    to_sequence = partial(_to_sequence, plan=plan, ulysses=ulysses, keep=keep)
     results = [*to_sequence(out)]
     if return_lse:
         results += [x.squeeze(-1) for x in to_sequence(lse.unsqueeze(-1))]
@@ -277,19 +269,30 @@ def unified_attention(
     return results
 
 
-def _no_rows(
-    q_0SNH: Tensor, others: Sequence[Tensor | None], shared: int, lse: bool, dims: Sequence[int], weights: bool
-) -> list[Tensor]:
+def _no_rows(given: Sequence[Tensor | None], shared: int, lse: bool, indices: Tensor | None) -> list[Tensor]:
     """Return the results of `unified_attention` of a batch without rows, with which no rank sends anything.
 
-    dims: V and, with indices, k. Every input gets a gradient.
+    given: q, k, v, the joint ones and sinks, each of which gets a gradient. indices: if their weights are returned.
     """
-    zero = sum(0 * x.sum() for x in (q_0SNH, *others) if x is not None)
-    exact, (tokens, heads) = accumulate_dtype(q_0SNH.dtype), q_0SNH.shape[1:3]
-    lengths = (tokens, shared) if shared else (tokens,)
-    results = [q_0SNH.new_zeros(0, length, heads, dims[0]) + zero for length in lengths]
+    q, _, v, *_, joint_v, _ = given
+    values = joint_v if v is None else v
+    assert q is not None and values is not None
+    zero = torch.stack([0 * x.sum() for x in given if x is not None]).sum()
+    lengths, exact = (q.shape[1], shared) if shared else (q.shape[1],), accumulate_dtype(q.dtype)
+    results = [q.new_zeros(0, length, q.shape[2], values.shape[3]) + zero for length in lengths]
     results += [x[..., 0].to(exact) for x in results] if lse else []
-    return [*results, *([results[0].new_zeros(0, tokens, dims[1], dtype=exact)] if weights else [])]
+    return results if indices is None else [*results, q.new_zeros(indices.shape, dtype=exact)]
+
+
+def _to_sequence(x_TwV: Tensor, plan: UnifiedPlan, ulysses: Channel, keep: Keep) -> tuple[Tensor, ...]:
+    """Return all heads (B, S, N, V) of this rank's tokens and, if there are joint queries, (B, J, N, V) of theirs."""
+    x, shared, ranks = x_TwV.unflatten(0, (plan.batch, -1)), plan.joint_queries, plan.heads.ulysses
+    if ranks > 1:
+        if shared:  # as tokens of every rank
+            mine, everyones = x[:, :-shared].unflatten(1, (ranks, -1)), x[:, None, -shared:]
+            x = torch.cat((mine, everyones.expand(-1, ranks, -1, -1, -1)), 2).flatten(1, 2)
+        x = HeadsToSeq.apply(x.flatten(0, 1), plan.heads, plan.batch, ulysses, keep)
+    return (x[:, :-shared], x[:, -shared:]) if shared else (x,)
 
 
 def _over_heads(weights_BTk: Tensor, ulysses: Channel) -> Tensor:

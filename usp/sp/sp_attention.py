@@ -179,8 +179,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
             indices: (B, S, k), or (B, S, K, k) by KV head without sinks: global positions to attend to if the mask
                 shows them, each the first of `index_block`; negative for none. No prefix, prefix_tree, joint tokens.
-            return_weights: also return the weights of the keys at `indices`, summed over the heads and each block,
-                without gradients; a key of several indices counts for one of them.
+            return_weights: also return the weights of `indices`, summed over heads and blocks, without gradients.
             mask_mod: FlexAttention's function of row, head, query and key position; both the mask (pass causal=False)
                 and it must show a pair. It is evaluated once: another mask needs another function.
             joint_every: if not 0, joint key j is seen from its document's token (j + 1) * joint_every - 1 on.
@@ -190,31 +189,19 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             joint_lse and weights (B, S, k) in that dtype, without those that were not asked for.
 
         Raises:
-            RuntimeError: inside of transforms of torch.func, and for forward-mode differentiation.
-            ValueError: on every rank before any communication, for invalid shapes, lengths or documents, or a call
-                that the kernel does not support.
-            RanksDisagree: on every rank, if the ranks' calls differ, or are valid on some of them only, and are new to
-                all of them. Repeated calls are not compared: a model's forward compares its `cu_seqlens`
-                (`apply_unified_sp`), and a rank whose call alone is invalid raises a ValueError after 30 seconds.
+            RuntimeError: in transforms of torch.func and forward-mode differentiation.
+            ValueError: on every rank, for shapes, lengths, documents or a kernel that do not suit the call.
+            RanksDisagree: on every rank, if calls that are new to all of them differ, or only some refuse theirs. If
+                others repeat a call, which only a model's forward compares, who refuses raises a ValueError after 30 s.
         """
         masked = cu_seqlens, prefix, prefix_tree, causal, scale
         tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
         if torch.compiler.is_compiling():
             own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod, joint_every or None))
             return attend(self._handle, *own, sinks, *masked, list(_window(window)), softcap, _chunk(chunk))[0]
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            raise RuntimeError(
-                "attention over several ranks supports neither transforms of torch.func (vmap, grad, jvp) nor "
-                "forward-mode differentiation: use the batch dim, and torch.autograd.grad or backward()"
-            )
-        try:
-            sparse = _sparse(indices, index_block, q, k, sinks, return_lse, return_weights)
-            others: Any = {"return_lse": return_lse, "sparse": sparse, "mask_mod": mask_mod, "every": joint_every}
-            options = list(_window(window)), softcap, _chunk(chunk)
-            call = self._call(tensors, sinks, *masked, *options, rows=rows, front=_is_front(joint_strategy), **others)
-        except (ValueError, TypeError) as error:
-            self.axes.agree(error, CALL)
-            raise
+        given: Any = {"rows": rows, "front": joint_strategy, "return_lse": return_lse, "every": joint_every}
+        sparse = indices, index_block, return_weights
+        call = self._call(tensors, sinks, *masked, window, softcap, chunk, sparse=sparse, mask_mod=mask_mod, **given)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call, return_weights=return_weights)
         return results[0] if len(results) == 1 else tuple(results)
@@ -301,27 +288,43 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
 
-    def _call(
+    def _call(self, *arguments: Any, **others: Any) -> dict[str, Any]:
+        """Return `_checked_call`; if only some ranks refuse the call, raise RanksDisagree on every rank."""
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            raise RuntimeError(
+                "attention over several ranks supports neither transforms of torch.func (vmap, grad, jvp) nor "
+                "forward-mode differentiation: use the batch dim, and torch.autograd.grad or backward()"
+            )
+        try:
+            return self._checked_call(*arguments, **others)
+        except (ValueError, TypeError) as error:
+            self.axes.agree(error, CALL)
+            raise
+
+    def _checked_call(
         self,
         tensors: Sequence[Tensor | None],
         sinks: Tensor | None,
         *options: Any,
         rows: tuple[Tensor | None, Tensor | None] = (None, None),
-        front: bool = True,
+        front: str = "front",
         return_lse: bool = False,
-        sparse: tuple[int, ...] = (),
+        sparse: tuple[Tensor | None, int, bool] = (None, 1, False),
         mask_mod: MaskMod | None = None,
         every: int = 0,
     ) -> dict[str, Any]:
         """Check a call and count it; return its plan, its program, and the channels.
 
-        tensors: q, k, v, and the joint ones. options: of `_mask_of`. rows: boundaries of the keys and of the joint
-        tokens. sparse: of indices, the shape of a query's and the keys of each; empty without.
+        tensors: q, k, v, and the joint ones. options: from cu_seqlens to chunk, as for `_mask_of`. rows: boundaries of
+        the keys and of the joint tokens. sparse: indices, the keys of each, and whether the weights are returned.
         """
+        options = *options[:5], list(_window(options[5])), options[6], _chunk(options[7])
+        of_indices = _sparse(*sparse, tensors, sinks, return_lse)
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
         lse_gradient = trained and torch.is_grad_enabled()
-        others = None if sinks is None else sinks.shape, front, every, return_lse, lse_gradient, sparse, mask_mod
+        of_joint = _is_front(front), every
+        others = None if sinks is None else sinks.shape, *of_joint, return_lse, lse_gradient, of_indices, mask_mod
         call = self._last_call((*rows, *options[:3]), shapes, others, *options[3:])
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
@@ -528,11 +531,8 @@ def attend(
     if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
     tensors = (q, k, v, None, None, None)
-    try:
-        call = layer._call(tensors, sinks, cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
-    except (ValueError, TypeError) as error:
-        layer.axes.agree(error, CALL)
-        raise
+    masked = cu_seqlens, prefix, prefix_tree, causal, scale
+    call = layer._call(tensors, sinks, *masked, window, softcap, chunk or None)
     out, *saved = unified_forward(q, k, v, **call, sinks=sinks, keep=layer.keep)
     # The graph may write over what the operator returns.
     results = [out, *(saved if call["plan"].heads.groups == 1 else _joined(saved))]
@@ -698,19 +698,19 @@ def _chunk(chunk: int | None) -> int:
 def _sparse(
     indices: Tensor | None,
     block: int,
-    q: Tensor,
-    k: Tensor | None,
+    return_weights: bool,
+    tensors: Sequence[Tensor | None],
     sinks: Tensor | None,
     return_lse: bool,
-    return_weights: bool,
 ) -> tuple[int, ...]:
     """Return the shape of a query's indices and how many keys each stands for, empty without; raise ValueError for
-    those that do not fit the call."""
+    those that do not fit the call. tensors: q, k, and others."""
     if indices is None and (return_weights or block != 1):
         raise ValueError("return_weights and index_block are about the keys at indices: give indices")
     if indices is None:
         return ()
-    violations, by_head = [], indices.dim() == 4
+    (q, k, *_), violations, by_head = tensors, [], indices.dim() == 4
+    assert q is not None
     heads = (q.shape[2] if k is None else k.shape[2],) * by_head
     if indices.shape[:-1] != (*q.shape[:2], *heads) or not indices.shape[-1]:
         violations.append(
