@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -449,9 +450,9 @@ def _dense_width(config: PretrainedConfig) -> int:
     """Return the intermediate size of the dense MLPs; raises AttributeError for a configuration without one."""
     if hasattr(config, "n_inner"):  # of GPT-2 and its kin, None by default
         return config.n_inner or 4 * config.hidden_size
-    return next((getattr(config, name) for name in ("ffn_dim", "dff") if hasattr(config, name)), None) or (
-        config.intermediate_size
-    )
+    names = ("ffn_dim", "dff", "intermediate_size")
+    width = next((width for name in names if (width := getattr(config, name, None))), None) or config.intermediate_size
+    return width if isinstance(width, int) else math.gcd(*width)  # of each layer (Gemma 3n)
 
 
 def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedModel:
