@@ -13,7 +13,7 @@ from usp.hf.images import TRAINED
 from usp.hf.probe import causal_lm_types
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
-CHOSEN = ["bloom", "gemma3_text", "gpt2", "granite", "rwkv"]
+CHOSEN = ["bloom", "gemma3_text", "gemma3n_text", "gpt2", "granite", "rwkv"]
 IMAGES = ["gemma3", "llava", "qwen3_vl"]  # blocks in both directions, one axis of positions, three and deeper features
 
 
