@@ -137,7 +137,7 @@ def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, da
         ({"environment": "tools", "tools": "calc"}, "--tools = calc: calc must be one of python, calculator"),
         ({"environment": "tools", "tools": "calculator", "reward_function": "regex=("}, "--reward-function = regex=(:"),
         ({"reward_function": "math"}, "--reward-function = math is not used with --environment"),
-        ({"reward_timeout": 3.0}, "--reward-timeout = 3.0 is an option of --reward-processes"),
+        ({"reward_timeout": 3.0}, "--reward-timeout = 3.0 is not used with --environment"),
         ({"replan": "every=1", "plan": "search"}, "--replan does not predict how often an environment answers"),
     ],
 )

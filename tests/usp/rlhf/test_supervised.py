@@ -133,6 +133,7 @@ def test_what_cannot_have_supervised_samples_is_refused(
     if changes.get("algorithm") == "reward_model":
         (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
         pairs = {"data": str(tmp_path / "pairs.jsonl"), "reward_function": "match", "group_size": 0, "options": ""}
+        pairs["max_new_tokens"] = RlhfConfig.max_new_tokens
     with pytest.raises(ConfigurationError) as raised:
         prepare(replace(CONFIG, output=str(tmp_path / "run"), **files | pairs | changes), Launch())
     assert said in str(raised.value)
