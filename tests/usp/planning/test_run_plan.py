@@ -63,7 +63,7 @@ def test_the_search_is_refused_for_what_it_does_not_predict(tmp_path: Path) -> N
     for changes, planner, text in (
         ({"offload": True}, searched, "--offload is chosen by --plan search: remove it"),
         ({"lora_rank": 4, "sft_steps": 1}, searched, "does not predict steps of adapters"),
-        ({"sp_ulysses": 2}, searched, "--plan = search does not use --sp-ulysses: remove"),
+        ({"sp_ulysses": 2}, searched, "--sp-ulysses = 2 is not used by --plan search: remove"),
         ({"search_budget": -1.0}, searched, "--search-budget = -1.0 must be at least 0"),
         ({"plan": "heuristic", "search_budget": 60.0}, None, "--hardware = a100 is only used by --plan search"),
         ({}, None, "is searched by rlhf.py as it starts: give the plan.yaml"),
