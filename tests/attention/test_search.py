@@ -579,6 +579,12 @@ def _places_of_last(even_places: Callable[..., Any]) -> Callable[..., Any]:
     return places
 
 
+def _last_has_fewer(d: Draw) -> bool:
+    """Return whether the last KV head of some Ulysses rank has fewer query heads than another one."""
+    plan = HeadPlan(*d.heads, d.grid[1])
+    return any(plan.even_places(rank) != _places_of_last(HeadPlan.even_places)(plan, rank) for rank in range(d.grid[1]))
+
+
 FAULTS = {
     "a wider window": Fault(
         AttentionSpec, "difference_range", _wider, lambda d: d.window is not None and 0 <= d.window[0] < d.tokens // 4
@@ -599,7 +605,9 @@ FAULTS = {
         lambda backward: staticmethod(lambda ctx, dout, dlse: backward(ctx, dout, torch.zeros_like(dlse))),
         lambda d: d.return_lse,
     ),
-    "another KV head": Fault(HeadPlan, "even_places", _places_of_last, lambda d: d.indices[0] == "KV heads"),
+    "another KV head": Fault(
+        HeadPlan, "even_places", _places_of_last, lambda d: d.indices[0] == "KV heads" and _last_has_fewer(d)
+    ),
 }  # fmt: skip
 
 
