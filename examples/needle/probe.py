@@ -26,9 +26,9 @@ from usp.hf.models import (
     LIMIT,
     ModelConfig,
     empty_model,
-    end_of_sequence_ids,
     load_model_config,
     model_facts,
+    stop_tokens,
     with_context,
     without_dropout,
 )
@@ -241,7 +241,7 @@ def _generate(prepared: PreparedProbe, model: RoleModel, mesh: ParallelMesh, pro
     slots = max(1, CACHED * mesh.size("sp") // longest)
     generator = Generator.of(stage, mesh, slots=slots)
     answer = max(len(prompt.answer_ids) for prompt in prompts)
-    stop_ids = end_of_sequence_ids(config.model)
+    stop_ids = stop_tokens(config.model, prepared.tokenizer.eos)
     work = Generate(max_new_tokens=config.max_new_tokens or answer + SLACK, temperature=0.0, stop_ids=stop_ids)
     ids = [torch.from_numpy(prompt.ids) for prompt in prompts]
     responses = generator.generate(ids, work, [0] * len(ids))

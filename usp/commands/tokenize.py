@@ -14,7 +14,7 @@ import tyro
 from tyro.conf import arg
 
 from usp.config import DocumentFlags
-from usp.data.cache import special_tokens_line
+from usp.data.cache import token_lines
 from usp.data.chats import excerpt
 from usp.data.documents import keys_of
 from usp.data.sources import find_files
@@ -83,8 +83,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     )
     if held.dropped:
         print(f"{held.dropped} rows were left out; the first: {held.why_dropped}")
-    if special := special_tokens_line(store, tokenizer):
-        print(special)
+    for line in token_lines(store, tokenizer):
+        print(line)
     if held.replaced:
         print(f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8")
     for number in range(min(asked.show, held.documents)):

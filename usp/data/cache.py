@@ -22,7 +22,7 @@ from filelock import FileLock
 from .documents import REFUSE
 from .sources import TEXT_FIELD, DataFiles, find_files
 from .store import INDEX, LARGE, MANIFEST, TokenStore, is_store, show_progress
-from .tokenizer import ByteTokenizer, Tokenizer, fingerprint
+from .tokenizer import ByteTokenizer, Tokenizer, fingerprint, unended_line
 from .tokenizing import source_of, write_store
 
 SHOWN = 2**18  # tokens that are looked through for special tokens written out
@@ -66,14 +66,15 @@ def check_ids(store: TokenStore, vocabulary: int) -> None:
         )
 
 
-def special_tokens_line(store: TokenStore, tokenizer: Tokenizer) -> str:
-    """Say which special tokens of the tokenizer the first SHOWN tokens of a store hold as text; nothing without any."""
-    if isinstance(tokenizer, ByteTokenizer) or tokenizer.parse_special:
-        return ""
-    text = tokenizer.decode(store.read(0, min(store.manifest.tokens, SHOWN)).tolist())
-    found = ", ".join(token for token in tokenizer.special_tokens if token in text)
-    advice = "give --parse-special-tokens to make them tokens"
-    return f"special tokens of the tokenizer that are written out, {found}, remain text: {advice}" if found else ""
+def token_lines(store: TokenStore, tokenizer: Tokenizer) -> Iterator[str]:
+    """Say which special tokens of the tokenizer the first SHOWN tokens of a store hold as text, and how many answers of
+    its chats have no token that ends a response."""
+    if not isinstance(tokenizer, ByteTokenizer) and not tokenizer.parse_special:
+        text = tokenizer.decode(store.read(0, min(store.manifest.tokens, SHOWN)).tolist())
+        if found := ", ".join(token for token in tokenizer.special_tokens if token in text):
+            advice = "give --parse-special-tokens to make them tokens"
+            yield f"special tokens of the tokenizer that are written out, {found}, remain text: {advice}"
+    yield from filter(None, [unended_line(store.manifest.unended, tokenizer)])
 
 
 def cached_store(files: DataFiles, field: str, tokenizer: Tokenizer, cache: Path, bad_rows: str = REFUSE) -> TokenStore:

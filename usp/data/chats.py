@@ -39,8 +39,8 @@ INSTRUCTION, INPUTS = "instruction", ("input", "context")
 QUESTIONS, ANSWERS = (PROMPT, "question", INSTRUCTION), ("completion", "answer", "response", "output")
 AS_TEXT = {(PROMPT, "completion"), (PROMPT, "answer")}  # texts under these keys are no messages, as in TRL
 PAIR = {"chosen", "rejected"}
-USER, ASSISTANT = "user", "assistant"
-SPEAKERS = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "observation": "tool"}  # ShareGPT
+USER, ASSISTANT, TOOL = "user", "assistant", "tool"
+SPEAKERS = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "observation": TOOL}  # ShareGPT
 FOR_TRAINING = ("train", "weight")  # keys of a message that are not the template's
 # What renders a chat decides.
 NOT_ARGUMENTS = {"messages", "conversations", "tools", "chat_template", "add_generation_prompt"}

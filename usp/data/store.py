@@ -58,6 +58,7 @@ class Manifest:
     images: number of images; None where the tokenizer reads none. image_bytes: of what describes them.
     dropped: number of rows that were left out because they hold no text, or something is wrong with them; why_dropped:
     with the first.
+    unended: number of answers in chats without a token that ends a response.
     source: hash of what the store was made from, see `source_of`; a store with the same hash need not be written.
     checksums: by file, of every SUM_BYTES bytes.
     """
@@ -77,6 +78,7 @@ class Manifest:
     checksums: Mapping[str, list[str]]
     dropped: int = 0
     why_dropped: str = ""
+    unended: int = 0
     images: int | None = None
     image_bytes: int = 0
 

@@ -47,6 +47,8 @@ class ByteTokenizer:
         """Return the ids of a text, shape (ids,), without `bos` and `eos`."""
         return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64) + BYTE_OFFSET
 
+    encode_text = encode
+
     def encode_all(self, texts: Sequence[str]) -> list[Ids]:
         """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
@@ -101,6 +103,10 @@ class TextTokenizer:
 
     def encode(self, text: str) -> Ids:
         return self.encode_all([text])[0]
+
+    def encode_text(self, text: str) -> Ids:
+        """Return the ids of a text in which special tokens that are written out are text, whatever `parse_special`."""
+        return replace(self, parse_special=False, backend=None).encode(text)
 
     def encode_all(self, texts: Sequence[str]) -> list[Ids]:
         if self.backend is not None:
@@ -201,6 +207,27 @@ def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids,
     if len(ids) < 2 or not targets.any():
         raise ValueError(f"{content.where}: the completion has no token to train on: it is empty")
     return ids, targets, []
+
+
+def unended(tokenizer: Tokenizer, ids: Ids, targets: Mask) -> int:
+    """Return how many answers of a chat, runs of targets, have no token that ends a response of the model, without
+    which it does not learn to end one; 0 without a chat template, where the tokenizer's EOS ends documents."""
+    if tokenizer.chats is None:
+        return 0
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], targets, [False]))))
+    ends = np.concatenate(([0], np.cumsum(np.isin(ids, tokenizer.chats.stops))))[edges]
+    return int((ends[::2] == ends[1::2]).sum())
+
+
+def unended_line(number: int, tokenizer: Tokenizer) -> str:
+    """Say how many answers `unended` found; nothing for none."""
+    if not number or tokenizer.chats is None:
+        return ""
+    stops = ", ".join(tokenizer.show([stop]) for stop in tokenizer.chats.stops) or "none is known"
+    return (
+        f"warning: {number} answers that are trained on have no token that ends a response ({stops}): the model does "
+        f"not learn to end these; use a chat template that writes one, or name its end in generation_config.json"
+    )
 
 
 def chat_encoder(tokenizer: Tokenizer, where: str, otherwise: str = "") -> Any:

@@ -29,10 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import store
-from .chats import Content, NoText, StoredImage, texts_in
+from .chats import Chat, Content, NoText, StoredImage, texts_in
 from .documents import DROP, REFUSE, holds_chats, read_pieces
 from .sources import TEXT_FIELD, DataFile, DataFiles, naming
-from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint
+from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerprint, unended
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 IMAGE_CHARACTERS = 2**16  # that take as long as an image
@@ -77,6 +77,7 @@ class Written:
     dropped: int = 0
     why_dropped: str = ""
     largest: int = 0
+    unended: int = 0
     images: int = 0
     image_bytes: int = 0
     checksums: dict[str, list[str]] = field(default_factory=dict)
@@ -85,7 +86,8 @@ class Written:
 @dataclass(frozen=True)
 class Encoded:
     """A batch of pieces as ids. ends: numbers of ids after which a document ends. mask: targets; None for all. dropped:
-    why each of the rows that are left out is. images: and the number of ids before each."""
+    why each of the rows that are left out is. unended: number of answers without an end. images: and the number of ids
+    before each."""
 
     ids: npt.NDArray[np.unsignedinteger]
     mask: npt.NDArray[np.bool_] | None
@@ -93,6 +95,7 @@ class Encoded:
     characters: int
     replaced: int
     dropped: tuple[str, ...]
+    unended: int = 0
     images: tuple[tuple[int, StoredImage], ...] = ()
 
 
@@ -230,6 +233,7 @@ class _Output:
             self._files[store.IMAGES].write(line)
             written.image_bytes += len(line)
             self._files[store.IMAGE_INDEX].write(np.array([written.tokens + at, written.image_bytes]).tobytes())
+        written.unended += encoded.unended
         written.images += len(encoded.images)
         written.tokens += len(encoded.ids)
         written.documents += len(encoded.ends)
@@ -260,6 +264,8 @@ class _Output:
         content = asdict(manifest)
         if not manifest.dropped:
             del content["dropped"], content["why_dropped"]
+        if not manifest.unended:
+            del content["unended"]
         if manifest.images is None:
             del content["images"], content["image_bytes"]
         store.write_json(self._folder / store.MANIFEST, content)
@@ -352,7 +358,7 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
     ids_of_texts = iter(tokenizer.encode_parts(parts))
     ids, masks, ends, dropped = [np.zeros(0, _here.dtype)], [np.zeros(0, np.bool_)], list[int](), list[str]()
     placed = list[tuple[int, StoredImage]]()
-    length, read = 0, list[str]()
+    length, endless, read = 0, 0, list[str]()
     for piece in batch:
         content = piece.content
         try:
@@ -363,6 +369,7 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
                 mask, images = np.ones(len(document), np.bool_), list[StoredImage]()
             else:
                 document, mask, images = encode_masked(tokenizer, content)
+                endless += unended(tokenizer, document, mask) if isinstance(content, Chat) else 0
         except ValueError as error:
             if _here.bad_rows != DROP and not isinstance(error, NoText):
                 raise
@@ -384,6 +391,7 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
         characters=sum(map(len, read)),
         replaced=sum(text.count("\ufffd") for text in read),
         dropped=tuple(dropped),
+        unended=endless,
         images=tuple(placed),
     )
 

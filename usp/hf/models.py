@@ -206,11 +206,20 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
         raise ValueError(f"{file}: transformers cannot read it, correct or remove it: {error}") from error
 
 
-def end_of_sequence_ids(model: str) -> tuple[int, ...]:
-    """Return the ids that end a sequence by the generation_config.json of a model folder; none for a preset."""
-    config = None if model in PRESETS else load_generation_config(Path(model).expanduser())
-    ids = None if config is None else config.eos_token_id
-    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+def stop_tokens(model: str, eos: int | None) -> tuple[int, ...]:
+    """Return the ids that end a response, ascending: the tokenizer's `eos`, and, as for transformers' `generate`, those
+    of the generation_config.json of a model folder, or without that file of its config.json; of a preset `eos` alone.
+    Raises ValueError for a file that transformers cannot read."""
+    folder, ids = Path(model).expanduser(), None
+    if model in PRESETS or not model:
+        pass
+    elif config := load_generation_config(folder):
+        ids = config.eos_token_id
+    elif (folder / "config.json").is_file():
+        fields = json.loads((folder / "config.json").read_text())
+        ids = fields.get("eos_token_id", (fields.get("text_config") or {}).get("eos_token_id"))
+    found = {*(ids if isinstance(ids, list | tuple) else [ids]), eos}
+    return tuple(sorted(found - {None}))
 
 
 def _with_head(model: str, config: PretrainedConfig, head: ModelHead, new_head: bool) -> PretrainedConfig:

@@ -9,6 +9,9 @@ with that, the message begins there. It ends where a chat of the messages up to 
 this too, except for special tokens at its end. Templates that write earlier messages in another way, such as without
 their reasoning, fail this test. Then a letter is added to the message: if the whole chat has that letter more, and is
 otherwise the same, the message ends there, with the special token that follows. Otherwise the chat is refused.
+
+The model has to end its message itself, with a stop token. Where the template writes that as what begins the next
+message (GLM), it is part of the message that it ends, and a chat that ends with a message gets it too.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +33,22 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from usp.data.chats import ASSISTANT, USER, Chat, Ids, Mask, Message, StoredImage, joined
+from usp.data.chats import ASSISTANT, TOOL, USER, Chat, Ids, Mask, Message, StoredImage, joined
 from usp.data.tokenizer import BYTE_EOS, BYTES, ByteTokenizer, TextTokenizer, Tokenizer
 from usp.presets import PRESETS
 
+from .models import stop_tokens
 from .processors import COPIED, Images
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+BLANK = re.compile(r"\s*")
 LAST = "last"
 AUTO = "auto"
 # A directory with one of these holds a tokenizer.
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 BESIDE = "tokenizer"  # directory beside a model with the byte tokenizer
 SHOWN = 60  # characters in messages
+TAIL = 64  # tokens at the end of a turn, of which some may be the template's
 _TURN = "a7Ukq"  # an answer that no message contains
 # A template is a program: messages that it does not expect may make any operation fail.
 FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
@@ -52,20 +59,37 @@ Span = tuple[int, int]  # characters
 @dataclass(frozen=True)
 class ChatTemplate:
     """The chat template of `tokenizer`, which messages call `name`. train_on: roles whose messages are trained on,
-    separated by commas, or "last" for the last message of the assistant. images: of a model that takes some."""
+    separated by commas, or "last" for the last message of the assistant. images: of a model that takes some. stops: ids
+    that end a response of the model."""
 
     tokenizer: PreTrainedTokenizerBase
     name: str
     train_on: str = ASSISTANT
     images: Images | None = None
+    stops: tuple[int, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
         """Everything that the ids of a chat depend on, besides the tokenizer."""
         content = json.dumps([self.tokenizer.chat_template, self.tokenizer.special_tokens_map], sort_keys=True)
         template = f"template {hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+        written = [token for token in self._ends if token in str(self.tokenizer.chat_template)]
+        template += f", responses end with {' '.join(written)}" if written else ""
         template += f", {self.images.fingerprint}" if self.images else ""
         return template if self.train_on == ASSISTANT else f"{template}, trained on {self.train_on}"
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """The texts of `stops`, long ones first."""
+        tokens = {str(self.tokenizer.convert_ids_to_tokens(stop) or "") for stop in self.stops}
+        return tuple(sorted(tokens - {""}, key=lambda token: (-len(token), token)))
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        """The texts of special tokens, those of `stops` included, long ones first."""
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        special |= {*self.tokenizer.all_special_tokens, *self._ends}
+        return tuple(sorted(special - {""}, key=lambda token: (-len(token), token)))
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -118,15 +142,86 @@ class ChatTemplate:
         text, _ = self._render(chat, chat.messages, begin=True)
         return self._tokens(text, [])[0]
 
-    def between(self, messages: Sequence[Message]) -> Ids:
-        """Return the ids that follow a message of the assistant, from what ends it to where its next message begins,
-        with `messages` in between, (ids,). Raises ValueError if the template refuses them."""
-        chat = Chat("", [{"role": USER, "content": "."}, {"role": ASSISTANT, "content": _TURN}, *messages])
-        text, _ = self._render(self._with_text(chat), chat.messages, begin=True)
-        _, found, following = text.rpartition(_TURN)
+    def between(self, messages: Sequence[Message], turn: Sequence[int] = ()) -> Ids:
+        """Return the ids that follow a turn of the assistant, from what ends it to where its next one begins, with
+        `messages` in between, (ids,). Special tokens that are written out in the messages are text.
+
+        turn: ids that the assistant has written. What they have of the template's ending of a turn is not repeated.
+
+        Raises ValueError if the template refuses the messages."""
+        guard, found = _unused("\ue000", messages), list[tuple[int, int, str]]()
+        following = _guarded(list(messages), re.compile(_any_of(self._special)), guard)
+        refused: ValueError | None = None
+        calls = [_call_of(message) for message in takewhile(lambda message: message.get("role") == TOOL, messages)]
+        for said in ({"tool_calls": calls}, {}) if calls else ({},):
+            try:
+                text, begin = self._following(following, **said)
+                found.append((self._written(text[begin:], turn), begin, text))
+            except ValueError as error:  # templates may refuse results without calls, or calls
+                refused = error
         if not found:
+            assert refused
+            raise refused
+        written, begin, text = next(filter(lambda each: each[0], found), found[0])
+        begin += written
+        whole, before = (self._guarded_tokens(each, guard) for each in (text, text[:begin]))
+        # In its place, where it may have other ids than alone; alone if it begins within a token.
+        same = np.array_equal(whole[: len(before)], before)
+        return whole[len(before) :] if same else self._guarded_tokens(text[begin:], guard)
+
+    def _following(self, messages: Sequence[Message], content: str | None = None, **said: Any) -> tuple[str, int]:
+        """Return the text of a chat in which `messages` follow a message of the assistant, and where what ends that
+        begins. said: its calls of tools, which may stand anywhere or be left out. content: default: one to look for."""
+        answer = _unused(_TURN, messages)
+        says = {"role": ASSISTANT, "content": answer if content is None else content, **said}
+        chat = self._with_text(Chat("an observation", [{"role": USER, "content": "Why."}, says, *messages]))
+        text, _ = self._render(chat, chat.messages, begin=bool(messages))
+        if said:
+            at = _common(text, self._render(chat, chat.messages[:2])[0])
+            tokens = re.compile(_any_of(self._special)).finditer(text, max(0, at - SHOWN), at + SHOWN)
+            at = next((token.start() for token in tokens if token.start() < at < token.end()), at)
+            if answer in text[at:]:  # Gemma 4 writes a content after the results
+                return self._following(messages, "", **said)
+            return text, at - sum(map(len, _endings(text[:at], self._special)))
+        if answer not in text:
             raise ValueError(f"the chat template of tokenizer={self.name} does not write what the assistant says")
-        return self._tokens(following, [])[0]
+        return text, text.rindex(answer) + len(answer)
+
+    def _written(self, following: str, turn: Sequence[int]) -> int:
+        """Return how many characters of what the template writes after a turn the turn has itself, or leaves out: those
+        before its stop token, and the token that it has another stop token for."""
+        written = self.tokenizer.decode(list(turn[-TAIL:]), spaces_between_special_tokens=False)
+        places = range(min(len(following), len(written)), 0, -1)
+        most = next((place for place in places if written.endswith(following[:place])), 0)
+        last = next((token for token in self._ends if written.endswith(token)), "")
+        if most or not last:
+            return most
+        special = _any_of(self._special)
+        if ending := re.match(rf"(?:\s|{special})*?{re.escape(last)}", following):
+            return ending.end()
+        closed, end = self._following([])
+        other = re.match(special, following)
+        if other is None or not closed[end:].rstrip().endswith(last):
+            return 0
+        # It ends a chat instead of a message (gpt-oss) if what follows ends the user's message too, and begins none.
+        return other.end() if closed[:end].rpartition(".")[2].startswith(other[0]) else 0
+
+    def _guarded_tokens(self, text: str, guard: str) -> Ids:
+        """Return the ids of a text, in which special tokens with `guard` after their first character are text."""
+        if guard not in text:
+            return self._tokens(text, [])[0]
+        guarded = _any_of([f"{token[0]}{guard}{token[1:]}" for token in self._special])
+        ids = [np.zeros(0, np.int64)]
+        for number, part in enumerate(re.split(f"({guarded})", text)):
+            ids.append(self._as_text(part.replace(guard, "")) if number % 2 else self._tokens(part, [])[0])
+        return np.concatenate(ids)
+
+    def _as_text(self, token: str) -> Ids:
+        """Return the ids of a special token that is written out, none of which is its own."""
+        if isinstance(self.tokenizer, ByT5Tokenizer):
+            return ByteTokenizer().encode(token)
+        parts = [token] if token not in self._ends else [token[:1], token[1:]]  # which may not be marked as special
+        return np.concatenate([self._tokens(part, [], split_special_tokens=True)[0] for part in parts])
 
     def _with_text(self, chat: Chat) -> Chat:
         """Return a chat with parts of text as one text, if the template does not take parts. Raises ValueError, naming
@@ -168,6 +263,8 @@ class ChatTemplate:
             spans = [*(of_message[number] for number in trained if number in of_message), *found]
         elif not marked:
             spans = self._find_spans(chat, text, trained)
+            if trained[-1:] == [len(chat.messages) - 1] == written[-1:]:
+                text, spans[-1] = self._closed(chat, text, spans[-1])
         elif chat.prompt:
             prompts = (self._render(chat, chat.messages[: chat.prompt], begin)[0] for begin in (True, False))
             length = next((len(prompt) for prompt in prompts if text.startswith(prompt)), None)
@@ -183,9 +280,7 @@ class ChatTemplate:
         """Return the characters of the rendered chat that each of these messages consists of: what the assistant writes
         or the content of another one, up to the last special token that ends it. Raises ValueError for a message whose
         span cannot be found."""
-        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        special |= set(self.tokenizer.all_special_tokens)
-        spans = []
+        special, spans = self._special, list[Span]()
         for number in numbers:
             message = chat.messages[number]
             if message["role"] == ASSISTANT:
@@ -203,8 +298,30 @@ class ChatTemplate:
                 end = self._end_by_letter(chat, number, whole, special)
             if end is None or not 0 <= begin <= end:
                 raise _unknown(chat, number, "writes it in another way when more messages follow")
-            spans.append((begin, end))
+            spans.append((begin, self._to_stop(whole, begin, end) if message["role"] == ASSISTANT else end))
         return spans
+
+    def _to_stop(self, text: str, begin: int, end: int) -> int:
+        """Return where a message ends with the stop token that follows it; `end` if none does, or it has one."""
+        after = BLANK.match(text, end).end()  # type: ignore[union-attr]
+        stop = next((token for token in self._ends if text.startswith(token, after)), "")
+        return end if not stop or text[begin:end].rstrip().endswith(self._ends) else after + len(stop)
+
+    def _closed(self, chat: Chat, text: str, span: Span) -> tuple[str, Span]:
+        """Return the text of a chat and the span of the assistant's message that ends it, with the stop token that the
+        template writes where another message follows, if it has none."""
+        begin, end = span
+        if text[end:].strip() or text[begin:end].rstrip().endswith(self._ends):
+            return text, span
+        calls = chat.messages[-1].get("tool_calls") or ()
+        more = [{"role": TOOL, "content": ".", "tool_call_id": call.get("id")} for call in calls]
+        try:
+            said = {"tool_calls": calls} if calls else {}
+            longer, at = self._following(more or [{"role": USER, "content": "."}], **said)
+        except ValueError:  # a template may refuse such a chat
+            return text, span
+        ending = longer[at : self._to_stop(longer, at, at)]
+        return (text[:end] + ending, (begin, end + len(ending))) if ending else (text, span)
 
     def _end_by_letter(self, chat: Chat, number: int, whole: str, special: Collection[str]) -> int | None:
         """Return where a message that holds only text ends in `whole`, by adding a letter to it."""
@@ -246,20 +363,18 @@ class ChatTemplate:
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
-    def _tokens(self, text: str, spans: list[Span]) -> tuple[Ids, Mask]:
+    def _tokens(self, text: str, spans: list[Span], **options: bool) -> tuple[Ids, Mask]:
         if isinstance(self.tokenizer, ByT5Tokenizer):
             return _bytes(text, spans)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
         ids = np.asarray(encoded["input_ids"], np.int64)
         mask = np.zeros(len(ids), np.bool_)
+        # A character may consist of several tokens, and normalizers drop some, which then belong to none.
+        first, last = np.asarray(encoded.encodings[0].offsets if spans else [], np.int64).reshape(-1, 2).T
         for begin, end in spans:
-            # Normalizers may drop characters, which then belong to no token.
-            places = (encoded.char_to_token(at) for at in range(begin, end))
-            first = next((place for place in places if place is not None), None)
-            places = (encoded.char_to_token(at) for at in range(end - 1, begin - 1, -1))
-            last = next((place for place in places if place is not None), None)
-            if first is not None and last is not None:
-                mask[first : last + 1] = True
+            inside = np.flatnonzero((first < end) & (last > begin))
+            if len(inside):
+                mask[inside[0] : inside[-1] + 1] = True
         return ids, mask
 
 
@@ -283,15 +398,8 @@ def _bytes(text: str, spans: list[Span]) -> tuple[Ids, Mask]:
 
 def _end(whole: str, ended: str, special: Collection[str]) -> int | None:
     """Return where the last message of `ended` ends in `whole`, which may continue differently after it."""
-    endings: list[str] = []  # special tokens and whitespace at the end of `ended`
-    text = ended
-    while text:
-        whitespace = text[len(text.rstrip()) :]
-        ending = next((token for token in special if token and text.endswith(token)), whitespace)
-        if not ending:
-            break
-        endings.insert(0, ending)
-        text = text.removesuffix(ending)
+    endings = _endings(ended, special)
+    text = ended[: len(ended) - sum(map(len, endings))]
     if not whole.startswith(text):
         return None
     end = last = len(text)
@@ -301,6 +409,45 @@ def _end(whole: str, ended: str, special: Collection[str]) -> int | None:
         end += len(ending)
         last = end if ending in special else last
     return last if last > len(text) else end
+
+
+def _endings(text: str, special: Collection[str]) -> list[str]:
+    """Return the special tokens and whitespace at the end of a text."""
+    endings: list[str] = []
+    while text:
+        whitespace = text[len(text.rstrip()) :]
+        ending = next((token for token in special if token and text.endswith(token)), whitespace)
+        if not ending:
+            break
+        endings.insert(0, ending)
+        text = text.removesuffix(ending)
+    return endings
+
+
+def _call_of(result: Message) -> dict[str, Any]:
+    """Return a call of a tool with such a result."""
+    function = {"name": str(result.get("name") or TOOL), "arguments": {}}
+    return {"type": "function", "id": result.get("tool_call_id") or "call00000", "function": function}
+
+
+def _any_of(tokens: Collection[str]) -> str:
+    """Return a regular expression for any of these texts."""
+    return "|".join(map(re.escape, tokens)) or "(?!)"
+
+
+def _unused(text: str, messages: Sequence[Message]) -> str:
+    """Return `text` with a hash of the messages behind it, so that none contains it."""
+    held = json.dumps(list(messages), default=str)
+    return text + hashlib.blake2b(held.encode(), digest_size=12).hexdigest()
+
+
+def _guarded(value: Any, special: re.Pattern[str], guard: str) -> Any:
+    """Return a value of messages with `guard` after the first character of each special token, except in roles."""
+    if isinstance(value, str):
+        return special.sub(lambda found: f"{found[0][0]}{guard}{found[0][1:]}", value)
+    if isinstance(value, dict):
+        return {key: item if key in ("role", "type") else _guarded(item, special, guard) for key, item in value.items()}
+    return [_guarded(item, special, guard) for item in value] if isinstance(value, list) else value
 
 
 def _common(first: str, second: str) -> int:
@@ -338,6 +485,7 @@ def load_tokenizer(
     train_on: str = ASSISTANT,
     add_tokens: str = "",
     images: Images | None = None,
+    model: str = "",
 ) -> Tokenizer:
     """Return the byte tokenizer, or load one from the local directory `tokenizer`.
 
@@ -346,7 +494,8 @@ def load_tokenizer(
         templates write them out.
     chat_template: file with a chat template, instead of the tokenizer's own. train_on: see `ChatTemplate`.
     add_tokens: special tokens that it gets if it lacks them, separated by commas, or a file of them, one a line.
-    images: those of a vision-language model, from `load_images`.
+    images: those of a vision-language model, from `load_images`. model: whose responses end chats, see `stop_tokens`;
+        default: the one in the directory, if there is one.
 
     Raises ValueError if the directory has no tokenizer, if `bos` is "always" and the tokenizer has none, if
     `chat_template` does not exist, or if the byte tokenizer is to get tokens.
@@ -354,7 +503,8 @@ def load_tokenizer(
     if add_tokens and tokenizer == BYTES:
         raise ValueError(f"add_tokens={add_tokens}: the byte tokenizer gets none, set tokenizer to a directory")
     if tokenizer == BYTES:
-        return _with_bos(ByteTokenizer(chats=_chats(ByT5Tokenizer(), chat_template, BYTES, train_on)), bos)
+        chats = _chats(ByT5Tokenizer(), chat_template, BYTES, train_on, model=model)
+        return _with_bos(ByteTokenizer(chats=chats), bos)
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
         raise ValueError(f"tokenizer={tokenizer} is not a directory: use a transformers tokenizer's, or {BYTES!r}")
@@ -366,7 +516,7 @@ def load_tokenizer(
         loaded.add_tokens(_special_tokens(add_tokens), special_tokens=True)
     if images is not None and not loaded.chat_template:  # older folders have it beside the processor
         loaded.chat_template = images.processor.chat_template
-    chats = _chats(loaded, chat_template, tokenizer, train_on, images)
+    chats = _chats(loaded, chat_template, tokenizer, train_on, images, model or tokenizer)
     if isinstance(loaded, ByT5Tokenizer) and not parse_special:
         return _with_bos(ByteTokenizer(tokenizer, chats=chats), bos)
     begins = bos == "always" or (bos == AUTO and loaded.bos_token_id in loaded("a", verbose=False)["input_ids"][:1])
@@ -395,7 +545,7 @@ def _special_tokens(add_tokens: str) -> list[str]:
 
 
 def _chats(
-    loaded: Any, chat_template: str, name: str, train_on: str, images: Images | None = None
+    loaded: Any, chat_template: str, name: str, train_on: str, images: Images | None = None, model: str = ""
 ) -> ChatTemplate | None:
     """Give the tokenizer the chat template in a file, if one is named, and return it; None if it has none."""
     if chat_template:
@@ -403,7 +553,9 @@ def _chats(
             loaded.chat_template = Path(chat_template).expanduser().read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"chat_template={chat_template} cannot be read: {error}") from error
-    return ChatTemplate(loaded, name, train_on, images) if loaded.chat_template else None
+    if not loaded.chat_template:
+        return None
+    return ChatTemplate(loaded, name, train_on, images, stop_tokens(model, loaded.eos_token_id))
 
 
 def _backend(tokenizer: Any, parse_special: bool) -> Any:

@@ -20,7 +20,7 @@ from usp.config import TrainConfig
 from usp.data.sources import DataFile
 from usp.data.tokenizer import Ids, Tokenizer, as_document
 from usp.hf.integrate import rotary_switch
-from usp.hf.models import ModelConfig, context_length, end_of_sequence_ids
+from usp.hf.models import ModelConfig, context_length, stop_tokens
 from usp.hf.stage import CausalLMStage
 from usp.rlhf.datasets import open_examples
 from usp.rlhf.generation.generate import Generator, generation_problems
@@ -77,9 +77,8 @@ def prepare_sampler(prepared: PreparedRun) -> Sampler:
         problem = f"from {switch} tokens on, all keys rotate differently, and some responses would cross that"
     if problem:
         raise ConfigurationError(f"--sample-every: {config.model} cannot generate: {problem}; remove it")
-    stops = {*end_of_sequence_ids(config.model), *([] if tokenizer.eos is None else [tokenizer.eos])}
-    most, temperature = config.sample_tokens, config.sample_temperature
-    work = Generate(max_new_tokens=most, temperature=temperature, stop_ids=tuple(sorted(stops)))
+    stops, most = stop_tokens(config.model, tokenizer.eos), config.sample_tokens
+    work = Generate(max_new_tokens=most, temperature=config.sample_temperature, stop_ids=stops)
     return Sampler(prompts, work, config.seed, tokenizer, config.zero)
 
 

@@ -120,7 +120,7 @@ class Prologue:
         self.tokenizer: Tokenizer | None = None
         if name is not None:
             options = (bos, parse_special, config.chat_template, train_on, add_tokens)
-            self.tokenizer = attempt(lambda: load_tokenizer(name, *options, images()))
+            self.tokenizer = attempt(lambda: load_tokenizer(name, *options, images(), config.model))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:

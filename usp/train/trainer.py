@@ -37,7 +37,7 @@ from torch import Tensor
 from parallel import ParallelMesh, ProcessGroups, local_tensor, peak_flops
 from parallel.groups import gather_objects
 from usp.data.batches import Batch, BatchReader, parse_mixture, parse_named
-from usp.data.cache import special_tokens_line
+from usp.data.cache import token_lines
 from usp.data.chats import CLOSE, OPEN, excerpt
 from usp.data.rows import PackedRows, WholeRows
 from usp.hf.float8 import float8_line
@@ -319,8 +319,8 @@ class Trainer(TrainingLoop):
                 yield from self._sample(path, source)
             if held.dropped:
                 yield f"{held.dropped} rows were left out; the first: {held.why_dropped}"
-            if special := special_tokens_line(source.store, self.prepared.tokenizer):
-                yield f"data: {path}: {special}"
+            lines = token_lines(source.store, self.prepared.tokenizer)
+            yield from (f"data: {path}: {line}" for line in lines)
             if held.replaced:
                 yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
         sources = {path: source for (path, _), source in zip(parse_mixture(config.data), packed.sources, strict=True)}

@@ -152,6 +152,12 @@ def without_marks(template: str) -> str:
 def write_tokenizer(folder: Path, family: str, marks: bool = True) -> Path:
     """Save a byte-level tokenizer with the special tokens of a family, a few merges, and its chat template."""
     template, bos, eos, others = FAMILIES[family]
+    tokenizer_of(template if marks else without_marks(template), bos, eos, others).save_pretrained(folder)
+    return folder
+
+
+def tokenizer_of(template: str, bos: str | None, eos: str, others: list[str]) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer with these special tokens, a few merges, and a chat template."""
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = [token for token in (bos, eos, *others) if token]
@@ -159,6 +165,5 @@ def write_tokenizer(folder: Path, family: str, marks: bool = True) -> Path:
     bpe.train_from_iterator(["the answer of the assistant\n\n is a number"] * 3, trainer)
     saved = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos)
     saved.add_special_tokens({"additional_special_tokens": others})
-    saved.chat_template = template if marks else without_marks(template)
-    saved.save_pretrained(folder)
-    return folder
+    saved.chat_template = template
+    return saved

@@ -26,7 +26,7 @@ import usp.data.tokenizing
 from tests.usp.data.chat_templates import write_tokenizer
 from usp.__main__ import main
 from usp.config import TrainConfig
-from usp.data.cache import cached_store, find_data, open_data, special_tokens_line
+from usp.data.cache import cached_store, find_data, open_data, token_lines
 from usp.data.chats import Chat
 from usp.data.documents import keys_of
 from usp.data.sources import find_files
@@ -160,7 +160,7 @@ def test_the_first_lines_name_the_keys_that_are_read_and_those_that_are_not(
     assert "written out, <|im_start|>, remain text: give --parse-special-tokens" in shown
     parsed = load_tokenizer(str(chatml), parse_special=True)
     files = find_files(str(tmp_path / "b.jsonl"))
-    assert special_tokens_line(cached_store(files, "", parsed, tmp_path / "cache"), parsed) == ""
+    assert not list(token_lines(cached_store(files, "", parsed, tmp_path / "cache"), parsed))
 
 
 def test_messages_in_a_later_row_are_not_overlooked(tmp_path: Path, chatml: Path) -> None:
