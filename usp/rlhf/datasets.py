@@ -46,7 +46,7 @@ from usp.data.chats import (
 )
 from usp.data.documents import DROP, REFUSE, keys_lines, without_nulls
 from usp.data.sources import STDLIB, DataFile, find_files, open_text, read_json
-from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked
+from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked, unended, unended_line
 from usp.run.failures import nearest
 
 from .samples import Samples, balance, mini_batch_ids
@@ -65,6 +65,7 @@ class Example:
     answer: str  # the correct response
     rejected: str = ""  # a worse response, for preference pairs
     sequences: tuple[tuple[Ids, Mask], ...] = ()  # of a file's lines that are trained on whole, see `sequences_of`
+    unended: int = 0  # answers in these without a token that ends a response
 
 
 class FileExamples(list[Example]):
@@ -193,6 +194,7 @@ def open_examples(
         raise ValueError(f"data={data} holds {f'no good line: {bad[0]}' if bad else none}")
     left_out = {"are too long for the context and left out": long, "were left out by --bad-rows drop": bad}
     notes = [f"{len(each)} lines {why}; the first: {each[0]}" for why, each in left_out.items() if each]
+    notes += filter(None, [unended_line(sum(example.unended for example in examples), tokenizer)])
     return FileExamples(examples, (*keys_lines(read, "lines"), *notes))
 
 
@@ -243,7 +245,9 @@ def _parse(
 ) -> Example:
     _add_names(row, "answer" in keys, tokenizer, where)
     first = MESSAGES if MESSAGES in row and PROMPT not in row else PROMPT
-    split = _answered(row[first], where) if "answer" in keys and "answer" not in row and first == MESSAGES else {}
+    # What the assistant writes at the end of a chat is no part of its prompt, also where nobody asks for the answer.
+    asked = first == MESSAGES and "chosen" not in keys and not (whole and "answer" in row)
+    split = _answered(row, where) if asked else {}
     row.update(dict.fromkeys(set(optional) - row.keys(), "") | split)
     for key in (first, *keys[1:]):
         if key not in row:
@@ -255,18 +259,19 @@ def _parse(
     if len(prompt) > longest:
         fits = f"expected 1 to {longest} so that the response fits the model's context"
         raise _TooLong(f"a prompt of {len(prompt)} tokens, {fits}: {advice}")
-    sequences = []
+    sequences, endless = [], 0
     for key in keys[1:] if whole else ():
         content = completed(row, first, key, where)
         if isinstance(content, Chat) and split:
             content = replace(content, prompt=0)  # with all that the assistant writes, as in train.py
         sequences.append(_sequence(content, tokenizer))
+        endless += unended(tokenizer, *sequences[-1]) if isinstance(content, Chat) else 0
         if (tokens := len(sequences[-1][0])) > longest:
             sizes = f"a prompt of {len(prompt)} tokens and {tokens - len(prompt)} under {key!r}"
             raise _TooLong(f"{sizes} exceed the model's context of {longest}: {advice}")
     texts = {key: "" if whole and isinstance(row[key], list) else text_of(row[key], key, where) for key in keys[1:]}
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
-    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences))
+    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences), endless)
 
 
 def _add_names(row: _Row, answered: bool, tokenizer: Tokenizer, where: str) -> None:
@@ -283,12 +288,13 @@ def _add_names(row: _Row, answered: bool, tokenizer: Tokenizer, where: str) -> N
         row[PROMPT] = f"{question}\n" if tokenizer.chats is None else [{"role": USER, "content": question}]
 
 
-def _answered(value: Any, where: str) -> dict[str, Any]:
-    """Return a chat that the assistant's message ends as a prompt and its answer; nothing for another."""
-    messages = messages_of(value, MESSAGES, where)
+def _answered(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a chat that the assistant's message ends as a prompt, and its answer if the row has no other; nothing for
+    another chat."""
+    messages = messages_of(row[MESSAGES], MESSAGES, where)
     if messages[-1]["role"] != "assistant":
         return {}
-    return {MESSAGES: messages[:-1], "answer": messages[-1:]}
+    return {MESSAGES: messages[:-1], "answer": row.get("answer", messages[-1:])}
 
 
 def _prompt(row: dict[str, Any], key: str, tokenizer: Tokenizer, where: str, tools: list[dict[str, Any]] | None) -> Ids:
