@@ -18,7 +18,7 @@ from usp.data.sources import STDLIB
 from usp.data.tokenizer import Tokenizer, same_ids
 from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
-from usp.hf.models import context_length, end_of_sequence_ids, is_scalar, model_facts
+from usp.hf.models import context_length, is_scalar, model_facts, stop_tokens
 from usp.hf.routers import replay_problem, routed_width
 from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
@@ -392,7 +392,7 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> E
         Processes(config.environment, config.environment_timeout, settings),
         examples,
         tokenizer.decode,
-        partial(ids_between, tokenizer.encode, tokenizer.chats),
+        partial(ids_between, tokenizer.encode_text, tokenizer.chats),
         config.max_turns,
         config.max_observation_tokens,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
@@ -430,8 +430,8 @@ def _stops(config: RlhfConfig, tokenizer: Tokenizer, vocabulary: int) -> dict[st
     work = Generate(stop_ids=tuple(ids), stop_strings=strings)
     if problems := stop_problems(work, tokenizer.encode, tokenizer.decode, vocabulary):
         raise ValueError(f"--stop-ids = {config.stop_ids}, --stop = {config.stop}: {'; '.join(problems)}")
-    ends = {*ids, *end_of_sequence_ids(config.model), *(() if tokenizer.eos is None else (tokenizer.eos,))}
-    return {"stop_ids": tuple(sorted(ends)), "stop_strings": strings}
+    ends = tuple(sorted({*ids, *stop_tokens(config.model, tokenizer.eos)}))
+    return {"stop_ids": ends, "stop_strings": strings}
 
 
 def _reference_violations(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,11 @@ def test_responses_end_as_the_tokenizer_the_generation_config_and_the_flags_say(
     model.save_pretrained(tmp_path / "model")
     config = RlhfConfig(model=str(tmp_path / "model"), tokenizer="bytes", output=str(tmp_path / "run"))
     assert generate_of(config).stop_ids == (1, 5, 9)
+    (tmp_path / "model" / "generation_config.json").rename(tmp_path / "kept.json")
+    fields = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields | {"eos_token_id": 6}))
+    assert generate_of(config).stop_ids == (1, 6)
+    (tmp_path / "kept.json").rename(tmp_path / "model" / "generation_config.json")
     asked = generate_of(replace(config, stop_ids="17, 9", stop='["</a>", "\\n"]'))
     assert asked.stop_ids == (1, 5, 9, 17) and asked.stop_strings == ("</a>", "\n")
     assert generate_of(replace(config, model="tiny", stop="Q:")).stop_strings == ("Q:",)

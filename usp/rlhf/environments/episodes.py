@@ -217,7 +217,7 @@ class Episodes:
 
     Attributes:
         examples: with a prompt, ids, and an answer each, by prompt_index. decode: returns the text of ids.
-        observe: returns the ids that the policy reads, of an observation and the last token before it. Raises
+        observe: returns the ids that the policy reads, of an observation and the ids of the turn before it. Raises
             ValueError for messages without a chat template.
         max_turns: of the policy.
         max_observation_tokens: of all observations of an episode, which ends before one that exceeds them.
@@ -229,7 +229,7 @@ class Episodes:
     processes: Processes
     examples: Any
     decode: Callable[[Sequence[int]], str]
-    observe: Callable[[Observation, int], list[int]]
+    observe: Callable[[Observation, Sequence[int]], list[int]]
     max_turns: int = 8
     max_observation_tokens: int = 1024
     failure: Literal["stop", "zero", "drop"] = "stop"
@@ -258,16 +258,17 @@ def score_of_failure(failure: str, blame: str) -> float:
     return 0.0 if failure == "zero" or (blame == TEXT and failure == "stop") else math.nan
 
 
-def ids_between(encode: Callable[[str], Iterable[int]], chats: Any, observation: Observation, last: int) -> list[int]:
-    """Return the ids that follow a turn that ended with the token `last`: of text, or of messages up to where the next
-    turn begins, by a chat template (`usp.hf.tokenizers.ChatTemplate`), which may end the turn with the same token.
-    Raises ValueError for messages without a template."""
+def ids_between(
+    encode: Callable[[str], Iterable[int]], chats: Any, observation: Observation, turn: Sequence[int]
+) -> list[int]:
+    """Return the ids that follow a turn of these ids: of text, or of messages up to where the next turn begins, by a
+    chat template (`usp.hf.tokenizers.ChatTemplate`), whose ending of a turn is not repeated. Raises ValueError for
+    messages without a template."""
     if isinstance(observation, str):
         return [int(token) for token in encode(observation)]
     if chats is None:
         raise ValueError("it answered with messages, and the tokenizer has no chat template: answer with text")
-    ids = chats.between(observation).tolist()
-    return ids[1:] if ids[:1] == [last] else ids
+    return [int(token) for token in chats.between(observation, turn)]
 
 
 # In the process of an environment

@@ -130,7 +130,7 @@ class Turns:
         if not (error or answer.done or over):
             assert answer.observation is not None
             try:
-                ids = self._episodes.observe(answer.observation, rollout.tokens[-1])
+                ids = self._episodes.observe(answer.observation, rollout.tokens)
             except Exception as refused:  # of a template or a tokenizer, at a text from outside
                 error, blame = str(refused) if isinstance(refused, ValueError) else one_line(refused), ENVIRONMENT
         if error:

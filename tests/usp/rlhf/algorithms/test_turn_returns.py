@@ -26,7 +26,7 @@ PROMPT = 3
 
 
 def episodes() -> Episodes:
-    return Episodes(Processes("nothing.py:Nothing"), (), str, lambda observation, last: [])
+    return Episodes(Processes("nothing.py:Nothing"), (), str, lambda observation, turn: [])
 
 
 def samples() -> Samples:

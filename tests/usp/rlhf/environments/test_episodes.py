@@ -90,13 +90,13 @@ def test_a_process_takes_one_episode_after_another(processes: Processes) -> None
 
 def test_ids_between_turns() -> None:
     tokenizer, messages = ByteTokenizer(), [{"role": "tool", "content": "42"}]
-    assert ids_between(tokenizer.encode, None, "42", 5) == tokenizer.encode("42").tolist()
+    assert ids_between(tokenizer.encode, None, "42", [5]) == tokenizer.encode("42").tolist()
     with pytest.raises(ValueError, match="has no chat template: answer with text"):
-        ids_between(tokenizer.encode, None, messages, 5)
+        ids_between(tokenizer.encode, None, messages, [5])
     written = ByT5Tokenizer()
     written.chat_template = CHATML
-    chats = ChatTemplate(written, "bytes")
+    chats = ChatTemplate(written, "bytes", stops=(1,))
     following = tokenizer.encode("\n<|im_start|>tool\n42").tolist()
     following += [1, *tokenizer.encode("\n<|im_start|>assistant\n").tolist()]
-    assert ids_between(tokenizer.encode, chats, messages, 1) == following  # the turn ended with </s> itself
-    assert ids_between(tokenizer.encode, chats, messages, 5) == [1, *following]
+    assert ids_between(tokenizer.encode, chats, messages, [5, 1]) == following  # the turn ended with </s> itself
+    assert ids_between(tokenizer.encode, chats, messages, [5]) == [1, *following]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,7 @@ def examples() -> list[Example]:
     return [Example(draw.integers(0, VOCAB, n), letters(draw.integers(0, VOCAB, 2).tolist())) for n in LENGTHS]
 
 
-def observe(observation: Observation, last: int) -> list[int]:
+def observe(observation: Observation, turn: Sequence[int]) -> list[int]:
     assert isinstance(observation, str)
     return [(ord(letter) - 256) % VOCAB for letter in observation]
 
@@ -81,7 +82,7 @@ def alone(
         ids, owners = ids + turn, owners + [environment.turns + 1] * len(turn)
         observation, reward, done = environment.step(letters(turn))
         rewards.append(reward)
-        observed = observe(observation, turn[-1])
+        observed = observe(observation, turn)
         if done or own + len(turn) == most or environment.turns == max_turns or len(ids) + len(observed) >= CONTEXT:
             break
         ids, owners = ids + observed, owners + [0] * len(observed)
