@@ -223,8 +223,8 @@ def unified_attention(
         gradient; a key of several indices counts for one of them.
     """
     if not len(q_BSNH):
-        given = q_BSNH, k_BSKH, v_BSKV, *joint, sinks
-        return _no_rows(given, plan.joint_queries, return_lse, indices if return_weights else None)
+        tensors = q_BSNH, k_BSKH, v_BSKV, *joint, sinks
+        return _no_rows(tensors, plan.joint_queries, return_lse, indices if return_weights else None)
     if isinstance(program, RingProgram) and plan.of_itself and not return_lse:
         assert k_BSKH is not None and v_BSKV is not None
         call = plan, program, ulysses, ring

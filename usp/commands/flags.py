@@ -222,7 +222,7 @@ def _effective(config: Any, line: Collection[str], file: Collection[str], path: 
             config = without(next(name for name in pair if name not in line), both)
         elif is_default(pair[0]) and (given or (pair[0] == "steps" and {*pair} <= {*file})):
             refused.append(f"{both}: give one of them")
-    if "steps" in line and is_default("steps") and getattr(config, "curriculum", ()):
+    if "steps" in line and is_default("steps") and bool(getattr(config, "curriculum", ())):
         refused.append(f"--steps = {config.steps} and --curriculum both set the length of the run: give one")
     found = config.without_effect() if program is not object else {}
     refused += [why for name, why in found.items() if name in line and name not in own and is_default(name)]
