@@ -330,7 +330,7 @@ class Command:
             except ConfigurationError as error:
                 mistake = error
             unmet, launch = launch, replace(launch, attempt=-1 - launch.attempt)  # for `end`, in no attempt's way
-            launch = meet(unmet, config.hang_timeout)
+            launch = meet(unmet, getattr(config, "hang_timeout", TrainConfig.hang_timeout))
             if mistake is not None:
                 raise mistake
             with stop.listening():
