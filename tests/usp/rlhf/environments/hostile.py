@@ -51,7 +51,8 @@ MOST = 200_000  # characters of a turn
 
 def text(draw: random.Random, most: int = MOST) -> str:
     """A few pieces, each repeated up to 70,000 times."""
-    pieces = ("".join(draw.choice(PIECES) * draw.choice(LENGTHS)) for _ in range(draw.randint(1, 6)))
+    drawn = [(draw.choice(PIECES), draw.choice(LENGTHS)) for _ in range(draw.randint(1, 6))]
+    pieces = (piece * min(number, most) for piece, number in drawn)
     return "".join(pieces)[:most]
 
 
