@@ -323,7 +323,8 @@ class Command:
         set_library_defaults(launch, environ)
         environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # DeepSpeed reads it even without a launcher
         stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")
-        config, mistake = self.config(), None
+        config: Any = self.config()
+        mistake: ConfigurationError | None = None
         try:
             try:
                 config = parse(argv, self.config, self.prog, show_help=launch.rank == 0)

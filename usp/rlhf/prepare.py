@@ -236,7 +236,7 @@ def _with_rates(config: RlhfConfig, algorithm: Algorithm, sft_steps: int) -> Rlh
     preset, pretrained = algorithm.learning_rate, algorithm.pretrained_rate
     if config.lora_rank:
         preset, pretrained, sft = LORA_FACTOR * pretrained, LORA_FACTOR * pretrained, LORA_RATE
-    rates = {"learning_rate": settled_rate(config.learning_rate, config.model, preset, pretrained)}
+    rates: dict[str, Any] = {"learning_rate": settled_rate(config.learning_rate, config.model, preset, pretrained)}
     if has_critic(config, algorithm):
         rates["critic_learning_rate"] = settled_rate(config.critic_learning_rate, critic, preset=CRITIC_RATE)
     if sft_steps:

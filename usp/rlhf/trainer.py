@@ -133,7 +133,8 @@ def _after_sft(
             dist.barrier()
     # Degrees that the plan does not use were for the supervised steps.
     unused = ("sft_learning_rate", *unused_layout_flags(prepared.config.plan))
-    rest = {name: getattr(RlhfConfig, name) for name in unused} | {"model": str(folder / MODEL), "sft_steps": 0}
+    rest: dict[str, Any] = {name: getattr(RlhfConfig, name) for name in unused}
+    rest |= {"model": str(folder / MODEL), "sft_steps": 0}
     config = replace(prepared.config, **rest)
     return prepare(config, launch, prepared.start, planner)
 
