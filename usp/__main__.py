@@ -21,7 +21,6 @@ COMMANDS = {
     "dry-run": "run one training step of any rank without devices",
     "cost": "compare communication and memory of parallelization methods",
     "calibrate": "measure this machine's compute, memory and link speeds (start it with torchrun)",
-    "models": "say which models of transformers run with sequence parallelism, and why others do not",
     "rlhf-plan": "find the ranks and the layout of each model call of an RLHF step",
     "rlhf-dry-run": "run the model calls of one RLHF step of any rank without devices",
     "rlhf-trace": "show the timeline of an RLHF run",

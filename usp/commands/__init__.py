@@ -1,5 +1,4 @@
 """The command lines, one file per program. Each file imports only earlier ones:
 
-flags, models, tokenize, train, rlhf, plan, time, dry_run, rlhf_dry_run, cost, calibrate, rlhf_trace, rlhf_samples,
-rlhf_plan.
+flags, tokenize, train, rlhf, plan, time, dry_run, rlhf_dry_run, cost, calibrate, rlhf_trace, rlhf_samples, rlhf_plan.
 """

@@ -38,8 +38,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
     masking_utils,
@@ -67,7 +65,6 @@ SHARD = (1, 2, 3, 4, 6, 8, 9, 10, 11, 13, 14)
 FEW = (1, 2)  # less than any of the lowered numbers, in number and in position
 FAR = 1 << 24
 TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
-LONGEST = 160  # characters of a reason
 # By model type: a public repository, `source`, and fields of its `config` that differ from transformers' defaults.
 RELEASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("releases.json").read_text())
 
@@ -578,27 +575,3 @@ def tiny_config(model_type: str) -> PretrainedConfig:
         if "is_decoder" in vars(part):
             part.is_decoder = True
     return config
-
-
-def verdict(model_type: str) -> tuple[str, str]:
-    """Return "exact" and the masks, recurrent layers and untried numbers of a type as `tiny_config` has it, or
-    "refused" and why."""
-    try:
-        config = tiny_config(model_type)
-        kind: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-        with torch.device("meta"):
-            model = kind.from_config(config)
-        known = structure(type(model), model.config)
-    except Exception as error:  # of any kind: it is transformers' code that runs
-        cause = error.__cause__ or error
-        return "refused", f"No tiny copy: {type(cause).__name__}: {_cell(str(cause))}"
-    if known.problems:
-        return "refused", _cell("; ".join(known.problems))
-    parts = *(mask.kind for mask in known.masks.values()), *known.mixers, *known.indexers
-    kinds = ", ".join(dict.fromkeys(parts))
-    return "exact", kinds + (f"; not tried at a length: {', '.join(known.untried)}" if known.untried else "")
-
-
-def _cell(text: str) -> str:
-    line = " ".join(text.split()).replace("|", "\\|")
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."

@@ -16,6 +16,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
+from examples.models import verdict
 from usp.hf import probe
 from usp.hf.integrate import rotary_switch
 from usp.hf.probe import Structure, structure, tiny_config
@@ -175,7 +176,7 @@ def test_of_a_refused_type_copies_are_not_built_for_each_number(monkeypatch: pyt
 
     monkeypatch.setattr(probe, "_KNOWN", {})
     monkeypatch.setattr(probe, "_structure_of", counted)
-    assert probe.verdict("blenderbot-small")[0] == "refused" and len(built) == 2
+    assert verdict("blenderbot-small")[0] == "refused" and len(built) == 2
 
 
 def test_a_scale_that_switches_at_a_length_follows_documents() -> None:

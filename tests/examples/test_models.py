@@ -1,4 +1,4 @@
-"""python -m usp models, and the table that it has written."""
+"""python -m examples.models, and the table that it has written."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from usp.__main__ import main
-from usp.commands.models import table
+from examples.models import main, table
 from usp.hf.images import TRAINED
 from usp.hf.probe import causal_lm_types
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 CHOSEN = ["bloom", "gemma3_text", "gemma3n_text", "gpt2", "granite", "rwkv"]
 IMAGES = ["gemma3", "llava", "qwen3_vl"]  # blocks in both directions, one axis of positions, three and deeper features
 
@@ -21,7 +20,7 @@ def test_the_document_is_current(request: pytest.FixtureRequest) -> None:
     """Of the transformers it was written with; all rows with --exhaustive."""
     text = DOCUMENT.read_text()
     if f"transformers {version('transformers')}," not in text:
-        pytest.fail("another transformers is installed: run python -m usp models > docs/models.md")
+        pytest.fail("another transformers is installed: run python -m examples.models > docs/models.md")
     written = [line for line in text.splitlines() if line.startswith("| ")][2:]
     known = sorted({*causal_lm_types(), *TRAINED})
     assert [line.split("|")[1].strip() for line in written] == known
@@ -39,11 +38,11 @@ def test_types_that_are_trained_with_images_are_named(request: pytest.FixtureReq
 
 
 def test_the_command_prints_types_and_refuses_unknown_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "--types", "llama, rwkv"]) == 0
+    assert main(["--types", "llama, rwkv"]) == 0
     shown = capsys.readouterr().out
     assert (
         "| llama |  | exact | causal | yes: pp, tp | yes |" in shown
         and "| rwkv |  | refused | RwkvSelfAttention mix" in shown
     )
-    assert main(["models", "--types", "lama"]) == 1
+    assert main(["--types", "lama"]) == 1
     assert "types=lama: transformers" in capsys.readouterr().err

@@ -1,21 +1,29 @@
-"""python -m usp models: which models of transformers run with sequence parallelism, and why others do not."""
+"""Which models of transformers run with sequence parallelism, and why others do not: a table.
+
+python -m examples.models                                # docs/models.md, in some minutes
+python -m examples.models --types gemma3_text,gpt_oss
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import tyro
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 from tyro.conf import arg
 
 from usp.hf.images import TRAINED, sees_images
 from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, training_problems
-from usp.hf.probe import RELEASES, causal_lm_types, tiny_config, verdict
+from usp.hf.probe import RELEASES, causal_lm_types, structure, tiny_config
 from usp.hf.shrink import dropouts
 from usp.hf.tensor_parallel import tp_problems
 from usp.rlhf.generation.generate import generation_problems
+from usp.run.launch import leave
 from usp.run.tables import Grid
 
 HEADING = """# Models
@@ -51,8 +59,9 @@ text.get_output_embeddings().load_state_dict(model.get_output_embeddings().state
 text.save_pretrained(folder)
 ```
 
-This file is written by `python -m usp models > docs/models.md`.
+This file is written by `python -m examples.models > docs/models.md`.
 """
+LONGEST = 160  # characters of a reason
 
 
 @dataclass(frozen=True)
@@ -61,17 +70,6 @@ class ModelsConfig:
 
     types: Annotated[str, arg(metavar="TYPE,TYPE,...", help_behavior_hint="(default: all)")] = ""
     """Model types of transformers, such as gemma3_text,gpt_oss."""
-
-
-def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
-    """Print the table that `argv` asks for; raise ValueError naming unknown types."""
-    asked = tyro.cli(ModelsConfig, args=argv, prog=prog)
-    known = sorted({*causal_lm_types(), *TRAINED})
-    types = [name.strip() for name in asked.types.split(",")] if asked.types else known
-    if unknown := sorted(set(types) - set(known)):
-        raise ValueError(f"types={', '.join(unknown)}: transformers {version('transformers')} has no such model")
-    print(HEADING.format(version=version("transformers"), known=", ".join(FAMILIES)))
-    print(table(types).markdown(), end="")
 
 
 def table(types: Iterable[str]) -> Grid:
@@ -103,3 +101,50 @@ def _degrees(config: ModelConfig) -> Iterator[str]:
         yield "tp"
     if (facts := model_facts("", config)).num_experts and facts.divides_experts:
         yield "ep"
+
+
+def verdict(model_type: str) -> tuple[str, str]:
+    """Return "exact" and the masks, recurrent layers and untried numbers of a type as `tiny_config` has it, or
+    "refused" and why."""
+    try:
+        config = tiny_config(model_type)
+        kind: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+        with torch.device("meta"):
+            model = kind.from_config(config)
+        known = structure(type(model), model.config)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        cause = error.__cause__ or error
+        return "refused", f"No tiny copy: {type(cause).__name__}: {_cell(str(cause))}"
+    if known.problems:
+        return "refused", _cell("; ".join(known.problems))
+    parts = *(mask.kind for mask in known.masks.values()), *known.mixers, *known.indexers
+    kinds = ", ".join(dict.fromkeys(parts))
+    return "exact", kinds + (f"; not tried at a length: {', '.join(known.untried)}" if known.untried else "")
+
+
+def _cell(text: str) -> str:
+    line = " ".join(text.split()).replace("|", "\\|")
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table that `argv` asks for; return 0, or 1 after printing which types are unknown."""
+    asked = tyro.cli(ModelsConfig, args=argv, prog="python -m examples.models")
+    known = sorted({*causal_lm_types(), *TRAINED})
+    types = [name.strip() for name in asked.types.split(",")] if asked.types else known
+    if unknown := sorted(set(types) - set(known)):
+        print(
+            f"error: types={', '.join(unknown)}: transformers {version('transformers')} has no such model",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        print(HEADING.format(version=version("transformers"), known=", ".join(FAMILIES)))
+        print(table(types).markdown(), end="")
+    except BrokenPipeError:  # the reader of the output, such as `head`, has gone
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
