@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["attention", "attention.*", "parallel", "parallel.*", "usp", "usp.*"]),
     package_data={
-        "parallel.cluster": ["nodes/*.json"],
+        "parallel.cluster": ["nodes/*.json", "peaks.json"],
         "usp.hf": ["releases.json"],
         "usp.planning": ["page.html"],
         "usp.rlhf": ["sample_page.html"],

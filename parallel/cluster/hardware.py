@@ -29,33 +29,7 @@ PCIE4_X16 = 25e9  # bytes per second in one direction, as copies of pinned memor
 DDR4_SOCKET = 204.8e9  # bytes per second: eight channels of DDR4-3200
 
 # Dense bfloat16 tensor-core peak in FLOP/s by substring of the device name; the first match counts.
-PEAK_BF16: tuple[tuple[str, float], ...] = (
-    ("B300", 2250e12),
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("GH200", 989e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A40", 150e12),
-    ("A30", 165e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L20", 119.5e12),
-    ("L4", 121e12),
-    ("RTX 5090", 209e12),
-    ("RTX 4090", 165e12),
-    ("RTX 3090", 71e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 383e12),
-)
-
+PEAK_BF16: dict[str, float] = json.loads(Path(__file__).with_name("peaks.json").read_text())
 
 POSITIVE = {"rule": Rule("positive and finite", lambda number: 0 < number < math.inf)}
 ANY_SIZE = {"rule": Rule("positive", lambda number: number > 0)}
@@ -225,7 +199,7 @@ class Hardware:
 
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bfloat16 peak of a GPU in FLOP/s; None for unknown devices and CPUs."""
-    return next((peak for part, peak in PEAK_BF16 if part in device_name), None)
+    return next((peak for part, peak in PEAK_BF16.items() if part in device_name), None)
 
 
 def interpolate(curve: Curve, x: float) -> float:
