@@ -20,6 +20,7 @@ setup(
     packages=find_packages(include=["attention", "attention.*", "parallel", "parallel.*", "usp", "usp.*"]),
     package_data={
         "parallel.cluster": ["nodes/*.json", "peaks.json"],
+        "usp": ["presets.json"],
         "usp.hf": ["releases.json"],
         "usp.planning": ["page.html"],
         "usp.rlhf": ["sample_page.html"],
