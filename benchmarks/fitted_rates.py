@@ -1,7 +1,7 @@
 """A hardware file fitted from a run of two ranks, and the steps of other configurations that it predicts.
 
 The machine is calibrated with the heads of the model, one configuration is trained for some steps, a few of them with a
-trace, `usp time --write-hardware` fits the rates by it, and other configurations are trained and predicted, both by the
+trace, examples/fit_hardware.py fits the rates by it, and other configurations are trained and predicted, both by the
 fitted file and by the calibrated one, for documents like those of their runs. All runs of a turn train at once, a step
 of each after the other, because the machine is faster in one minute than in the next; a second run of the first
 configuration shows what is left of that. Each of several turns fits a file of its own.
@@ -88,9 +88,11 @@ def train_in_turns(folder: Path, configurations: Sequence[Sequence[str]]) -> Non
                             print(json.dumps({"step": number, **record.numbers()}), file=file)
 
 
-def predicted(flags: Sequence[str], hardware: Path | str, *more: str) -> dict[str, Any]:
+def predicted(
+    flags: Sequence[str], hardware: Path | str, *more: str, program: Sequence[str] = ("usp", "time")
+) -> dict[str, Any]:
     place = ("--world-size", str(RANKS), "--hardware", str(hardware), "--json")
-    found: dict[str, Any] = json.loads(called(["-m", "usp", "time", *MODEL, *flags, *place, *more]))
+    found: dict[str, Any] = json.loads(called(["-m", *program, *MODEL, *flags, *place, *more]))
     return found
 
 
@@ -131,7 +133,7 @@ def main() -> None:
             quick = ["--quick"] if asked.quick else []
             called(["-m", "benchmarks.fitted_rates", "--train", str(root / str(turn)), *quick], RANKS)
             against = ("--against", str(root / str(turn) / "0"), "--write-hardware", str(root / f"fitted-{turn}.json"))
-            predicted(RUN, calibrated, *against)
+            predicted(RUN, calibrated, *against, program=("examples.fit_hardware",))
         for number, (name, flags) in enumerate(configurations.items()):
             runs = [root / str(turn) / str(number) for turn in range(turns)]
             found: list[list[float]] = [[], []]

@@ -13,7 +13,7 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import arg
 
-from parallel.cluster.hardware import hardware_values, load_hardware
+from parallel.cluster.hardware import load_hardware
 from usp.config import UNPREDICTED, TrainConfig
 
 from .flags import DataFlags, JobFlags, Node, as_kind, check, check_world_size, data_of, output_problem, parse, terms_of
@@ -34,8 +34,6 @@ class TimeConfig(JobFlags, DataFlags, TrainConfig):
     hardware: Node = "h100"
     against: Annotated[str, arg(metavar="RUN", help_behavior_hint="(optional)")] = ""
     """Folder of a run of train.py to compare the prediction with."""
-    write_hardware: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
-    """Write --hardware with rates of compute by the steps of --against, and by its trace if it has one (--profile)."""
     plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
     """Write stacked bars of time and memory to this file."""
     json: bool = False
@@ -45,32 +43,21 @@ class TimeConfig(JobFlags, DataFlags, TrainConfig):
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     asked = parse(argv, TimeConfig, prog, leading_config=True, without=UNPREDICTED - {"train_tokens"})
     check_world_size(asked.world_size)
-    picture, fit = (Path(path).expanduser() if path else None for path in (asked.plot, asked.write_hardware))
-    check(
-        output_problem("--plot", picture, ".png"),
-        output_problem("--write-hardware", fit, ".json"),
-        "--write-hardware needs a run: give its folder as --against" if fit and not asked.against else None,
-    )
+    picture = Path(asked.plot).expanduser() if asked.plot else None
+    check(output_problem("--plot", picture, ".png"))
 
-    from usp.planning.step_report import fitted, measured, plot, render, report_json, step_report
+    from usp.planning.step_report import measured, plot, render, report_json, step_report
 
     config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware, train_tokens=0)
     terms = terms_of(asked)
-    folder = Path(asked.against).expanduser()
-    run = measured(folder) if asked.against else None
+    run = measured(Path(asked.against).expanduser()) if asked.against else None
     name = TimeConfig.hardware if asked.hardware == "auto" else asked.hardware  # auto: of a file
     report = step_report(config, asked.world_size, load_hardware(name), partial(data_of, asked), run)
     if asked.json:
         print(json.dumps(report_json(report, terms), indent=2))
     else:
         Console().print(render(report, terms))
-    written = []
     if picture:
         plot(report).savefig(picture, dpi=150)
-        written.append(f"written: {picture}")
-    if run and fit:
-        values, words = fitted(report, hardware_values(name), run, folder)
-        fit.write_text(json.dumps(values, indent=1) + "\n")
-        written.append(f"written: {fit}: {words}")
-    if written and not asked.json:
-        print("\n".join(written), file=sys.stderr)
+        if not asked.json:
+            print(f"written: {picture}", file=sys.stderr)

@@ -1,33 +1,21 @@
-"""The predicted step of a configuration: seconds by part, MFU, memory, and a run's own metrics beside them; and rates
-of a machine by a run, the hardware file by which the run's step is predicted to take what it took.
-
-A run of one configuration tells few numbers apart. The duration of its steps gives one, a factor of all compute. Traces
-of some steps (--profile) also tell the proportion of matrix products, attention and memory-bound operators; on a CPU
-also the host's time, a factor of all links, and how long ranks wait for each other: a collective takes as long as on
-the rank that comes to it last. A GPU's links and launches, and copies to the host, keep the rates of the file that the
-fit begins with."""
+"""The predicted step of a configuration: seconds by part, MFU, memory, and a run's own metrics beside them."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import re
 import sys
-from bisect import bisect
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Group, RenderableType
 
-from parallel.cluster.hardware import Hardware, hardware_from_mapping
+from parallel.cluster.hardware import Hardware
 from usp.config import TrainConfig
 from usp.hf.models import formula_violation, model_facts
 from usp.model.facts import ModelFacts
@@ -47,20 +35,6 @@ from .job_cost import JobCost, Terms, job_cost, job_grid, missing_prices
 if TYPE_CHECKING:  # with transformers' models it takes seconds to import
     from usp.train.dry_run import DryRun
 
-PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound operators"  # as in `StepTime.parts`
-LAUNCHES, WAITS, MESSAGES, STEP = "kernel launches", "exposed waiting for other ranks", "messages", "step"
-FIRST = {LAUNCHES: ("launch_seconds", 1e-5), WAITS: ("wait_fraction", 0.1)}  # on a CPU, where the fit begins
-FEWEST_STEPS = 10
-LEAST = 0.05  # part of a step that a component takes if its rate can be told from that of the others
-ROUNDS, TOLERANCE = 100, 1e-4  # of the fit, which converges by a constant factor in each round
-_KERNELS = {ATTENTION: r"flash|fmha|cudnn\w*sdpa", PRODUCTS: r"gemm|nvjet", MEMORY: r"^(?!nccl)"}  # by names on a GPU
-_ON_CPU = {  # by names of torch's operators
-    ATTENTION: r"^aten::_(scaled_dot_product|flash)_\w*attention\w*$",
-    PRODUCTS: r"^aten::(addmm|mm|bmm|baddbmm|_grouped_mm|_scaled_mm)$",
-    MEMORY: r"^aten::",
-    LAUNCHES: r"^autograd::|^step \d+$",
-}
-TRACES = 8  # to read
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 
 
@@ -301,139 +275,3 @@ def plot(report: StepReport) -> Any:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, fontsize="small")
     figure.suptitle(f"{report.job.config.model}, {report.job.world_size} x {report.hardware.name}", fontsize="medium")
     return figure
-
-
-def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: Path) -> tuple[dict[str, Any], str]:
-    """Fit the rates in the `values` of a hardware file so that a step is predicted to take what it took in a run, and
-    its parts in proportion to those of traces in the run's folder; return the new values, and by how much they differ.
-    Raise ConfigurationError if the run does not determine the rates."""
-    traced = traced_parts(where) if report.job.dims.pp == 1 else {}  # stages differ
-    if run.steps < FEWEST_STEPS:
-        raise ConfigurationError(
-            f"--write-hardware: {where} has {run.steps} steps after the first ones, and a median of at least "
-            f"{FEWEST_STEPS} determines rates: let it run longer"
-        )
-    per_traced = run.seconds / traced.pop(STEP, 1.0)
-    known = {name: per_traced * traced.pop(name) for name in (LAUNCHES, WAITS, MESSAGES) if name in traced}  # seconds
-    whole = sum(traced.values())
-    told = {name: took / whole for name, took in traced.items() if took > LEAST * whole}
-    factors = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY), 1.0)
-    if report.job.config.compile:
-        known.pop(LAUNCHES, None)
-    for name, (key, first) in FIRST.items():
-        if name in known:
-            values = {**values, key: (values.get(key) or first) if known[name] else 0.0}
-    for _ in range(ROUNDS):
-        time = replace(report, hardware=hardware_from_mapping(scaled(values, factors), str(where))).time
-        parts = {name: time.parts[name] for name in (PRODUCTS, ATTENTION, MEMORY)}
-        parts[MEMORY] += time.parts["optimizer"]
-        rest = {name: time.parts.get(name, 0.0) for name in (LAUNCHES, WAITS)}
-        rest[MESSAGES] = time.total - sum((parts | rest).values())
-        known = {name: took for name, took in known.items() if took > 0 and rest[name] > 0}
-        compute = run.seconds - sum((rest | known).values())
-        if compute <= LEAST * run.seconds:
-            raise ConfigurationError(
-                f"--write-hardware: by the rates of --hardware, what {where} does besides compute takes all of its "
-                f"{run.seconds:.3g} s: calibrate the machine, or give a run that computes more and communicates less"
-            )
-        others = sum(took for name, took in parts.items() if name not in told) / max(1 - sum(told.values()), TOLERANCE)
-        changes = {name: (parts[name] / told[name] if name in told else others) / compute for name in parts}
-        changes |= {name: rest[name] / took for name, took in known.items()}
-        factors = {name: factors.get(name, 1.0) * change for name, change in changes.items()}
-        if max(abs(change - 1) for change in changes.values()) < TOLERANCE:
-            break
-    else:
-        raise ConfigurationError(
-            f"--write-hardware: no rates of compute give the step of {where}, which waits for its host or its messages"
-        )
-    before, text = values.get("source", []), ", ".join(f"{name} {factors[name]:.2f}" for name in parts)
-    source = [f"rates by the steps of {where}", *([before] if isinstance(before, str) else before)]
-    found = {**scaled(values, factors), "source": source}
-    launches = f"take {1e6 * found['launch_seconds']:.3g} us each" if LAUNCHES in known else "keep theirs"
-    links = f"links {factors[MESSAGES]:.2f}" if MESSAGES in known else "links keep theirs"
-    links += f", waiting for other ranks {found['wait_fraction']:.0%} of the compute" if WAITS in known else ""
-    return found, f"times the rates of before: {text}; launches {launches}, {links}, copies to the host keep theirs"
-
-
-def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str, Any]:
-    """Return the values of a hardware file with other rates. An efficiency above 1 raises the peaks."""
-    efficiency = values["efficiency"]
-
-    def curves(of: Any, factor: float) -> Any:
-        if isinstance(of, Mapping):
-            return {name: curves(curve, factor) for name, curve in of.items()}
-        return [[size, factor * share] for size, share in of]
-
-    def links(of: Mapping[str, Any], factor: float) -> dict[str, Any]:
-        times = {"alpha_seconds": 1 / factor, "bytes_per_second": factor, "shared_bytes_per_second": factor}
-        found = {name: value * times[name] if name in times else value for name, value in of.items()}
-        return {name: links(value, factor) if isinstance(value, Mapping) else value for name, value in found.items()}
-
-    products = curves(efficiency["matmul"], factors[PRODUCTS])
-    attention = curves(efficiency["attention"], factors[ATTENTION])
-    shares = [products, *(curve for kernel in attention.values() for curve in kernel.values())]
-    above = max(1.0, *(share for curve in shares for _, share in curve))
-    peaks = hardware_from_mapping(values, "to be fitted").peak_flops
-    return {
-        **values,
-        "peak_flops": {dtype: above * peak for dtype, peak in peaks.items()},
-        "memory_bytes_per_second": factors[MEMORY] * values["memory_bytes_per_second"],
-        "tiers": [links(tier, factors.get(MESSAGES, 1.0)) for tier in values["tiers"]],
-        "launch_seconds": values.get("launch_seconds", 0.0) / factors.get(LAUNCHES, 1.0),
-        "wait_fraction": values.get("wait_fraction", 0.0) / factors.get(WAITS, 1.0),
-        "efficiency": {**efficiency, "matmul": curves(products, 1 / above), "attention": curves(attention, 1 / above)},
-    }
-
-
-def traced_parts(folder: Path) -> dict[str, float]:
-    """Return the seconds of a step and of its parts as means over the first ranks whose traces are in the folder of a
-    run, empty without any; those of attention as with the documents of the run's median step."""
-    paths = [folder / "profile" / f"rank-{rank}.json.gz" for rank in range(TRACES)]
-    records = map(json.loads, (folder / METRICS_FILE).read_text().splitlines())
-    documents = {f"step {record.get('step')}": record.get("document_tokens") or 1.0 for record in records}
-    found = [_parts_of_trace(path, documents) for path in paths if path.exists()]
-    if not found or not all(parts for parts, _ in found):
-        return {}
-    took = {name: mean(parts[name] for parts, _ in found) for name in found[0][0]}
-    if MESSAGES in took and len(found) > 1:
-        sums = defaultdict[int, float](float)
-        for each in zip(*(collectives for _, collectives in found), strict=False):
-            sums[each[0][0]] += min(seconds for _, seconds in each)
-        least = min(took[MESSAGES], median(sums.values()) if sums else 0.0)
-        took |= {MESSAGES: least, WAITS: took[MESSAGES] - least}
-    return took
-
-
-def _parts_of_trace(path: Path, documents: Mapping[str, float]) -> tuple[dict[str, float], list[tuple[int, float]]]:
-    """Return the seconds of a rank's parts, and (step, seconds) of each collective by gloo, ordered by its name.
-    documents: their tokens by step."""
-    events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event.get("dur")]
-    steps = [e for e in events if e.get("cat") == "user_annotation" and re.fullmatch(r"step \d+", e["name"])]
-    steps.sort(key=itemgetter("ts"))
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    kinds, starts = _KERNELS if kernels else _ON_CPU, [step["ts"] for step in steps]
-    sent = sorted((e["name"], e["ts"], e["dur"]) for e in events if e["name"].startswith("gloo:"))
-    found = [dict.fromkeys((*kinds, ""), 0.0) for _ in range(1 + len(steps))]  # first what comes before all steps
-    calls = list[tuple[Any, float, str]]()  # outer ones: thread, end, kind
-    events = kernels or [*steps, *(event for event in events if event.get("cat") == "cpu_op")]
-    for event in sorted(events, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
-        while calls and (calls[-1][0] != event["tid"] or calls[-1][1] <= event["ts"]):
-            calls.pop()
-        outer, parts = calls[-1][2] if calls else "", found[bisect(starts, event["ts"])]
-        named = (name for name, pattern in kinds.items() if re.search(pattern, event["name"]))
-        kind = outer if outer in (PRODUCTS, ATTENTION) else next(named, "")
-        parts[kind] += event["dur"]
-        parts[outer] -= event["dur"]
-        calls.append((event["tid"], event["ts"] + event["dur"], kind))
-    if not steps:
-        return {}, []
-    usual = median(documents.values())
-    for step, parts in zip(steps, found[1:], strict=True):
-        more = (usual / documents.get(step["name"], usual) - 1) * parts[ATTENTION]
-        parts[ATTENTION] += more
-        step["dur"] += more
-    took = {name: median(parts[name] for parts in found[1:]) for name in kinds}
-    took[STEP] = median(step["dur"] for step in steps)
-    if LAUNCHES in took:
-        took[MESSAGES] = max(0.0, took[STEP] - sum(took[name] for name in kinds))
-    return {name: 1e-6 * each for name, each in took.items()}, [(bisect(starts, at), 1e-6 * dur) for _, at, dur in sent]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from examples.fit_hardware import ATTENTION, LAUNCHES, MEMORY, MESSAGES, PRODUCTS, WAITS, main, scaled
 from parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_values, load_hardware
-from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.planning.step_report import ATTENTION, LAUNCHES, MEMORY, MESSAGES, PRODUCTS, WAITS, measured, scaled
+from usp.planning.step_report import measured
 from usp.predict.job import ONE_DOCUMENT, Data
 from usp.predict.seconds import StepTime, step_seconds
 from usp.run.failures import ConfigurationError
@@ -96,7 +96,7 @@ def test_a_run_tells_the_rates_of_its_machine(
     values = scaled(hardware_values("h100"), truth)
     write_run(tmp_path, values, trace=trace)
     file = tmp_path / "fitted.json"
-    assert main(["time", *FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
+    assert main([*FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
     assert told in " ".join(capsys.readouterr().err.split())
     fitted, true = load_hardware(str(file)), hardware_from_mapping(values, "truth")
     for config, world_size in OTHERS:
@@ -147,7 +147,7 @@ def test_traces_of_a_cpu_tell_what_its_operators_take_besides_their_work(
     write_cpu_traces(tmp_path, time, time.parts[WAITS])
     file = tmp_path / "fitted.json"
     base = [*FLAGS, "--hardware", str(tmp_path / "cpu.json")]
-    assert main(["time", *base, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
+    assert main([*base, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "memory-bound operators 0.80; launches take 300 us each, links 0.40, waiting" in said, said
     assert "waiting for other ranks 15% of the compute" in said
@@ -162,7 +162,7 @@ def test_a_run_of_documents_tells_the_same_rates(tmp_path: Path) -> None:
     values = scaled(hardware_values("h100"), UNLIKE)
     write_run(tmp_path, values, trace=True, documents=12000)
     file = tmp_path / "fitted.json"
-    assert main(["time", *FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
+    assert main([*FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
     fitted, true = load_hardware(str(file)), hardware_from_mapping(values, "truth")
     for config, world_size in OTHERS:
         expected = predicted(config, world_size, true).total
@@ -188,7 +188,7 @@ def test_one_factor_is_not_three(tmp_path: Path) -> None:
     values = scaled(hardware_values("h100"), UNLIKE)
     time = write_run(tmp_path, values, trace=False)
     file = tmp_path / "fitted.json"
-    assert main(["time", *FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
+    assert main([*FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
     assert predicted(RUN, 8, load_hardware(str(file))).total == pytest.approx(time.total, rel=1e-3)
     longer, world_size = OTHERS[0]
     expected = predicted(longer, world_size, hardware_from_mapping(values, "truth")).total
@@ -208,6 +208,6 @@ def test_runs_that_tell_no_rates_are_refused(
 ) -> None:
     write_run(tmp_path, hardware_values("h100"), steps, trace=False, seconds=seconds)
     against = [*flags, str(tmp_path)] if flags else []
-    assert main(["time", *FLAGS, *against, "--write-hardware", str(tmp_path / "fitted.json")]) == 1
+    assert main([*FLAGS, *against, "--write-hardware", str(tmp_path / "fitted.json")]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "fitted.json").exists()
