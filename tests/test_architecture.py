@@ -22,19 +22,19 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 5275,
+    "attention": 5310,
     "parallel": 4010,
     "usp/commands": 1270,
-    "usp/data": 2750,
-    "usp/hf": 6800,
+    "usp/data": 2900,
+    "usp/hf": 7190,
     "usp/model": 675,
     "usp/planning": 3890,
     "usp/predict": 3460,
-    "usp/rlhf": 12775,
-    "usp/run": 1275,
-    "usp/sp": 2250,
+    "usp/rlhf": 13290,
+    "usp/run": 1315,
+    "usp/sp": 2280,
     "usp/train": 3970,
-    "usp": 41670,
+    "usp": 41650,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
