@@ -153,7 +153,8 @@ class ChatTemplate:
         following = _guarded(list(messages), re.compile(_any_of(self._special)), guard)
         refused: ValueError | None = None
         calls = [_call_of(message) for message in takewhile(lambda message: message.get("role") == TOOL, messages)]
-        for said in ({"tool_calls": calls}, {}) if calls else ({},):
+        said_first: list[dict[str, Any]] = [{"tool_calls": calls}, {}] if calls else [{}]
+        for said in said_first:
             try:
                 text, begin = self._following(following, **said)
                 found.append((self._written(text[begin:], turn), begin, text))
@@ -190,7 +191,7 @@ class ChatTemplate:
     def _written(self, following: str, turn: Sequence[int]) -> int:
         """Return how many characters of what the template writes after a turn the turn has itself, or leaves out: those
         before its stop token, and the token that it has another stop token for."""
-        written = self.tokenizer.decode(list(turn[-TAIL:]), spaces_between_special_tokens=False)
+        written = str(self.tokenizer.decode(list(turn[-TAIL:]), spaces_between_special_tokens=False))
         places = range(min(len(following), len(written)), 0, -1)
         most = next((place for place in places if written.endswith(following[:place])), 0)
         last = next((token for token in self._ends if written.endswith(token)), "")

@@ -232,8 +232,9 @@ def deciding(config: Any) -> dict[str, Any]:
 
 def forget_kernels(model: torch.nn.Module) -> None:
     """Drop what kernels on CPUs hold of a vLLM model's weights in layouts of their own."""
-    for layer in model.modules():
-        experts: Any = getattr(layer, "quant_method", None)
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
+        experts = getattr(layer, "quant_method", None)
         if hasattr(experts, "moe_kernel"):
             experts.moe_kernel = None  # else it leaves the next experts as in files, which kernels do not read
         if hasattr(layer, "cpu_linear"):

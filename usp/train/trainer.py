@@ -303,8 +303,8 @@ class Trainer(TrainingLoop):
             yield f"stage {number} of {len(stages)}: {steps}"
         if dist.get_world_size() > 1:
             yield f"ranks: {dist.get_world_size()} ({self.stage.dims}), layout {config.sp_layout}"
-        steps = self.stage.last - max(self.stage.first - 1, self.stage.batches.begun[0])
-        begins, ends = self._epochs(0), self._epochs(steps * self.stage.sequences)
+        left = self.stage.last - max(self.stage.first - 1, self.stage.batches.begun[0])
+        begins, ends = self._epochs(0), self._epochs(left * self.stage.sequences)
         epochs = {path: end - begins[path] for path, end in ends.items()}
         parts = zip(parse_mixture(config.data), self.stage.left_out, packed.sources, packed.weights, strict=True)
         for (path, _), left_out, source, weight in parts:
