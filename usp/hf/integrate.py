@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from attention import DecodeStep, Prefill
-from parallel import ParallelMesh
+from parallel import ParallelMesh, agree
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import Handle, UnifiedSPAttention, ulysses_violations
@@ -257,7 +257,8 @@ class _ForwardGuard:
         if not self.compared or cu_seqlens is not None or named.get("attention_mask") is not None:
             # If only some ranks raised, or packed documents differently, the others would hang.
             compared = {"cu_seqlens": documents_of(cu_seqlens), "prefix_tree": None if tree is None else tree.tolist()}
-            self.attention.axes.agree(compared, FORWARD)
+            axes = self.attention.axes  # not `axes.agree`, which is about what is new: this is compared in every step
+            agree(compared, axes.groups, FORWARD, axes.device_type)
             self.compared = True
 
     def _violations(self, kwargs: dict[str, Any]) -> list[str]:

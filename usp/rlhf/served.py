@@ -234,7 +234,7 @@ def forget_kernels(model: torch.nn.Module) -> None:
     """Drop what kernels on CPUs hold of a vLLM model's weights in layouts of their own."""
     layers: Iterable[Any] = model.modules()
     for layer in layers:
-        experts = getattr(layer, "quant_method", None)
+        experts: Any = getattr(layer, "quant_method", None)
         if hasattr(experts, "moe_kernel"):
             experts.moe_kernel = None  # else it leaves the next experts as in files, which kernels do not read
         if hasattr(layer, "cpu_linear"):
