@@ -84,7 +84,7 @@ class SparseProgram:
                 "attention to indices supports causal, window, chunk and cu_seqlens; not prefix, prefix_tree, joint "
                 "tokens, cross attention and a mask_mod that is not of these: leave them out, or the indices"
             )
-        first, last, each = [torch.empty(0)], [torch.empty(0)], 1 if heads is None else len(heads)
+        first, last, each = list[Tensor](), list[Tensor](), 1 if heads is None else len(heads)
         rows = batch * each
         slots = torch.empty(rows, layout.seq_len, dtype=torch.int32)
         for row in range(rows):
@@ -96,7 +96,7 @@ class SparseProgram:
                     bounds = visible_range(spec, row // each, layout.seq_len, own)
                     first.append(bounds[0])
                     last.append(bounds[1])
-        lowest, highest = torch.cat(first).int().to(device), torch.cat(last).int().to(device)
+        lowest, highest = (torch.cat(x or [torch.empty(0)]).int().to(device) for x in (first, last))
         each, at = places or (0, None)
         index, even = (None if x is None else torch.tensor(x, device=device) for x in (kv_index, at))
         options = index, dkv_dtype, heads, each, even, block
