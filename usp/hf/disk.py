@@ -272,9 +272,7 @@ def draft_tensors(whole: PreTrainedModel, built: Collection[str], found: Collect
             drafts |= {
                 f"{stack}{layer}."
                 for layer in beyond
-                if layer - max(own) <= declared
-                or content[layer] not in ordinary
-                or any(rule.search(f"{stack}{layer}.") for rule in rules)
+                if content[layer] not in ordinary or any(rule.search(f"{stack}{layer}.") for rule in rules)
             }
     return [
         name
