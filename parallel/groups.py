@@ -115,11 +115,12 @@ def agree(value: object, groups: Sequence[dist.ProcessGroup], what: str, device:
     digest = int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=7).digest(), "big")
     bounds = torch.tensor([digest, -digest], device=device)
     for group in groups:
-        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        try:
-            work.wait(*([REFUSAL_WAIT] if refused else []))
-        except RuntimeError as error:
-            raise (value if isinstance(value, Exception) else error) from error
+        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group, async_op=refused)
+        if isinstance(value, Exception) and work is not None:
+            try:
+                work.wait(REFUSAL_WAIT)
+            except RuntimeError as error:
+                raise value from error
     if bounds[0] == -bounds[1]:
         return
     texts = {REFUSED: f"{type(value).__name__}: {value}"} if refused else _texts(value)
