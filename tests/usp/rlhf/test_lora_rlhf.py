@@ -34,6 +34,7 @@ from tests.usp.rlhf.test_numerics import (
     move_those_of_the_first_step,
 )
 from tests.usp.tiny import CONFIGS, drawn_model
+from usp.fields import AUTO_RATE
 from usp.hf import lora as adapters
 from usp.hf.export import save_weights
 from usp.hf.lora import Lora, adapter_parameters, initialise_adapters, lora_config, lora_targets
@@ -512,7 +513,7 @@ def test_what_cannot_be_trained_is_refused(finished: Path, changes: dict[str, An
 def test_the_reference_has_weights_only_where_it_is_another_model(finished: Path) -> None:
     folder = finished.parent
     four = Launch(world_size=4, local_world_size=4)
-    asked = {"output": str(folder / "new"), "learning_rate": 0.0}
+    asked = {"output": str(folder / "new"), "learning_rate": AUTO_RATE}
     plain = prepare(config_in(folder, **asked), four)
     assert set(plain.roles) == {"actor"} and plain.roles["actor"].lora == Lora(4, 8, ("down_proj", "q_proj", "v_proj"))
     assert plain.config.learning_rate == pytest.approx(1e-5)

@@ -314,7 +314,7 @@ def steps_of(config: RlhfConfig) -> list[dict[str, Any]]:
         left.append(LOAD(self, pieces))
         return left[-1]
 
-    at_once = SimpleNamespace(sleep=lambda seconds: None)  # before a request is tried again
+    at_once = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)  # before a request is tried again
     with (
         patch.object(Executor, "run", moving),
         patch.object(ServedEngine, "load", loading),
