@@ -21,6 +21,7 @@ from tests.usp.tiny import drawn_model
 from usp.commands.flags import parse
 from usp.config import TrainConfig
 from usp.data.batches import Batch, Part, read_batch
+from usp.fields import AUTO_RATE
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.run.failures import ConfigurationError, TrainingDiverged
@@ -94,7 +95,9 @@ def test_a_model_is_exported_in_the_compute_dtype_or_the_one_asked_for(
 def test_the_default_learning_rate_is_that_of_random_or_pretrained_weights(tmp_path: Path) -> None:
     config = load_model_config("tiny")
     save_weights(dict(drawn_model(config).named_parameters()), tmp_path, config=config)
-    for model, asked, rate in (("tiny", 0.0, 3e-3), (str(tmp_path), 0.0, 1e-5), (str(tmp_path), 1e-4, 1e-4)):
+    folder = str(tmp_path)
+    given = ("tiny", AUTO_RATE, 3e-3), (folder, AUTO_RATE, 1e-5), (folder, 1e-4, 1e-4), (folder, 0.0, 0.0)
+    for model, asked, rate in given:
         prepared = prepare(replace(SMALL, model=model, tokenizer="bytes", learning_rate=asked), Launch())
         assert prepared.config.learning_rate == prepared.reusable.learning_rate == rate
 
