@@ -36,7 +36,7 @@ from .workload import Workload
 
 _SLOWER = 0.03  # of generation, up to which it decodes as many sequences at a time as asked
 _MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
-_REMEDY_SECONDS = 1.0  # to search a plan with each remedy
+_REMEDY_SECONDS, _LEAST_SECONDS = 1.0, 10.0  # to search a plan with each remedy; for all, whatever the budget
 _PREDICTING, _NAMING, _SEARCHING = 0.45, 0.3, 0.8  # shares of a budget; the later two of what is left
 Supposed = Callable[[float], Problem]  # makes the problem until a time of `time.monotonic`
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
@@ -144,7 +144,7 @@ def answer(
     except NothingFits as error:
         now = time.monotonic()
         remedies = ["a larger --budget"] if budget > 0 and now >= begin + _PREDICTING * budget else []
-        until = max(begin + budget, now + _REMEDY_SECONDS)
+        until = max(begin + budget, now + _LEAST_SECONDS)
         generates = math.isfinite(_generation_seconds(question, until)[0])
         fewer = question if generates else with_fastest_slots(question, until)
         if fewer is not question:
