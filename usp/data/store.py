@@ -251,10 +251,9 @@ def _read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"{path} has format {content['format']}, not {FORMAT}: tokenize the data again")
         optional = {field.name: field.default for field in fields(Manifest) if field.default is not MISSING}
         manifest = Manifest(**{field.name: (optional | content)[field.name] for field in fields(Manifest)})
-        wrong = [
-            name for name, size in manifest.sizes.items() if len(manifest.checksums[name]) != -(-size // SUM_BYTES)
-        ]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
+        sums = {name: len(manifest.checksums.get(name, ())) for name in manifest.sizes}
+        wrong = [name for name, size in manifest.sizes.items() if sums[name] != -(-size // SUM_BYTES)]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"it is no manifest ({error})") from error
     if wrong:
         raise _damaged(path, f"it lacks checksums of {', '.join(wrong)}")

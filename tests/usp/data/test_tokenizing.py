@@ -22,7 +22,7 @@ from usp.data.batches import Part, read_batch
 from usp.data.cache import cached_store, check_ids, find_data, open_data, sound_store
 from usp.data.rows import PackedRows
 from usp.data.sources import DataFiles, find_files
-from usp.data.store import TokenStore
+from usp.data.store import TokenStore, checksum
 from usp.data.tokenizer import ByteTokenizer
 from usp.data.tokenizing import _Output, write_store
 
@@ -248,7 +248,10 @@ def test_a_masked_store_says_which_tokens_are_targets(tmp_path: Path) -> None:
     plain = TokenStore(tmp_path / "store")
     mask = np.random.default_rng(0).integers(0, 2, plain.manifest.tokens, np.uint8)
     (tmp_path / "store" / "mask.bin").write_bytes(mask.tobytes())
-    (tmp_path / "store" / "manifest.json").write_text(json.dumps(asdict(replace(plain.manifest, masked=True))))
+    with (tmp_path / "store" / "mask.bin").open("rb") as file:
+        sums = {**plain.manifest.checksums, "mask.bin": [checksum(file, 0)]}
+    changed = replace(plain.manifest, masked=True, checksums=sums)
+    (tmp_path / "store" / "manifest.json").write_text(json.dumps(asdict(changed)))
     masked = TokenStore(tmp_path / "store")
     for number in (0, 3):
         rows = range(number, number + 2)
