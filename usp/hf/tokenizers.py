@@ -153,8 +153,8 @@ class ChatTemplate:
         following = _guarded(list(messages), re.compile(_any_of(self._special)), guard)
         refused: ValueError | None = None
         calls = [_call_of(message) for message in takewhile(lambda message: message.get("role") == TOOL, messages)]
-        said_first: list[dict[str, Any]] = [{"tool_calls": calls}, {}] if calls else [{}]
-        for said in said_first:
+        attempts: list[dict[str, Any]] = [{"tool_calls": calls}, {}] if calls else [{}]
+        for said in attempts:
             try:
                 text, begin = self._following(following, **said)
                 found.append((self._written(text[begin:], turn), begin, text))
