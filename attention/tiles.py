@@ -64,6 +64,8 @@ def with_mask_mod(
         )
     by_row, by_head = (_uses(mask_mod, argument, device) for argument in (0, 1))
     rows = batch if by_row or len(spec.documents or ()) > 1 else 1
+    if not rows:  # and so no pairs
+        return spec
     asked = MaskFunction(mask_mod, device, by_row, by_head, "", (0, num_heads if by_head else 1))
     positions, digest, alike = torch.arange(seq_len), sha256(), True
     bounds = np.empty((rows, 3, seq_len), np.int64)  # the first and the last key of each query, and their number

@@ -23,7 +23,8 @@ def visible(
         assert cu_seqlens is not None
         prefix = torch.zeros_like(prefix_tree) if prefix is None else prefix
         cuts, parents, prefixes = (x.expand(batch, -1).tolist() for x in (cu_seqlens, prefix_tree, prefix))
-        return torch.stack([_in_tree(seq_len, cuts[i], parents[i], prefixes[i], window) for i in range(batch)])
+        rows = [_in_tree(seq_len, cuts[i], parents[i], prefixes[i], window) for i in range(batch)]
+        return torch.stack(rows) if rows else torch.zeros(0, seq_len, seq_len, dtype=torch.bool)
     position = torch.arange(seq_len)
     ahead = position.unsqueeze(0) - position.unsqueeze(1)  # key position - query position
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool)

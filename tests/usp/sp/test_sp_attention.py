@@ -268,7 +268,8 @@ def without_rows() -> list[tuple[int, ...]]:
     joint = {f"joint_{name}": x[:, :3] for name in "qkv"}
     indices = {"indices": torch.zeros(0, 8, 3, dtype=torch.int64), "return_weights": True}
     documents = {"cu_seqlens": torch.zeros(0, 3, dtype=torch.int64)}
-    for options in ({}, {"chunk": 5}, documents, joint | {"return_lse": True}, indices):
+    mask = {"mask_mod": lambda b, h, q, k: q >= k + b}
+    for options in ({}, {"chunk": 5}, documents, mask, joint | {"return_lse": True}, indices):
         results = attention(x, x, x, **options)
         results = results if isinstance(results, tuple) else (results,)
         (grad,) = torch.autograd.grad(sum(each.sum() for each in results if each.requires_grad), x)
@@ -284,7 +285,7 @@ def without_rows() -> list[tuple[int, ...]]:
 
 def test_batches_without_rows_and_rows_of_padding(ranks: RankPool) -> None:
     out, lse = (0, 8, 4, 8), (0, 8, 4)
-    wanted = [out, out, out, out, (0, 3, 4, 8), lse, (0, 3, 4), out, (0, 8, 3)]
+    wanted = [out, out, out, out, out, (0, 3, 4, 8), lse, (0, 3, 4), out, (0, 8, 3)]
     assert ranks.run(without_rows, 4) == [wanted] * 4
 
 
