@@ -42,7 +42,7 @@ def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[Served]:
         environment = {**os.environ, **variables, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         serve = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
-        until = time.monotonic() + 240
+        until = time.monotonic() + 600
         while True:
             try:
                 post(f"http://127.0.0.1:{port}/v1/models", None, 10)
@@ -53,4 +53,8 @@ def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[Served]:
         yield Served(f"http://127.0.0.1:{port}/v1", serve)
     finally:
         serve.terminate()
-        serve.wait()
+        try:
+            serve.wait(30)
+        except subprocess.TimeoutExpired:  # as it starts, it waits for an engine that waits for it
+            os.killpg(serve.pid, signal.SIGKILL)
+            serve.wait()
