@@ -178,8 +178,10 @@ class VllmEngine:
                     enable_sleep_mode=mesh.device_type != "cpu",
                 )
                 vllm_config = arguments.create_engine_config()
+                if vllm_config.model_config.using_transformers_backend():
+                    raise ValueError("it decodes it by transformers' own class and changes that: use a vLLM server")
             except ValueError as error:
-                raise ValueError(f"vLLM refuses {config.model_type}: {error}") from error
+                raise ValueError(f"vLLM does not decode {config.model_type} in the run: {error}") from error
             engine, problem = None, ""
             try:
                 if mesh.member:

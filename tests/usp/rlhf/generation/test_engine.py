@@ -66,7 +66,7 @@ def test_an_update_renews_what_is_derived_from_weights(ranks: RankPool, tied: bo
     ranks.run(updated, 1, tied)
 
 
-def started(refusal: str) -> tuple[str, list[str]]:
+def started(refusal: str, by_transformers: bool = False) -> tuple[str, list[str]]:
     """What ranks 0 and 1 of three say whose engines do not start, and what shared memory is left."""
     told: list[Path] = []
 
@@ -77,11 +77,12 @@ def started(refusal: str) -> tuple[str, list[str]]:
         def __init__(self, **options: Any) -> None:
             self.job = options["distributed_executor_backend"]()._distributed_args()[0].removeprefix("run:")
 
-        def create_engine_config(self) -> str:
-            return self.job
+        def create_engine_config(self) -> Any:
+            model_config = SimpleNamespace(using_transformers_backend=lambda: by_transformers)
+            return SimpleNamespace(job=self.job, model_config=model_config)
 
-    def engine(job: str) -> None:
-        told.append(Path("/dev/shm") / f"{job}-tp-{dist.get_rank()}-cpushm_0")
+    def engine(config: Any) -> None:
+        told.append(Path("/dev/shm") / f"{config.job}-tp-{dist.get_rank()}-cpushm_0")
         told[-1].write_bytes(bytes(1 << 20))
         raise ValueError(refusal)
 
@@ -110,3 +111,10 @@ def test_an_engine_that_does_not_start_says_so_on_all_ranks_and_leaves_nothing(r
     )
     assert ranks.run(started, 3, TOO_SMALL) == [(wanted, [])] * 3
     assert ranks.run(started, 3, "no head dim of 8") == [("vLLM does not start: no head dim of 8", [])] * 3
+
+
+def test_an_engine_that_would_change_the_classes_of_the_run_is_refused(ranks: RankPool) -> None:
+    """Training would then fail: 'Olmo2Model' object has no attribute 'do_not_compile'."""
+    for problem, left in ranks.run(started, 3, "", True):
+        assert problem.startswith("vLLM does not decode llama in the run: it decodes it by transformers' own class")
+        assert not left

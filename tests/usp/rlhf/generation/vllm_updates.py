@@ -30,6 +30,7 @@ def main(store: str, family: str, url: str = "") -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     model: Any = empty_model(DERIVED[family])
     materialise(model, torch.device("cpu"))
+    model.set_attn_implementation("eager")  # transformers' sdpa has no softcap
     model.config.architectures = [type(model).__name__]  # as in files
     sizes: dict[str, Any] = {"dtype": torch.float32, "tokens": 64, "slots": 4, "cache_bytes": 1 << 24}
     options = EngineOptions("generate", tp=1, experts=False, processed=True, **sizes)
