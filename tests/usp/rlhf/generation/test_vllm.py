@@ -239,11 +239,11 @@ def test_tokens_of_a_server_after_updates_are_those_of_transformers(name: str, t
 def test_a_cache_that_is_too_small_is_named_by_its_flag(tmp_path: Path) -> None:
     before = {*Path("/dev/shm").glob("*-cpushm_*")}
     case = ("llama", "grpo", {"ranks": "0-1", "ulysses": 2}, {"ranks": "0-1", "tp": 2})
-    options = options_of(case, tmp_path) | {"rollout_cache": 1e-4, "output": "run", "dtype": "float32"}
+    options = options_of(case, tmp_path) | {"rollout_cache": 2e-5, "output": "run", "dtype": "float32"}
     flags = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
     with Run(flags, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         ended = run.end()
-    assert ended.exit_code != 0 and "--rollout-cache = 0.0001 GiB has no room for the longest sequence" in ended.err
+    assert ended.exit_code != 0 and "--rollout-cache = 2e-05 GiB has no room for the longest sequence" in ended.err
     assert {*Path("/dev/shm").glob("*-cpushm_*")} <= before
 
 
