@@ -16,7 +16,7 @@ import torch.distributed as dist
 from parallel import ParallelDims, ParallelMesh
 from parallel.reallocation.boxes import Box
 from tests.usp.rlhf.generation.test_partial import LENGTHS, WORK, begun, enough, same
-from tests.usp.rlhf.generation.test_vllm import FAMILIES
+from tests.usp.rlhf.generation.test_vllm import DERIVED
 from usp.data.tokenizer import BYTE_VOCAB
 from usp.hf.disk import disk_layout, stored_tensors
 from usp.hf.models import empty_model, materialise
@@ -29,7 +29,7 @@ from usp.run.launch import leave
 
 def main(store: str, family: str, url: str = "") -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    model: Any = empty_model(FAMILIES[family])
+    model: Any = empty_model(DERIVED[family])
     materialise(model, torch.device("cpu"))
     sizes: dict[str, Any] = {"dtype": torch.float32, "tokens": 64, "slots": 4, "cache_bytes": 1 << 24}
     options = EngineOptions("generate", tp=1, experts=False, processed=True, **sizes)
