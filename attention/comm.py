@@ -13,6 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+# Before torch 2.13 they have other names, at which it warns.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Exposed:
     """The time in which a rank's computation waits for messages: on a CPU that of the calls, on a GPU that of the
@@ -100,8 +104,8 @@ class Channel:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the x of all ranks, (ranks, *x.shape)."""
-        every = x.new_empty(self.size * len(x), *x.shape[1:])
-        dist.all_gather_single(every, x.contiguous(), group=self.group)
+        assert self.group is not None
+        every = gather_rows(x, self.group)
         self.sent_bytes += x.nbytes * (self.size - 1)
         return every.unflatten(0, (self.size, -1))
 
@@ -115,6 +119,13 @@ class Channel:
         parts = self.all_to_all(x.reshape(-1), sizes, [own] * self.size)
         reduced = reduce(parts.view(self.size, own // x[0].numel(), *x.shape[1:]))
         return self.all_to_all(reduced.reshape(-1).repeat(self.size), [own] * self.size, sizes).view_as(x)
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of x of all ranks of a group, (ranks * n, ...) of (n, ...)."""
+    every = x.new_empty(group.size() * len(x), *x.shape[1:])
+    all_gather(every, x.contiguous(), group=group)
+    return every
 
 
 def combined_shares(n: int, ranks: int) -> list[int]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .accumulate import accumulate_dtype
+from .comm import gather_rows
 
 aten = torch.ops.aten
 
@@ -336,7 +337,5 @@ def _gather(out_BKGV: Tensor, lse_BKG: Tensor, group: dist.ProcessGroup | None) 
     if group is None:
         return out_BKGV.unsqueeze(0), lse_BKG.unsqueeze(0)
     mine = torch.cat((out_BKGV, lse_BKG.unsqueeze(-1).view(out_BKGV.dtype)), -1)  # fp32 as two half-precision numbers
-    every = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
-    dist.all_gather_single(every, mine, group=group)
-    every = every.unflatten(0, (group.size(), -1))
+    every = gather_rows(mine, group).unflatten(0, (group.size(), -1))
     return every[..., : out_BKGV.shape[-1]], every[..., out_BKGV.shape[-1] :].contiguous().view(lse_BKG.dtype)[..., 0]

@@ -37,6 +37,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from attention.comm import gather_rows
 from parallel import ParallelMesh, local_tensor
 from parallel.expert import ExpertRows, grouped_linear, mix_experts, sorted_by_expert
 from usp.model.facts import ep_violations
@@ -131,9 +132,7 @@ def _divided(mix: Callable[..., Tensor], groups: Sequence[dist.ProcessGroup], *t
     mixed = mix(*(x[own] for x in tokens))
     mixed = torch.cat((mixed, mixed.new_zeros(size - len(mixed), mixed.shape[1])))
     for group in reversed(groups):
-        gathered = mixed.new_empty(group.size() * len(mixed), mixed.shape[1])
-        dist.all_gather_single(gathered, mixed, group=group)
-        mixed = gathered
+        mixed = gather_rows(mixed, group)
     return mixed[:total]
 
 

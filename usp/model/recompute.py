@@ -44,8 +44,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, eager: Iterable[nn
 
 
 def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable[..., Any]:
-    options: Any = {"backend": backend, "recompile_limit": limit}
-    compiled = torch.compile(forward, **options)
+    compiled: Any = torch.compile(forward, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for documents in (kwargs.get("cu_seqlens"), kwargs.get("prefix_tree")):
@@ -53,7 +52,7 @@ def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable
                 torch._dynamo.maybe_mark_dynamic(documents, documents.dim() - 1)
         # Layers with other numbers (DiffLlama) would get a graph that takes the number, and that a recomputation of the
         # first one would find before its own, which saves other tensors.
-        with torch._dynamo.config.patch(specialize_float=True):
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=limit):
             return compiled(*args, **kwargs)
 
     return run

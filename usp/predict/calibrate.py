@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from attention import AttentionSpec, Device, select_kernel
+from attention.comm import all_gather, reduce_scatter
 from parallel import Link, ParallelDims, ParallelMesh, load_hardware, node_of
 from usp.sp.sp_attention import UnifiedSPAttention
 
@@ -83,9 +84,9 @@ class LinkTier:
         shard = torch.zeros(nbytes // (self.ranks - 1) // FLOAT32, device=device)
         whole, gathered = shard.repeat(self.ranks), shard.repeat(self.ranks)
         if kind == "gather":
-            return lambda: dist.all_gather_single(gathered, shard, group=self.group)
+            return lambda: all_gather(gathered, shard, group=self.group)
         if kind == "reduce":
-            return lambda: dist.reduce_scatter_single(shard, whole, group=self.group)
+            return lambda: reduce_scatter(shard, whole, group=self.group)
         return lambda: dist.all_to_all_single(gathered, whole, group=self.group)
 
     def _message(self, device: torch.device, nbytes: int) -> Callable[[], list[dist.Work]]:

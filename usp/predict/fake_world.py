@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.pipelining._utils import InferenceMode
-from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
@@ -225,7 +224,7 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
     propagate = _disable_current_modes()(getattr(ShardingPropagator, _SHAPES))
     with ExitStack() as stack:
         stack.enter_context(patch.object(usp.sp.sp_attention, "choose_kernel", choose))
-        stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _give_shapes))
+        stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _give_shapes, create=True))
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, propagate))
         if device.type == "cuda":  # where a merge is one operator, with the bytes of this one
@@ -247,6 +246,6 @@ def _copied_to_device(self: FSDPParam) -> list[Tensor]:
 
 
 def _give_shapes(_: Any, stages: list[Any], *__: Any) -> None:
-    """Skip the vote on shape inference in the first step of torch's pipelines: the shapes are given."""
+    """Skip the vote on shape inference in the first step of torch's pipelines (from 2.12 on): the shapes are given."""
     for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
+        stage._inference_mode = schedules.InferenceMode.STATIC

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from attention import OF_DOCUMENTS, AttentionSpec, Channel, Keep, SequenceLayout, compute_now, parse_layout
-from attention.comm import Pending
+from attention.comm import Pending, gather_rows, reduce_scatter
 from attention.spec import Documents
 from parallel import ParallelMesh, agree
 
@@ -215,9 +215,7 @@ class _Gather(torch.autograd.Function):
         ctx.axes = axes
         for group in (axes.ulysses_group, axes.ring_group):
             if group is not None:
-                every = x.new_empty(group.size() * len(x), *x.shape[1:])
-                dist.all_gather_single(every, x.contiguous(), group=group)
-                x = every
+                x = gather_rows(x, group)
         return x
 
     @staticmethod
@@ -226,7 +224,7 @@ class _Gather(torch.autograd.Function):
         for group in (ctx.axes.ring_group, ctx.axes.ulysses_group):
             if group is not None:
                 total = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])
-                dist.reduce_scatter_single(total, grad.contiguous(), group=group)
+                reduce_scatter(total, grad.contiguous(), group=group)
                 grad = total
         return grad, None
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from attention import DecodeStep, KVCache, Prefill
+from attention.comm import gather_rows
 from parallel import ParallelMesh, local_tensor
 from usp.hf.expert_parallel import same_tokens, serve_experts
 from usp.hf.experts import expert_modules
@@ -397,9 +398,7 @@ class Generator:
         logits = nn.functional.linear(hidden_BH, weight, bias)
         tp = self._groups.get("tp")
         if tp is not None:
-            every = logits.new_empty(tp.size() * len(logits), logits.shape[1])
-            dist.all_gather_single(every, logits, group=tp)
-            logits = every.unflatten(0, (tp.size(), -1)).movedim(0, 1).flatten(1)
+            logits = gather_rows(logits, tp).unflatten(0, (tp.size(), -1)).movedim(0, 1).flatten(1)
         logits = logits.to(softmax_dtype(hidden_BH))
         self._transform.apply_(logits)
         return logits
