@@ -505,6 +505,10 @@ class Handle(_CustomClass):
         """Pickle as a part of the key under which inductor stores graphs; it is never loaded."""
         return Handle, (None, self.shape_facts)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        """Return this handle, which torch 2.11 copies where it traces."""
+        return self
+
 
 _register, _kind = ("register_custom_class", "symbolic") if _NEW else ("register_opaque_type", "reference")
 getattr(opaque_object, _register)(Handle, typ=_kind, guard_fn=lambda handle: [handle.shape_facts])
