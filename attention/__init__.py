@@ -3,10 +3,13 @@
 Depends only on torch and, for plans, numpy; process groups, sequence layouts and kernels are passed in. Each file
 imports only earlier ones:
 
-intervals, spec, balance, layout, bands, tiles, schedule, heads, fused, accumulate, kernels, comm, keep, ring, sparse,
-ulysses, unified, decode.
+versions, intervals, spec, balance, layout, bands, tiles, schedule, heads, fused, accumulate, kernels, comm, keep, ring,
+sparse, ulysses, unified, decode.
 """
 
+from .versions import require
+
+# isort: split
 from .accumulate import accumulate_dtype
 from .balance import causal_pairs
 from .bands import Task, band_pairs, block_tasks, rank_pieces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import os
 import re
 import runpy
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import setuptools
+import torch
 
 import usp.__main__
 
@@ -126,3 +128,52 @@ for words, slow in {slow}:
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     said = [line for line in ended.stdout.splitlines() if line.startswith("slow:")]
     assert (ended.returncode, said) == (0, ["slow:"] * 2), ended.stderr
+
+
+OPERATOR = """
+import sys
+for name in ("tyro", "rich", "pyarrow", "matplotlib", "PIL"):
+    sys.modules[name] = None  # as where it is missing
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+from attention import SequenceLayout
+from parallel import ParallelDims, ParallelMesh
+from usp import UnifiedSPAttention, apply_unified_sp, shard_batch, unshard_sequence
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = ParallelMesh.create(ParallelDims())
+sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+model = apply_unified_sp(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), mesh, layout="zigzag")
+batch = shard_batch({"input_ids": torch.arange(8)[None]}, mesh, layout="zigzag")
+model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits.sum().backward()
+q = torch.randn(1, 8, 2, 8)
+print(tuple(unshard_sequence(UnifiedSPAttention(mesh, layout="zigzag")(q, q, q), mesh, layout="zigzag").shape))
+"""
+
+
+def test_the_operator_and_models_need_no_package_of_the_commands() -> None:
+    ended = subprocess.run([sys.executable, "-c", OPERATOR], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stdout) == (0, "(1, 8, 2, 8)\n"), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "oldest", "older", "file"),
+    [
+        ("torch", "2.11", "2.10.1+cu130", "attention/versions.py"),
+        ("transformers", "5.17", "5.16.0.dev0", "usp/hf/__init__.py"),
+    ],
+)
+def test_a_version_that_is_too_old_is_refused_on_import(
+    packaged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, package: str, oldest: str, older: str, file: str
+) -> None:
+    assert f"{package}>={oldest}" in packaged["install_requires"]
+    for version in (f"{oldest}.0", older):
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(importlib.metadata, "version", {package: version}.__getitem__)
+        if version != older:
+            runpy.run_path(str(ROOT / file))
+    with pytest.raises(
+        ImportError, match=f"^{package} {re.escape(older)} is installed, .* needs {package} {oldest} or"
+    ):
+        runpy.run_path(str(ROOT / file))

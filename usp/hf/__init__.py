@@ -3,3 +3,9 @@
 mixers, prune, shrink, disk, experts, positions, indexers, compressors, probe, images, integrate, models, processors,
 tokenizers, expert_parallel, tensor_parallel, shapes, float8, weights, export, dropout, routers, stage, lora.
 """
+
+from importlib.metadata import version
+
+from attention.versions import require
+
+require("transformers", version("transformers"), "5.17")
