@@ -1,4 +1,5 @@
-"""The Triton merge against torch's, in Triton's interpreter: `pip install triton`, no GPU."""
+"""The Triton merge against torch's in Triton's interpreter, and Triton's kernels compiled for GPUs that are not there:
+`pip install triton`, no GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,10 +48,42 @@ def compare() -> None:
     print("as torch's")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
 def test_the_fused_merge_is_torchs() -> None:
     command = [sys.executable, "-c", "from tests.attention.test_fused import compare; compare()"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     root = Path(__file__).parents[2]
     run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
     assert run.stdout.strip() == "as torch's", run.stderr[-3000:]
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, 100])
+def test_every_kernel_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the product launches it; ptxas comes with Triton."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    from attention import fused
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    for width, dtype in ((128, torch.bfloat16), (80, torch.float32)):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                JITFunction, "run", lambda self, *args, grid, warmup, **named: launches.append((self, args, named))
+            )
+            fused.merge(*parts(width, dtype))
+    assert {kernel for kernel, *_ in launches} == {x for x in vars(fused).values() if isinstance(x, JITFunction)}
+    types = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel, args, constants in launches:
+        given = dict(zip(kernel.arg_names, args, strict=False))
+        signature = {name: types[x.dtype] if isinstance(x, Tensor) else "i32" for name, x in given.items()}
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+        assembly = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
+        assert f".target sm_{capability}" in assembly["ptx"] and assembly["cubin"]
