@@ -134,8 +134,9 @@ def gathered(model: nn.Module, zero: int) -> Iterator[None]:
 
 def forget_forwards(model: nn.Module) -> None:
     """Shard a model again after forwards whose backwards never come, and for which FSDP2 would prefetch."""
-    if hasattr(model, "reset_iter_state"):  # from torch 2.13 on
-        model.reset_iter_state()  # type: ignore[operator]
+    reset: Any = getattr(model, "reset_iter_state", None)  # from torch 2.13 on
+    if reset is not None:
+        reset()
         return
     for module in _fsdp_modules(model):
         state: Any = module._get_fsdp_state()
