@@ -21,8 +21,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.text import Text
 
 from usp.run.failures import nearest
 
@@ -376,6 +374,9 @@ def excerpt(ids: Ids, mask: Mask, show: Callable[[Iterable[int]], str], color: b
 
     show: returns the text of ids, with special tokens.
     """
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(file=io.StringIO(), force_terminal=color, no_color=not color, highlight=False, soft_wrap=True)
     text = Text()
     runs = np.split(ids, np.flatnonzero(np.diff(mask)) + 1)

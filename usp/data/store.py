@@ -29,8 +29,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .chats import StoredImage
 from .sources import naming
@@ -274,6 +272,9 @@ def _damaged(path: Path, why: str) -> ValueError:
 def show_progress(job: str, total: int) -> Iterator[Callable[..., None]]:
     """Show in a `with` block how much of more than LARGE bytes is done: a bar on a terminal, elsewhere a line at times.
     It gives a function of the bytes done so far, and a note to show beside them."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     console = Console(file=sys.stderr, highlight=False)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     bar = Progress(TextColumn(job), *columns, TextColumn("{task.fields[note]}"), console=console)

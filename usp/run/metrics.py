@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from .output import LineFile, warn
@@ -151,6 +149,9 @@ class RunLog:
         self._file = LineFile(folder / METRICS_FILE)
         self._tensorboard = TensorBoard(folder / "tensorboard", after)
         self._wandb = wandb
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         self._console = Console(file=out, highlight=False)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=self._console, refresh_per_second=2, disable=not out.isatty())
