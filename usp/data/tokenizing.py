@@ -37,7 +37,7 @@ from .tokenizer import CONTEXT, Tokenizer, as_document, encode_masked, fingerpri
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 IMAGE_CHARACTERS = 2**16  # that take as long as an image
 LARGE_OF_IMAGES = 2**18  # bytes of files that name images, which are worth starting processes
-CHAT_FORMAT = 4  # of how chats and completions are read and encoded
+CHAT_FORMAT = 5  # of how chats and completions are read and encoded
 SAVE_SECONDS = 2.0  # between two records of the place
 
 _here = threading.local()  # tokenizer and dtype of the thread or process that encodes

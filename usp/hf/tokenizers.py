@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, UndefinedError
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -49,7 +49,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.m
 BESIDE = "tokenizer"  # directory beside a model with the byte tokenizer
 SHOWN = 60  # characters in messages
 TAIL = 64  # tokens at the end of a turn, of which some may be the template's
-_TURN = "a7Ukq"  # an answer that no message contains
+_TURN = "a7Ukq"  # an answer, or an argument of its calls, that no message contains
 # A template is a program: messages that it does not expect may make any operation fail.
 FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
@@ -94,7 +94,15 @@ class ChatTemplate:
     @cached_property
     def takes_parts(self) -> bool:
         """Whether the template takes a content that is a list of parts, rather than writing it as Python does."""
-        chat = Chat("", [{"role": USER, "content": [{"type": "text", "text": "a part"}]}])
+        return self._writes([{"type": "text", "text": "a part"}])
+
+    @cached_property
+    def takes_only_parts(self) -> bool:
+        """Whether the template writes nothing of a content that is a text."""
+        return not self._writes("a part") and self.takes_parts
+
+    def _writes(self, content: Any) -> bool:
+        chat = Chat("", [{"role": USER, "content": content}])
         try:
             text, _ = self._render(chat, chat.messages)
         except ValueError:
@@ -142,27 +150,24 @@ class ChatTemplate:
         text, _ = self._render(chat, chat.messages, begin=True)
         return self._tokens(text, [])[0]
 
-    def between(self, messages: Sequence[Message], turn: Sequence[int] = ()) -> Ids:
+    def between(self, messages: Sequence[Message], turn: Sequence[int] = (), chat: Chat | None = None) -> Ids:
         """Return the ids that follow a turn of the assistant, from what ends it to where its next one begins, with
         `messages` in between, (ids,). Special tokens that are written out in the messages are text.
 
         turn: ids that the assistant has written. What they have of the template's ending of a turn is not repeated.
+        chat: whose tools and arguments of the template hold.
 
         Raises ValueError if the template refuses the messages."""
         guard, found = _unused("\ue000", messages), list[tuple[int, int, str]]()
+        chat = chat or Chat("", [])
         following = _guarded(list(messages), re.compile(_any_of(self._special)), guard)
-        refused: ValueError | None = None
-        calls = [_call_of(message) for message in takewhile(lambda message: message.get("role") == TOOL, messages)]
-        attempts: list[dict[str, Any]] = [{"tool_calls": calls}, {}] if calls else [{}]
-        for said in attempts:
+        for called in (True, False) if following and following[0].get("role") == TOOL else (False,):
             try:
-                text, begin = self._following(following, **said)
-                found.append((self._written(text[begin:], turn), begin, text))
-            except ValueError as error:  # templates may refuse results without calls, or calls
-                refused = error
-        if not found:
-            assert refused
-            raise refused
+                text, begin = self._following(chat, following, called)
+                found.append((self._written(chat, text[begin:], turn), begin, text))
+            except ValueError:  # templates may refuse results without calls, or calls
+                if not called and not found:
+                    raise
         written, begin, text = next(filter(lambda each: each[0], found), found[0])
         begin += written
         whole, before = (self._guarded_tokens(each, guard) for each in (text, text[:begin]))
@@ -170,25 +175,29 @@ class ChatTemplate:
         same = np.array_equal(whole[: len(before)], before)
         return whole[len(before) :] if same else self._guarded_tokens(text[begin:], guard)
 
-    def _following(self, messages: Sequence[Message], content: str | None = None, **said: Any) -> tuple[str, int]:
-        """Return the text of a chat in which `messages` follow a message of the assistant, and where what ends that
-        begins. said: its calls of tools, which may stand anywhere or be left out. content: default: one to look for."""
+    def _following(self, chat: Chat, messages: Sequence[Message], called: bool = False) -> tuple[str, int]:
+        """Return the text of a chat like `chat` in which `messages` follow a message of the assistant, and where what
+        ends that begins. called: it consists of calls of tools, of which the first of `messages` are the results."""
         answer = _unused(_TURN, messages)
-        says = {"role": ASSISTANT, "content": answer if content is None else content, **said}
-        chat = self._with_text(Chat("an observation", [{"role": USER, "content": "Why."}, says, *messages]))
+        says: Message = {"role": ASSISTANT, "content": "" if called else answer}
+        if called:
+            results = takewhile(lambda message: message.get("role") == TOOL, messages)
+            says["tool_calls"] = [_call_of(result, answer) for result in results]
+        whole = [{"role": USER, "content": "Why."}, says, *messages]
+        chat = self._with_text(replace(chat, where="an observation", messages=whole, images=()))
         text, _ = self._render(chat, chat.messages, begin=bool(messages))
-        if said:
-            at = _common(text, self._render(chat, chat.messages[:2])[0])
-            tokens = re.compile(_any_of(self._special)).finditer(text, max(0, at - SHOWN), at + SHOWN)
-            at = next((token.start() for token in tokens if token.start() < at < token.end()), at)
-            if answer in text[at:]:  # Gemma 4 writes a content after the results
-                return self._following(messages, "", **said)
-            return text, at - sum(map(len, _endings(text[:at], self._special)))
-        if answer not in text:
+        alone = self._render(chat, chat.messages[:2])[0] if called else text
+        if answer not in text or answer not in alone:
             raise ValueError(f"the chat template of tokenizer={self.name} does not write what the assistant says")
-        return text, text.rindex(answer) + len(answer)
+        at = text.rindex(answer)
+        if not called:
+            return text, at + len(answer)
+        at += _common(text[at:], alone[alone.rindex(answer) :])  # to where a chat may end with the calls, or go on
+        tokens = re.compile(_any_of(self._special)).finditer(text, max(0, at - SHOWN), at + SHOWN)
+        at = next((token.start() for token in tokens if token.start() < at < token.end()), at)
+        return text, at - sum(map(len, _endings(text[:at], self._special)))
 
-    def _written(self, following: str, turn: Sequence[int]) -> int:
+    def _written(self, chat: Chat, following: str, turn: Sequence[int]) -> int:
         """Return how many characters of what the template writes after a turn the turn has itself, or leaves out: those
         before its stop token, and the token that it has another stop token for."""
         written = str(self.tokenizer.decode(list(turn[-TAIL:]), spaces_between_special_tokens=False))
@@ -200,7 +209,7 @@ class ChatTemplate:
         special = _any_of(self._special)
         if ending := re.match(rf"(?:\s|{special})*?{re.escape(last)}", following):
             return ending.end()
-        closed, end = self._following([])
+        closed, end = self._following(chat, [])
         other = re.match(special, following)
         if other is None or not closed[end:].rstrip().endswith(last):
             return 0
@@ -225,21 +234,22 @@ class ChatTemplate:
         return np.concatenate([self._tokens(part, [], split_special_tokens=True)[0] for part in parts])
 
     def _with_text(self, chat: Chat) -> Chat:
-        """Return a chat with parts of text as one text, if the template does not take parts. Raises ValueError, naming
-        the row, for other parts in it, and for images that nothing reads."""
+        """Return a chat with parts of text as one text, if the template does not take parts, or with texts as parts, if
+        it takes only these. Raises ValueError, naming the row, for other parts in it, and images that nothing reads."""
         if chat.images and self.images is None:
             raise ValueError(
                 f"{chat.where}: {len(chat.images)} images, which only train.py reads, for a vision-language model (see "
                 f"docs/vision.md)"
             )
-        listed = [number for number, message in enumerate(chat.messages) if isinstance(message.get("content"), list)]
-        if not listed or self.takes_parts:
+        if self.takes_parts and not self.takes_only_parts:
             return chat
         messages = [{**message, "content": joined(message.get("content"))} for message in chat.messages]
-        for number in listed:
-            if not isinstance(messages[number]["content"], str):
+        for number, message in enumerate(messages, start=1):
+            if self.takes_only_parts and isinstance(message["content"], str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+            elif isinstance(message["content"], list) and not self.takes_only_parts:
                 raise ValueError(
-                    f"{chat.where}: message {number + 1} has parts that are not text, which the chat template of "
+                    f"{chat.where}: message {number} has parts that are not text, which the chat template of "
                     f"tokenizer={self.name} does not take"
                 )
         return replace(chat, messages=messages)
@@ -317,8 +327,7 @@ class ChatTemplate:
         calls = chat.messages[-1].get("tool_calls") or ()
         more = [{"role": TOOL, "content": ".", "tool_call_id": call.get("id")} for call in calls]
         try:
-            said = {"tool_calls": calls} if calls else {}
-            longer, at = self._following(more or [{"role": USER, "content": "."}], **said)
+            longer, at = self._following(chat, more or [{"role": USER, "content": "."}], bool(more))
         except ValueError:  # a template may refuse such a chat
             return text, span
         ending = longer[at : self._to_stop(longer, at, at)]
@@ -356,6 +365,13 @@ class ChatTemplate:
                 **(special | dict(chat.template)),
             )
         except FAILURES as error:
+            other = list(messages)  # what some templates (DeepSeek) expect instead
+            if isinstance(error, TypeError):
+                other = _arguments_as_text(other)
+            elif isinstance(error, UndefinedError):
+                other = [{**message, "content": message.get("content") or ""} for message in other]
+            if other != list(messages):
+                return self._render(chat, other, begin, marks)
             what = "messages"
             if len(messages) < len(chat.messages):
                 what = f"first {len(messages)} messages, which show what the assistant writes without marks"
@@ -425,10 +441,19 @@ def _endings(text: str, special: Collection[str]) -> list[str]:
     return endings
 
 
-def _call_of(result: Message) -> dict[str, Any]:
+def _call_of(result: Message, argument: str) -> dict[str, Any]:
     """Return a call of a tool with such a result."""
-    function = {"name": str(result.get("name") or TOOL), "arguments": {}}
+    function = {"name": str(result.get("name") or TOOL), "arguments": {argument: ""}}
     return {"type": "function", "id": result.get("tool_call_id") or "call00000", "function": function}
+
+
+def _arguments_as_text(value: Any, key: str = "") -> Any:
+    """Return a value of messages with the arguments of calls as JSON text."""
+    if isinstance(value, dict):
+        if key == "arguments":
+            return json.dumps(value, ensure_ascii=False)
+        return {name: _arguments_as_text(item, name) for name, item in value.items()}
+    return [_arguments_as_text(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _any_of(tokens: Collection[str]) -> str:

@@ -66,6 +66,7 @@ class Example:
     rejected: str = ""  # a worse response, for preference pairs
     sequences: tuple[tuple[Ids, Mask], ...] = ()  # of a file's lines that are trained on whole, see `sequences_of`
     unended: int = 0  # answers in these without a token that ends a response
+    chat: Chat | None = None  # of a prompt of messages, which are left out: what else its chat template was given
 
 
 class FileExamples(list[Example]):
@@ -171,7 +172,7 @@ def open_examples(
         names = ", ".join(keys)
         raise ValueError(f"data={data} must be stdlib, or a .jsonl file, or JSON lines without a suffix, with {names}")
     examples, problems, long, bad = [], list[str](), list[str](), list[str]()
-    read = Counter[tuple[tuple[str, ...], ...]]()
+    read, shared = Counter[tuple[tuple[str, ...], ...]](), dict[str, Chat | None]()
     with open_text(file, newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -179,7 +180,8 @@ def open_examples(
             where = f"line {number}"
             try:
                 row = _row(line, where, keys)
-                examples.append(_parse(row, where, keys, tokenizer, longest, whole, optional, tools))
+                example = _parse(row, where, keys, tokenizer, longest, whole, optional, tools)
+                examples.append(replace(example, chat=shared.setdefault(repr(example.chat), example.chat)))
                 read[row.names()] += 1
             except _TooLong as error:
                 (long if drop_long else problems).append(f"{where}: {error}")
@@ -252,7 +254,7 @@ def _parse(
     for key in (first, *keys[1:]):
         if key not in row:
             raise ValueError(f"{where}: no text under {key!r}{nearest(key, row)}")
-    prompt = _prompt(row, first, tokenizer, where, tools)
+    prompt, chat = _prompt(row, first, tokenizer, where, tools)
     if not len(prompt):
         raise ValueError(f"{where}: a prompt of 0 tokens, expected at least 1")
     advice = "shorten it, drop such lines with long_prompts=drop, or use a model with a longer context"
@@ -271,7 +273,7 @@ def _parse(
             raise _TooLong(f"{sizes} exceed the model's context of {longest}: {advice}")
     texts = {key: "" if whole and isinstance(row[key], list) else text_of(row[key], key, where) for key in keys[1:]}
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
-    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences), endless)
+    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences), endless, chat)
 
 
 def _add_names(row: _Row, answered: bool, tokenizer: Tokenizer, where: str) -> None:
@@ -297,18 +299,22 @@ def _answered(row: dict[str, Any], where: str) -> dict[str, Any]:
     return {MESSAGES: messages[:-1], "answer": row.get("answer", messages[-1:])}
 
 
-def _prompt(row: dict[str, Any], key: str, tokenizer: Tokenizer, where: str, tools: list[dict[str, Any]] | None) -> Ids:
-    """Return the ids of text, or of messages to which the assistant responds, with a description of `tools`."""
+def _prompt(
+    row: dict[str, Any], key: str, tokenizer: Tokenizer, where: str, tools: list[dict[str, Any]] | None
+) -> tuple[Ids, Chat | None]:
+    """Return the ids of text, or of messages to which the assistant responds, with a description of `tools`, and what
+    else the chat template was given for these."""
     value = row[key]
     if isinstance(value, str) and key == PROMPT:
-        return as_document(tokenizer, tokenizer.encode(value), end=False)
+        return as_document(tokenizer, tokenizer.encode(value), end=False), None
     chat, encoder = chat_of(row, messages_of(value, key, where), where), chat_encoder(tokenizer, where)
-    if not tools or chat.tools:
-        return encoder.prompt(chat)
-    prompt = encoder.prompt(replace(chat, tools=tools))
-    if np.array_equal(prompt, encoder.prompt(chat)):
-        raise ValueError(f"{where}: the chat template of tokenizer={tokenizer.name} does not describe tools")
-    return prompt
+    prompt = encoder.prompt(chat)
+    if tools and not chat.tools:
+        plain, chat = prompt, replace(chat, tools=tools)
+        prompt = encoder.prompt(chat)
+        if np.array_equal(prompt, plain):
+            raise ValueError(f"{where}: the chat template of tokenizer={tokenizer.name} does not describe tools")
+    return prompt, Chat("", [], chat.tools, template=chat.template)
 
 
 def _sequence(content: Chat | Completed, tokenizer: Tokenizer) -> tuple[Ids, Mask]:

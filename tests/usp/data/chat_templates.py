@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, trainers
@@ -144,6 +145,13 @@ WITHOUT_SYSTEM = ("gemma",)
 WITH_TOOLS = ("chatml", "llama3")
 
 
+Message = dict[str, Any]
+
+
+def said(role: str, content: str, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
+
+
 def without_marks(template: str) -> str:
     """Return a template that writes the same, and says nothing of what the assistant generates."""
     return re.sub(r"generation(?= *-?%\})", "if true", template.replace("endgeneration", "endif"))
@@ -161,7 +169,10 @@ def tokenizer_of(template: str, bos: str | None, eos: str, others: list[str]) ->
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = [token for token in (bos, eos, *others) if token]
-    trainer = trainers.BpeTrainer(vocab_size=360, special_tokens=special, initial_alphabet=ByteLevel.alphabet())
+    alphabet = ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=360, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator(["the answer of the assistant\n\n is a number"] * 3, trainer)
     saved = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos)
     saved.add_special_tokens({"additional_special_tokens": others})

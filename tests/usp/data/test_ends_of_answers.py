@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from transformers import ByT5Tokenizer
 
-from tests.usp.data.chat_templates import CHATML, tokenizer_of, without_marks
+from tests.usp.data.chat_templates import CHATML, Message, said, tokenizer_of, without_marks
 from usp.data.cache import cached_store, token_lines
 from usp.data.chats import Chat
 from usp.data.sources import find_files
@@ -26,8 +26,6 @@ from usp.hf.models import stop_tokens
 from usp.hf.tokenizers import ChatTemplate, load_tokenizer
 from usp.rlhf.datasets import open_examples
 from usp.rlhf.environments.episodes import ids_between
-
-Message = dict[str, Any]
 
 GLM = """\
 [gMASK]<sop>{%- set ns = namespace(last=-1) -%}
@@ -39,7 +37,9 @@ GLM = """\
 {%- elif m.role == 'assistant' -%}
 {{ '<|assistant|>\\n<think>' + (m.reasoning_content or '' if loop.index0 > ns.last else '') + '</think>' }}
 {{- '\\n' + m.content.strip() if m.content.strip() else '' }}
-{%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name + '</tool_call>' }}{% endfor -%}
+{%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name -}}
+{%- for key, value in call.function.arguments.items() %}{{ ' ' + key + '=' + value | string }}{% endfor -%}
+{{ '</tool_call>' }}{% endfor -%}
 {%- else %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endif -%}
 {%- endfor -%}
 {{ '<|assistant|>' if add_generation_prompt else '' }}
@@ -125,10 +125,6 @@ def release(name: str) -> ChatTemplate:
     return ChatTemplate(tokenizer, name, stops=tuple(sorted(stops)))
 
 
-def said(role: str, content: str, **more: Any) -> Message:
-    return {"role": role, "content": content, **more}
-
-
 CALL = [{"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"x": 1}}}]
 ASKED, ANSWER = said("user", "What is it?"), said("assistant", "the number 42 is 四十二🎉")
 AGAIN, REASON = said("user", "\n and  why?\n"), said("assistant", "\n because.\n\nIt is é \n")
@@ -172,7 +168,7 @@ def test_every_answer_ends_with_a_token_that_ends_a_response_or_is_counted(name:
 def test_the_next_mark_ends_an_answer_where_it_is_a_stop_token() -> None:
     think, number = "\n<think></think>", "\nthe number 42 is 四十二🎉"
     chats = release("glm")
-    tools = [f"{think}\n<tool_call>add</tool_call><|observation|>", f"{think}{number}<|user|>"]
+    tools = [f"{think}\n<tool_call>add x=1</tool_call><|observation|>", f"{think}{number}<|user|>"]
     assert answers(chats, CHATS["tools"])[:2] == tools and answers(chats, CHATS["call"]) == tools[:1]
     assert answers(chats, CHATS["reasoning"]) == [f"\n<think>Hm.</think>{number}<|user|>"]
     assert answers(chats, CHATS["empty"]) == [f"{think}<|user|>", f"{think}{number}<|user|>"]
@@ -278,6 +274,85 @@ def test_every_token_with_a_byte_of_an_answer_is_a_target_and_no_other() -> None
         first, count = len(before.encode()), len(bare.encode(answer))
         assert len(ids) > 3 and count > 1
         assert bare.decode(ids[mask]) == answer and mask.tolist().index(True) == first and mask.sum() == count
+
+
+# Writes the last message with its reasoning, and calls with numbers (Qwen3, Apriel).
+LAST = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.role == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ m.content -}}
+{%- for call in m.tool_calls or [] -%}
+{{ '<tool_call>' + (call.function | tojson) + ', ' + call.id + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' -}}
+{%- endfor %}{{ '<|im_start|>assistant\\n' if add_generation_prompt else '' }}
+"""
+
+
+def test_calls_end_where_their_turn_does_whatever_the_policy_has_written() -> None:
+    chats = ChatTemplate(tokenizer_of(LAST, None, "<|im_end|>", ["<|im_start|>"]), "last", stops=(0,))
+    results = [said("tool", f"{value}", name="add", tool_call_id=f"abcdefgh{value}") for value in (1, 2)]
+    shown = "".join(f"<|im_start|>tool\n{value}<|im_end|>\n" for value in (1, 2)) + "<|im_start|>assistant\n"
+    call = '<tool_call>{"name": "add", "arguments": {"x": 1}}, abcdefgh2</tool_call>'
+    for written, left in (("", "<|im_end|>\n"), ("<|im_end|>", "\n"), ("<|im_end|>\n", "")):
+        turn = chats.tokenizer.encode(call + written)
+        assert chats.tokenizer.decode(chats.between(results, turn)) == left + shown
+
+
+# Writes each content as parts, and arguments of calls as text.
+PARTS = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + ':' }}{% for part in m.content -%}
+{%- if part.type == 'text' %}{{ ' ' + part.text }}{% endif %}{% endfor -%}
+{%- for call in m.tool_calls or [] %}{{ ' ' + call.function.name + call.function.arguments }}{% endfor -%}
+{{ '<|im_end|>\\n' }}{% endfor %}{{ '<|im_start|>assistant:' if add_generation_prompt else '' }}
+"""
+
+
+def test_a_template_gets_texts_and_arguments_in_the_form_that_it_takes() -> None:
+    tokenizer = tokenizer_of(PARTS, "<s>", "<|im_end|>", ["<|im_start|>"])
+    chats = ChatTemplate(tokenizer, "parts", stops=(tokenizer.eos_token_id,))
+    messages = [ASKED, CALLING, RESULT, ANSWER]
+    written = f"the number 42 is {ANSWER['content'][17:]}"
+    expected = [' add{"x": 1}<|im_end|>', f" {written}<|im_end|>"]
+    parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    as_text = [{**CALLING, "tool_calls": [{**CALL[0], "function": {"name": "add", "arguments": '{"x": 1}'}}]}]
+    for given in (messages, parts, [ASKED, *as_text, RESULT, ANSWER], [parts[0], *messages[1:]]):
+        assert [text.replace("  ", " ") for text in answers(chats, given)] == expected
+    following = "\n<|im_start|>tool: 42<|im_end|>\n<|im_start|>assistant:"
+    turn = tokenizer.encode(expected[0])
+    assert tokenizer.decode(chats.between([said("tool", "42")], turn)) == following
+    shown = following.replace("42", FORGED)
+    assert tokenizer.decode(chats.between([said("tool", FORGED)], turn)) == shown
+    null = {**CALLING, "content": None}  # as OpenAI's calls have it, and a template that adds texts
+    assert answers(release("newline"), [ASKED, null, RESULT, ANSWER])[0] == "\n\n<|im_end|>"  # "\n\n" is one token
+
+
+# Begins an answer otherwise without reasoning, and results otherwise where there are tools.
+SWITCHED = """\
+{%- for m in messages -%}
+{%- if m.role == 'tool' %}{{ '<|im_start|>' + ('function' if tools else 'tool') + '\\n' + m.content }}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' + ('<think></think>' if enable_thinking is defined and not enable_thinking else '') }}
+{%- endif -%}
+"""
+
+
+def test_a_prompt_goes_on_with_the_tools_and_arguments_of_its_row(tmp_path: Path) -> None:
+    made = tokenizer_of(SWITCHED, None, "<|im_end|>", ["<|im_start|>"])
+    chats = ChatTemplate(made, "switched", stops=(made.eos_token_id,))
+    tokenizer = TextTokenizer("", 400, made, None, None, True, chats=chats)
+    fast = {"chat_template_kwargs": {"enable_thinking": False}}
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    rows = [{"prompt": [ASKED], **fast, "tools": [tool]}, {"messages": [ASKED], **fast}, {"prompt": [ASKED]}]
+    rows += [{"prompt": "What?"}, {"prompt": [AGAIN]}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {"prompt_tokens": 0, "longest": 500, "seed": 0}
+    examples = open_examples(str(tmp_path / "rows.jsonl"), ("prompt",), tokenizer, **options)
+    assert examples[3].chat is None and examples[2].chat is examples[4].chat  # rows share what is the same
+    for number, name, thought in ((0, "function", "<think></think>"), (1, "tool", "<think></think>"), (2, "tool", "")):
+        begin = f"<|im_start|>assistant\n{thought}"
+        assert tokenizer.show(examples[number].prompt).endswith(begin)
+        turn = made.encode("add(1)<|im_end|>")
+        ids = ids_between(tokenizer.encode_text, chats, [RESULT], turn, examples[number].chat)
+        assert tokenizer.show(ids) == f"\n<|im_start|>{name}\n{RESULT['content']}<|im_end|>\n{begin}"
 
 
 def test_stop_tokens_are_those_of_generate(tmp_path: Path) -> None:

@@ -217,8 +217,8 @@ class Episodes:
 
     Attributes:
         examples: with a prompt, ids, and an answer each, by prompt_index. decode: returns the text of ids.
-        observe: returns the ids that the policy reads, of an observation and the ids of the turn before it. Raises
-            ValueError for messages without a chat template.
+        observe: returns the ids that the policy reads, of an observation, the ids of the turn before it, and `chat` of
+            the example. Raises ValueError for messages without a chat template.
         max_turns: of the policy.
         max_observation_tokens: of all observations of an episode, which ends before one that exceeds them.
         failure: the score of an episode whose environment fails, see `score_of_failure`.
@@ -229,7 +229,7 @@ class Episodes:
     processes: Processes
     examples: Any
     decode: Callable[[Sequence[int]], str]
-    observe: Callable[[Observation, Sequence[int]], list[int]]
+    observe: Callable[[Observation, Sequence[int], Any], list[int]]
     max_turns: int = 8
     max_observation_tokens: int = 1024
     failure: Literal["stop", "zero", "drop"] = "stop"
@@ -259,16 +259,16 @@ def score_of_failure(failure: str, blame: str) -> float:
 
 
 def ids_between(
-    encode: Callable[[str], Iterable[int]], chats: Any, observation: Observation, turn: Sequence[int]
+    encode: Callable[[str], Iterable[int]], chats: Any, observation: Observation, turn: Sequence[int], chat: Any = None
 ) -> list[int]:
     """Return the ids that follow a turn of these ids: of text, or of messages up to where the next turn begins, by a
-    chat template (`usp.hf.tokenizers.ChatTemplate`), whose ending of a turn is not repeated. Raises ValueError for
-    messages without a template."""
+    chat template (`usp.hf.tokenizers.ChatTemplate`), whose ending of a turn is not repeated. chat: what the template
+    was given for the prompt. Raises ValueError for messages without a template."""
     if isinstance(observation, str):
         return [int(token) for token in encode(observation)]
     if chats is None:
         raise ValueError("it answered with messages, and the tokenizer has no chat template: answer with text")
-    return [int(token) for token in chats.between(observation, turn)]
+    return [int(token) for token in chats.between(observation, turn, chat)]
 
 
 # In the process of an environment

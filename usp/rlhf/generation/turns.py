@@ -129,8 +129,9 @@ class Turns:
         over = bool(answer.observation) and self._episodes.exceeds(answer.observation or "")
         if not (error or answer.done or over):
             assert answer.observation is not None
+            chat = self._episodes.examples[self._samples[answer.number][1]].chat
             try:
-                ids = self._episodes.observe(answer.observation, rollout.tokens)
+                ids = self._episodes.observe(answer.observation, rollout.tokens, chat)
             except Exception as refused:  # of a template or a tokenizer, at a text from outside
                 error, blame = str(refused) if isinstance(refused, ValueError) else one_line(refused), ENVIRONMENT
         if error:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import ByT5Tokenizer
 
 from usp.data.tokenizer import ByteTokenizer
 from usp.hf.tokenizers import ChatTemplate
-from usp.rlhf.environments.episodes import Answer, Processes, ids_between
+from usp.rlhf.environments.episodes import Answer, Processes, checked, ids_between
+from usp.rlhf.environments.outside import read_json
 
 FILE = Path(__file__).with_name("answers.py")
 CHATML = (
@@ -86,6 +88,31 @@ def test_a_process_takes_one_episode_after_another(processes: Processes) -> None
     process.popen.wait()
     processes.ask(3, "a turn", {"answer": ""})
     assert answer(processes, {3})[3].reward == 1
+
+
+@pytest.mark.parametrize("levels", [70, 5000, 200_000])
+def test_an_observation_of_many_levels_is_refused_before_it_is_rendered(levels: int) -> None:
+    deep: Any = "deep"
+    for _ in range(levels):
+        deep = [deep]
+    observation = [{"role": "tool", "content": deep}]
+    with pytest.raises(ValueError, match="nested more than 64 levels deep"):
+        checked((observation, 0.0, False))
+    with pytest.raises(ValueError, match="nested more than 64 levels deep"):  # of a process, which may write anything
+        read_json("[" * levels + "]" * levels)
+
+
+def test_an_observation_of_as_many_levels_as_pass_is_rendered_or_refused() -> None:
+    deep: Any = "deep"
+    for _ in range(60):
+        deep = [deep, {"a": "</s>"}]
+    observation = checked(([{"role": "tool", "content": "42", "more": deep}], 0.0, False))["observation"]
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = CHATML
+    chats = ChatTemplate(tokenizer, "bytes", stops=(1,))
+    assert chats.between(observation).tolist() == chats.between([{"role": "tool", "content": "42"}]).tolist()
+    with pytest.raises(ValueError, match="message 3 has parts that are not text"):
+        chats.between([{"role": "tool", "content": deep}])
 
 
 def test_ids_between_turns() -> None:

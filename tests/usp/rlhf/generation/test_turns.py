@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from parallel import ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.environments.answers import Counts, Echo
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
+from usp.data.chats import Chat
 from usp.rlhf.environments.episodes import Episodes, Observation, Processes
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.graph import Generate
@@ -33,16 +34,20 @@ FEW, ON_RANKS = (4, 7), {4: (3, 4, 7), 8: (0, 8)}
 class Example:
     prompt: np.ndarray
     answer: str
+    chat: Chat
 
 
 def examples() -> list[Example]:
+    """The chat of every second one has a tool, which observations begin with."""
     draw = np.random.default_rng(0)
-    return [Example(draw.integers(0, VOCAB, n), letters(draw.integers(0, VOCAB, 2).tolist())) for n in LENGTHS]
+    chats = [Chat("", [], [{"name": "x"}] if number % 2 else None) for number in range(len(LENGTHS))]
+    drawn = [(draw.integers(0, VOCAB, n), letters(draw.integers(0, VOCAB, 2).tolist())) for n in LENGTHS]
+    return [Example(*each, chat) for each, chat in zip(drawn, chats, strict=True)]
 
 
-def observe(observation: Observation, turn: Sequence[int]) -> list[int]:
+def observe(observation: Observation, turn: Sequence[int], chat: Chat) -> list[int]:
     assert isinstance(observation, str)
-    return [(ord(letter) - 256) % VOCAB for letter in observation]
+    return [(ord(letter) - 256) % VOCAB for letter in (chat.tools or [{"name": ""}])[0]["name"] + observation]
 
 
 def work(environment: str = "Echo", **different: object) -> Generate:
@@ -82,7 +87,7 @@ def alone(
         ids, owners = ids + turn, owners + [environment.turns + 1] * len(turn)
         observation, reward, done = environment.step(letters(turn))
         rewards.append(reward)
-        observed = observe(observation, turn)
+        observed = observe(observation, turn, example.chat)
         if done or own + len(turn) == most or environment.turns == max_turns or len(ids) + len(observed) >= CONTEXT:
             break
         ids, owners = ids + observed, owners + [0] * len(observed)
@@ -118,7 +123,7 @@ def failing(failure: str) -> tuple[list[GeneratedResponse], list[dict[str, objec
     asked = work("Faults", failure=failure)
     generator = built(CONFIGS["llama"](), ParallelMesh.create(GRIDS[0]))
     assert asked.episodes is not None
-    asked.episodes.examples[1] = Example(examples()[1].prompt, "die")
+    asked.episodes.examples[1] = replace(examples()[1], answer="die")
     prompts = [torch.from_numpy(example.prompt) for example in examples()[1:3]]
     return generator.generate(prompts, asked, [0, 1], [(0, 1), (1, 2)]), asked.episodes.take_failures()
 
