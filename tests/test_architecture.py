@@ -162,6 +162,30 @@ def names_of_files(source: Source) -> Iterator[str]:
         yield f"{source.path} shadows the package of that name where usp/ is on the path: choose another name"
 
 
+def bounded_caches(source: Source) -> Iterator[str]:
+    """A cache that lives as long as the process has a bound, or keys that a program has only few of: names and types.
+
+    Others grow with every length of a document or response. One inside of a function ends with its call.
+    """
+    if not in_package(source.path, *PACKAGES):
+        return
+    waiting: list[ast.AST] = [source.tree]
+    while waiting:
+        node, unbounded = waiting.pop(), False
+        if isinstance(node, ast.FunctionDef):
+            kinds = [ast.unparse(arg.annotation) if arg.annotation else "" for arg in node.args.args]
+            waiting += [] if set(kinds) <= {"str", "type"} else node.decorator_list
+        elif not isinstance(node, ast.Lambda | ast.Import | ast.ImportFrom):
+            waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            unbounded = ast.unparse(node) in ("cache", "functools.cache")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("lru_cache", "functools.lru_cache"):
+            sizes = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "maxsize")]
+            unbounded = any(isinstance(size, ast.Constant) and size.value is None for size in sizes)
+        if unbounded:
+            yield f"{source.path}:{node.lineno} caches without a bound for the life of the process: set maxsize"
+
+
 RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     layers,
     optional_packages,
@@ -170,6 +194,7 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     no_globals,
     short_functions,
     names_of_files,
+    bounded_caches,
 )
 
 
@@ -340,6 +365,10 @@ BAD_FILES = [
     (no_globals, "benchmarks/x.py", "def f():\n    global state\n    state = 1"),
     (short_functions, "usp/x.py", "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES),
     (names_of_files, "usp/attention.py", ""),
+    (bounded_caches, "usp/x.py", "same = lru_cache(maxsize=None)(lambda key: object())"),
+    (bounded_caches, "usp/x.py", "@lru_cache(None)\ndef f(x: int):\n    pass"),
+    (bounded_caches, "usp/x.py", "@functools.cache\ndef f(lengths: tuple):\n    pass"),
+    (bounded_caches, "usp/x.py", "class A:\n    @cache\n    def f(self):\n        pass"),
 ]
 GOOD_FILES = [
     (layers, "usp/x.py", "from parallel import ParallelMesh\nimport numpy"),
@@ -348,6 +377,9 @@ GOOD_FILES = [
     (optional_packages, "attention/kernels/flash.py", "def load():\n    import flash_attn"),
     (environment, "parallel/x.py", "import os\nos.environ['GLOO_SOCKET_IFNAME'] = 'lo'"),
     (short_functions, "usp/x.py", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
+    (bounded_caches, "usp/x.py", "@cache\ndef f(name: str, kind: type):\n    pass"),
+    (bounded_caches, "usp/x.py", "def f(x):\n    @cache\n    def g(y: int):\n        pass"),
+    (bounded_caches, "usp/x.py", "@lru_cache(maxsize=64)\ndef f(x: int):\n    cache = x\n    return cache"),
 ]
 
 

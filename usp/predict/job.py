@@ -280,7 +280,7 @@ def _extents(dims: ParallelDims) -> Mapping[str, tuple[int, int]]:
     return found
 
 
-_same = lru_cache(maxsize=None)(lambda key: object())  # hashed faster than the key
+_same = lru_cache(maxsize=1 << 16)(lambda key: object())  # hashed faster than the key, which may hold lengths of data
 _stage_layers = lru_cache(maxsize=4096)(stage_layers)
 _rank_stages = lru_cache(maxsize=4096)(rank_stages)
 
