@@ -35,7 +35,7 @@ from attention import (
 from attention.keep import compute_now
 from attention.ring import RingAttention
 from attention.schedule import RingSchedule
-from benchmarks.gpu import SilentChannel
+from benchmarks.gpu.setup import SilentChannel
 from benchmarks.harness.record import Record, finish
 
 SEQ_LEN, MEDIAN, SIGMA, ROWS = 65_536, 1000, 1.5, 8

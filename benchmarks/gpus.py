@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from attention import SequenceLayout, ring_schedule, select_kernel
-from benchmarks.gpu import FULL, SPEC, TINY, device_name, time_ring_rank
-from benchmarks.gpu_steps import Steps
-from benchmarks.harness.checks import Check, Log, Sections
-from benchmarks.harness.measure import Clock
+from attention import SequenceLayout, select_kernel
+from benchmarks.gpu.model import batch_of, configured, llama_8b, seeded
+from benchmarks.gpu.ring import time_ring_rank
+from benchmarks.gpu.setup import CAUSAL, Setup
+from benchmarks.harness.checks import Check
 from parallel import (
     Hardware,
     ParallelDims,
@@ -43,10 +43,9 @@ from parallel import (
 )
 from tests.attention.dense import dense_attention, relative_l2
 from usp import UnifiedSPAttention, shard_sequence
-from usp.hf.weights import initialise
+from usp.predict.job import ONE_DOCUMENT
 from usp.run.launch import Launch, choose_device, process_group
 from usp.train.build import EngineRecipe, build_engine
-from usp.train.dry_run import blank_batch
 from usp.train.resolve import resolve
 from usp.train.step import train_step
 
@@ -55,15 +54,17 @@ from usp.train.step import train_step
 class Together:
     """The sections, each collective. hardware: of the device's node file; None if it has none."""
 
-    clock: Clock
-    tiny: bool
-    folder: Path
+    setup: Setup
     hardware: Hardware | None
     host_ranks: int
 
     @property
     def device(self) -> torch.device:
-        return self.clock.device
+        return self.setup.device
+
+    @property
+    def tiny(self) -> bool:
+        return self.setup.tiny
 
     @cached_property
     def dims(self) -> ParallelDims:
@@ -81,7 +82,7 @@ class Together:
     def slowest(self, call: Callable[[], object]) -> float:
         """Return the milliseconds of a call on the slowest rank."""
         dist.barrier()
-        most = torch.tensor(self.clock.milliseconds(call, repeats=5), dtype=torch.float64, device=self.device)
+        most = torch.tensor(self.setup.wall_milliseconds(call, 5), dtype=torch.float64, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most)
 
@@ -109,17 +110,17 @@ class Together:
     def steps(self) -> Iterator[Check]:
         """Train with FSDP2, ring and Ulysses at once: communicators in another order on some rank would hang."""
         changes = {"sp_ring": self.dims.ring, "sp_ulysses": self.dims.ulysses}
-        config = Steps(self.clock, self.tiny, self.folder / str(dist.get_rank())).config(**changes)
+        tokens = self.setup.tokens("512K" if self.tiny else "16K")
+        config = configured(self.setup, llama_8b(self.setup, 4), tokens, **changes)
         resolved = resolve(config, dist.get_world_size(), weights=False)
         _, model, _, dims = resolved.valid([])
         config, mesh = resolved.largest.config, ParallelMesh.create(dims, self.device.type)
         recipe = EngineRecipe.of(config, model)
-        engine = build_engine(recipe, mesh, self.device, lambda stage: initialise(stage.model, 0))
-        batch = blank_batch(config, mesh)
-        local = {key: x if key == "cu_seqlens" else x.to(self.device) for key, x in batch.items()}
+        engine = build_engine(recipe, mesh, self.device, seeded)
+        local = batch_of(config, model.vocab_size, mesh, ONE_DOCUMENT, self.device)
         number, begin = (3 if self.tiny else 200), time.perf_counter()
         norms = [train_step(engine, mesh, local, config, 1e-4)[1] for _ in range(number)]
-        self.clock.synchronize()
+        self.setup.synchronize()
         each = 1e3 * (time.perf_counter() - begin) / number
         yield Check(
             f"{number} steps of {config.seq_len:,} tokens, each", each if math.isfinite(sum(norms)) else math.inf
@@ -127,19 +128,15 @@ class Together:
 
     def exposed(self) -> Iterator[Check]:
         """Compare a ring's passes with the same kernels without messages."""
-        world_size, sizes = dist.get_world_size(), TINY if self.tiny else FULL
+        world_size, (num_heads, kv_heads, head_dim) = dist.get_world_size(), self.setup.heads
         mesh = ParallelMesh.create(ParallelDims(ring=world_size), self.device.type)
         attention = UnifiedSPAttention(mesh)
-        for tokens in sizes.lengths:
-            kernel, _ = select_kernel("auto", SPEC, self.device, sizes.dtype, sizes.head_dim)
+        for tokens in map(self.setup.tokens, ("2K", "8K", "32K")):
+            kernel, _ = select_kernel("auto", CAUSAL, self.device, self.setup.dtype, head_dim)
             layout = SequenceLayout("zigzag", tokens * world_size, ring=world_size)
-            assert ring_schedule(layout, SPEC, 1, 0).steps
-            silent = time_ring_rank(sizes, kernel, layout, self.clock)[1]
-            shapes = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
-            q, k, v = (
-                torch.randn(1, tokens, heads, sizes.head_dim, device=self.device, dtype=sizes.dtype, requires_grad=True)
-                for heads in shapes
-            )
+            silent = time_ring_rank(self.setup, kernel, layout)[1]
+            shapes = (num_heads, kv_heads, kv_heads)
+            q, k, v = (self.setup.randn(1, tokens, heads, head_dim).requires_grad_() for heads in shapes)
             both = self.slowest(lambda q=q, k=k, v=v: torch.autograd.grad(attention(q, k, v).sum(), (q, k, v)))  # type: ignore[misc]
             what = f"ring of {world_size}, {tokens:,} tokens a rank, both passes, of the kernels alone"
             yield Check(what, both / silent, "", math.nan if self.tiny else 1.05, 0.8, 1.2)
@@ -184,7 +181,7 @@ class Together:
         rate = nbytes / milliseconds / 1e6 if not wrong else math.inf
         yield Check("reallocation, columns to rows, sent by a rank", rate, "GB/s", 0.7 * self.link, 0.7, 1.4)
 
-    def sections(self) -> Sections:
+    def sections(self) -> dict[str, Callable[[], Iterator[Check]]]:
         return {
             "parity": self.parity,
             "steps": self.steps,
@@ -195,15 +192,17 @@ class Together:
 
 
 def run(device: torch.device, tiny: bool, host_ranks: int) -> list[tuple[str, Check]]:
-    """Run all sections, and return their checks. Collective."""
-    clock = Clock(device, math.inf)
-    hardware = load_hardware(node) if device.type == "cuda" and (node := node_of(device_name(device))) else None
+    """Run all sections, and return their checks; an error ends the run. Collective."""
+    node = node_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    hardware, found = load_hardware(node) if node else None, list[tuple[str, Check]]()
     with tempfile.TemporaryDirectory() as folder:
-        together, log = Together(clock, tiny, Path(folder), hardware, host_ranks), Log(None)
-        for section, check in log.run(together.sections()):
-            if dist.get_rank() == 0:
-                print(f"{section}:", *check.cells(), sep="  ", flush=True)
-        return log.checks
+        together = Together(Setup(device, tiny, Path(folder)), hardware, host_ranks)
+        for section, checks in together.sections().items():
+            for check in checks():
+                found.append((section, check))
+                if dist.get_rank() == 0:
+                    print(f"{section}:", *check.cells(), sep="  ", flush=True)
+    return found
 
 
 def main() -> None:
