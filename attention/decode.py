@@ -288,12 +288,7 @@ def score_mask(seen_BKL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def partial_attention(
-    q_BKGH: Tensor,
-    k_BKLH: Tensor,
-    v_BKLV: Tensor,
-    mask_B11L: Tensor,
-    scale: float | None,
-    softcap: float | None = None,
+    q_BKGH: Tensor, k_BKLH: Tensor, v_BKLV: Tensor, mask_B11L: Tensor, scale: float | None, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, K, G, V) and lse (B, K, G), in fp32 or fp64, over these keys; every row must see one.
 

@@ -194,11 +194,7 @@ def choose(indices: Tensor, program: SparseProgram, ulysses: Channel, ring: Chan
 
 
 def chosen_rows(
-    layout: SequenceLayout,
-    spec: AttentionSpec,
-    indices: Tensor,
-    heads: tuple[int, ...] | None = None,
-    block: int = 1,
+    layout: SequenceLayout, spec: AttentionSpec, indices: Tensor, heads: tuple[int, ...] | None = None, block: int = 1
 ) -> Tensor:
     """Return how many keys of each ring rank (columns) the queries of each other one (rows) choose: what `choose` finds
     on every rank, from the indices of the whole sequence. heads, block: as in `SparseProgram`."""

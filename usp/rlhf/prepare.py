@@ -242,9 +242,7 @@ def _with_rates(config: RlhfConfig, algorithm: Algorithm, sft_steps: int) -> Rlh
     if sft_steps:
         rates["sft_learning_rate"] = settled_rate(config.sft_learning_rate, config.model, SFT_RATE, sft)
     return replace(
-        config,
-        warmup_steps=algorithm.warmup_steps if config.warmup_steps < 0 else config.warmup_steps,
-        **rates,
+        config, warmup_steps=algorithm.warmup_steps if config.warmup_steps < 0 else config.warmup_steps, **rates
     )
 
 

@@ -59,16 +59,7 @@ from .config import RlhfConfig, unused_layout_flags
 from .datasets import example_indices, given_samples
 from .evaluation import COLLECTED, Evaluator
 from .graph import ModelCall, TrainStep
-from .prepare import (
-    SFT,
-    Planner,
-    PreparedRlhf,
-    engine_calls,
-    engine_options,
-    find_rlhf_start,
-    prepare,
-    sft_config,
-)
+from .prepare import SFT, Planner, PreparedRlhf, engine_calls, engine_options, find_rlhf_start, prepare, sft_config
 from .records import SHOWN, RlhfRecord, SampleFiles
 from .replanning import Replanner, Replanning
 from .samples import Samples, derived_seed

@@ -27,11 +27,7 @@ POSITION = "position"
 
 
 def part_of(
-    mesh: ParallelMesh,
-    config: TrainConfig,
-    balanced: bool = False,
-    images: Any = None,
-    windows: tuple[int, ...] = (0,),
+    mesh: ParallelMesh, config: TrainConfig, balanced: bool = False, images: Any = None, windows: tuple[int, ...] = (0,)
 ) -> Part:
     """Return which rows of a global batch this rank trains on, and which of their tokens; the others as in `Part`."""
     axes = SpAxes.of(mesh)
