@@ -21,7 +21,6 @@ setup(
     package_data={
         "parallel.cluster": ["nodes/*.json", "peaks.json"],
         "usp": ["presets.json"],
-        "usp.hf": ["releases.json"],
         "usp.planning": ["page.html"],
         "usp.rlhf": ["sample_page.html"],
     },

@@ -6,25 +6,36 @@ python -m examples.models --types gemma3_text,gpt_oss
 
 from __future__ import annotations
 
+import copy
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 from tyro.conf import arg
 
 from usp.hf.images import TRAINED, sees_images
 from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, training_problems
-from usp.hf.probe import RELEASES, causal_lm_types, structure, tiny_config
-from usp.hf.shrink import dropouts
+from usp.hf.probe import structure
+from usp.hf.shrink import dropouts, shrink
 from usp.hf.tensor_parallel import tp_problems
 from usp.rlhf.generation.generate import generation_problems
 from usp.run.launch import leave
 from usp.run.tables import Grid
+
+RELEASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("releases.json").read_text())
 
 HEADING = """# Models
 
@@ -32,7 +43,7 @@ Every type of causal language model in transformers {version}, and those that tr
 `apply_unified_sp`, which is then exact on any ring x ulysses mesh, or refused with the reason. A model is accepted for
 what its layers do, not for its name: a tiny copy of it runs once on all tokens and once on some of them
 (`usp/hf/probe.py`). Its configuration is that of the release in the second column where that differs from transformers'
-defaults in what matters here (`usp/hf/releases.json`), else the default. "No tiny copy" means that this gives no
+defaults in what matters here (`examples/releases.json`), else the default. "No tiny copy" means that this gives no
 decoder that runs on text alone; another configuration may. Numbers of the configuration at which something may begin
 are tried below and above the copy's few tokens; "not tried at a length" are those that the copy cannot have below. What
 begins at a constant in the code, such as `if length > 4096`, the copy does not reach: of types whose code compares the
@@ -62,6 +73,21 @@ text.save_pretrained(folder)
 This file is written by `python -m examples.models > docs/models.md`.
 """
 LONGEST = 160  # characters of a reason
+
+
+def causal_lm_types() -> list[str]:
+    """Return the model types of causal LMs in the installed transformers."""
+    return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
+
+
+def tiny_config(model_type: str) -> PretrainedConfig:
+    """Return a tiny configuration of a decoder as a release sets it, by `releases.json`, else as transformers does."""
+    release = AutoConfig.for_model(model_type, **copy.deepcopy(RELEASES.get(model_type, {}).get("config", {})))
+    config = shrink(release, layers=4)
+    for part in (config, config.get_text_config()):
+        if "is_decoder" in vars(part):
+            part.is_decoder = True
+    return config
 
 
 @dataclass(frozen=True)

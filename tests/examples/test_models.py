@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.models import main, table
+from examples.models import causal_lm_types, main, table
 from usp.hf.images import TRAINED
-from usp.hf.probe import causal_lm_types
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 CHOSEN = ["bloom", "gemma3_text", "gemma3n_text", "gpt2", "granite", "rwkv"]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import logging
 import sys
 from collections import Counter
@@ -28,16 +27,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
-    AutoConfig,
     PretrainedConfig,
     PreTrainedModel,
     masking_utils,
@@ -66,7 +62,6 @@ FEW = (1, 2)  # less than any of the lowered numbers, in number and in position
 FAR = 1 << 24
 TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
 # By model type: a public repository, `source`, and fields of its `config` that differ from transformers' defaults.
-RELEASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("releases.json").read_text())
 
 NOT_REGISTERED = "its attention does not go through transformers' AttentionInterface"
 MaskKind = Literal["causal", "sliding", "chunked", "bidirectional"]
@@ -560,18 +555,3 @@ def _equal(part: Tensor, whole: Tensor) -> bool:
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-
-
-def causal_lm_types() -> list[str]:
-    """Return the model types of causal LMs in the installed transformers."""
-    return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
-
-
-def tiny_config(model_type: str) -> PretrainedConfig:
-    """Return a tiny configuration of a decoder as a release sets it, by `releases.json`, else as transformers does."""
-    release = AutoConfig.for_model(model_type, **copy.deepcopy(RELEASES.get(model_type, {}).get("config", {})))
-    config = shrink(release, layers=4)
-    for part in (config, config.get_text_config()):
-        if "is_decoder" in vars(part):
-            part.is_decoder = True
-    return config

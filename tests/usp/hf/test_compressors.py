@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan
+from examples.models import tiny_config
 from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
@@ -30,7 +31,7 @@ from usp import apply_unified_sp, shard_batch
 from usp.config import TrainConfig
 from usp.hf import compressors as module_of_compressors
 from usp.hf.compressors import CompressorRun, Entries, ShardedCompressor
-from usp.hf.probe import structure, tiny_config
+from usp.hf.probe import structure
 from usp.losses import causal_lm_loss, global_token_count
 from usp.rlhf.dry_run import dry_run_calls
 from usp.rlhf.generation.generate import Generator

@@ -28,16 +28,16 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from examples import models
 from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool, on_first_rank
 from usp import apply_unified_sp, shard_batch
-from usp.hf import probe as verdict
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB, shrink
 from usp.losses import causal_lm_loss, global_token_count
 from usp.sp.sequence import SpAxes
 
-TYPES = verdict.causal_lm_types()
+TYPES = models.causal_lm_types()
 # State spaces, full, sliding and chunked masks, sinks, softcap, learned positions from 0 and from 1, experts, scales
 # that grow, two calls in a layer; keys chosen by an indexer in some layers, windows in others. More are trained in
 # ../train/families/test_families.py.
@@ -69,7 +69,7 @@ def tiny_config(model_type: str) -> PretrainedConfig:
         kind, fields = RELEASES[model_type]
         config = shrink(AutoConfig.for_model(kind, **fields), layers=4)
     else:
-        config = verdict.tiny_config(model_type)
+        config = models.tiny_config(model_type)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
             if ("dropout" in name or name.endswith("pdrop") or "jitter" in name) and isinstance(value, float):

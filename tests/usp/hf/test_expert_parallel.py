@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from examples.models import causal_lm_types
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import reason, relative, tiny_config
@@ -37,7 +38,6 @@ from usp.hf.expert_parallel import RouterBalance, apply_ep
 from usp.hf.experts import expert_modules, expert_problems, has_balancing_loss, router_modules
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import aux_loss_coefficient, load_model_config, model_facts
-from usp.hf.probe import causal_lm_types
 from usp.hf.tensor_parallel import apply_tp, model_shape
 from usp.losses import causal_lm_loss, global_token_count
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from examples.models import tiny_config
 from tests.harness.ranks import RankPool
 from tests.usp.hf.held_out import CALLS, check, draw, exact_types
-from usp.hf.probe import tiny_config
 
 # Windows of some layers with biases, softcaps, latent attention with groups of experts, sinks, state spaces, and rotary
 # embeddings that depend on the length, in some layers or of complex numbers; lightning attention, and blocks of keys.

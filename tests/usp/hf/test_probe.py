@@ -16,10 +16,10 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from examples.models import verdict
+from examples.models import tiny_config, verdict
 from usp.hf import probe
 from usp.hf.integrate import rotary_switch
-from usp.hf.probe import Structure, structure, tiny_config
+from usp.hf.probe import Structure, structure
 from usp.hf.shrink import WINDOWS, large_numbers, shrink
 
 AT = 4096  # the probe's few tokens never reach it

@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from examples.models import tiny_config
 from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankError, RankPool
@@ -43,7 +44,6 @@ from usp.config import TrainConfig
 from usp.hf.export import save_weights
 from usp.hf.lora import ADAPTER, Lora, adapter_parameters, initialise_adapters, lora_config, lora_targets, save_adapter
 from usp.hf.models import load_model_config
-from usp.hf.probe import tiny_config
 from usp.losses import NextTokenLoss, causal_lm_loss, global_token_count
 from usp.predict.meter import OPTIMIZER
 from usp.run.failures import ConfigurationError
