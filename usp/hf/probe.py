@@ -32,12 +32,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    AttentionInterface,
-    PretrainedConfig,
-    PreTrainedModel,
-    masking_utils,
-)
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from attention import SequenceLayout, compute_now

@@ -28,15 +28,7 @@ if __name__ == "__main__":
 
 from usp.rlhf.environments import outside
 from usp.rlhf.environments.outside import ENVIRONMENT, REWARD_CODE, TEXT, clean, one_line
-from usp.rlhf.environments.ready_rewards import (
-    MOST_SCORE,
-    READY_REWARDS,
-    REWARD,
-    SLOW,
-    TEXT_REWARDS,
-    Scored,
-    from_spec,
-)
+from usp.rlhf.environments.ready_rewards import MOST_SCORE, READY_REWARDS, REWARD, SLOW, TEXT_REWARDS, Scored, from_spec
 from usp.rlhf.environments.sandbox import PDEATHSIG, call
 from usp.rlhf.environments.tools import NAME as TOOLS
 from usp.rlhf.environments.tools import Toolbox, ToolEnvironment
