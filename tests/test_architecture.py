@@ -22,11 +22,11 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 5310,
-    "parallel": 4010,
+    "attention": 5331,
+    "parallel": 4024,
     "usp/commands": 1270,
     "usp/data": 2900,
-    "usp/hf": 7190,
+    "usp/hf": 7200,
     "usp/model": 675,
     "usp/planning": 3890,
     "usp/predict": 3460,
@@ -34,7 +34,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/run": 1315,
     "usp/sp": 2280,
     "usp/train": 3970,
-    "usp": 41650,
+    "usp": 41615,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
