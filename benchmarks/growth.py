@@ -189,8 +189,8 @@ def notes(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--watch"]:  # a rank
-        program, every, points, *arguments = sys.argv[2:]
-        return watch(program, int(every), Path(f"{points}-{os.environ.get('RANK', 0)}"), arguments)
+        program, often, points, *arguments = sys.argv[2:]
+        return watch(program, int(often), Path(f"{points}-{os.environ.get('RANK', 0)}"), arguments)
     parser = argparse.ArgumentParser(description="Memory of a rank over 1,000 steps of train.py and of rlhf.py.")
     parser.add_argument("--quick", action="store_true", help="60 steps; save nothing")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")

@@ -118,8 +118,8 @@ def flex_times(setup: Setup, tokens: int, function: Callable[..., Tensor]) -> tu
     q, k, v, dout = batched(setup, tokens)
     mask = create_block_mask(function, None, None, tokens, tokens, device=setup.device.type)
     if not setup.cuda:  # where it has no backward, and inductor would compile for half a minute
-        inputs = [x.detach() for x in (q, k, v)]
-        once = setup.milliseconds(lambda: flex_attention(*inputs, block_mask=mask, enable_gqa=True))
+        q, k, v = (x.detach() for x in (q, k, v))
+        once = setup.milliseconds(lambda: flex_attention(q, k, v, block_mask=mask, enable_gqa=True))
         return once, 3 * once
     call = torch.compile(flex_attention, dynamic=False)
 

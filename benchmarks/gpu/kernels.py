@@ -83,7 +83,9 @@ class Problem:
         seen = visible(1, tokens, causal=case.causal, window=window, cu_seqlens=boundaries).to(setup.device)
         leaves = [x.detach().double().unsqueeze(0).requires_grad_() for x in (q, k, v)]
         leaves += [] if sinks is None else [sinks.double().requires_grad_()]
-        out = dense_attention(*leaves[:3], seen, softcap=case.softcap, sinks=leaves[3] if case.sinks else None)
+        out = dense_attention(
+            leaves[0], leaves[1], leaves[2], seen, softcap=case.softcap, sinks=leaves[3] if case.sinks else None
+        )
         loss, lse = (out * dout.double()).sum(), None
         if dlse is not None:
             lse = dense_lse(leaves[0], leaves[1], seen, softcap=case.softcap)

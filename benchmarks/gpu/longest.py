@@ -35,8 +35,8 @@ def offloaded(setup: Setup) -> Iterator[tuple[str, float] | str]:
         if setup.cuda:
             measured = torch.cuda.max_memory_allocated(setup.device)
             yield "peak memory at 512K tokens, of the dry run's", measured / predicted.peak_bytes
-    tokens, host = longest(setup, config)
-    yield "longest sequence of 32 layers by the dry run, offloaded", tokens / 1024
+    fits, host = longest(setup, config)
+    yield "longest sequence of 32 layers by the dry run, offloaded", fits / 1024
     yield f"with that, 32 layers keep {host / 2**30:,.0f} GiB in host memory"
 
 

@@ -66,7 +66,12 @@ def llama_8b(setup: Setup, layers: int) -> Shape:
 
 def configured(setup: Setup, shape: Shape, tokens: int, **changes: Any) -> TrainConfig:
     """Return the run of one rank on one row of so many tokens."""
-    options = {"ac": "full", "loss_chunk": 64 if setup.tiny else 2048, "device": setup.device.type, "compile": False}
+    options: dict[str, Any] = {
+        "ac": "full",
+        "loss_chunk": 64 if setup.tiny else 2048,
+        "device": setup.device.type,
+        "compile": False,
+    }
     options |= {"dtype": str(setup.dtype).removeprefix("torch."), "learning_rate": 1e-3}
     return TrainConfig(model=shape.saved(setup.folder), seq_len=tokens, **{**options, **changes})
 

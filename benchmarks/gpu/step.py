@@ -84,7 +84,8 @@ def compiled(setup: Setup) -> Iterator[tuple[str, float] | str]:
     """Time steps with and without torch.compile."""
     data = documents(setup, PACKED)
     config = configured(setup, llama_8b(setup, LAYERS), setup.tokens("16K"))
-    times, losses = [], []
+    times: list[float] = []
+    losses: list[float] = []
     for compile_ in (False, True):
         backend = "eager" if setup.tiny else "inductor"  # which compiles for half a minute
         with engine_step(replace(config, compile=compile_), data, backend=backend) as step:

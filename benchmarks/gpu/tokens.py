@@ -61,7 +61,8 @@ def responses(
 
 def generator_of(shape: Shape, device: torch.device, dtype: torch.dtype, fill: Any = None, **options: Any) -> Generator:
     """Return a generator with the model; fill: gives it weights, by default the same on every device."""
-    mesh, model = ParallelMesh.create(ParallelDims(), device.type), empty_model(shape.config())
+    mesh = ParallelMesh.create(ParallelDims(), device.type)
+    model: Any = empty_model(shape.config())
     model.to(dtype)
     apply_unified_sp(model, mesh)
     materialise(model, device)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ def program(setup: Setup) -> Iterator[tuple[str, float] | str]:
 
 def started(folder: Path, name: str, data: Path, device: str, dtype: str) -> subprocess.Popen[bytes]:
     """Start train.py, whose output goes to NAME.txt, and whose run is in NAME."""
-    options = {"data": data, "data-cache": folder / f"{name}-cache", "output": folder / name}
+    options: dict[str, Any] = {"data": data, "data-cache": folder / f"{name}-cache", "output": folder / name}
     options |= {"device": device, "dtype": dtype, "steps": STEPS, "seq-len": 512}
     options |= {"warmup-steps": 1, "checkpoint-every": 0, "log-every": 1, "learning-rate": "1e-3"}
     flags = [f"--{key}={value}" for key, value in options.items()]
