@@ -393,23 +393,21 @@ def check_guard(
     row: Row, chats: ChatTemplate, chat: Chat, between: list[Message], special: list[str], where: str
 ) -> None:
     """Check that special tokens in messages of an observation are no control tokens."""
-    control = {*chats.tokenizer.all_special_ids, *chats.stops}
-    forged = " ".join(special)
+    control, forged = {*chats.tokenizer.all_special_ids, *chats.stops}, " ".join(special)
+    changed = {"contents": [{**each, "content": each["content"] + forged} for each in between]}
+    if between[0]["role"] == "tool":
+        changed["names"] = [{**each, "name": f"add{special[0]}"} for each in between]
     try:
         plain = chats.between(between, (), chat).tolist()
-        ids = chats.between([{**each, "content": each["content"] + forged} for each in between], (), chat).tolist()
-        if between[0]["role"] == "tool":
-            named = chats.between([{**each, "name": f"add{special[0]}"} for each in between], (), chat).tolist()
-            row.guarded += [token for token in named if token in control] == [
-                token for token in plain if token in control
-            ]
+        found = {kind: chats.between(messages, (), chat).tolist() for kind, messages in changed.items()}
     except ValueError as error:
         row.notes[f"{where}: special tokens: {reason(error)}"] += 1
         return
-    if [token for token in ids if token in control] != [token for token in plain if token in control]:
-        row.errors.append(f"{where}: special tokens of an observation became control tokens")
-    row.guarded += 1
-    if forged not in chats.tokenizer.decode(ids):
+    for kind, ids in found.items():
+        if [token for token in ids if token in control] != [token for token in plain if token in control]:
+            row.errors.append(f"{where}: special tokens in {kind} of an observation became control tokens")
+        row.guarded += 1
+    if forged not in chats.tokenizer.decode(found["contents"]):
         row.notes[f"{where}: the template writes special tokens in contents otherwise"] += 1
 
 
