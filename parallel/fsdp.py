@@ -129,21 +129,7 @@ def gathered(model: nn.Module, zero: int) -> Iterator[None]:
     finally:
         for module in _fsdp_modules(model):
             module.set_reshard_after_forward(zero == 3 and module is not model, recurse=False)
-        forget_forwards(model)
-
-
-def forget_forwards(model: nn.Module) -> None:
-    """Shard a model again after forwards whose backwards never come, and for which FSDP2 would prefetch."""
-    reset: Any = getattr(model, "reset_iter_state", None)  # from torch 2.13 on
-    if reset is not None:
-        reset()
-        return
-    for module in _fsdp_modules(model):
-        state: Any = module._get_fsdp_state()
-        state._comm_ctx.post_forward_order.clear()
-        if state._fsdp_param_group is not None:
-            state._fsdp_param_group.finalize_backward()
-        module.reshard()
+        model.reset_iter_state()  # type: ignore[operator]  # also shards them again
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel import ParallelMesh, local_tensor, rank_stages
-from parallel.fsdp import forget_forwards
 from parallel.pipeline import Pipeline
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
@@ -183,7 +182,8 @@ def forward_only(
             work.wait()
     for module in stages:
         if isinstance(module, FSDPModule):
-            forget_forwards(module)
+            # FSDP2 would prefetch for the backwards of these forwards, which never come.
+            module.reset_iter_state()
     return outputs
 
 
