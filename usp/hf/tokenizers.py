@@ -161,7 +161,8 @@ class ChatTemplate:
         guard, found = _unused("\ue000", messages), list[tuple[int, int, str]]()
         chat = chat or Chat("", [])
         following = _guarded(list(messages), re.compile(_any_of(self._special)), guard)
-        for called in (True, False) if following and following[0].get("role") == TOOL else (False,):
+        results = bool(following) and following[0].get("role") == TOOL
+        for called in (True, False) if results else (False,):
             try:
                 text, begin = self._following(chat, following, called)
                 found.append((self._written(chat, text[begin:], turn), begin, text))
@@ -169,7 +170,7 @@ class ChatTemplate:
                 if not called and not found:
                     raise
         written, begin, text = next(filter(lambda each: each[0], found), found[0])
-        begin += written
+        begin += written or (self._closed_before(text[begin:], turn) if results else 0)
         whole, before = (self._guarded_tokens(each, guard) for each in (text, text[:begin]))
         # In its place, where it may have other ids than alone; alone if it begins within a token.
         same = np.array_equal(whole[: len(before)], before)
@@ -215,6 +216,13 @@ class ChatTemplate:
             return 0
         # It ends a chat instead of a message (gpt-oss) if what follows ends the user's message too, and begins none.
         return other.end() if closed[:end].rpartition(".")[2].startswith(other[0]) else 0
+
+    def _closed_before(self, following: str, turn: Sequence[int]) -> int:
+        """Return how many characters close a call that the turn has closed itself, before a text that it ends with."""
+        closing = re.match(_any_of(self._special), following)
+        ids = self.tokenizer.convert_tokens_to_ids([*self._special])
+        latest = next((token for token in reversed(turn) if token in ids), None)
+        return closing.end() if closing and latest == ids[self._special.index(closing[0])] else 0
 
     def _guarded_tokens(self, text: str, guard: str) -> Ids:
         """Return the ids of a text, in which special tokens with `guard` after their first character are text."""

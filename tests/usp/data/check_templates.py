@@ -344,8 +344,8 @@ def check_continuations(row: Row, chats: ChatTemplate, chat: Chat, special: list
         for each in compared:
             if each.differs and history:
                 row.not_compared["the template writes what follows an answer by what is before it"] += 1
-            elif each.differs and each.blank:
-                row.not_compared["blanks at the end of an answer, of which nobody can say whose they are"] += 1
+            elif each.differs and each.unclear:
+                row.not_compared[each.unclear] += 1
             elif each.differs:
                 row.differ.append(f"{where}, {each.differs}")
             else:
@@ -359,11 +359,10 @@ class NotComparable(Exception):
 
 @dataclass
 class Compared:
-    """A continuation; differs: how it differs, if it does. blank: whether it begins within blanks, of which the answer
-    has some at its end."""
+    """A continuation; differs: how it differs, if it does. unclear: why it may."""
 
     differs: str
-    blank: bool
+    unclear: str
 
 
 def comparisons(chats: ChatTemplate, chat: Chat, first: int, second: int) -> Iterator[Compared]:
@@ -385,8 +384,12 @@ def comparisons(chats: ChatTemplate, chat: Chat, first: int, second: int) -> Ite
         ids, before = (tokenizer.encode(each, add_special_tokens=False) for each in (whole, whole[:end]))
         same = text == expected and (ids[: len(before)] != before or ids[len(before) :] == found)
         how = f"cut at {whole[max(0, end - 30) : end]!r}: {text[:80]!r} for {expected[:80]!r}"
-        blank = said != said.rstrip() and whole[:end] != whole[:end].rstrip() and expected != expected.lstrip()
-        yield Compared("" if same else how, blank)
+        unclear = ""
+        if said != said.rstrip() and whole[:end] != whole[:end].rstrip() and expected != expected.lstrip():
+            unclear = "blanks at the end of an answer, of which nobody can say whose they are"
+        elif said.strip() and said.strip() in expected:  # a policy wrote it before
+            unclear = "the template writes what is beside a call after the call's results"
+        yield Compared("" if same else how, unclear)
 
 
 def check_guard(

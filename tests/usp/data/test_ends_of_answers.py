@@ -296,6 +296,31 @@ def test_calls_end_where_their_turn_does_whatever_the_policy_has_written() -> No
         assert chats.tokenizer.decode(chats.between(results, turn)) == left + shown
 
 
+# Writes a content after the calls, whose closing token is special, as Gemma 4's second template does.
+AFTER = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' -}}
+{%- for call in m.tool_calls or [] -%}
+{{ '<|call|>' + (call.function | tojson) + '<|called|>' }}{% endfor %}{{ m.content + '<|im_end|>\\n' -}}
+{%- endfor %}{{ '<|im_start|>assistant\\n' if add_generation_prompt else '' }}
+"""
+
+
+def test_a_call_that_text_follows_is_not_closed_again() -> None:
+    chats = ChatTemplate(tokenizer_of(AFTER, None, "<|im_end|>", ["<|im_start|>", "<|call|>", "<|called|>"]), "after")
+    chats = replace(chats, stops=(chats.tokenizer.eos_token_id,))
+    call = '<|call|>{"name": "add", "arguments": {"x": 1}}'
+    shown = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    for turn, left in (
+        (call, "<|called|><|im_end|>"),
+        (f"{call}<|called|>", "<|im_end|>"),
+        (f"{call}<|called|>Let me see.{' And see.' * 200}", "<|im_end|>"),
+        (f"{call}<|called|>Let me see.<|im_end|>", ""),
+        (f"{call}<|called|>And: {call}", "<|called|><|im_end|>"),
+    ):
+        ids = chats.tokenizer.encode(turn)
+        assert chats.tokenizer.decode(chats.between([said("tool", "42")], ids)) == left + shown, turn
+
+
 # Writes each content as parts, and arguments of calls as text.
 PARTS = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + ':' }}{% for part in m.content -%}

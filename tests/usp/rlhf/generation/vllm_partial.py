@@ -39,11 +39,12 @@ def main(store: str, family: str, url: str = "") -> None:
     assert engine is not None
 
     on_disk = disk_layout(model, {name: x.shape for name, x in stored_tensors(model).items()})
-    boxes = {name: Box.whole(x.shape) for name, x in model.state_dict().items()}
+    weights = dict(model.named_parameters())  # a tied head once
+    boxes = {name: Box.whole(x.shape) for name, x in weights.items()}
 
     def update(version: int) -> None:
         initialise(model, version)
-        engine.load(pieces_of(model.state_dict(), boxes, on_disk))
+        engine.load(pieces_of({name: x.detach() for name, x in weights.items()}, boxes, on_disk))
 
     ids = range(len(LENGTHS) * WORK.group_size)
     stops = tuple(range(0, BYTE_VOCAB, 6))
