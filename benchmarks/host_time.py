@@ -215,7 +215,7 @@ def measure_planning(layout: str, tree: bool) -> dict[str, Any]:
         attention, x = UnifiedSPAttention(mesh, layout), torch.empty(1, PLANNED_TOKENS // PLANNED_RANKS, 1, 8)
 
         def plan() -> None:
-            options = (cu_seqlens, None, prefix_tree, True, None, [-1, -1], None, 0)
+            options = (cu_seqlens, None, prefix_tree, True, None, None, None, None)
             attention._call((x, x, x, None, None, None), None, *options)
 
         first = least_microseconds({"first": plan}, 1, 1)
