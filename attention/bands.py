@@ -394,8 +394,7 @@ def summary_tasks(q: Pieces, k: Pieces, rows: Sequence[Parts], every: int) -> Ta
 
 
 def _tight_tasks(q: Pieces, k: Pieces, spec: AttentionSpec) -> tuple[Array, Array]:
-    """Return what `tight_task` makes of each pair of pieces, as rows of `Tasks`, and the numbers of those that it makes
-    a task of."""
+    """Return the tasks that `tight_task` makes of pairs of pieces, as rows of `Tasks`, and the numbers of the pairs."""
     lowest, within_prefix = (-FAR if x is None else x for x, _ in map(spec.difference_range, (False, True)))
     highest = spec.difference_range()[1]
     least = np.where(q.in_prefix & k.in_prefix, within_prefix, lowest)

@@ -355,8 +355,7 @@ def _attend_backward(
 def _scores(
     q_KtGH: Tensor, k_KMH: Tensor, index_tk: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return scores (K, t, G, k), -inf where there is no key, the gathered keys (K, t, k, H), and with a softcap its
-    derivative."""
+    """Return scores (K, t, G, k), -inf without a key, the gathered keys (K, t, k, H), and a softcap's derivative."""
     keys, slope = _gathered(k_KMH, index_tk, q_KtGH.dtype), None
     scores = q_KtGH @ keys.mT * spec.score_scale(q_KtGH.shape[-1])
     if spec.softcap is not None:

@@ -214,9 +214,7 @@ def _by_range(x_BSNH: Tensor, number: int, first: int, stride: int, width: int) 
 
 def _by_rank(x_BSNH: Tensor, even: tuple[int, int, int, int], ranks: int, sharing: int) -> Tensor:
     """Return the heads of each rank, as a view (KV ranges, ranks of each, B * S, X) unless tokens or heads are apart.
-
-    even: of `_even`. sharing: ranks of each KV range.
-    """
+    even: of `_even`. sharing: ranks of each KV range."""
     number, first, stride, width = even
     (batch, tokens, _, head), (row, token, *rest) = x_BSNH.shape, x_BSNH.stride()
     if rest != [head, 1] or (batch > 1 and row != tokens * token):

@@ -270,10 +270,8 @@ def unified_attention(
 
 
 def _no_rows(given: Sequence[Tensor | None], shared: int, lse: bool, indices: Tensor | None) -> list[Tensor]:
-    """Return the results of `unified_attention` of a batch without rows, with which no rank sends anything.
-
-    given: q, k, v, the joint ones and sinks, each of which gets a gradient. indices: if their weights are returned.
-    """
+    """Return the results of `unified_attention` of a batch without rows, with which no rank sends anything. given: q,
+    k, v, the joint ones and sinks, each of which gets a gradient. indices: if their weights are returned."""
     q, _, v, *_, joint_v, _ = given
     values = joint_v if v is None else v
     assert q is not None and values is not None
@@ -454,11 +452,9 @@ def unified_backward(
 
 
 class _Arrivals:
-    """The exchanges of the groups of heads of a call, each posted when the one before has arrived.
-
-    post: starts an exchange, as `post_to_heads`. start: called with what a group has received, to post the first
-    messages of its ring; its result is what `take` returns.
-    """
+    """The exchanges of the groups of heads of a call, each posted when the one before has arrived. post: starts an
+    exchange, as `post_to_heads`. start: called with what a group has received, to post the first messages of its ring;
+    its result is what `take` returns."""
 
     def __init__(
         self,

@@ -186,10 +186,8 @@ def _exchange(x: Tensor, send: list[int], receive: list[int], group: dist.Proces
 
 
 class _Gather(torch.autograd.Function):
-    """`apply(x, index, inverse, repeats)` -> x[index // repeats]: each row of x, `repeats` times, permuted.
-
-    `inverse` is the inverse permutation of `index`. The backward of plain indexing would sum in any order.
-    """
+    """`apply(x, index, inverse, repeats)` -> x[index // repeats]: each row of x, `repeats` times, permuted, and back by
+    the permutation `inverse`. The backward of plain indexing would sum in any order."""
 
     @staticmethod
     def forward(ctx, x, index: Tensor, inverse: Tensor, repeats: int):

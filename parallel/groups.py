@@ -63,10 +63,8 @@ class ProcessGroups:
 
 
 def _group_of_one(rank: int) -> dist.ProcessGroup | None:
-    """Make the group of this rank alone, if it is `rank`: without the others, which may not be in the mesh.
-
-    With a device bound to the world, NCCL would split its communicator at once, for which it waits for every rank.
-    """
+    """Make the group of this rank alone, if it is `rank`: without the others, which may not be in the mesh. With a
+    device bound to the world, NCCL would split its communicator at once, for which it waits for every rank."""
     if rank != dist.get_rank():
         return None
     world: Any = dist.group.WORLD

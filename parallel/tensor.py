@@ -195,10 +195,8 @@ def _place(
     placed: dict[nn.Parameter, nn.Parameter],
     split: Collection[str] = (),
 ) -> None:
-    """Replace a module's direct parameters by DTensors, and make its forward use their local parts.
-
-    split: parameters that `local_params` shards.
-    """
+    """Replace a module's direct parameters by DTensors, and make its forward use their local parts. split: parameters
+    that `local_params` shards."""
     gradients: dict[str, Placement] = {}
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
@@ -231,12 +229,8 @@ def _placement(style: str, parameter: str) -> Placement:
 
 
 def _compute_locally(module: nn.Module, gradients: Mapping[str, Placement], once: set[str], mesh: DeviceMesh) -> None:
-    """Substitute local tensors for a module's parameters during its forward.
-
-    Args:
-        gradients: placement of the local gradients of each parameter.
-        once: parameters that are added to partial sums, and therefore on one rank only.
-    """
+    """Substitute local tensors for a module's parameters during its forward. gradients: placement of each one's local
+    gradients. once: parameters that are added to partial sums, and therefore on one rank only."""
     share = float(mesh.get_local_rank() == 0)
 
     def shadow(module: nn.Module, args: tuple) -> None:
@@ -256,10 +250,8 @@ def _compute_locally(module: nn.Module, gradients: Mapping[str, Placement], once
 
 
 def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
-    """Embed with this rank's part of the vocabulary and sum over ranks; DTensor's own op has a full-size gradient.
-
-    What a subclass of Embedding does to the vectors, such as scaling them (Gemma), it does to each rank's own.
-    """
+    """Embed with this rank's part of the vocabulary and sum over ranks; DTensor's own op has a full-size gradient. What
+    a subclass of Embedding does to the vectors, such as scaling them (Gemma), it does to each rank's own."""
     assert isinstance(module, nn.Embedding)
     lookup = module.forward
     rows = module.num_embeddings // mesh.size()
@@ -302,8 +294,7 @@ def _convert_at_boundaries(region: nn.Module, mesh: DeviceMesh, outside: Placeme
 
 
 def _convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement) -> Tensor:
-    """Redistribute a local tensor from placement `source` to `target`; its gradients are placed as `gradient`. Raise
-    ValueError if tokens cannot be sharded evenly."""
+    """Redistribute a local tensor; its gradients are placed as `gradient`. Raise ValueError for an uneven division."""
     if isinstance(target, Shard) and x.shape[target.dim] % mesh.size():
         raise ValueError(
             f"tp={mesh.size()} must divide the {x.shape[target.dim]} tokens that each rank of ring x ulysses has, to "

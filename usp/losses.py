@@ -242,10 +242,8 @@ def vocab_loss(
 
 
 class _VocabLoss(torch.autograd.Function):
-    """`apply(hidden_TH, weight_VH, labels_T, scale, chunk_tokens, transform, rows, differentiate)`.
-
-    Returns the sum of losses * scale.
-    """
+    """`apply(hidden_TH, weight_VH, labels_T, scale, chunk_tokens, transform, rows, differentiate)` -> sum of losses *
+    scale."""
 
     @staticmethod
     def forward(
@@ -354,10 +352,8 @@ def vocab_logprobs(
 
 
 class _VocabLogprobs(torch.autograd.Function):
-    """`apply(hidden_TH, weight_VH, labels_T, temperature, chunk_tokens, transform, rows, entropy)`.
-
-    Returns logprobs_T and entropies_T, which is 0 without `entropy`.
-    """
+    """`apply(hidden_TH, weight_VH, labels_T, temperature, chunk_tokens, transform, rows, entropy)` -> logprobs_T and
+    entropies_T, which is 0 without `entropy`."""
 
     @staticmethod
     def forward(

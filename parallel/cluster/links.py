@@ -123,8 +123,7 @@ def _exchanged(tree: _Tree, ranks: Sequence[int]) -> dict[int, tuple[float, floa
 
 @lru_cache(maxsize=4096)
 def _passed_on(tree: _Tree, ranks: Sequence[int], shared: bool) -> dict[int, tuple[float, float]]:
-    """Return the same fractions if each rank sends to the next one. shared: whether the ranks inside a tier share what
-    a ring sends out of it."""
+    """Return the same fractions if each rank sends to the next. shared: ranks of a tier share what leaves it."""
     levels = {_level(tree, a, b) for a, b in pairwise([*ranks, ranks[0]])}
     crossing = {}
     for level in levels:

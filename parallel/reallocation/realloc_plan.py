@@ -355,10 +355,8 @@ class _Loads:
 
 
 def _choose_routes(patterns: Sequence[_Pattern], ranks_per_host: int) -> tuple[Moves, ...]:
-    """Assign needs without a choice first, then the others, large boxes first.
-
-    Moves are sorted by descending element size, so that elements are aligned in messages.
-    """
+    """Assign needs without a choice first, then the others, large boxes first. Moves are sorted by descending element
+    size, so that elements are aligned in messages."""
     loads = _Loads(ranks_per_host)
     moves, several = [], []
     for names, itemsize, needs in patterns:

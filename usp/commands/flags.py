@@ -196,10 +196,8 @@ def parse(
 def _effective(config: Any, line: Collection[str], file: Collection[str], path: str) -> Any:
     """Return `config` without the options of its file that have no effect, or that others of the command line replace.
     Raises ConfigurationError for given options that have none although they are equal to their defaults; others are
-    among the violations of the configuration.
-
-    line, file: fields that the command line and the file give. path: of the file, to warn of what is ignored; or empty.
-    """
+    among the violations of the configuration. line, file: fields that the command line and the file give. path: of the
+    file, to warn of what is ignored; or empty."""
     kind = config.__class__
     program = next((each for each in kind.__mro__ if "without_effect" in vars(each)), object)
     declared = [vars(each).get("__annotations__", {}) for each in kind.__mro__ if not issubclass(program, each)]

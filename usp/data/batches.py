@@ -307,8 +307,7 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
 
 
 def _read_images(rows: Sequence[Row], seq_len: int, part: Part) -> ImageBatch:
-    """Read what a rank needs of the images of a micro-batch. Raises ValueError, naming file and row of one that cannot
-    be read, or has changed."""
+    """Read a rank's images of a micro-batch. Raises ValueError for one that cannot be read, or has changed."""
     ids, images = np.zeros((len(rows), seq_len), np.int64), [image for row in rows for image in row.images]
     for place, row in zip(ids, rows, strict=True):
         end = int(row.boundaries[-1])

@@ -277,8 +277,7 @@ class _Output:
         self._saved = time.monotonic()
 
     def _flush(self, complete: bool) -> None:
-        """Write the files to the disk, and add the checksums of all bytes that have none, or with `complete` only of
-        whole blocks of SUM_BYTES."""
+        """Write the files to the disk, and add missing checksums, with `complete` only of whole blocks of SUM_BYTES."""
         for name, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())

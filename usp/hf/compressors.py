@@ -254,11 +254,9 @@ class _Layer:
 
 
 class _WholeWindows(_Layer):
-    """A layer that gives a compressor the tokens of a rank's windows, and keeps the entries of all ranks.
-
-    transformers takes every whole window for one that follows the one before, which is true of those that overlap: an
-    empty one, whose first series has no weight, is at the start of a document. Their entries are left out.
-    """
+    """A layer that gives a compressor the tokens of a rank's windows, and keeps the entries of all ranks. transformers
+    takes every whole window for one that follows the one before, which is true of those that overlap: an empty one,
+    whose first series has no weight, is at the start of a document. Their entries are left out."""
 
     tokens: Tensor
     entries: Tensor

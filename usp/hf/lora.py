@@ -290,8 +290,7 @@ def _refused_by_peft(config: PretrainedConfig, names: Sequence[str]) -> Iterator
 
 
 def _moved_to_experts(model: PreTrainedModel, names: Sequence[str]) -> set[str]:
-    """Return which of all names of linears peft replaces by parameters of experts, as for older transformers. Adds
-    adapters to `model`."""
+    """Return the linears that peft replaces by parameters of experts, as for older transformers. Adds adapters."""
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():

@@ -404,8 +404,7 @@ def _decaying_scan(
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """Return the step sizes of a state-space layer, outside of its kernel: padding needs a zero step, which no input
-    of the softplus gives."""
+    """Return the step sizes of a state-space layer, outside of its kernel: padding needs 0, which no softplus gives."""
     steps = dt if bias is None else dt + bias.to(dt.dtype)
     return F.softplus(steps) if softplus else steps
 

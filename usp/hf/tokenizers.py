@@ -360,8 +360,7 @@ class ChatTemplate:
     def _render(
         self, chat: Chat, messages: Sequence[Message], begin: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
-        """Return the text of messages of a chat, and the characters that are marked. begin: end with what begins the
-        assistant's next message."""
+        """Return the text of messages of a chat, and the marked characters. begin: end with what begins an answer."""
         special: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         try:
             rendered: Any = render_jinja_template(  # annotated as text

@@ -394,10 +394,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         mask: AttentionSpec,
         chunk: int,
     ) -> tuple[AttentionSpec, SequenceLayout, SequenceLayout | None]:
-        """Return the mask of a call, and the layouts of its queries and, for cross attention, of its keys.
-
-        key_len: None if the keys are of the queries' tokens, 0 if there are only joint ones. mask, chunk: `_mask_of`'s.
-        """
+        """Return the mask of a call, and the layouts of its queries and, for cross attention, of its keys. key_len:
+        None if the keys are of the queries' tokens, 0 if there are only joint ones. mask, chunk: `_mask_of`'s."""
         if key_len:
             key_documents = key_documents or ((0, key_len),)
         spec = _in_chunks(replace(mask, key_documents=key_documents, joint=joint), seq_len, chunk)

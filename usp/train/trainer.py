@@ -222,8 +222,7 @@ class Trainer(TrainingLoop):
         return BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows, self.images, windows))
 
     def _read_batch(self) -> Batch:
-        """Return this rank's part of the next batch. Raises ConfigurationError on every rank if an image cannot be read
-        on one."""
+        """Return this rank's part of the next batch. Raises ConfigurationError on all ranks if one cannot read it."""
         if self.images is None:
             return next(self.batches)
         batch, failure = None, ""
@@ -394,8 +393,7 @@ class Trainer(TrainingLoop):
         return sum(cast(Any, stage.model).unified_sp.time_exposed().take() for stage in self.engine.stages)
 
     def _exchange(self, batch: Batch, share: Tensor) -> float:
-        """Sum over ranks the losses, what attention sent and waited, FLOPs, requests to stop and balanced rows; return
-        the loss."""
+        """Sum over ranks losses, bytes and waits of attention, FLOPs, stop requests, balanced rows; return the loss."""
         sent, own = self._attention_sent(), [share.item()]
         own += [sent - self.sent, self._attention_waited(), self._flops(batch), float(self.stop.signal_number > 0)]
         models = [stage.model for stage in self.engine.stages]

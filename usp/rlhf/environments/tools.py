@@ -311,8 +311,7 @@ class Mcp:
             self._send({"id": asked["id"], **({"result": {}} if asked["method"] == "ping" else unknown)})
 
     def _line(self, until: float) -> bytearray:
-        """Return the server's next line, and write what it has not been sent. Raises OSError where that fails, as if
-        it takes too long."""
+        """Return the server's next line, after sending what waits. Raises OSError if that fails or takes too long."""
         assert self._server is not None and self._server.stdin is not None and self._server.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._server.stdout, selectors.EVENT_READ)

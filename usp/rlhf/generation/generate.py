@@ -287,8 +287,7 @@ class Generator:
         return int(most)
 
     def _prefill(self, cache: KVCache, group: PrefillGroup, active: Sequence[Rollout | None]) -> None:
-        """Write the keys and values of a group's prompts to the cache. Prompts are padded on the right, where the
-        causal mask hides the padding from them."""
+        """Cache the keys and values of prompts, padded on the right, where the causal mask hides it from them."""
         ids = torch.zeros(len(group.prompts), group.padded, dtype=torch.int64)
         for row, prompt in enumerate(group.prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)

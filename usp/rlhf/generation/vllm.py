@@ -538,10 +538,8 @@ def pieces_of(
 
 
 def _executor(job: str) -> type:
-    """Return vLLM's executor with one worker in this process, as one of several ranks of the run.
-
-    job: tells shared memory of this run apart from others of the machine.
-    """
+    """Return vLLM's executor with one worker in this process, as one of several ranks of the run. job: tells shared
+    memory of this run apart from others of the machine."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     class RankExecutor(UniProcExecutor):

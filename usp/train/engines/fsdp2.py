@@ -143,8 +143,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return gradient.lerp(buffer, momentum).to(WIRE)
 
     def _exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-        """Send part i to rank i of the group; return what each rank sends, of `sizes` elements. Missing ones are empty.
-        Collective over the group."""
+        """Send part i to rank i; return what each rank sends, of `sizes` elements, missing ones empty. Collective."""
         received = torch.empty(sum(sizes), dtype=WIRE, device=self._device)
         values = torch.cat([received.new_empty(0), *(part.reshape(-1) for part in parts)])
         ranks = range(dist.get_world_size(group))
