@@ -254,20 +254,15 @@ class DecodeStep:
 
     def _store(self, cached_BKCH: Tensor, new_B1KH: Tensor) -> None:
         flat, new = cached_BKCH.view(-1, cached_BKCH.shape[-1]), new_B1KH.reshape(-1, new_B1KH.shape[-1])
-        entries, own = self._flat_entries(cached_BKCH.shape[1])
+        _, kv_heads, capacity, _ = cached_BKCH.shape
+        if kv_heads not in self._entries:  # of the flattened (B * K * C) entries, those of the new tokens
+            starts = torch.arange(0, len(flat), capacity, device=self._places.device)
+            own = None if self._own is None else self._own.repeat_interleave(kv_heads).unsqueeze(1)
+            self._entries[kv_heads] = starts + self._places.repeat_interleave(kv_heads), own
+        entries, own = self._entries[kv_heads]
         # Entries of other ranks are rewritten unchanged, so that shapes do not depend on who owns which token.
         new = new if own is None else new.where(own, flat[entries])
         flat.index_copy_(0, entries, new)
-
-    def _flat_entries(self, kv_heads: int) -> tuple[Tensor, Tensor | None]:
-        """Return, for the flattened (B * K * C) entries of layers with `kv_heads`, the new tokens' and `own`."""
-        if kv_heads not in self._entries:
-            slots, capacity = self.cache.positions.shape
-            starts = torch.arange(0, slots * kv_heads * capacity, capacity, device=self._places.device)
-            entries = starts + self._places.repeat_interleave(kv_heads)
-            own = None if self._own is None else self._own.repeat_interleave(kv_heads).unsqueeze(1)
-            self._entries[kv_heads] = entries, own
-        return self._entries[kv_heads]
 
     def _mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return `score_mask` of the entries that the tokens see, cached for all layers with this mask."""
