@@ -203,7 +203,7 @@ class CompressorRun:
         self.compress, self.indexer = module.forward, getattr(module, "indexer", None)
         if self.indexer is not None:
             self.choose = self.indexer.forward
-            self.indexer.forward = _choose_none
+            self.indexer.forward = lambda x, *_: x.new_empty(*x.shape[:2], 0, dtype=torch.int64)  # chooses none
 
     def entries(self, call: Sequence[Tensor], plan: Windows, channel: Channel, keep: Keep) -> Entries:
         """Return the entries of all tokens. Collective.
@@ -236,10 +236,6 @@ class CompressorRun:
                 chosen = self.choose(*(x[:, own] for x in flat), entries, 0)[0]
                 indices[own, : chosen.shape[-1]] = torch.where(chosen >= 0, chosen + first, -1).int()
         return indices
-
-
-def _choose_none(hidden_states: Tensor, *_: Any) -> Tensor:
-    return hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=torch.int64)
 
 
 class _Layer:
