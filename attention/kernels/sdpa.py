@@ -129,7 +129,7 @@ class EfficientKernel(_DenseKernel):
 
     def _forward(self, q, k, v, launch, scale):
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, _bias(launch, q, k), True, 0.0, launch.causal, scale=scale
+            q, k, v, _bias(launch, q, k, q.shape[1]), True, 0.0, launch.causal, scale=scale
         )
         return out, lse[:, :, : q.shape[2]]
 
@@ -138,8 +138,8 @@ class EfficientKernel(_DenseKernel):
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, _bias(launch, q, k), out, lse, seed, seed, 0.0, [True, True, True, False], launch.causal,
-            scale=scale,
+            dout, q, k, v, _bias(launch, q, k, q.shape[1]), out, lse, seed, seed, 0.0, [True, True, True, False],
+            launch.causal, scale=scale,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -177,28 +177,28 @@ class CudnnKernel(_DenseKernel):
         return super().forward(q_nANH, k_nBKH, v_nBKV, launch, spec)
 
     def backward(self, dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec):
-        if k_nBKH.shape[1] == 1:
+        if 1 in (k_nBKH.shape[1], q_nANH.shape[1]):  # torch fails to build a graph for one query
             return ReferenceKernel().backward(dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec)
         return super().backward(dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec)
 
     def _forward(self, q, k, v, launch, scale):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, _bias(launch, q, k), True, 0.0, launch.causal, False, scale=scale
+            q, k, v, _bias(launch, q, k, 1), True, 0.0, launch.causal, False, scale=scale
         )
         return out, lse.squeeze(-1) if lse.dim() == 4 else lse
 
     def _backward(self, dout, q, k, v, out, lse, launch, scale):
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # read only with dropout
         return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, _bias(launch, q, k), None, None, q.shape[2], k.shape[2],
-            0.0, launch.causal, scale=scale,
+            dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, _bias(launch, q, k, 1), None, None, q.shape[2],
+            k.shape[2], 0.0, launch.causal, scale=scale,
         )  # fmt: skip
 
 
-def _bias(launch: DenseLaunch, q: Tensor, k: Tensor) -> Tensor | None:
-    """Expand the launch's mask to (n, N, A, B), aligned to 16 elements, as the CUDA ops require."""
+def _bias(launch: DenseLaunch, q: Tensor, k: Tensor, heads: int) -> Tensor | None:
+    """Expand the launch's mask to (n, heads or 1 for all of them, A, B), aligned to 16 elements as the ops require."""
     if (mask := launch.bias(q.dtype)) is None:
         return None
     columns = k.shape[2]
     aligned = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]
-    return aligned.expand(q.shape[0], q.shape[1], q.shape[2], columns)
+    return aligned.expand(q.shape[0], heads, q.shape[2], columns)

@@ -151,7 +151,7 @@ class AtenFlashKernel(VarlenKernel):
         return out, lse
 
     def _backward(self, dout, q, k, v, out, lse, launch, spec):
-        unused = torch.zeros((), dtype=torch.uint64, device=q.device)  # dropout's random state
+        unused = torch.empty((), dtype=torch.uint64, device=q.device)  # dropout's random state
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, False, unused, unused,
             scale=spec.score_scale(q.shape[-1]), **launch.windows,

@@ -89,15 +89,17 @@ def check_packed(
         assert lse.dtype == torch.float32 and lse.is_contiguous()
 
 
-def check_dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> None:
-    """q, k, v (batch, heads, tokens, head dim), bias (batch, heads, queries, keys) with rows of a multiple of 16."""
+def check_dense(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None, heads: int
+) -> None:
+    """q, k, v (batch, heads, tokens, head dim), bias (batch, 1 or `heads`, queries, keys), rows of a multiple of 16."""
     check_same_device(q, k, v, bias)
     for x in (q, k, v):
         assert x.dim() == 4 and x.dtype == q.dtype and x.shape[:2] == q.shape[:2]
         check_tensor(x, (*HALF, torch.float32))
     assert q.shape[3] == k.shape[3] and k.shape[2] == v.shape[2] and isinstance(scale, float)
     if bias is not None:
-        assert not causal and bias.dtype == q.dtype and bias.shape == (*q.shape[:3], k.shape[2])
+        assert not causal and bias.dtype == q.dtype and bias.shape == (q.shape[0], heads, q.shape[2], k.shape[2])
         assert bias.stride(3) == 1 and all(stride % 16 == 0 for stride in bias.stride()[:3])
 
 
@@ -216,13 +218,15 @@ def dense_backward(a: Named, lse: Tensor) -> tuple[Tensor, ...]:
     return gradients(dout, a["query"], a["key"], a["value"], a["out"], lse, a["scale"], dense_added(a))
 
 
-def check_aten_dense(a: Named) -> None:
+def check_aten_dense(a: Named, heads: int) -> None:
     assert a["dropout_p"] == 0.0
-    check_dense(a["query"], a["key"], a["value"], a["attn_bias"], a["is_causal"], a["scale"])
+    check_dense(a["query"], a["key"], a["value"], a["attn_bias"], a["is_causal"], a["scale"], heads)
 
 
 def check_cudnn(a: Named) -> None:
-    check_aten_dense(a)
+    """One bias for all heads: a stride of 0 is no layout of cuDNN. Backward: torch fails for one query."""
+    check_aten_dense(a, 1)
+    assert a["query"].shape[2] > 1 or "grad_out" not in a
     dims = a["query"].shape[3], a["value"].shape[3]
     assert max(dims) <= 128 and not any(dim % 8 for dim in dims) and a["key"].shape[2] > 1
     if "grad_out" in a:
@@ -233,7 +237,7 @@ def check_cudnn(a: Named) -> None:
 
 
 def check_efficient(a: Named) -> None:
-    check_aten_dense(a)
+    check_aten_dense(a, a["query"].shape[1])
     if "grad_out_" in a:
         lse = a["logsumexp"]
         assert lse.shape[:2] == a["query"].shape[:2] and lse.shape[2] % 32 == 0 and lse.shape[2] >= a["query"].shape[2]

@@ -41,6 +41,7 @@ BLOCKS = {
     "rows that see nothing": (50, [(20, 30, 0, 50, None, None)]),
     "tiny bands": (90, [(30 * i, 30 * i + 20, 30 * i, 30 * i + 20, -3, 2) for i in range(3)]),
     "single keys": (60, [(0, 60, 5, 6, None, None), (0, 60, 9, 10, None, None)]),
+    "single queries": (60, [(5, 6, 0, 60, None, None), (9, 10, 2, 50, None, None)]),
     "nothing": (40, []),
 }
 
