@@ -10,11 +10,12 @@ Where an indexer chooses the keys, ranks also cache what it scores them by; the 
 all ranks (`DecodeStep.of_all_ranks`), and each rank attends to the chosen keys that it has.
 
 Ranks split the keys as flash decoding splits them into blocks (Dao et al. 2023, "Flash-Decoding for long-context
-inference"). Shapes depend only on the number of slots and on how much of the cache is read.
+inference"). So does each GPU where a kernel, which gives one multiprocessor all keys of a slot and KV head, would leave
+most of them idle. Shapes depend only on the number of slots and on how much of the cache is read.
 
 B slots with one sequence each; R rows of a prefill, S tokens per row of a rank; N query heads, K KV heads, G = N / K;
 H head dim, V head dim of the values; C capacity of a rank in tokens per sequence, L entries of them that are read; T
-tokens of the longest sequence; k keys that are chosen.
+tokens of the longest sequence; k keys that are chosen; P parts of the keys.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from .comm import gather_rows
 aten = torch.ops.aten
 
 _FREE = torch.iinfo(torch.int64).max  # position of an empty entry: after every query, so never visible
+_PART = 256  # keys of a part, at least: two tiles of the kernel
+_TILE = 64  # queries of a block of threads of the kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +144,7 @@ class DecodeStep:
         self.cache, self.group, self.attended, self.tokens = cache, group, 0, tokens
         self.positions, self._length, self._places, self._own = positions, length, places, own
         self._entries: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._masks: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int | None, ...], tuple[Tensor, Tensor]] = {}
         at_B1 = places.unsqueeze(1)
         cached = positions if own is None else positions.where(own, cache.positions.gather(1, at_B1).squeeze(1))
         cache.positions.scatter_(1, at_B1, cached.unsqueeze(1))
@@ -183,19 +186,27 @@ class DecodeStep:
         v_BKLV = k_BKLH[..., :v_B1KV] if isinstance(v_B1KV, int) else values[0]
         # The queries of one KV head form one matrix, so no key is repeated.
         q_BKGH = q_B1NH.reshape(slots, k_B1KH.shape[2], -1, head_dim)
+        seen = None
         if more is not None:
             k_BKLH, v_BKLV = (torch.cat((x, more[0].to(x.dtype)), 2) for x in (k_BKLH, v_BKLV))
-            seen = torch.cat((self.seen(window, chunk), more[1]), 1)
-            mask, blind = score_mask(seen.unsqueeze(1), q_B1NH.dtype)
-        elif indices is None:
-            mask, blind = self._mask(window, chunk, q_B1NH.dtype)
-        else:
+            seen = torch.cat((self.seen(window, chunk), more[1]), 1).unsqueeze(1)
+        elif indices is not None:
             k_BKLH, v_BKLV, at = self._chosen(k_BKLH, v_BKLV, indices.flatten(1, -2).long())
-            mask, blind = score_mask(self.seen(window, chunk, at), q_B1NH.dtype)
-        out, lse = partial_attention(q_BKGH, k_BKLH, v_BKLV, mask, scale, softcap)
-        if self.group is not None or sinks is not None:
-            parts = _gather(out, lse.masked_fill(blind, float("-inf")), self.group)
-            out = merge_parts(*parts, None if sinks is None else sinks.reshape(q_BKGH.shape[1:3]))
+            seen = self.seen(window, chunk, at)
+        parts = key_parts(q_BKGH, k_BKLH.shape[2]) if softcap is None else 1  # with one, products would copy the parts
+        mask, blind = self._mask(window, chunk, q_B1NH.dtype, parts, q_BKGH.shape[1], seen)
+        # Kernels take parts as heads, and KV heads as slots: both are views of the cache.
+        q = q_BKGH.flatten(0, 1).unsqueeze(1).expand(-1, parts, -1, -1)
+        k, v = (_in_parts(x, parts).mT.flatten(0, 1) for x in (k_BKLH, v_BKLV))
+        out, lse = partial_attention(q, k, v, mask, scale, softcap)
+        lse = lse.masked_fill(blind, float("-inf"))
+        out, lse = (x.unflatten(0, (slots, -1)).movedim(2, 0) for x in (out, lse))
+        if self.group is not None:
+            if parts > 1:
+                out, lse = merge_parts(out, lse).to(out.dtype).unsqueeze(0), lse.logsumexp(0, keepdim=True)
+            out, lse = _gather(out[0], lse[0], self.group)
+        if len(out) > 1 or sinks is not None:
+            out = merge_parts(out, lse, None if sinks is None else sinks.reshape(q_BKGH.shape[1:3]))
         return out.reshape(slots, 1, heads, -1).to(q_B1NH.dtype)
 
     def store(self, layer: Hashable, *new_B1KH: Tensor) -> tuple[Tensor, ...]:
@@ -264,11 +275,39 @@ class DecodeStep:
         new = new if own is None else new.where(own, flat[entries])
         flat.index_copy_(0, entries, new)
 
-    def _mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return `score_mask` of the entries that the tokens see, cached for all layers with this mask."""
-        if (window, chunk) not in self._masks:
-            self._masks[window, chunk] = score_mask(self.seen(window, chunk).unsqueeze(1), dtype)
-        return self._masks[window, chunk]
+    def _mask(
+        self, window: int | None, chunk: int | None, dtype: torch.dtype, parts: int, heads: int, seen: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `score_mask` of parts of the keys, (B * heads, P, L / P), of which one shows each key that is `seen`:
+        None for what the tokens see, which is cached for all layers with this mask."""
+        key = window, chunk, parts, heads
+        if seen is None and key in self._masks:
+            return self._masks[key]
+        seen_BKL = self.seen(window, chunk).unsqueeze(1) if seen is None else seen
+        shown = _in_parts(seen_BKL, parts).expand(-1, heads, -1, -1).clone().flatten(0, 1)
+        shown[:, :-1, seen_BKL.shape[2] // parts :].fill_(False)
+        masks = score_mask(shown, dtype)
+        return masks if seen is not None else self._masks.setdefault(key, masks)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; 0 for another device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def key_parts(q_BKGH: Tensor, keys: int) -> int:
+    """Return into how many parts the keys of every slot and KV head are split, which shapes and the device decide: as
+    many as give each multiprocessor two blocks of threads, one of which loads keys while the other one computes."""
+    slots, heads, queries, _ = q_BKGH.shape
+    blocks = slots * heads * -(-queries // _TILE)
+    return max(1, min(2 * multiprocessors(q_BKGH.device) // blocks, keys // _PART))
+
+
+def _in_parts(x_BKL: Tensor, parts: int) -> Tensor:
+    """Return a view (B, K, P, ..., L / P) of parts of the keys. All have one length and begin at equal distances: where
+    `parts` does not divide L, each overlaps with the next one by the remainder."""
+    step, rest = divmod(x_BKL.shape[2], parts)
+    return x_BKL.unfold(2, step + rest, step)
 
 
 def score_mask(seen_BKL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -322,10 +361,8 @@ def merge_parts(out_PBKGV: Tensor, lse_PBKG: Tensor, sinks_KG: Tensor | None = N
     return (weights.unsqueeze(-1) * out_PBKGV).sum(0)
 
 
-def _gather(out_BKGV: Tensor, lse_BKG: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _gather(out_BKGV: Tensor, lse_BKG: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """All-gather out and lse in one message, in rank order."""
-    if group is None:
-        return out_BKGV.unsqueeze(0), lse_BKG.unsqueeze(0)
     mine = torch.cat((out_BKGV, lse_BKG.unsqueeze(-1).view(out_BKGV.dtype)), -1)  # fp32 as two half-precision numbers
     every = gather_rows(mine, group).unflatten(0, (group.size(), -1))
     return every[..., : out_BKGV.shape[-1]], every[..., out_BKGV.shape[-1] :].contiguous().view(lse_BKG.dtype)[..., 0]

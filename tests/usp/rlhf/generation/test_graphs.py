@@ -20,6 +20,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen3Config
 from attention import DecodeStep, KVCache
 from parallel import ParallelDims, ParallelMesh
 from tests.attention.cuda_calls import CheckCalls, DispatchedOps
+from tests.attention.test_decode import device_of
 from tests.harness.cuda_graphs import Capture, NotCapturable, graphs_on_cpu
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import TYPES, tiny_config
@@ -233,7 +234,8 @@ def test_lengths_are_few_and_little_is_read_in_vain() -> None:
 def fake_cuda(model_type: str, dims: ParallelDims) -> Iterator[Generator]:
     """A generator of rank 0 with slots for three sequences, in bfloat16."""
     ranks = dims.tp * dims.ring * dims.ulysses
-    with fake_world(ranks, 0), patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
+    capability = patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with fake_world(ranks, 0), capability, device_of(132, 16):  # which splits 64 keys
         mesh = ParallelMesh.create(dims, "cuda")
         model = empty_model(ON_GPUS[model_type]()).to(torch.bfloat16)
         apply_unified_sp(model, mesh)
