@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -143,6 +144,13 @@ class ReplayedGraph:
     def __init__(self) -> None:
         self.operators, self.replays = Capture(), 0
 
+    def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.operators.__enter__()
+
+    def capture_end(self) -> None:
+        self.operators.__exit__(None, None, None)
+
     def replay(self) -> None:
         self.replays += 1
         self.operators.replay()
@@ -158,7 +166,8 @@ class _Stream:
 
 @contextmanager
 def graphs_on_cpu() -> Iterator[list[ReplayedGraph]]:
-    """Let code that captures CUDA graphs work on CPU tensors in the block; the graphs are listed."""
+    """Let code that captures CUDA graphs work on CPU tensors in the block; the graphs are listed. Waiting for a device
+    fails, and so does returning memory to it, of which it has plenty."""
     graphs: list[ReplayedGraph] = []
 
     def made() -> ReplayedGraph:
@@ -167,8 +176,10 @@ def graphs_on_cpu() -> Iterator[list[ReplayedGraph]]:
 
     replacements: dict[str, Callable[..., Any]] = {
         "CUDAGraph": made,
-        "graph": lambda graph, *_, **__: graph.operators,
         "graph_pool_handle": object,
+        "mem_get_info": lambda device: (1 << 40, 1 << 40),
+        "empty_cache": lambda: pytest.fail("memory is returned to the device"),
+        "synchronize": lambda *device: pytest.fail("the host waits for the device"),
         "Stream": _Stream,
         "current_stream": _Stream,
         "stream": nullcontext,

@@ -29,6 +29,8 @@ from usp.hf.prune import backbone
 from usp.rlhf.graph import DataflowGraph, Generate
 from usp.rlhf.plan.plan import OWN, ExecutionPlan
 
+_ROOM = 1 << 31  # bytes that the memory of a step's intermediate tensors may take
+
 
 class StepGraphs:
     """The CUDA graphs of a function of static tensors, one for each shape.
@@ -38,7 +40,7 @@ class StepGraphs:
     """
 
     def __init__(self, step: Callable[..., None], device: torch.device) -> None:
-        self._step, self._stream = step, torch.cuda.Stream(device)
+        self._step, self._device, self._stream = step, device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph | None] = {}
 
@@ -53,10 +55,18 @@ class StepGraphs:
             return
         graph = self._graphs[shape]
         if graph is None:
-            graph = self._graphs[shape] = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                self._step(*shape)
+            graph = torch.cuda.CUDAGraph()
+            # `torch.cuda.graph` would wait for the device, and so for other ranks, and return free memory to it, which
+            # is needed only where the graph would lack it. Other threads may use the device during a capture.
+            if torch.cuda.mem_get_info(self._device)[0] < _ROOM:
+                torch.cuda.empty_cache()
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._step(*shape)
+                finally:
+                    graph.capture_end()
+            self._graphs[shape] = graph
         graph.replay()
 
 

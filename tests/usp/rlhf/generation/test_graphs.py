@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
@@ -34,13 +34,14 @@ from usp.rlhf.config import RlhfConfig
 from usp.rlhf.generation import generate
 from usp.rlhf.generation.decoding import read_length
 from usp.rlhf.generation.generate import Generator
-from usp.rlhf.generation.graphs import decoding_notes, eager_reason
+from usp.rlhf.generation.graphs import StepGraphs, decoding_notes, eager_reason
 from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare
 from usp.run.launch import Launch
 
 from .test_families import GRIDS, built, generated, prompts
 
+CPU = torch.device("cpu")
 GREEDY = Generate(max_new_tokens=9, temperature=0)
 SAMPLED = Generate(max_new_tokens=9, temperature=0.8, top_k=30, top_p=0.9)
 CAPTURED = {  # grids of two ranks, or one
@@ -190,6 +191,18 @@ def test_faults_of_a_step_are_noticed(ranks: RankPool) -> None:
     assert not missed and not found[""], found
 
 
+@pytest.mark.parametrize(("free", "returned"), [(1 << 40, 0), (1 << 30, 2)])
+def test_a_capture_returns_memory_only_where_a_graph_may_lack_it(free: int, returned: int) -> None:
+    memory = patch.multiple(torch.cuda, mem_get_info=lambda device: (free, 1 << 40), empty_cache=DEFAULT)
+    found = torch.zeros(2, dtype=torch.int64)
+    with graphs_on_cpu() as graphs, memory as patched:
+        steps = StepGraphs(lambda place: found[place : place + 1].add_(1), CPU)
+        for place in (0, 1, 0, 1, 0, 1):
+            steps(place)
+    assert found.tolist() == [3, 3] and [each.replays for each in graphs] == [2, 2]
+    assert patched["empty_cache"].call_count == returned
+
+
 def lengths_read(own: bool) -> list[int]:
     """The lengths that the steps of this rank read. own: of its own part of the cache."""
     prefill, step, found = Generator._prefill, Generator._step, []
@@ -224,7 +237,7 @@ def test_lengths_are_few_and_little_is_read_in_vain() -> None:
     lengths = [read_length(places) for places in range(1, 1 << 15)]
     assert all(places <= read < places + max(64, places / 8) for places, read in enumerate(lengths, 1))
     assert len({*lengths}) == 16 + 5 * 8
-    assert len({read_length(places, 256) for places in range(1, 1 << 15)}) == 16 + 3 * 8
+    assert len({read_length(places, 512) for places in range(1, 1 << 15)}) == 16 + 2 * 8
 
 
 # On fake CUDA tensors
