@@ -55,6 +55,7 @@ def select_kernel(
     v_head_dim: int | None = None,
     cost: Cost | None = None,
     planned: bool = False,
+    many_lengths: bool = False,
 ) -> tuple[Kernel, str]:
     """Return the back end for a call, and a log line with its name and the reasons against those tried before it.
 
@@ -67,6 +68,7 @@ def select_kernel(
         v_head_dim: head dim of v, None for that of q and k; the line says so if the back end pads the smaller one.
         cost: relative time of a back end for one document of the call's shape.
         planned: for a run in another environment, where a package that is named here will be installed.
+        many_lengths: packed back ends come first for every call: cuDNN would make a plan for each new shape.
 
     Raises:
         ValueError: for an unknown name, or if no back end of that name supports the call, with the reasons.
@@ -76,7 +78,7 @@ def select_kernel(
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     refusals: dict[str, list[str]] = defaultdict(list)  # names by reason
     absent: list[Kernel] = []
-    for kernel in _by_cost(name, spec, cost):
+    for kernel in _by_cost(name, spec, cost, many_lengths):
         reason = kernel.refuses(spec, device, dtype, head_dim, v_head_dim)
         if reason is None and (reason := kernel.missing()) is not None:
             absent.append(kernel)
@@ -105,13 +107,13 @@ def faster_if_installed(
     return ""
 
 
-def _by_cost(name: str, spec: AttentionSpec, cost: Cost | None) -> list[Kernel]:
+def _by_cost(name: str, spec: AttentionSpec, cost: Cost | None, many_lengths: bool = False) -> list[Kernel]:
     kernels = [candidate() for candidate in (AUTO if name == "auto" else KERNELS[name])]
     costs = {kernel.name: cost(kernel) if cost else None for kernel in kernels}
 
     def key(kernel: Kernel) -> tuple[bool, bool, float]:
         known = costs[kernel.name]
-        return not (kernel.packed or spec.one_rectangle), known is None, known or 0.0
+        return not kernel.packed and (many_lengths or not spec.one_rectangle), known is None, known or 0.0
 
     return sorted(kernels, key=key)
 

@@ -40,6 +40,7 @@ from .shrink import dropouts
 NAME = "unified_sp"
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # which tokens are images, and attend as such
 FORWARD = "a forward"  # on which the ranks agree
+_MANY_LENGTHS = 1 << 15  # tokens of a prompt up to which cuDNN's plan takes longer than it saves, est. for an H100
 _MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 
 
@@ -426,6 +427,7 @@ def _attention_forward(
             out = kv_cache.attend(module, *cached[:2], values, window=window, indices=indices, more=more, **options)
             return expand_cached(out), None
         kv_cache.store(module, *(cached[1:2] if compressed else cached[1:]))
+        options["many_lengths"] = q.shape[1] * attention.ranks <= _MANY_LENGTHS
     sides = None if window is None else (window - 1, -1)
     if compressor is not None:
         return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None

@@ -28,21 +28,23 @@ def choose_kernel(
     head_dim: int,
     v_head_dim: int,
     layout: SequenceLayout | None = None,
+    many_lengths: bool = False,
 ) -> tuple[Kernel, str, str]:
     """Return the kernel of calls on this device, the line that names it and those refused before it, and a warning if
     a package that is not installed would be faster, else an empty one.
 
     `auto` and `flash` take the fastest that can, by the rates of this kind of GPU (`parallel/cluster/nodes`); devices
     without a node have a fixed order. layout: of the sequence, None for a long one on a single rank.
+    many_lengths: of `select_kernel`.
 
     Raises ValueError as `select_kernel`.
     """
     call = spec, device, dtype, head_dim, v_head_dim
     here = node_here(device)
     if here is None:
-        return *select_kernel(name, *call), ""
+        return *select_kernel(name, *call, many_lengths=many_lengths), ""
     cost = partial(_relative_seconds, here, spec, layout)
-    kernel, line = select_kernel(name, *call, cost=cost)
+    kernel, line = select_kernel(name, *call, cost=cost, many_lengths=many_lengths)
     faster = faster_if_installed(kernel, name, call, cost)
     warning = f"attention runs on {kernel.name}; on {here.device}, {faster}" if faster else ""
     return kernel, f"{line}; by the rates of {here.name}", warning

@@ -151,6 +151,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         mask_mod: MaskMod | None = None,
         index_block: int = 1,
         joint_every: int = 0,
+        many_lengths: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -159,10 +160,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             k: (B, S, K, H); K divides N. k and v are None if there are only joint keys; no rank sends anything then.
             v: (B, S, K, V); V may differ from H, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
                 Messages have the true head dims; a kernel that needs equal ones pads the smaller with zeros.
-            causal: mask later keys.
-            scale: factor on the scores; 1 / sqrt(H) by default.
-            window: (left, right) in global tokens, -1 for no limit.
-            softcap: scores become softcap * tanh(scores / softcap).
+            causal, scale: mask later keys; factor on the scores, 1 / sqrt(H) by default.
+            window, softcap: (left, right) global tokens, -1: no limit; scores become softcap * tanh(scores / softcap).
             cu_seqlens: global boundaries of packed documents, integers, (documents + 1,) for all rows or (B, documents
                 + 1) padded by repeating the last; later tokens output zero. On a GPU it costs a synchronization.
             sinks: (N,) logits that join each softmax without a value. Their gradient is this rank's share.
@@ -183,6 +182,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             mask_mod: FlexAttention's function of row, head, query and key position; both the mask (pass causal=False)
                 and it must show a pair. It is evaluated once: another mask needs another function.
             joint_every: if not 0, joint key j is seen from its document's token (j + 1) * joint_every - 1 on.
+            many_lengths: few calls have the same length: kernels that need no time to get ready for one come first.
 
         Returns:
             (B, S, N, V) in q's dtype, or a tuple of out, joint_out, lse (B, S, N) in float32 (float64 for float64),
@@ -200,8 +200,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod, joint_every or None))
             return attend(self._handle, *own, sinks, *masked, list(_window(window)), softcap, _chunk(chunk))[0]
         given: Any = {"rows": rows, "front": joint_strategy, "return_lse": return_lse, "every": joint_every}
-        sparse = indices, index_block, return_weights
-        call = self._call(tensors, sinks, *masked, window, softcap, chunk, sparse=sparse, mask_mod=mask_mod, **given)
+        given |= {"sparse": (indices, index_block, return_weights), "mask_mod": mask_mod, "many_lengths": many_lengths}
+        call = self._call(tensors, sinks, *masked, window, softcap, chunk, **given)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call, return_weights=return_weights)
         return results[0] if len(results) == 1 else tuple(results)
@@ -312,6 +312,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         sparse: tuple[Tensor | None, int, bool] = (None, 1, False),
         mask_mod: MaskMod | None = None,
         every: int = 0,
+        many_lengths: bool = False,
     ) -> dict[str, Any]:
         """Check a call and count it; return its plan, its program, and the channels.
 
@@ -324,7 +325,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
         lse_gradient = trained and torch.is_grad_enabled()
         of_joint = _is_front(front), every
-        others = None if sinks is None else sinks.shape, *of_joint, return_lse, lse_gradient, of_indices, mask_mod
+        of_calls = return_lse, lse_gradient, of_indices, mask_mod, many_lengths
+        others = None if sinks is None else sinks.shape, *of_joint, *of_calls
         call = self._last_call((*rows, *options[:3]), shapes, others, *options[3:])
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
@@ -340,14 +342,14 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def _describe(
         self,
         shapes: tuple[Described | None, ...],
-        others: tuple[torch.Size | None, bool, int, bool, bool, tuple[int, ...], MaskMod | None],
+        others: tuple[torch.Size | None, bool, int, bool, bool, tuple[int, ...], MaskMod | None, bool],
         key_documents: Rows,
         joint_documents: Rows,
         mask: AttentionSpec,
         chunk: int,
     ) -> tuple[Any, ...]:
         """Check a call and return the arguments of its `_prepare`. mask, chunk: of `_mask_of`."""
-        sinks, front, every, return_lse, lse_gradient, sparse, mask_mod = others
+        sinks, front, every, return_lse, lse_gradient, sparse, mask_mod, many_lengths = others
         _check_tensors(shapes, sinks)
         assert shapes[0] is not None
         q, dtype, device = shapes[0]
@@ -365,7 +367,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         by_head = spec.function is not None and spec.function.by_head
         of_itself = key_len is None and joint is None and not (sparse or return_lse or by_head)
         heads = self._heads(q, (k or joint_k)[2], (v or joint_v)[3], dtype, device, of_itself)
-        return spec, *layouts, heads, q[0], q[3], (v or joint_v)[3], dtype, device, lse_gradient, sparse
+        kind = dtype, device, lse_gradient, sparse, many_lengths
+        return spec, *layouts, heads, q[0], q[3], (v or joint_v)[3], *kind
 
     def _heads(
         self, q: torch.Size, kv_heads: int, v_head_dim: int, dtype: torch.dtype, device: torch.device, of_itself: bool
@@ -415,6 +418,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         device: torch.device,
         lse_gradient: bool,
         sparse: tuple[int, ...] = (),
+        many_lengths: bool = False,
     ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
         if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
             raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
@@ -423,7 +427,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if sparse:
             return plan, self._prepare_sparse(plan, device, (head_dim, v_head_dim, dtype, sparse), kv_index)
         widened = v_head_dim + LSE_COLUMNS * lse_gradient
-        kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, widened, layout)
+        kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, widened, layout, many_lengths)
         self.kernels.add(kernel.name)
         here = node_here(device) if self.head_groups is None and self.axes.ulysses > 1 else None
         if here is not None:
