@@ -154,6 +154,7 @@ def parse(
     show_help: bool = True,
     leading_config: bool = False,
     without: Collection[str] = (),
+    unset: Collection[str] = (),
 ) -> C:
     """Parse `argv`, and the file that its --config names, into a dataclass in which every field has a default. Raises
     ConfigurationError for a wrong flag or value, a file that cannot be read, and a wrong key in it.
@@ -162,6 +163,7 @@ def parse(
     show_help: whether --help prints; it raises SystemExit(0) either way.
     leading_config: accept the configuration file as a first argument without --config.
     without: inherited fields that are keys of the file, and no flags.
+    unset: fields that are None where neither the command line nor the file gives them.
     """
     words = list(argv)
     if leading_config and words and not words[0].startswith("-"):
@@ -190,7 +192,8 @@ def parse(
             raise ConfigurationError(f"invalid command line\n{mistakes.getvalue().rstrip()}") from None
         raise
     line = {word.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for word in words if word[:2] == "--"}
-    return _effective(config, line, file, path if show_help else "")
+    config = _effective(config, line, file, path if show_help else "")
+    return replace(config, **dict.fromkeys({*unset} - line - file))
 
 
 def _effective(config: Any, line: Collection[str], file: Collection[str], path: str) -> Any:
@@ -312,6 +315,7 @@ class Command:
     prog: str  # program name in the usage message
     config: type  # dataclass of its flags
     run: Callable[[Any, Launch, StopRequest, str | None], None]
+    unset: tuple[str, ...] = ()  # of `parse`
 
     def main(self, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
         """Run the program on this rank of the launch that `environ` describes, and return the exit code."""
@@ -325,7 +329,7 @@ class Command:
         mistake: ConfigurationError | None = None
         try:
             try:
-                config = parse(argv, self.config, self.prog, show_help=launch.rank == 0)
+                config = parse(argv, self.config, self.prog, show_help=launch.rank == 0, unset=self.unset)
             except ConfigurationError as error:
                 mistake = error
             unmet, launch = launch, replace(launch, attempt=-1 - launch.attempt)  # for `end`, in no attempt's way

@@ -136,6 +136,13 @@ def resolve(
     return replace(found, problems=tuple(problems), stages=()) if problems else found
 
 
+def compiled_if_possible(config: TrainConfig, world_size: int) -> TrainConfig:
+    """Return `config` with --compile, or as it is if something of it, or its model, is against that."""
+    compiled = replace(config, compile=True)
+    eager, against = (set(resolve(each, world_size).problems) for each in (config, compiled))
+    return config if against - eager else compiled
+
+
 def settled_lora(config: C) -> C:
     """Return `config` with the default scale of its adapters, if it has any."""
     return replace(config, lora_alpha=2 * config.lora_rank) if config.lora_rank and not config.lora_alpha else config

@@ -144,6 +144,7 @@ class Trainer(TrainingLoop):
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent = 0, 0  # sent: by this rank so far
         self.sent_in_step = self.waited_in_step = self.flops_in_step = 0.0  # of all ranks
+        self._compiled: object = None  # the engine whose first step has been timed
         self.indexer_loss: float | None = None
         self.balanced_rows: float | None = None
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
@@ -181,6 +182,9 @@ class Trainer(TrainingLoop):
         self.done, self.tokens = number, self.tokens + tokens
 
         seconds = time.perf_counter() - begin
+        if self.config.compile and self.is_writer and self._compiled is not self.engine:
+            self._compiled = self.engine
+            print(f"compiled: step {number} took {seconds:.1f} s, with torch.compile of the layers", flush=True)
         evaluated = self._evaluate(number)
         held_out = next(iter(evaluated.values()), None)
         self._write_samples(number)
