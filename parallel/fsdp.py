@@ -129,7 +129,20 @@ def gathered(model: nn.Module, zero: int) -> Iterator[None]:
     finally:
         for module in _fsdp_modules(model):
             module.set_reshard_after_forward(zero == 3 and module is not model, recurse=False)
-        model.reset_iter_state()  # type: ignore[operator]  # also shards them again
+        forget_forwards(model)
+
+
+def forget_forwards(model: nn.Module) -> None:
+    """Shard a model again after forwards whose backwards never come, and for which FSDP2 would prefetch."""
+    root: Any = model
+    if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
+        root.reset_iter_state()
+        return
+    for module in _fsdp_modules(model):
+        state: Any = module._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        state._finalize_backward()
+        module.reshard()
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

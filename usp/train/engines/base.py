@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel import ParallelMesh, local_tensor, rank_stages
+from parallel.fsdp import forget_forwards
 from parallel.pipeline import Pipeline
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
@@ -182,8 +183,7 @@ def forward_only(
             work.wait()
     for module in stages:
         if isinstance(module, FSDPModule):
-            # FSDP2 would prefetch for the backwards of these forwards, which never come.
-            module.reset_iter_state()
+            forget_forwards(module)
     return outputs
 
 
