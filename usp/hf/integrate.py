@@ -391,7 +391,9 @@ def _attention_forward(
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
     present = [name for name, value in kwargs.items() if value is not None]
     violations = [f"{name} is not supported by unified_sp" for name in present if name not in NEUTRAL]
-    latents = module.__dict__.pop(LATENTS, None)
+    latents = getattr(module, LATENTS, None)
+    if latents is not None:
+        delattr(module, LATENTS)
     if attention_mask is not None and not isinstance(attention_mask, CausalMask):
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")
     if dropout:
