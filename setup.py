@@ -25,7 +25,7 @@ setup(
         "usp.rlhf": ["sample_page.html"],
     },
     install_requires=[
-        "torch>=2.13",
+        "torch>=2.11",
         "transformers>=5.17",
         "filelock",
         "jinja2",

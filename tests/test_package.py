@@ -160,7 +160,7 @@ def test_the_operator_and_models_need_no_package_of_the_commands() -> None:
 @pytest.mark.parametrize(
     ("package", "oldest", "older", "file"),
     [
-        ("torch", "2.13", "2.12.1+cu130", "attention/versions.py"),
+        ("torch", "2.11", "2.10.1+cu130", "attention/versions.py"),
         ("transformers", "5.17", "5.16.0.dev0", "usp/hf/__init__.py"),
     ],
 )
