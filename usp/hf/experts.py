@@ -24,7 +24,7 @@ _PARAMETERS = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_
 def expert_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that hold experts, which FSDP shards over (dp_replicate, efsdp) instead of fsdp."""
     # set by transformers' decorator use_experts_implementation
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    return [module for module in model.modules() if hasattr(module, "is_concatenated")]
 
 
 def router_modules(model: PreTrainedModel) -> list[nn.Module]:
