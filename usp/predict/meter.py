@@ -263,7 +263,7 @@ class StepMeter(TorchDispatchMode):
             return func(*args, **kwargs)  # a device mesh is computed with real tensors
         self.wire.count(func, args, self._times)
         result = self.known.call(func, args, kwargs)
-        made = [x for x in tensors_of(result) if isinstance(x, FakeTensor)]
+        made = [x for x in tensors_of(result) if isinstance(x, FakeTensor) and x.fake_device.type != "meta"]
         self.memory.see(made)
         if func.namespace == "fsdp" or func.overloadpacket.__name__ in FSDP_COLLECTIVES:
             used = [x for x in tensors_of((args, kwargs)) if isinstance(x, FakeTensor)]

@@ -52,6 +52,13 @@ def test_offloaded_storage_counts_on_the_host() -> None:
     assert (memory.current_bytes, host.current_bytes, host.peak_bytes) == (0, 0, 4 * MIB)
 
 
+def test_shapes_on_the_meta_device_have_no_memory() -> None:
+    with FakeTensorMode(), StepMeter(HostMemory()) as meter:
+        shape, x = torch.empty(MIB, device="meta"), torch.empty(MIB)
+        kept = (shape, torch.empty_like(x, device="meta"), x)
+        assert (meter.memory.current_bytes, meter.memory.peak_bytes) == (4 * MIB, 4 * MIB), kept
+
+
 def test_the_peak_by_category_follows_later_labels() -> None:
     memory = LiveMemory(HostMemory())
     kept, before = mib(2), memory.now
