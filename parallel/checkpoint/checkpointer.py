@@ -94,11 +94,10 @@ class Checkpointer:
         self.folder, self.keep, self.device_type = folder, keep, device_type
         self.group = dist.new_group(backend="gloo")
         cuda = device_type == "cuda"
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-            )
+        self.options = StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
         )
+        self.stager = DefaultStager(self.options)
         self.saving: tuple[Path, Future[Any]] | None = None
         errors = _gather_errors(lambda: self._remove_leftovers() if dist.get_rank() == 0 else None, self.group)
         if errors:
@@ -123,6 +122,8 @@ class Checkpointer:
         self.wait()
         path = self.folder / f"step-{step:08}"
         writer = storage.SafetensorsWriter(path, extra, finished=partial(self._remove_old, tuple(best_first)))
+        if not self.stager._state_dict_stager._deepcopy_dispatch:  # torch 2.11 closes a stager after each use
+            self.stager = DefaultStager(self.options)
         response = async_save(
             dict(tensors),
             storage_writer=writer,

@@ -391,7 +391,7 @@ def _attention_forward(
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
     present = [name for name, value in kwargs.items() if value is not None]
     violations = [f"{name} is not supported by unified_sp" for name in present if name not in NEUTRAL]
-    latents = getattr(module, LATENTS, None)
+    latents: Any = getattr(module, LATENTS, None)  # torch 2.11 compiles no pop of its __dict__
     if latents is not None:
         delattr(module, LATENTS)
     if attention_mask is not None and not isinstance(attention_mask, CausalMask):
@@ -435,8 +435,7 @@ def _attention_forward(
         return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None
     if latents is not None and indices is not None:
         given, expand = absorbed(module, given, latents, attention.axes)
-    prefix = prefix if mask.prefixes else None
-    documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix}
+    documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix if mask.prefixes else None}
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
     if block_indices is not None and indexer is not None:
         options["index_block"] = indexer.block
