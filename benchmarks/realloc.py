@@ -32,6 +32,7 @@ from benchmarks.harness.record import Record, finish
 from parallel import ParamLayout, ProcessGroups, Reallocation, ReallocPlan, plan_realloc
 from parallel.reallocation.boxes import Box
 from parallel.reallocation.param_layout import Kind
+from parallel.reallocation.realloc_plan import TierBytes
 from tests.harness.ranks import RankPool
 
 BUCKET = 64 << 20
@@ -243,10 +244,11 @@ def summarise(case: Case, spans: Sequence[Mapping[str, Spans]]) -> dict[str, Any
     }
     if case.hosts == 1:
         return row
+    between = sum(map(plan.host_lacking_bytes, plan.dst.ranks))  # at least, and the rest of what ranks lack inside
     return row | {
         "hosts": case.hosts,
         "tier_bytes": plan.tier_bytes._asdict(),
-        "minimum_tier_bytes": plan.minimum_tier_bytes._asdict(),
+        "minimum_tier_bytes": TierBytes(between, plan.minimum_bytes - between)._asdict(),
         "between_apart": replace(case.apart.plan(), ranks_per_host=plan.ranks_per_host).tier_bytes.between,
         "of_apart": milliseconds[OURS] / milliseconds[APART],
     }

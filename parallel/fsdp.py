@@ -134,9 +134,8 @@ def gathered(model: nn.Module, zero: int) -> Iterator[None]:
 
 def forget_forwards(model: nn.Module) -> None:
     """Shard a model again after forwards whose backwards never come, and for which FSDP2 would prefetch."""
-    root: Any = model
-    if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
-        root.reset_iter_state()
+    if hasattr(model, "reset_iter_state"):  # from torch 2.13 on
+        model.reset_iter_state()  # type: ignore[operator]
         return
     for module in _fsdp_modules(model):
         state: Any = module._get_fsdp_state()

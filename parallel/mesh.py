@@ -72,7 +72,8 @@ class ParallelMesh:
         degrees = {**dims.degrees(), "ep": dims.ep, "efsdp": dims.efsdp, "unsharded": 1}
         groups = ProcessGroups() if groups is None else groups
         built = [_build_view(axes, degrees, ranks, groups, device_type) for axes in (tuple(dims.degrees()), *_VIEWS)]
-        ends = _ends(dims, ranks, groups)
+        stage = len(ranks) // dims.pp
+        ends = groups.own(zip(ranks[:stage], ranks[-stage:], strict=True)) if dims.pp > 1 else None
         return ParallelMesh(dims, device_type, ranks, tuple(view for view in built if view is not None), ends)
 
     @property
@@ -117,14 +118,6 @@ class ParallelMesh:
     def agree(self, value: object, what: str, axes: tuple[str, ...] = ("pp", "loss", "tp")) -> None:
         """Raise RanksDisagree on every rank if `repr(value)` differs between ranks of the axes. Collective."""
         agree(value, [self.group(axis) for axis in axes], what, self.device_type)
-
-
-def _ends(dims: ParallelDims, ranks: Sequence[int], groups: ProcessGroups) -> dist.ProcessGroup | None:
-    """Return the group of this rank if it is first or last in its pipeline."""
-    if dims.pp == 1:
-        return None
-    stage = len(ranks) // dims.pp
-    return groups.own(zip(ranks[:stage], ranks[-stage:], strict=True))
 
 
 def _build_view(

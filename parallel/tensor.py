@@ -201,7 +201,9 @@ def _place(
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
-        placement = Shard(0) if style == "local_params" and name in split else _placement(style, name)
+        whole = name not in split if style == "local_params" else style.startswith("replicated")
+        whole = whole or (style in _ROWWISE and name == "bias")
+        placement: Placement = Replicate() if whole else Shard(1 if style in _ROWWISE else 0)
         if parameter not in placed:
             # src_data_rank=None: slice this rank's own values instead of scattering those of rank 0.
             value = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
@@ -220,12 +222,6 @@ def _place(
     if style == "rowwise_split_input":
         rank, ranks = mesh.get_local_rank(), mesh.size()
         module.register_forward_pre_hook(lambda module, args: (args[0].chunk(ranks, dim=-1)[rank], *args[1:]))
-
-
-def _placement(style: str, parameter: str) -> Placement:
-    if style.startswith("replicated") or style == "local_params" or (style in _ROWWISE and parameter == "bias"):
-        return Replicate()
-    return Shard(1) if style in _ROWWISE else Shard(0)
 
 
 def _compute_locally(module: nn.Module, gradients: Mapping[str, Placement], once: set[str], mesh: DeviceMesh) -> None:

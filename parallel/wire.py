@@ -87,11 +87,6 @@ def _all_to_all_single(input: torch.Tensor, splits: Sequence[int], group: Any) -
     return row_bytes * sum(count for peer, count in enumerate(rows) if peer != group.rank())
 
 
-def _all_to_all(inputs: Sequence[torch.Tensor], group: Any) -> int:
-    rank = _group(group).rank()
-    return _nbytes([tensor for peer, tensor in enumerate(inputs) if peer != rank])
-
-
 def _all_gather(inputs: Sequence[torch.Tensor], group: Any) -> int:
     return _nbytes(inputs) * (_group(group).size() - 1)
 
@@ -107,7 +102,7 @@ _SENDS_NOTHING = frozenset(
 _SENT: Mapping[str, Callable[..., int]] = {
     "send": lambda tensors, *_: _nbytes(tensors),
     "alltoall_base_": lambda out, input, group, out_splits, splits, *_: _all_to_all_single(input, splits, group),
-    "alltoall_": lambda outs, inputs, group, *_: _all_to_all(inputs, group),
+    "alltoall_": lambda outs, inputs, group, *_: _nbytes(inputs) - _nbytes([inputs[_group(group).rank()]]),
     "_allgather_base_": lambda out, input, group, *_: _all_gather([input], group),
     "allgather_": lambda outs, inputs, group, *_: _all_gather(inputs, group),
     "allgather_into_tensor_coalesced_": lambda outs, inputs, group, *_: _all_gather(inputs, group),

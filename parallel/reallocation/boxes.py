@@ -14,7 +14,6 @@ from parallel.mesh import local_tensor
 
 if TYPE_CHECKING:  # takes half a second to import, and is needed where a tensor is at hand
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _check(tensor: DTensor) -> None:
         if not isinstance(placement, _StridedShard):
             continue
         right = zip(placements[axis + 1 :], sizes[axis + 1 :], strict=True)
-        pieces = math.prod(size for other, size in right if _shards(other, placement.dim))
+        pieces = math.prod(size for other, size in right if getattr(other, "dim", None) == placement.dim)
         rows = tensor.shape[placement.dim]
         if pieces != placement.split_factor or rows % pieces:
             raise ValueError(
@@ -137,9 +136,3 @@ def _check(tensor: DTensor) -> None:
                 f"places in dim {placement.dim} of {tuple(tensor.shape)}: axes to the right must split its {rows} rows "
                 f"evenly into {placement.split_factor}, but split them into {pieces}"
             )
-
-
-def _shards(placement: Placement, dim: int) -> bool:
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return placement.is_shard(dim) or (isinstance(placement, _StridedShard) and placement.dim == dim)

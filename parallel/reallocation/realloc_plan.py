@@ -162,12 +162,6 @@ class ReallocPlan:
         """Minimum that any plan has to send, computed from the layouts without the transfers."""
         return sum(map(self.lacking_bytes, self.dst.ranks))
 
-    @property
-    def minimum_tier_bytes(self) -> TierBytes:
-        """Minimum by tier: what hosts lack has to cross between them, and the rest of what ranks lack need not."""
-        between = sum(map(self.host_lacking_bytes, self.dst.ranks))
-        return TierBytes(between, self.minimum_bytes - between)
-
     def host(self, rank: int) -> int:
         return rank // self.ranks_per_host
 
