@@ -25,7 +25,15 @@ from .reallocation.delta import DeltaReallocation
 from .reallocation.param_layout import ParamLayout, gather_layout
 from .reallocation.realloc_plan import ReallocPlan, plan_realloc
 from .reallocation.reallocation import Reallocation
-from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_stages, stage_layers, stages_per_rank
+from .stages import (
+    PP_SCHEDULES,
+    bubble_fraction,
+    micro_batch_violation,
+    rank_stages,
+    schedule_violation,
+    stage_layers,
+    stages_per_rank,
+)
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import DAMAGED, Checkpointer, complete_checkpoints, latest, set_aside, verify

@@ -9,6 +9,7 @@ ZeRO stages 0 and 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from .fsdp import before_micro_batch
 from .mesh import ParallelMesh
-from .stages import micro_batch_violation, rank_stages, stages_per_rank
+from .stages import micro_batch_violation, rank_stages, schedule_violation, stages_per_rank
 
 
 class Pipeline:
@@ -33,7 +34,7 @@ class Pipeline:
             flow back through floating-point tensors.
         zero: ZeRO stage passed to `apply_fsdp`.
 
-    Raises ValueError if the schedule does not support this number of micro-batches or this ZeRO stage.
+    Raises ValueError if the schedule does not support this number of micro-batches, this ZeRO stage or this torch.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Pipeline:
         violation = micro_batch_violation(schedule, pp, micro_batches)
         if schedule == "zero-bubble" and zero > 1 and any(isinstance(stage, FSDPModule) for stage in stages):
             violation = f"zero={zero} frees parameters or gradients that zero-bubble still needs: use zero=1"
-        if violation:
+        if violation := schedule_violation(schedule, torch.__version__) or violation:
             raise ValueError(violation)
         indices, last = rank_stages(schedule, pp, mesh.rank("pp")), pp * stages_per_rank(schedule) - 1
         self.device = next(stages[0].parameters()).device
@@ -59,15 +60,15 @@ class Pipeline:
         loss = torch.empty((), requires_grad=True, device="meta")
 
         def build(module: nn.Module, index: int) -> PipelineStage:
-            shapes: dict[str, Any] = {
-                "input_args": edge if index else (),
-                "output_args": loss if index == last else edge,
-            }
-            if schedule == "zero-bubble":
-                return PipelineStage(module, index, last + 1, self.device, group=mesh.group("pp"), **shapes)
-            return _Stage(module, zero, index, last + 1, self.device, group=mesh.group("pp"), **shapes)
+            kind: Any = PipelineStage if schedule == "zero-bubble" else partial(_Stage, zero)
+            shapes = {"input_args": edge if index else (), "output_args": loss if index == last else edge}
+            return kind(module, index, last + 1, self.device, group=mesh.group("pp"), **shapes)
 
-        self._schedule = _schedule(schedule, [*map(build, stages, indices)], micro_batches)
+        built: list[Any] = [*map(build, stages, indices)]
+        several = ScheduleZBVZeroBubble if schedule == "zero-bubble" else ScheduleInterleaved1F1B
+        # The output of the last stage already is the loss.
+        options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": lambda x, _: x, "scale_grads": False}
+        self._schedule: Any = Schedule1F1B(built[0], **options) if schedule == "1f1b" else several(built, **options)
         self._parameters = [parameter for stage in stages for parameter in stage.parameters()]
 
     def step(self, ids: Tensor, **kwargs: Any) -> Tensor:
@@ -94,15 +95,13 @@ class Pipeline:
 class _Stage(PipelineStage):
     """A stage that configures FSDP2 before each backward, as training without a pipeline does."""
 
-    def __init__(self, module: nn.Module, zero: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, zero: int, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(_Hidden(module), *args, **kwargs)
         self._module, self._zero = module, zero
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         before_micro_batch(self._module, self._zero, last=last_backward)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
 class _Hidden(nn.Module):
@@ -114,13 +113,3 @@ class _Hidden(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-
-def _schedule(
-    schedule: str, stages: list[Any], micro_batches: int
-) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble:
-    # The output of the last stage already is the loss.
-    options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": lambda x, _: x, "scale_grads": False}
-    if schedule == "1f1b":
-        return Schedule1F1B(stages[0], **options)
-    return (ScheduleZBVZeroBubble if schedule == "zero-bubble" else ScheduleInterleaved1F1B)(stages, **options)

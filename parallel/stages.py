@@ -57,6 +57,13 @@ def micro_batch_violation(schedule: str, pp: int, micro_batches: int) -> str | N
     return f"micro-batches of {schedule} over {pp} ranks must be {rule}, not {micro_batches}: use {fitting}"
 
 
+def schedule_violation(schedule: str, torch_version: str) -> str | None:
+    """Return why this torch cannot run a schedule, or None."""
+    if schedule != "zero-bubble" or tuple(map(int, torch_version.split(".")[:2])) >= (2, 13):
+        return None
+    return f"zero-bubble needs torch 2.13 or newer, because {torch_version} fails in its split backward: use 1f1b"
+
+
 def _fits(schedule: str, pp: int, micro_batches: int) -> bool:
     if schedule == "zero-bubble":
         return micro_batches >= 2 * pp - 1

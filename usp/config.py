@@ -420,7 +420,7 @@ class _Training:
     lora_modules_to_save: Annotated[str, arg(metavar="NAME,NAME,...", help_behavior_hint="(optional)")] = ""
     """Modules to train in full beside the adapters, and to write with them, such as embed_tokens,lm_head."""
     pp_schedule: Annotated[str, one_of(PP_SCHEDULES)] = "1f1b"
-    """Pipeline schedule. interleaved-1f1b and zero-bubble run two stages per rank for a smaller bubble."""
+    """Pipeline schedule. interleaved-1f1b and zero-bubble (torch 2.13) run two stages a rank, with smaller bubbles."""
     engine: Annotated[str, one_of(ENGINES)] = "fsdp2"
     """Training engine: PyTorch FSDP2, or DeepSpeed (requires the deepspeed extra)."""
     optim_offload: bool = False

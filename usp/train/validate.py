@@ -12,9 +12,10 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
+from importlib.metadata import version
 from typing import Any, cast
 
-from parallel import ParallelDims, divisors, micro_batch_violation, stages_per_rank
+from parallel import ParallelDims, divisors, micro_batch_violation, schedule_violation, stages_per_rank
 from usp.config import CommonConfig, TrainConfig, by_stage
 from usp.fields import as_given, changed_ones, flag, shared_values, value_violations
 from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
@@ -159,6 +160,8 @@ def _micro_batches(config: TrainConfig) -> Iterator[str]:
 def _zero_bubble(config: TrainConfig) -> Iterator[str]:
     if config.pp == 1 or config.pp_schedule != "zero-bubble":
         return
+    if violation := schedule_violation(config.pp_schedule, version("torch")):
+        yield f"--pp-schedule = zero-bubble: {violation}"
     if config.zero > 1:
         yield f"--zero = {config.zero} frees after each backward what zero-bubble needs in two parts: use --zero 1"
     for name, off in (("ac", "none"), ("mlp_tile", 0)):
