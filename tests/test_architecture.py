@@ -22,17 +22,17 @@ CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 5331,
-    "parallel": 4010,
-    "usp/commands": 1270,
+    "attention": 5358,
+    "parallel": 3983,
+    "usp/commands": 1277,
     "usp/data": 2900,
-    "usp/hf": 7200,
+    "usp/hf": 7190,
     "usp/model": 675,
     "usp/planning": 3890,
     "usp/predict": 3460,
     "usp/rlhf": 13290,
     "usp/run": 1315,
-    "usp/sp": 2280,
+    "usp/sp": 2282,
     "usp/train": 3970,
     "usp": 41615,
 }
