@@ -22,7 +22,6 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain, pairwise
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -343,12 +342,7 @@ def _begin_process(tokenizer: Tokenizer, dtype: np.dtype, bad_rows: str) -> None
     _begin(tokenizer, dtype, bad_rows)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # type: ignore[func-returns-value]
 
 
 def _encode(batch: Sequence[Piece]) -> Encoded:

@@ -391,8 +391,7 @@ def _attention_forward(
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
     present = [name for name, value in kwargs.items() if value is not None]
     violations = [f"{name} is not supported by unified_sp" for name in present if name not in NEUTRAL]
-    latents: Any = getattr(module, LATENTS, None)  # torch 2.11 compiles no pop of its __dict__
-    if latents is not None:
+    if (latents := cast(Any, getattr(module, LATENTS, None))) is not None:  # torch 2.11 compiles no __dict__.pop
         delattr(module, LATENTS)
     if attention_mask is not None and not isinstance(attention_mask, CausalMask):
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")

@@ -94,16 +94,12 @@ def tp_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of each sharded module of a causal LM by dotted name, in which * matches one component."""
     base, parts = name_of(model, decoder(model)), model_parts(model)
     plan = {f"{base}.{name}": style for name, style in _family_plan(model.config).items()}
-    plan |= dict.fromkeys(_latent_modules(model, plan), _PARTIAL) | dict(_head_norms(model, plan))
+    # Every rank has whole modules of latent attention, of which the plan names one in each layer.
+    latent = [name for name, style in plan.items() if style == _LATENT]
+    latent += [name for each in latent for name, _ in _unplanned(model, each.rpartition(".")[0], plan)]
+    plan |= dict.fromkeys(latent, _PARTIAL) | dict(_head_norms(model, plan))
     plan[f"{base}.{parts.embedding}"] = "embedding_rowwise"
     return plan if is_scalar(model.config) else plan | {parts.head: "colwise_parameter"}
-
-
-def _latent_modules(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:
-    """Yield the modules of latent attention that every rank has whole: the plan names one of them in each layer."""
-    for latent in [name for name, style in plan.items() if style == _LATENT]:
-        yield latent
-        yield from (name for name, _ in _unplanned(model, latent.rpartition(".")[0], plan))
 
 
 def _head_norms(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -220,7 +220,7 @@ class ChatTemplate:
     def _closed_before(self, following: str, turn: Sequence[int]) -> int:
         """Return how many characters close a call that the turn has closed itself, before a text that it ends with."""
         closing = re.match(_any_of(self._special), following)
-        ids = self.tokenizer.convert_tokens_to_ids([*self._special])
+        ids: Any = self.tokenizer.convert_tokens_to_ids([*self._special])
         latest = next((token for token in reversed(turn) if token in ids), None)
         return closing.end() if closing and latest == ids[self._special.index(closing[0])] else 0
 

@@ -46,7 +46,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[str]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
-    rules = (_train_tokens, _micro_batches, _zero_bubble, _planning, common_violations, _evaluation)
+    rules = (_length, _micro_batches, _zero_bubble, common_violations)
     yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer, _float8))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts, _indexers))
@@ -139,12 +139,6 @@ def _global_batch(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield f"{given} must be a multiple of the {ranks} data-parallel ranks (dp_replicate x dp_shard): use {sizes}"
 
 
-def _train_tokens(config: TrainConfig) -> Iterator[str]:
-    """Say why `settle_batch` left train_tokens."""
-    if config.train_tokens and config.steps != TrainConfig.steps:
-        yield f"--train-tokens = {config.train_tokens} and --steps = {config.steps} both set the length: give one"
-
-
 def _micro_batches(config: TrainConfig) -> Iterator[str]:
     if config.batch_size % config.micro_batches:
         yield (
@@ -171,12 +165,11 @@ def _zero_bubble(config: TrainConfig) -> Iterator[str]:
         yield "--compile makes the backward of a layer one graph, not two parts: use --pp-schedule interleaved-1f1b"
 
 
-def _planning(config: TrainConfig) -> Iterator[str]:
+def _length(config: TrainConfig) -> Iterator[str]:
     if config.plan == "auto":
         yield "--plan auto is only supported by train.py: give --config a file of python -m usp plan --out"
-
-
-def _evaluation(config: TrainConfig) -> Iterator[str]:
+    if config.train_tokens and config.steps != TrainConfig.steps:  # which `settle_batch` has left
+        yield f"--train-tokens = {config.train_tokens} and --steps = {config.steps} both set the length: give one"
     patience = config.early_stopping_patience
     if patience and not (config.eval_every or config.checkpoint_every):
         yield f"--early-stopping-patience = {patience} counts evaluations, of which there is one: give --eval-every"

@@ -266,7 +266,9 @@ class Generator:
                 self._prefill(cache, group, slots.active)
             self._decode(static, slots, work, step)
             routed = None if self._recorder is None else self._recorder.take(number).to("cpu", non_blocking=True)
-            steps.append((slots.issue(), _to_host(chosen), routed))
+            copy = chosen.to("cpu", non_blocking=True, copy=True)  # to pinned memory
+            copied = None if chosen.device.type == "cpu" else torch.cuda.current_stream(chosen.device).record_event()
+            steps.append((slots.issue(), (copy, copied), routed))
             if len(steps) > 1:  # the device has the next one to do
                 self._read(slots, steps.popleft(), ended, turns, enough)
         self.cache_bytes = cache.nbytes
@@ -401,12 +403,6 @@ class Generator:
         logits = logits.to(softmax_dtype(hidden_BH))
         self._transform.apply_(logits)
         return logits
-
-
-def _to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Begin to copy to the host, from a device to pinned memory; return the copy, and its end on the device."""
-    copy = x.to("cpu", non_blocking=True, copy=True)
-    return copy, None if x.device.type == "cpu" else torch.cuda.current_stream(x.device).record_event()
 
 
 def _pinned(x: Tensor, device: torch.device) -> Tensor:

@@ -75,7 +75,11 @@ class DeepSpeedEngine:
         if zero == 3:  # the loss reads the head's weight without calling the head
             head = cast(nn.Linear, self.stage.model.get_output_embeddings())
             self.deepspeed.zero.register_external_parameter(self.stage, head.weight)
-        self._make_moments()
+        # AdamW would create moments in the first step, where ZeRO 1 and 2 find only the first group's parts.
+        for flat in self._flat_groups():
+            self.optimizer.state[cast(nn.Parameter, flat)].update(AdamW.first_state(flat))
+        if self.zero in (1, 2):
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         count_choices(self.stages, self.mesh, micro_batches, calls=[self.engine])
@@ -137,13 +141,6 @@ class DeepSpeedEngine:
             if hasattr(self.engine.optimizer, name):
                 return list(getattr(self.engine.optimizer, name))
         raise AssertionError(f"unknown ZeRO optimizer {type(self.engine.optimizer).__name__}")
-
-    def _make_moments(self) -> None:
-        """Create the moments. AdamW would in the first step, where ZeRO 1 and 2 find only the first group's parts."""
-        for flat in self._flat_groups():
-            self.optimizer.state[cast(nn.Parameter, flat)].update(AdamW.first_state(flat))
-        if self.zero in (1, 2):
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
         if self.zero == 0:
