@@ -199,7 +199,8 @@ class DecodeStep:
         q = q_BKGH.flatten(0, 1).unsqueeze(1).expand(-1, parts, -1, -1)
         k, v = (_in_parts(x, parts).mT.flatten(0, 1) for x in (k_BKLH, v_BKLV))
         out, lse = partial_attention(q, k, v, mask, scale, softcap)
-        lse = lse.masked_fill(blind, float("-inf"))
+        if parts > 1 or self.group is not None or sinks is not None:  # else nobody reads it
+            lse = lse.masked_fill(blind, float("-inf"))
         out, lse = (x.unflatten(0, (slots, -1)).movedim(2, 0) for x in (out, lse))
         if self.group is not None:
             if parts > 1:
