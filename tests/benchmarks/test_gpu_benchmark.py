@@ -97,6 +97,7 @@ def test_a_measurement_that_is_out_of_tolerance_is_to_be_looked_at_and_not_repea
 
 def test_a_kill_leaves_what_was_there_and_takes_the_section_with_it(tmp_path: Path) -> None:
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # ignored in a shell's background
         "from pathlib import Path; from benchmarks.gpu.runner import Options, run; "
         "from benchmarks.gpu.sections import Section; "
         f"run((Section('hangs', '{GIVEN}:hangs', 1, '', 60),), Options(Path({str(tmp_path)!r}), 'cpu', True))"
