@@ -308,6 +308,7 @@ class _ForwardGuard:
         shape = position_ids.shape if ids is None else ids.shape
         axes, cu_seqlens, self.tree = self.attention.axes, named.get("cu_seqlens"), named.get("prefix_tree")
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
+        self.attention.many_lengths = self.cache is not None and seq_len <= _MANY_LENGTHS
         local = axes.positions(axes.layout(self.attention.layout, seq_len, documents_of(cu_seqlens)))
         self.starts, self.local = partial(document_starts, cu_seqlens, rows, seq_len), local
         expected = (local - self.starts(local, self.tree)).to(position_ids.device)
@@ -428,7 +429,6 @@ def _attention_forward(
             out = kv_cache.attend(module, *cached[:2], values, window=window, indices=indices, more=more, **options)
             return expand_cached(out), None
         kv_cache.store(module, *(cached[1:2] if compressed else cached[1:]))
-        options["many_lengths"] = q.shape[1] * attention.ranks <= _MANY_LENGTHS
     sides = None if window is None else (window - 1, -1)
     if compressor is not None:
         return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None

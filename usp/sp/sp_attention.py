@@ -123,6 +123,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self.calls, self.trees = 0, 0  # trees: calls with a prefix tree
         self.indexer_bytes = 0  # that indexers, which choose the indices of calls, have sent
         self.kernels: set[str] = set()  # names of those that calls have used
+        self.many_lengths = False  # few calls have the same length: kernels that need no time to get ready come first
         self._handle = Handle(self, (self.axes.ulysses, self.axes.ulysses_rank))
 
     def forward(
@@ -151,7 +152,6 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         mask_mod: MaskMod | None = None,
         index_block: int = 1,
         joint_every: int = 0,
-        many_lengths: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -160,8 +160,10 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             k: (B, S, K, H); K divides N. k and v are None if there are only joint keys; no rank sends anything then.
             v: (B, S, K, V); V may differ from H, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
                 Messages have the true head dims; a kernel that needs equal ones pads the smaller with zeros.
-            causal, scale: mask later keys; factor on the scores, 1 / sqrt(H) by default.
-            window, softcap: (left, right) global tokens, -1: no limit; scores become softcap * tanh(scores / softcap).
+            causal: mask later keys.
+            scale: factor on the scores; 1 / sqrt(H) by default.
+            window: (left, right) in global tokens, -1 for no limit.
+            softcap: scores become softcap * tanh(scores / softcap).
             cu_seqlens: global boundaries of packed documents, integers, (documents + 1,) for all rows or (B, documents
                 + 1) padded by repeating the last; later tokens output zero. On a GPU it costs a synchronization.
             sinks: (N,) logits that join each softmax without a value. Their gradient is this rank's share.
@@ -182,7 +184,6 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             mask_mod: FlexAttention's function of row, head, query and key position; both the mask (pass causal=False)
                 and it must show a pair. It is evaluated once: another mask needs another function.
             joint_every: if not 0, joint key j is seen from its document's token (j + 1) * joint_every - 1 on.
-            many_lengths: few calls have the same length: kernels that need no time to get ready for one come first.
 
         Returns:
             (B, S, N, V) in q's dtype, or a tuple of out, joint_out, lse (B, S, N) in float32 (float64 for float64),
@@ -200,8 +201,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod, joint_every or None))
             return attend(self._handle, *own, sinks, *masked, list(_window(window)), softcap, _chunk(chunk))[0]
         given: Any = {"rows": rows, "front": joint_strategy, "return_lse": return_lse, "every": joint_every}
-        given |= {"sparse": (indices, index_block, return_weights), "mask_mod": mask_mod, "many_lengths": many_lengths}
-        call = self._call(tensors, sinks, *masked, window, softcap, chunk, **given)
+        sparse = indices, index_block, return_weights
+        call = self._call(tensors, sinks, *masked, window, softcap, chunk, sparse=sparse, mask_mod=mask_mod, **given)
         call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
         results = unified_attention(q, k, v, **call, return_weights=return_weights)
         return results[0] if len(results) == 1 else tuple(results)
@@ -312,7 +313,6 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         sparse: tuple[Tensor | None, int, bool] = (None, 1, False),
         mask_mod: MaskMod | None = None,
         every: int = 0,
-        many_lengths: bool = False,
     ) -> dict[str, Any]:
         """Check a call and count it; return its plan, its program, and the channels.
 
@@ -325,7 +325,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
         lse_gradient = trained and torch.is_grad_enabled()
         of_joint = _is_front(front), every
-        of_calls = return_lse, lse_gradient, of_indices, mask_mod, many_lengths
+        of_calls = return_lse, lse_gradient, of_indices, mask_mod, self.many_lengths
         others = None if sinks is None else sinks.shape, *of_joint, *of_calls
         call = self._last_call((*rows, *options[:3]), shapes, others, *options[3:])
         counts = self.__dict__  # assignment to a module's attribute takes microseconds

@@ -67,10 +67,11 @@ def planned(shapes: list[tuple[int, int]], many_lengths: bool) -> Counter[str]:
         patch.object(SpAxes, "agree", lambda *_, **__: None),
     ):
         attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(), "cuda"))
+        attention.many_lengths = many_lengths
         with FakeTensorMode(), DispatchedOps(), Shapes() as seen, CheckCalls(), torch.no_grad():
             for rows, tokens in shapes:
                 x = torch.empty(rows, tokens, 4, 64, dtype=torch.bfloat16, device="cuda")
-                attention(x, x[:, :, :2], x[:, :, :2], many_lengths=many_lengths)
+                attention(x, x[:, :, :2], x[:, :, :2])
     return Counter(name for name, _ in seen.found)
 
 
@@ -87,7 +88,7 @@ def asked_for(longest: int) -> set[bool]:
     forward, found = UnifiedSPAttention.forward, set()
 
     def recorded(self, *args, **options):
-        found.add(options.get("many_lengths", False))
+        found.add(self.many_lengths)
         return forward(self, *args, **options)
 
     generator, given = built("llama", GRIDS["alone"], ParallelMesh.create(ParallelDims())), prompts("llama")
