@@ -221,8 +221,9 @@ class ChatTemplate:
         """Return how many characters close a call that the turn has closed itself, before a text that it ends with."""
         closing = re.match(_any_of(self._special), following)
         ids: Any = self.tokenizer.convert_tokens_to_ids([*self._special])
-        latest = next((token for token in reversed(turn) if token in ids), None)
-        return closing.end() if closing and latest == ids[self._special.index(closing[0])] else 0
+        special = dict(zip(ids, self._special, strict=True))
+        latest = next((special[token] for token in reversed(turn) if token in special), None)
+        return closing.end() if closing and latest == closing[0] else 0
 
     def _guarded_tokens(self, text: str, guard: str) -> Ids:
         """Return the ids of a text, in which special tokens with `guard` after their first character are text."""
