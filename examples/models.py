@@ -35,6 +35,7 @@ from usp.rlhf.generation.generate import generation_problems
 from usp.run.launch import leave
 from usp.run.tables import Grid
 
+# By model type: a public repository, `source`, and fields of its `config` that differ from transformers' defaults.
 RELEASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("releases.json").read_text())
 
 HEADING = """# Models

@@ -56,7 +56,6 @@ SHARD = (1, 2, 3, 4, 6, 8, 9, 10, 11, 13, 14)
 FEW = (1, 2)  # less than any of the lowered numbers, in number and in position
 FAR = 1 << 24
 TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
-# By model type: a public repository, `source`, and fields of its `config` that differ from transformers' defaults.
 
 NOT_REGISTERED = "its attention does not go through transformers' AttentionInterface"
 MaskKind = Literal["causal", "sliding", "chunked", "bidirectional"]
