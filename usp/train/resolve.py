@@ -139,8 +139,9 @@ def resolve(
 def compiled_if_possible(config: TrainConfig, world_size: int) -> TrainConfig:
     """Return `config` with --compile, or as it is if something of it, or its model, is against that."""
     compiled = replace(config, compile=True)
-    eager, against = (set(resolve(each, world_size).problems) for each in (config, compiled))
-    return config if against - eager else compiled
+    if against := set(resolve(compiled, world_size).problems):
+        against -= set(resolve(config, world_size).problems)
+    return config if against else compiled
 
 
 def settled_lora(config: C) -> C:
