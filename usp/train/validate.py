@@ -115,6 +115,8 @@ def _batch_ranks(config: TrainConfig, world_size: int) -> int | None:
 
 
 def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.plan == "auto":
+        yield "--plan auto is only supported by train.py: give --config a file of python -m usp plan --out"
     try:
         parallel_dims(config).resolve(world_size)
     except ValueError as error:
@@ -166,8 +168,6 @@ def _zero_bubble(config: TrainConfig) -> Iterator[str]:
 
 
 def _length(config: TrainConfig) -> Iterator[str]:
-    if config.plan == "auto":
-        yield "--plan auto is only supported by train.py: give --config a file of python -m usp plan --out"
     if config.train_tokens and config.steps != TrainConfig.steps:  # which `settle_batch` has left
         yield f"--train-tokens = {config.train_tokens} and --steps = {config.steps} both set the length: give one"
     patience = config.early_stopping_patience
