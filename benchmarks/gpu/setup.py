@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -183,24 +184,16 @@ class Mail:
 
     def each_rank(self, call: Callable[[Channel], T]) -> list[T]:
         """Return what `call` returns on each rank; raise what one of them raises."""
-        found: dict[int, Any] = {}
 
-        def rank(number: int) -> None:
-            try:
-                with torch.no_grad(), self.turn:
-                    found[number] = call(MailChannel(self, number))
-            except BaseException as error:
-                found[number] = error
+        def rank(number: int) -> T:
+            with torch.no_grad(), self.turn:
+                return call(MailChannel(self, number))
 
-        threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in found.values():
-            if isinstance(result, BaseException):
-                raise result
-        return [found[number] for number in range(self.size)]
+        with ThreadPoolExecutor(self.size) as pool:
+            ranks = [pool.submit(rank, number) for number in range(self.size)]
+            for ended in as_completed(ranks):
+                ended.result()  # raises the first error, and not what it leads to on other ranks
+        return [each.result() for each in ranks]
 
 
 class MailChannel(Channel):

@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -66,11 +65,10 @@ def main() -> None:
     path = args.folder / "figures.jsonl"
     try:
         run_section(args.run, Job(args.device, args.tiny, args.folder), path, args.limit)
-    except BaseException as error:
-        traceback.print_exc()
+    except Exception as error:
         lines = str(error).splitlines() or [""]
         write(path, {"error": f"{type(error).__name__}: {lines[0]}".strip()})
-        raise SystemExit(1) from None
+        raise
 
 
 if __name__ == "__main__":
