@@ -17,9 +17,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["attention", "attention.*", "parallel", "parallel.*", "usp", "usp.*"]),
+    packages=find_packages(include=["usp", "usp.*"]),
     package_data={
-        "parallel.cluster": ["nodes/*.json", "peaks.json"],
+        "usp.parallel.cluster": ["nodes/*.json", "peaks.json"],
         "usp": ["presets.json"],
         "usp.planning": ["page.html"],
         "usp.rlhf": ["sample_page.html"],

@@ -131,7 +131,7 @@ def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
 
 @cache
 def _fused() -> ModuleType | None:
-    return importlib.import_module("attention.fused") if importlib.util.find_spec("triton") else None
+    return importlib.import_module("usp.attention.fused") if importlib.util.find_spec("triton") else None
 
 
 class GradientSum:

@@ -37,9 +37,9 @@ from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import Runner, median_milliseconds, peak_bytes, sent_bytes, time_in_turns
 from benchmarks.harness.record import Record, finish
 from benchmarks.harness.timed_kernels import timed_kernels
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from usp import UnifiedSPAttention, shard_sequence
+from usp.parallel import ParallelDims, ParallelMesh
 
 BATCH, HEAD_DIM = 1, 64
 RATE = "1gbit"  # between the hosts of --cluster

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention import (
+from benchmarks.gpu.setup import SilentChannel
+from benchmarks.harness.record import Record, finish
+from usp.attention import (
     AttentionSpec,
     RingProgram,
     SequenceLayout,
@@ -32,11 +34,9 @@ from attention import (
     ring_schedule,
     select_kernel,
 )
-from attention.keep import compute_now
-from attention.ring import RingAttention
-from attention.schedule import RingSchedule
-from benchmarks.gpu.setup import SilentChannel
-from benchmarks.harness.record import Record, finish
+from usp.attention.keep import compute_now
+from usp.attention.ring import RingAttention
+from usp.attention.schedule import RingSchedule
 
 SEQ_LEN, MEDIAN, SIGMA, ROWS = 65_536, 1000, 1.5, 8
 HEADS, HEAD_DIM = 1, 64

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.record import Record, finish
-from parallel import ParallelDims, ParallelMesh, ProcessGroups
+from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups
 from usp.predict.fake_world import fake_world
 
 COLUMNS = ("ranks", "what", "calls of the world", "communicators of a rank", "of one rank", "est. MiB of a rank", "s")

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from parallel import divisors, load_hardware
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
+from usp.parallel import divisors, load_hardware
 from usp.planning.comparison import Setting, compare, comparison_tables
 from usp.planning.methods import DEFAULT, PAPER, Method, unified_cost
 from usp.run.tables import Grid

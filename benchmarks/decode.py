@@ -20,10 +20,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks.harness.measure import in_turns
 from benchmarks.harness.record import Record, finish
-from parallel import ParallelDims, ParallelMesh
 from usp.hf.integrate import apply_unified_sp
 from usp.hf.models import empty_model, load_model_config, materialise
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
 

@@ -24,12 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from attention import SequenceLayout, select_kernel
 from benchmarks.gpu.model import batch_of, configured, llama_8b, seeded
 from benchmarks.gpu.ring import time_ring_rank
 from benchmarks.gpu.setup import CAUSAL, Setup
 from benchmarks.harness.checks import Check
-from parallel import (
+from tests.attention.dense import dense_attention, relative_l2
+from usp import UnifiedSPAttention, shard_sequence
+from usp.attention import SequenceLayout, select_kernel
+from usp.parallel import (
     Hardware,
     ParallelDims,
     ParallelMesh,
@@ -41,8 +43,6 @@ from parallel import (
     node_of,
     plan_realloc,
 )
-from tests.attention.dense import dense_attention, relative_l2
-from usp import UnifiedSPAttention, shard_sequence
 from usp.predict.job import ONE_DOCUMENT
 from usp.run.launch import Launch, choose_device, process_group
 from usp.train.build import EngineRecipe, build_engine

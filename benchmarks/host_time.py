@@ -31,13 +31,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attention import DecodeStep, Kernel, KVCache
-from attention.kernels.varlen import lower_varlen
 from benchmarks.baselines import yunchang_cpu
 from benchmarks.fitted_rates import ROOT, called
 from benchmarks.harness.record import Record, finish
-from parallel import ParallelDims, ParallelMesh
 from usp import UnifiedSPAttention
+from usp.attention import DecodeStep, Kernel, KVCache
+from usp.attention.kernels.varlen import lower_varlen
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.planning.step_report import measured
 from usp.predict.compute import LAYER_LAUNCHES
 from usp.sp import sp_attention

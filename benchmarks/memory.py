@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.harness.record import Record, finish
-from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from tests.harness.memory import track_memory
 from tests.harness.ranks import RankPool
 from usp import apply_unified_sp, shard_batch
@@ -37,6 +36,7 @@ from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
 
 HIDDEN, LAYERS, HEADS, HEAD_DIM, VOCAB = 256, 2, 8, 8, 4096
 CHUNK = 64  # tokens per chunk of the loss and per tile of an MLP

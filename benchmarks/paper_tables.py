@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 from benchmarks.baselines.paper_rows import OUT_OF_MEMORY, ROWS, TABLES, Row, calibrated, job
 from benchmarks.harness.record import Record, finish
-from parallel import Hardware, Tier, load_hardware, overlap_of
-from parallel.cluster.hardware import Curve
+from usp.parallel import Hardware, Tier, load_hardware, overlap_of
+from usp.parallel.cluster.hardware import Curve
 from usp.predict import compute
 from usp.predict.compute import merge_bytes
 from usp.predict.job import Job

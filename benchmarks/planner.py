@@ -27,10 +27,10 @@ import torch.distributed as dist
 from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import calibrated
 from benchmarks.harness.record import Record, finish
-from parallel import ParallelMesh, ProcessGroups
-from parallel.cluster.hardware import Hardware, hardware_from_mapping
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
+from usp.parallel import ParallelMesh, ProcessGroups
+from usp.parallel.cluster.hardware import Hardware, hardware_from_mapping
 from usp.predict.calibrate import Plan, cautions
 from usp.predict.rounds import Estimate, OtherLoad
 from usp.predict.seconds import StepTime, step_seconds

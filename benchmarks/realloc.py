@@ -29,11 +29,11 @@ import torch.distributed as dist
 from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import Spans, in_turns, median_milliseconds
 from benchmarks.harness.record import Record, finish
-from parallel import ParamLayout, ProcessGroups, Reallocation, ReallocPlan, plan_realloc
-from parallel.reallocation.boxes import Box
-from parallel.reallocation.param_layout import Kind
-from parallel.reallocation.realloc_plan import TierBytes
 from tests.harness.ranks import RankPool
+from usp.parallel import ParamLayout, ProcessGroups, Reallocation, ReallocPlan, plan_realloc
+from usp.parallel.reallocation.boxes import Box
+from usp.parallel.reallocation.param_layout import Kind
+from usp.parallel.reallocation.realloc_plan import TierBytes
 
 BUCKET = 64 << 20
 RATE = "1gbit"  # between the hosts of --cluster

@@ -39,13 +39,13 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from benchmarks.baselines import deepspeed_alst
 from benchmarks.harness.measure import in_turns
 from benchmarks.harness.record import Record, finish
-from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from tests.harness.ranks import RankPool
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
 from usp.model.recompute import compile_layers
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
 from usp.train.engines.base import AdamW
 from usp.train.engines.fsdp2 import Fsdp2Engine
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from parallel import ParallelDims, ParallelMesh
 from usp import apply_unified_sp, shard_batch
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.run.launch import leave
 from usp.train.engines.deepspeed import load_deepspeed
 

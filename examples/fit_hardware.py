@@ -28,7 +28,6 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import arg
 
-from parallel.cluster.hardware import hardware_from_mapping, hardware_values, load_hardware
 from usp.commands.flags import (
     DataFlags,
     JobFlags,
@@ -42,6 +41,7 @@ from usp.commands.flags import (
     terms_of,
 )
 from usp.config import UNPREDICTED, TrainConfig
+from usp.parallel.cluster.hardware import hardware_from_mapping, hardware_values, load_hardware
 from usp.planning.step_report import Measured, StepReport, measured, render, report_json, step_report
 from usp.run.failures import ConfigurationError
 from usp.run.launch import leave

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from parallel import ParallelDims, ParallelMesh
 from usp import apply_unified_sp, shard_batch
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.run.launch import leave
 
 VOCAB = 512

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.functional import silu
 
-from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from usp import UnifiedSPAttention, shard_sequence
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from usp.run.launch import leave
 
 WORDS, TEXT_LEN, CHANNELS, DIM, HEADS = 8, 5, 4, 96, 6

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from usp import apply_unified_sp, shard_batch
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from usp.run.launch import leave
 
 VOCAB = 512

@@ -60,6 +60,12 @@ def parse(path: str, text: str) -> Source:
 
 
 def imports(source: Source, inside: ast.AST | None = None) -> Iterator[tuple[str, int]]:
+    """Yield (absolute dotted name, line) of every import by its folder: usp.attention is attention/."""
+    for name, line in written_imports(source, inside):
+        yield re.sub(r"^usp\.(?=(?:attention|parallel)\b)", "", name), line
+
+
+def written_imports(source: Source, inside: ast.AST | None = None) -> Iterator[tuple[str, int]]:
     """Yield (absolute dotted name, line) of every import; `from a import b` gives a.b, whether b is a module or not."""
     for node in ast.walk(inside or source.tree):
         if isinstance(node, ast.Import):
@@ -88,6 +94,16 @@ def layers(source: Source) -> Iterator[str]:
         known = {"torch", "safetensors", source.package} | ({"numpy"} if source.package == "attention" else set())
         if top not in known and top not in sys.stdlib_module_names and not optional:
             yield f"{source.path}:{line} imports {name}: {source.package}/ knows only torch and the standard library"
+
+
+def one_import_name(source: Source) -> Iterator[str]:
+    """usp alone is imported, so that a user's own attention.py, and another package of that name, are not ours."""
+    for node in ast.walk(source.tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        for name in names:
+            if name.split(".")[0] in ("attention", "parallel"):
+                yield f"{source.path}:{node.lineno} imports {name}: import usp.{name}"
 
 
 def optional_packages(source: Source) -> Iterator[str]:
@@ -188,6 +204,7 @@ def bounded_caches(source: Source) -> Iterator[str]:
 
 RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     layers,
+    one_import_name,
     optional_packages,
     public_names,
     environment,
@@ -236,7 +253,10 @@ def package_folders() -> list[str]:
 
 def children_of(package: str) -> set[str]:
     children = (ROOT / package).iterdir()
-    return {path.stem for path in children if path.suffix == ".py" or any(path.glob("*.py"))} - {"__init__"}
+    names = {
+        path.stem for path in children if path.suffix == ".py" or (any(path.glob("*.py")) and not path.is_symlink())
+    }
+    return names - {"__init__"}
 
 
 @cache
@@ -354,6 +374,8 @@ BAD_FILES = [
     (layers, "attention/x.py", "from parallel import ParallelMesh"),
     (layers, "attention/x.py", "from ..parallel import ParallelMesh"),
     (layers, "parallel/x.py", "import numpy as np"),
+    (one_import_name, "usp/x.py", "from parallel import ParallelMesh"),
+    (one_import_name, "attention/x.py", "def f():\n    import attention.spec"),
     (optional_packages, "usp/x.py", "def f():\n    from transformers import AutoModel"),
     (optional_packages, "usp/x.py", "import deepspeed"),
     (optional_packages, "attention/accumulate.py", "import triton"),
@@ -374,6 +396,11 @@ GOOD_FILES = [
     (layers, "usp/x.py", "from parallel import ParallelMesh\nimport numpy"),
     (layers, "parallel/x.py", "from safetensors.torch import save_file"),
     (layers, "attention/x.py", "import math\nimport numpy as np\nimport torch.nn\nfrom attention.spec import Joint"),
+    (
+        one_import_name,
+        "usp/x.py",
+        "from usp.parallel import ParallelMesh\nimport usp.attention\nfrom ..attention import x",
+    ),
     (optional_packages, "attention/kernels/flash.py", "def load():\n    import flash_attn"),
     (environment, "parallel/x.py", "import os\nos.environ['GLOO_SOCKET_IFNAME'] = 'lo'"),
     (short_functions, "usp/x.py", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),

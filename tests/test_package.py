@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,9 +37,15 @@ def packaged() -> dict[str, Any]:
     return found
 
 
+def name_of(folder: Path) -> str:
+    """Return the name that a folder is imported by: usp.attention for attention/."""
+    parts = folder.relative_to(ROOT).parts
+    return ".".join(parts if parts[0] == "usp" else ("usp", *parts))
+
+
 def test_every_folder_with_code_is_a_package(packaged: dict[str, Any]) -> None:
     with_code = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
-    assert {folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in with_code} == set(packaged["packages"])
+    assert set(map(name_of, with_code)) == set(packaged["packages"])
 
 
 def test_every_file_beside_the_code_is_packaged(packaged: dict[str, Any]) -> None:
@@ -46,7 +53,7 @@ def test_every_file_beside_the_code_is_packaged(packaged: dict[str, Any]) -> Non
     expected = {path for path in files if path.suffix != ".py" and "__pycache__" not in path.parts}
     patterns = [(package, pattern) for package, all_ in packaged["package_data"].items() for pattern in all_]
     found = {path for package, pattern in patterns for path in (ROOT / package.replace(".", "/")).glob(pattern)}
-    assert expected == found
+    assert {path.resolve() for path in found} == expected
 
 
 def test_every_import_is_a_dependency(packaged: dict[str, Any]) -> None:
@@ -130,6 +137,39 @@ for words, slow in {slow}:
     assert (ended.returncode, said) == (0, ["slow:"] * 2), ended.stderr
 
 
+USERS = """
+import attention, parallel
+from usp import UnifiedSPAttention
+from usp.attention import SequenceLayout
+from usp.parallel import ParallelMesh
+import usp
+assert attention.MINE and parallel.MINE
+print(usp.__file__)
+"""
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_modules_of_a_user_are_called_what_they_want(tmp_path: Path, installed: bool) -> None:
+    """attention.py and parallel.py beside a script that imports usp, from the repository or a wheel."""
+    (user := tmp_path / "user").mkdir()
+    for name in ("attention", "parallel"):
+        (user / f"{name}.py").write_text("MINE = True\n")
+    (user / "script.py").write_text(USERS)
+    place = ROOT
+    if installed:
+        tree = tmp_path / "tree"
+        shutil.copytree(ROOT / "usp", tree / "usp", ignore=shutil.ignore_patterns("__pycache__"))  # links as folders
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, tree)
+        place = tmp_path / "installed"
+        options = ["-q", "--no-deps", "--no-build-isolation", "--no-index", "--no-compile", "--target", str(place)]
+        subprocess.run([sys.executable, "-m", "pip", "install", *options, str(tree)], check=True, timeout=600)
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    command = [sys.executable, "script.py"]
+    ended = subprocess.run(command, cwd=user, env=environment, capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stdout) == (0, f"{place / 'usp' / '__init__.py'}\n"), ended.stderr
+
+
 OPERATOR = """
 import sys
 for name in ("tyro", "rich", "pyarrow", "matplotlib", "PIL"):
@@ -137,8 +177,8 @@ for name in ("tyro", "rich", "pyarrow", "matplotlib", "PIL"):
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
-from attention import SequenceLayout
-from parallel import ParallelDims, ParallelMesh
+from usp.attention import SequenceLayout
+from usp.parallel import ParallelDims, ParallelMesh
 from usp import UnifiedSPAttention, apply_unified_sp, shard_batch, unshard_sequence
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import yaml
 from tyro.conf import arg
 
-from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
-from parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES
+from usp.attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from usp.data.documents import DROP, REFUSE
 from usp.fields import (
     AUTO_RATE,
@@ -37,6 +36,7 @@ from usp.fields import (
     shown,
     without_effect,
 )
+from usp.parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES
 from usp.presets import PRESETS
 
 ENGINES = ("fsdp2", "deepspeed")

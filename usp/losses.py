@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel import ParallelMesh, local_tensor
+from usp.parallel import ParallelMesh, local_tensor
 from usp.sp.sequence import IGNORED_LABEL
 
 

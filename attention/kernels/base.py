@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention.accumulate import AttentionSum, GradientSum, Rows
-from attention.bands import Task
-from attention.spec import AttentionSpec
+from usp.attention.accumulate import AttentionSum, GradientSum, Rows
+from usp.attention.bands import Task
+from usp.attention.spec import AttentionSpec
 
 LSE_COLUMNS = 8  # added to the head dim of v in a backward with a gradient of lse: kernels need multiples of 8
 

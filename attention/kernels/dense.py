@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.accumulate import Rows
-from attention.bands import Task, Tasks, Tile, layers
-from attention.intervals import Array
+from usp.attention.accumulate import Rows
+from usp.attention.bands import Task, Tasks, Tile, layers
+from usp.attention.intervals import Array
 
 from .base import Launch
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attention.spec import AttentionSpec
+from usp.attention.spec import AttentionSpec
 
 from .base import Device
 from .varlen import VarlenKernel, VarlenLaunch

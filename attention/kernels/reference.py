@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention.accumulate import accumulate_dtype
-from attention.bands import Task, Tasks
-from attention.spec import AttentionSpec
+from usp.attention.accumulate import accumulate_dtype
+from usp.attention.bands import Task, Tasks
+from usp.attention.spec import AttentionSpec
 
 from .base import Device, Kernel, Launch
 from .dense import DenseLaunch, DenseLowering

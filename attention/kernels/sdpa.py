@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention.bands import Task
-from attention.spec import AttentionSpec
+from usp.attention.bands import Task
+from usp.attention.spec import AttentionSpec
 
 from .base import Device, Kernel, Launch
 from .dense import DenseLaunch, DenseLowering

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from attention.spec import AttentionSpec
+from usp.attention.spec import AttentionSpec
 
 from .base import Device, Kernel
 from .flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from attention.accumulate import Rows
-from attention.bands import FAR, Task, Tasks, layers
-from attention.intervals import Array, expanded
-from attention.spec import AttentionSpec
+from usp.attention.accumulate import Rows
+from usp.attention.bands import FAR, Task, Tasks, layers
+from usp.attention.intervals import Array, expanded
+from usp.attention.spec import AttentionSpec
 
 from .base import Device, Kernel, Launch
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention import SequenceLayout
-from parallel import peak_flops
+from usp.attention import SequenceLayout
+from usp.parallel import peak_flops
 
 from .ring import time_ring_rank
 from .setup import CAUSAL, FULL, Setup, kernels, on_device, tried

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from attention import DecodeStep, KVCache
+from usp.attention import DecodeStep, KVCache
 from usp.hf.weights import fill_buffers
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate

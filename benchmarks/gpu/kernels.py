@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import AttentionSpec, Channel, Kernel, RingProgram, SequenceLayout, compute_now, ring_schedule
-from attention.accumulate import merge
-from attention.kernels.base import Device
-from attention.ring import RingAttention, ring_backward, ring_forward
 from benchmarks.gpu.setup import Mail, Setup, SilentChannel, kernels, on_device, tried
 from tests.attention.dense import dense_attention, dense_lse, relative_l2, visible, worst
+from usp.attention import AttentionSpec, Channel, Kernel, RingProgram, SequenceLayout, compute_now, ring_schedule
+from usp.attention.accumulate import merge
+from usp.attention.kernels.base import Device
+from usp.attention.ring import RingAttention, ring_backward, ring_forward
 
 RING = 4
 RAGGED = (0, 1, 5, 9, 40, 41, 90)  # the first boundaries of documents; the last one ends with the sequence

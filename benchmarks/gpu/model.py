@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from parallel import ParallelDims, ParallelMesh, local_tensor
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.stage import CausalLMStage
 from usp.hf.weights import fill_buffers, initialise
+from usp.parallel import ParallelDims, ParallelMesh, local_tensor
 from usp.predict.job import ONE_DOCUMENT, Data
 from usp.train.build import EngineRecipe, build_engine
 from usp.train.resolve import resolve

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from attention import AttentionSpec, Kernel, RingProgram, SequenceLayout, compute_now, ring_schedule
-from attention.accumulate import merge
-from attention.ring import RingAttention
+from usp.attention import AttentionSpec, Kernel, RingProgram, SequenceLayout, compute_now, ring_schedule
+from usp.attention.accumulate import merge
+from usp.attention.ring import RingAttention
 
 from .setup import CAUSAL, Setup, SilentChannel, kernels, on_device
 

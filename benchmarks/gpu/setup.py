@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import AttentionSpec, Channel, Kernel
-from attention.comm import Pending
-from attention.kernels.base import Device
-from attention.kernels.select import KERNELS
+from usp.attention import AttentionSpec, Channel, Kernel
+from usp.attention.comm import Pending
+from usp.attention.kernels.base import Device
+from usp.attention.kernels.select import KERNELS
 
 from .sections import Job
 

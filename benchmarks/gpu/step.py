@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
-from parallel import peak_flops
 from tests.harness.memory import track_memory
 from usp.model.facts import training_flops
+from usp.parallel import peak_flops
 from usp.predict.job import ONE_DOCUMENT, Data
 from usp.train.dry_run import dry_run
 from usp.train.resolve import resolve

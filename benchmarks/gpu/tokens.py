@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh
 from usp import apply_unified_sp
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
 

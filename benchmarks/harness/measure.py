@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import Exposed
-from parallel.wire import SentBytes
 from tests.harness.memory import track_memory
+from usp.attention import Exposed
+from usp.parallel.wire import SentBytes
 from usp.predict.calibrate import Plan, contents, measure
 
 T = TypeVar("T")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from parallel import load_hardware
 from usp.config import TrainConfig
 from usp.fields import flag
+from usp.parallel import load_hardware
 from usp.planning.step_report import StepReport
 from usp.run.tables import GIB
 

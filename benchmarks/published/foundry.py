@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel import Hardware, load_hardware
+from usp.parallel import Hardware, load_hardware
 from usp.predict.seconds import step_seconds
 
 from .row import K, Row, Source, step_job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper_tables import attention_seconds
-from parallel import Hardware, load_hardware
+from usp.parallel import Hardware, load_hardware
 
 from .row import K, Row, Source, step_job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from parallel import Hardware, load_hardware
+from usp.parallel import Hardware, load_hardware
 from usp.predict.seconds import sent_seconds, step_seconds
 from usp.predict.traffic import step_traffic
 

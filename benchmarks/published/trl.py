@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallel import load_hardware
+from usp.parallel import load_hardware
 from usp.predict.seconds import step_seconds
 
 from .row import M, Row, Source, step_job

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from benchmarks.baselines.paper_rows import ROWS, job
 from benchmarks.baselines.paper_rows import Row as PaperRow
 from benchmarks.paper_tables import kendall_tau, predict
-from parallel import load_hardware
+from usp.parallel import load_hardware
 from usp.predict.seconds import model_flops
 from usp.predict.traffic import step_traffic
 

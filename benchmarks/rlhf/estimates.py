@@ -29,12 +29,12 @@ from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import calibrated
 from benchmarks.harness.record import Record, finish
 from examples.rlhf_profile.measuring import Asked, measure_calls
-from parallel import ParallelDims, ProcessGroups, load_hardware, local_tensor
-from parallel.cluster.hardware import hardware_from_mapping
 from tests.harness.memory import track_memory
 from tests.harness.ranks import RankPool
 from usp.hf.models import load_model_config, model_facts, with_layers
 from usp.hf.tensor_parallel import model_shape
+from usp.parallel import ParallelDims, ProcessGroups, load_hardware, local_tensor
+from usp.parallel.cluster.hardware import hardware_from_mapping
 from usp.planning.call_cost import CallOptions
 from usp.planning.estimates import Estimates, Measurements, Sizes, layout_key
 from usp.planning.rlhf_question import layout_text

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.harness.record import Record, finish
 from benchmarks.rlhf.real_rows import models, ppo
-from parallel import Hardware, format_ranks, load_hardware
+from usp.parallel import Hardware, format_ranks, load_hardware
 from usp.planning.call_cost import CallOptions
 from usp.planning.estimates import Estimates
 from usp.planning.rlhf_search import NothingFits, OptionSpace, Problem, options, search

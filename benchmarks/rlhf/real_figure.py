@@ -23,7 +23,7 @@ from benchmarks.harness.record import Record, finish
 from benchmarks.rlhf.real_rows import LENGTHS, Cell, cells
 from benchmarks.rlhf.real_search import reals_plan
 from benchmarks.rlhf.real_system import Constants, fit, heuristic, published, runtime
-from parallel import format_ranks
+from usp.parallel import format_ranks
 from usp.rlhf.plan.plan import ExecutionPlan
 
 CALIBRATED = LENGTHS[:2]

@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.rlhf.real_rows import PROMPT, Cell
 from benchmarks.rlhf.real_system import HOST, OFFLOADED, RealEstimates, real_layout
-from parallel import ParallelDims
 from usp.model.facts import ModelShape
+from usp.parallel import ParallelDims
 from usp.planning.rlhf_search import OptionSpace, options
 from usp.planning.workload import Workload
 from usp.rlhf.graph import Generate, ModelCall

@@ -28,8 +28,8 @@ from math import ceil
 import numpy as np
 
 from benchmarks.rlhf.real_rows import MINI_BATCHES, Cell, models, ppo
-from parallel import Hardware, ParallelDims, load_hardware
 from usp.model.facts import ModelShape
+from usp.parallel import Hardware, ParallelDims, load_hardware
 from usp.planning.call_cost import CallCost, CallOptions, call_cost
 from usp.planning.estimates import Estimates
 from usp.planning.simulator import rank_index

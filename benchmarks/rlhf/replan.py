@@ -27,8 +27,8 @@ import yaml
 from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import calibrated, in_turns
 from benchmarks.harness.record import Record, finish
-from parallel import ParallelDims
 from tests.harness.ranks import run_ranks
+from usp.parallel import ParallelDims
 from usp.planning.run_plan import run_planner
 from usp.predict.calibrate import Plan
 from usp.rlhf.config import RlhfConfig

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.record import Record, finish
-from parallel import load_hardware
+from usp.parallel import load_hardware
 from usp.planning.rlhf_question import Question, model_shapes, role_config
 from usp.planning.rlhf_search import Baseline, Found, Problem, baselines, search
 from usp.planning.workload import Workload

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import calibrated, in_turns
 from benchmarks.harness.record import Record, finish
-from parallel import ProcessGroups
+from usp.parallel import ProcessGroups
 from usp.planning.rlhf_question import Question, answer, layout_text
 from usp.planning.run_plan import question_of
 from usp.predict.calibrate import Plan

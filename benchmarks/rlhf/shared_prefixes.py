@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.record import Record, finish
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from usp.hf.models import load_model_config
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 from usp.rlhf.algorithms.objectives import NextToken
 from usp.rlhf.graph import Inference, TrainStep
 from usp.rlhf.plan.plan import CallLayout

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from parallel import ParallelDims, ParallelMesh
-from parallel.groups import gather_objects
 from usp.data.documents import read_pieces
 from usp.data.sources import find_files
 from usp.data.tokenizer import Tokenizer
@@ -35,6 +33,8 @@ from usp.hf.models import (
 from usp.hf.tensor_parallel import tp_problems
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelFacts, pp_violations
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.groups import gather_objects
 from usp.presets import PRESETS
 from usp.rlhf.generation.generate import Generator, generation_problems
 from usp.rlhf.graph import Generate, Inference

@@ -103,7 +103,7 @@ def measure(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from parallel import ProcessGroups
+    from usp.parallel import ProcessGroups
     from usp.planning.estimates import Measurements, Sizes
     from usp.predict.compute import dtype_name
     from usp.predict.rounds import Rounds

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import model_facts, with_layers
 from usp.hf.shapes import shape_of
+from usp.parallel import ParallelMesh, ProcessGroups
 from usp.planning.estimates import PREFILL, UPDATE, Measurements, Part, Sizes, layout_key, model_key, work_of
 from usp.planning.question import silent
 from usp.predict.rounds import Rounds, Timed

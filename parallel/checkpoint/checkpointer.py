@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from parallel.groups import gather_objects
+from usp.parallel.groups import gather_objects
 
 from . import safetensors_storage as storage
 

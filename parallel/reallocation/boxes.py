@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from parallel.mesh import local_tensor
+from usp.parallel.mesh import local_tensor
 
 if TYPE_CHECKING:  # takes half a second to import, and is needed where a tensor is at hand
     from torch.distributed.tensor import DTensor

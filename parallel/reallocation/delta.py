@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.groups import ProcessGroups
+from usp.parallel.groups import ProcessGroups
 
 from .realloc_plan import ReallocPlan
 from .reallocation import Piece, Reallocation, Round, Traffic

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from parallel.dims import ParallelDims
+from usp.parallel.dims import ParallelDims
 
 from .boxes import Box
 from .param_layout import Kind, ParamLayout

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.groups import gather_objects
+from usp.parallel.groups import gather_objects
 
 from .boxes import Box, local_box
 

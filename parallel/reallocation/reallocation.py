@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.groups import ProcessGroups, agree
+from usp.parallel.groups import ProcessGroups, agree
 
 from .boxes import Box, local_part
 from .param_layout import ParamLayout

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import AttentionSpec
-from attention.accumulate import AttentionSum, GradientSum
-from attention.kernels.base import Device, attend, attend_backward
-from attention.kernels.flash import FlashAttn4Kernel
+from usp.attention import AttentionSpec
+from usp.attention.accumulate import AttentionSum, GradientSum
+from usp.attention.kernels.base import Device, attend, attend_backward
+from usp.attention.kernels.flash import FlashAttn4Kernel
 
 from .cuda_calls import DispatchedOps
 from .test_cuda_calls import CUDA, on_cuda

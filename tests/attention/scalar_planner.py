@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from attention import AttentionSpec, SequenceLayout, Task
-from attention.bands import _join, tight_task
+from usp.attention import AttentionSpec, SequenceLayout, Task
+from usp.attention.bands import _join, tight_task
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from attention import LAYOUTS, AttentionSpec, SequenceLayout, layout_name
+from usp.attention import LAYOUTS, AttentionSpec, SequenceLayout, layout_name
 
 
 @st.composite

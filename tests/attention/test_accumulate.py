@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.accumulate import AttentionSum, Rows
+from usp.attention.accumulate import AttentionSum, Rows
 
 
 def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import AttentionSpec, SequenceLayout, layout_name, parse_layout, ring_schedule
-from attention.balance import FULL, Windows, balanced_ranges, load
+from usp.attention import AttentionSpec, SequenceLayout, layout_name, parse_layout, ring_schedule
+from usp.attention.balance import FULL, Windows, balanced_ranges, load
 
 WINDOWS: dict[str, Windows] = {  # of the layers of models
     "full": FULL,

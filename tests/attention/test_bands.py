@@ -11,11 +11,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attention import OF_DOCUMENTS, AttentionSpec, RingSchedule, SequenceLayout, Task, ring_schedule
-from attention.bands import _join, below, block_tasks, rank_pieces, row_parts, tight_task
-from attention.intervals import expanded, intersect, locate, size, subtract, union
-from attention.schedule import Message
-from attention.spec import Joint
+from usp.attention import OF_DOCUMENTS, AttentionSpec, RingSchedule, SequenceLayout, Task, ring_schedule
+from usp.attention.bands import _join, below, block_tasks, rank_pieces, row_parts, tight_task
+from usp.attention.intervals import expanded, intersect, locate, size, subtract, union
+from usp.attention.schedule import Message
+from usp.attention.spec import Joint
 
 from .dense import visible
 from .scalar_planner import scalar_tasks

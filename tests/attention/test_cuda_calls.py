@@ -16,12 +16,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import AttentionSpec, Kernel
-from attention.accumulate import AttentionSum, GradientSum
-from attention.kernels.base import attend, attend_backward
-from attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
-from attention.kernels.sdpa import CudnnKernel, EfficientKernel
-from attention.kernels.varlen import AtenFlashKernel
+from usp.attention import AttentionSpec, Kernel
+from usp.attention.accumulate import AttentionSum, GradientSum
+from usp.attention.kernels.base import attend, attend_backward
+from usp.attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
+from usp.attention.kernels.sdpa import CudnnKernel, EfficientKernel
+from usp.attention.kernels.varlen import AtenFlashKernel
 
 from .cuda_calls import CheckCalls, DispatchedOps, stand_ins
 from .dense import worst
@@ -57,7 +57,7 @@ def test_softcaps_reach_the_packages_that_have_them(kernel: type[Kernel]) -> Non
 @pytest.mark.parametrize(("kernel", "copies"), [(FlashAttn4Kernel, 0), (FlashAttn3Kernel, 1), (FlashAttn2Kernel, 2)])
 def test_latent_attention_is_padded_only_where_a_pass_needs_it(kernel: type[Kernel], copies: int) -> None:
     """Head dims 192 and 128: FlashAttention 2 needs v, and in the backward also out and dout, as wide as q."""
-    with patch("attention.kernels.base.pad", wraps=torch.nn.functional.pad) as padded:
+    with patch("usp.attention.kernels.base.pad", wraps=torch.nn.functional.pad) as padded:
         assert worst(errors(kernel(), "ragged documents", torch.float32, CPU, AttentionSpec(), 128, 192)) <= 1e-5
     assert padded.call_count == {0: 0, 1: 3, 2: 4}[copies]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import DecodeStep, KVCache, Prefill, SequenceLayout, decode
-from attention.decode import key_parts, merge_parts, partial_attention, score_mask
 from tests.harness.ranks import RankPool
+from usp.attention import DecodeStep, KVCache, Prefill, SequenceLayout, decode
+from usp.attention.decode import key_parts, merge_parts, partial_attention, score_mask
 
 from .cuda_calls import CheckCalls, DispatchedOps
 from .dense import dense_attention, relative_l2

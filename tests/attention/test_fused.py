@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.accumulate import merge
+from usp.attention.accumulate import merge
 
 RUNS, TOKENS, HEADS = 2, 37, 3  # rows that do not fill the last program
 
@@ -32,7 +32,7 @@ def parts(width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def compare() -> None:
-    from attention import fused
+    from usp.attention import fused
 
     for width in (64, 80, 128):
         for dtype in (torch.bfloat16, torch.float32):
@@ -69,7 +69,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path, monkeypatch: pyt
     from triton.compiler import ASTSource
     from triton.runtime.jit import JITFunction
 
-    from attention import fused
+    from usp.attention import fused
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     for width, dtype in ((128, torch.bfloat16), (80, torch.float32)):

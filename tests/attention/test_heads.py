@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention import HeadPlan
+from usp.attention import HeadPlan
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 12))

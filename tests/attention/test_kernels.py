@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention import AttentionSpec, Kernel, Task, check_kernel_name, select_kernel
-from attention.accumulate import AttentionSum, GradientSum
-from attention.bands import tight_task
-from attention.kernels.base import Device, attend, attend_backward
-from attention.kernels.dense import CHUNK, DenseLaunch, DenseLowering, band_mask
-from attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
-from attention.kernels.reference import ReferenceKernel
-from attention.kernels.sdpa import LEAF, CpuFlashKernel, CudnnKernel, EfficientKernel
-from attention.kernels.varlen import AtenFlashKernel, VarlenLaunch, lower_varlen
+from usp.attention import AttentionSpec, Kernel, Task, check_kernel_name, select_kernel
+from usp.attention.accumulate import AttentionSum, GradientSum
+from usp.attention.bands import tight_task
+from usp.attention.kernels.base import Device, attend, attend_backward
+from usp.attention.kernels.dense import CHUNK, DenseLaunch, DenseLowering, band_mask
+from usp.attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
+from usp.attention.kernels.reference import ReferenceKernel
+from usp.attention.kernels.sdpa import LEAF, CpuFlashKernel, CudnnKernel, EfficientKernel
+from usp.attention.kernels.varlen import AtenFlashKernel, VarlenLaunch, lower_varlen
 
 from .dense import dense_attention, dense_lse, relative_l2, worst
 
@@ -67,8 +67,8 @@ def seen_by(tokens: int, tasks: tuple[Task, ...]) -> Tensor:
     return seen
 
 
-@patch("attention.kernels.reference.TILE", 256)
-@patch("attention.kernels.dense.CHUNK", 64)
+@patch("usp.attention.kernels.reference.TILE", 256)
+@patch("usp.attention.kernels.dense.CHUNK", 64)
 def errors(
     kernel: Kernel,
     name: str,
@@ -331,7 +331,7 @@ def test_auto_takes_the_fastest_that_can_do_the_call(monkeypatch: pytest.MonkeyP
 
 
 def test_torchs_own_flash_attention_is_not_taken_for_what_another_package_made_of_it() -> None:
-    with patch("attention.kernels.varlen.current_flash_attention_impl", lambda: "FA3"):
+    with patch("usp.attention.kernels.varlen.current_flash_attention_impl", lambda: "FA3"):
         line = select_kernel("sdpa", AttentionSpec(), HOPPER, torch.bfloat16, 128)[1]
     refusal = (
         "aten-flash refused: torch.nn.attention.activate_flash_attention_impl('FA3') replaced its ops in this process"

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention import LAYOUTS, SequenceLayout, Span
+from usp.attention import LAYOUTS, SequenceLayout, Span
 
 
 @given(st.sampled_from(LAYOUTS), st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from attention import SequenceLayout
 from tests.harness.ranks import RankPool
+from usp.attention import SequenceLayout
 
 DEGREES = [(1, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2)]  # (ulysses, ring)
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import AttentionSpec, Channel, HeadPlan, RingProgram, SequenceLayout, UnifiedPlan, unified_attention
-from attention.comm import Pending
-from attention.keep import compute_now
-from attention.kernels.sdpa import CpuFlashKernel
-from attention.ulysses import HeadsToSeq, SeqToHeads
+from usp.attention import AttentionSpec, Channel, HeadPlan, RingProgram, SequenceLayout, UnifiedPlan, unified_attention
+from usp.attention.comm import Pending
+from usp.attention.keep import compute_now
+from usp.attention.kernels.sdpa import CpuFlashKernel
+from usp.attention.ulysses import HeadsToSeq, SeqToHeads
 
 aten = torch.ops.aten
 

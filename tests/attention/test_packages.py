@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from attention.kernels import flash
-from attention.kernels.flash import FlashAttn4Kernel, is_replaced, release
+from usp.attention.kernels import flash
+from usp.attention.kernels.flash import FlashAttn4Kernel, is_replaced, release
 
 from .flash4 import CASES
 from .signatures import SOURCES, differences

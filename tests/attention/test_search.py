@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import (
+from tests.harness.ranks import RankPool, on_first_rank
+from usp import UnifiedSPAttention, shard_sequence
+from usp.attention import (
     LAYOUTS,
     AttentionSpec,
     HeadPlan,
@@ -36,10 +38,8 @@ from attention import (
     ring,
     sparse,
 )
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
-from tests.harness.ranks import RankPool, on_first_rank
-from usp import UnifiedSPAttention, shard_sequence
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 
 from . import dense
 

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention import LAYOUTS, OF_DOCUMENTS, AttentionSpec, Joint, SequenceLayout, layout_name, ring_schedule
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool, on_first_rank
 from usp import UnifiedSPAttention, shard_sequence
+from usp.attention import LAYOUTS, OF_DOCUMENTS, AttentionSpec, Joint, SequenceLayout, layout_name, ring_schedule
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 
 from .dense import worst
 from .test_bands import assert_messages_match, pairs

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import (
+from tests.harness.ranks import RankPool
+from usp import UnifiedSPAttention, shard_sequence
+from usp.attention import (
     LAYOUTS,
     AttentionSpec,
     Channel,
@@ -27,12 +29,10 @@ from attention import (
     compute_now,
     ring_schedule,
 )
-from attention import sparse as module_of_sparse
-from attention.sparse import SparseAttention, _bits, _flags, choose
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
-from tests.harness.ranks import RankPool
-from usp import UnifiedSPAttention, shard_sequence
+from usp.attention import sparse as module_of_sparse
+from usp.attention.sparse import SparseAttention, _bits, _flags, choose
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 
 from .dense import dense_attention, relative_l2, visible
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attention import AttentionSpec
+from usp.attention import AttentionSpec
 
 
 def test_all_violations_are_reported_together() -> None:

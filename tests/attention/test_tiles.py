@@ -20,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention import LAYOUTS, AttentionSpec, HeadPlan, SequenceLayout, ring_schedule, tiles, with_mask_mod
-from attention.bands import Tasks
-from attention.kernels.dense import DenseLaunch, DenseLowering
-from attention.kernels.flash import FlashAttn2Kernel
-from attention.kernels.select import Device
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool, on_first_rank
 from usp import UnifiedSPAttention, shard_sequence
+from usp.attention import LAYOUTS, AttentionSpec, HeadPlan, SequenceLayout, ring_schedule, tiles, with_mask_mod
+from usp.attention.bands import Tasks
+from usp.attention.kernels.dense import DenseLaunch, DenseLowering
+from usp.attention.kernels.flash import FlashAttn2Kernel
+from usp.attention.kernels.select import Device
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 
 from .dense import dense_attention, relative_l2, visible, worst
 from .strategies import layouts, specs
@@ -289,7 +289,7 @@ def test_small_masks_are_made_float_once_and_large_ones_in_each_pass() -> None:
     spec = with_mask_mod(AttentionSpec(causal=False), FUNCTIONS["dilated"], 1, 2, SEQ_LEN, CPU)
     tasks = ring_schedule(SequenceLayout("zigzag", SEQ_LEN), spec, 1, 0).steps[0].tasks
     tasks = Tasks(tasks.rows, [*tasks.tiles, *tasks.tiles])
-    with mock.patch("attention.kernels.dense.KEPT", 0):
+    with mock.patch("usp.attention.kernels.dense.KEPT", 0):
         large = DenseLowering(CPU, torch.float32).lower(tasks)
     small = DenseLowering(CPU, torch.float32).lower(tasks)
     for launches, dtype in ((large, torch.bool), (small, torch.float32)):

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import LAYOUTS, HeadPlan
-from parallel import SP_ORDERS, ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from usp import UnifiedSPAttention, shard_sequence
+from usp.attention import LAYOUTS, HeadPlan
+from usp.parallel import SP_ORDERS, ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 
 from .dense import dense_attention, relative_l2, visible, worst
 

@@ -58,8 +58,8 @@ def mends_itself(setup: Any) -> Found:
 
 def wrong_kernel(setup: Any) -> Found:
     """A kernel whose output is slightly off, in the section of kernels."""
-    from attention.kernels.sdpa import CpuFlashKernel
     from benchmarks.gpu.kernels import parity
+    from usp.attention.kernels.sdpa import CpuFlashKernel
 
     class Off(CpuFlashKernel):
         name = "sdpa"

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.published import alst, foundry, magi, torchtitan, usp_paper
 from benchmarks.published.__main__ import record
 from benchmarks.published.row import Row, Source
-from parallel import load_hardware
+from usp.parallel import load_hardware
 
 
 def test_partial_recomputation_lies_between_none_and_full() -> None:

@@ -24,7 +24,7 @@ from benchmarks.rlhf.real_system import (
     real_layout,
     runtime,
 )
-from parallel import ParallelDims, load_hardware
+from usp.parallel import ParallelDims, load_hardware
 from usp.planning.rlhf_search import options
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan

@@ -10,9 +10,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from parallel import read_extra
 from tests.e2e.processes import ROOT, Run
 from tests.e2e.test_rlhf_cli import SMALL, scores_of
+from usp.parallel import read_extra
 
 # Each decision changes between one layout and the other. A rank dies once, when it has received what a role has.
 SCRIPT = """
@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import usp.planning.run_plan as planners
-from parallel import ParallelDims
+from usp.parallel import ParallelDims
 from usp.commands.rlhf import main
 from usp.rlhf.replanning import Decision, SwitchCost
 from usp.rlhf.roles.role_model import RoleModel

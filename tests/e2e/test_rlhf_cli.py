@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import usp.run.failures
-from parallel import read_extra
 from tests.e2e.processes import ONE_THREAD, ROOT, Run, run_here
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
@@ -24,6 +23,7 @@ from usp.commands.rlhf import main
 from usp.fields import AUTO_RATE
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
+from usp.parallel import read_extra
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.config import RlhfConfig
@@ -431,7 +431,7 @@ KILLS_AHEAD = """
 import os, signal
 from itertools import count
 from pathlib import Path
-from parallel.checkpoint.checkpointer import complete_checkpoints
+from usp.parallel.checkpoint.checkpointer import complete_checkpoints
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallel import latest
 from tests.e2e.processes import Ended, Run, run_here
 from tests.harness.ranks import RankPool
+from usp.parallel import latest
 from usp.run.metrics import StepRecord
 from usp.train.trainer import Trainer
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from examples.fit_hardware import ATTENTION, LAUNCHES, MEMORY, MESSAGES, PRODUCTS, WAITS, main, scaled
-from parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_values, load_hardware
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
+from usp.parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_values, load_hardware
 from usp.planning.step_report import measured
 from usp.predict.job import ONE_DOCUMENT, Data
 from usp.predict.seconds import StepTime, step_seconds

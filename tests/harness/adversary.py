@@ -27,8 +27,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import comm
-from parallel.wire import _group_among
+from usp.attention import comm
+from usp.parallel.wire import _group_among
 
 FRAMES = 4  # of an operation's stack
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd")
@@ -176,12 +176,12 @@ class Adversary(TorchDispatchMode):
         return posted
 
     def post_messages(self, group: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Any:
-        """Stand in for `attention.comm.post_messages`."""
+        """Stand in for `usp.attention.comm.post_messages`."""
         both = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
         return self.post([dist.P2POp(kind, x, group=group, group_peer=peer) for kind, peer, x in both])
 
     def post_exchange(self, post: Any, group: Any, received: Tensor, x: Tensor, *splits: list[int]) -> Any:
-        """Stand in for `attention.comm.post_exchange`, done by `post`."""
+        """Stand in for `usp.attention.comm.post_exchange`, done by `post`."""
         if isinstance(x, FakeTensor) or group.name() == "fake":
             return post(group, received, x, *splits)
         logged = self._add("collective", "alltoall_base_", group, -1, received.numel())

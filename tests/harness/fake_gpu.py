@@ -35,9 +35,9 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-import attention.comm
+import usp.attention.comm
 import usp.model.recompute
-from parallel.wire import _group_among
+from usp.parallel.wire import _group_among
 from usp.predict.fake_world import KnownValues, tensors_of, written
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
@@ -359,12 +359,12 @@ class FakeGpu(TorchDispatchMode):
     def post_messages(
         self, group: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
     ) -> list[_Arrival]:
-        """Stand in for `attention.comm.post_messages`."""
+        """Stand in for `usp.attention.comm.post_messages`."""
         both = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
         return self.post([dist.P2POp(kind, x, group=group, group_peer=peer) for kind, peer, x in both])
 
     def post_exchange(self, group: Any, received: Tensor, x: Tensor, *splits: list[int]) -> _Arrival:
-        """Stand in for `attention.comm.post_exchange`."""
+        """Stand in for `usp.attention.comm.post_exchange`."""
         work = dist.all_to_all_single(received, x, *splits, group=group, async_op=True)
         return _Arrival(work, self._issued or self.current)
 
@@ -477,8 +477,8 @@ def fake_gpu() -> Iterator[FakeGpu]:
             (Tensor, "record_stream", gpu.record),
             (FakeTensor, "tolist", gpu.numbers),
             (dist, "batch_isend_irecv", gpu.post),
-            (attention.comm, "post_messages", gpu.post_messages),
-            (attention.comm, "post_exchange", gpu.post_exchange),
+            (usp.attention.comm, "post_messages", gpu.post_messages),
+            (usp.attention.comm, "post_exchange", gpu.post_exchange),
             (dist.Work, "wait", waited),
             # In inference mode, fake tensors decompose operators below this mode, which would not see the parts.
             (torch._C, "_InferenceMode", lambda mode: torch.no_grad()),

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import comm, ring
-from parallel import ParallelDims, ParallelMesh
 from tests.parallel.reallocation.test_reallocation import GRIDS, run_pairs
 from tests.usp.rlhf.runtime.test_executor import PROMPTS, Alone, derived_seed, ppo, prompts, run_plans
 from tests.usp.tiny import FEW_STEPS, train_alone
 from tests.usp.train.test_parity import Break, train_sharded
 from usp import UnifiedSPAttention
+from usp.attention import comm, ring
+from usp.parallel import ParallelDims, ParallelMesh
 
 from .adversary import Operation, order_problems
 from .ranks import RankError, RankPool

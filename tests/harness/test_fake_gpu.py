@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import comm
-from parallel import ParallelDims, ParallelMesh
 from tests.usp.tiny import tiny_model
 from usp import UnifiedSPAttention, apply_unified_sp
+from usp.attention import comm
 from usp.config import TrainConfig
 from usp.hf.expert_parallel import apply_ep
 from usp.hf.models import empty_model, load_model_config, materialise
 from usp.model.recompute import PinnedCopier
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate

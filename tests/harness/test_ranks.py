@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankError, RankPool, run_ranks
+from usp.parallel.wire import SentBytes
 
 
 def describe(offset: int) -> tuple[int, int, float, int, int]:

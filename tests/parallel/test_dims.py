@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel import ParallelDims
+from usp.parallel import ParallelDims
 
 
 def test_dp_shard_takes_the_rest() -> None:

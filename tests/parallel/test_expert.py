@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.expert import ExpertRows, grouped_linear, mix_experts, plan_dispatch, sorted_by_expert
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
+from usp.parallel.expert import ExpertRows, grouped_linear, mix_experts, plan_dispatch, sorted_by_expert
+from usp.parallel.wire import SentBytes
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 4, 5, 2, 8
 

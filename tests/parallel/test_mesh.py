@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel import (
+from tests.harness.ranks import RankError, RankPool
+from usp.parallel import (
     ZERO_STAGES,
     ParallelDims,
     ParallelMesh,
@@ -24,7 +25,6 @@ from parallel import (
     clip_grad_norm,
     format_ranks,
 )
-from tests.harness.ranks import RankError, RankPool
 
 AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "sp", "batch", "fsdp", "loss")
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel import (
+from tests.harness.ranks import RankPool
+from usp.parallel import (
     PP_SCHEDULES,
     ParallelDims,
     ParallelMesh,
@@ -24,8 +25,7 @@ from parallel import (
     stage_layers,
     stages_per_rank,
 )
-from parallel.pipeline import Pipeline
-from tests.harness.ranks import RankPool
+from usp.parallel.pipeline import Pipeline
 
 schedules = st.sampled_from(PP_SCHEDULES)
 RUNS_HERE = [schedule for schedule in PP_SCHEDULES if schedule_violation(schedule, torch.__version__) is None]

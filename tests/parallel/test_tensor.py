@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallel.tensor import apply_tensor_parallel, gather_output
 from tests.harness.ranks import RankPool
+from usp.parallel.tensor import apply_tensor_parallel, gather_output
 
 VOCAB, WIDTH, PADDING = 12, 6, 9
 PLAN = {

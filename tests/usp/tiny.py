@@ -21,9 +21,9 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from parallel import ParallelMesh
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
+from usp.parallel import ParallelMesh
 from usp.train.step import sum_over_ranks
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import tyro
 from tyro.conf import arg
 
-from parallel import load_hardware
 from usp.fields import AtLeast1, value_violations
+from usp.parallel import load_hardware
 from usp.run.launch import Launch, choose_device, process_group, set_library_defaults
 from usp.run.output import warn
 

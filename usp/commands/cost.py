@@ -12,9 +12,9 @@ import tyro
 from rich.console import Console
 from tyro.conf import arg
 
-from parallel import load_hardware
 from usp.config import AC_MODES, FP8, TrainConfig
 from usp.fields import TOKENS, AtLeast1, at_least, one_of, value_violations
+from usp.parallel import load_hardware
 
 from .flags import DataFlags, JobFlags, Node, data_of, output_problem, terms_of
 

@@ -20,7 +20,6 @@ import tyro
 import yaml
 from tyro.conf import Fixed, Suppress, arg
 
-from parallel import node_names
 from usp.config import EITHER, TrainConfig
 from usp.fields import (
     CORPUS,
@@ -33,6 +32,7 @@ from usp.fields import (
     value_violations,
 )
 from usp.model.facts import ModelFacts
+from usp.parallel import node_names
 from usp.run.failures import INTERRUPTED, ConfigurationError, end, ending_of, listed
 from usp.run.launch import (
     Launch,

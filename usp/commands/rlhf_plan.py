@@ -14,9 +14,9 @@ import yaml
 from rich.console import Console
 from tyro.conf import arg
 
-from parallel import load_hardware
 from usp.config import MODEL_HELP
 from usp.fields import TOKENS, AtLeast0, AtLeast1, at_least, flag, one_of, value_violations
+from usp.parallel import load_hardware
 from usp.rlhf.algorithms.registry import ALGORITHMS
 from usp.run.failures import ConfigurationError
 

@@ -13,8 +13,8 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import arg
 
-from parallel.cluster.hardware import load_hardware
 from usp.config import UNPREDICTED, TrainConfig
+from usp.parallel.cluster.hardware import load_hardware
 
 from .flags import DataFlags, JobFlags, Node, as_kind, check, check_world_size, data_of, output_problem, parse, terms_of
 

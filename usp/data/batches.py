@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention import OF_DOCUMENTS, SequenceLayout, causal_pairs, counted_windows
-from attention.layout import Span
+from usp.attention import OF_DOCUMENTS, SequenceLayout, causal_pairs, counted_windows
+from usp.attention.layout import Span
 from usp.sp.sequence import IGNORED_LABEL
 
 from .chats import Image

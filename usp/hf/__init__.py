@@ -6,6 +6,6 @@ tokenizers, expert_parallel, tensor_parallel, shapes, float8, weights, export, d
 
 from importlib.metadata import version
 
-from attention.versions import require
+from usp.attention.versions import require
 
 require("transformers", version("transformers"), "5.17")

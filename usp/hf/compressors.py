@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attention import (
+from usp.attention import (
     AttentionSpec,
     Channel,
     DecodeStep,

@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from parallel.reallocation.boxes import Box
+from usp.parallel.reallocation.boxes import Box
 
 from .prune import backbone, decoder, name_of
 

@@ -37,10 +37,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from attention.comm import gather_rows
-from parallel import ParallelMesh, local_tensor
-from parallel.expert import ExpertRows, grouped_linear, mix_experts, sorted_by_expert
+from usp.attention.comm import gather_rows
 from usp.model.facts import ep_violations
+from usp.parallel import ParallelMesh, local_tensor
+from usp.parallel.expert import ExpertRows, grouped_linear, mix_experts, sorted_by_expert
 
 from .experts import expert_modules, logits_index, router_modules
 from .models import experts_per_token, model_facts

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from parallel.groups import gather_objects
-from parallel.reallocation.boxes import Box, local_box, local_part
-from parallel.reallocation.param_layout import holdings
+from usp.parallel.groups import gather_objects
+from usp.parallel.reallocation.boxes import Box, local_box, local_part
+from usp.parallel.reallocation.param_layout import holdings
 from usp.run.failures import WriteFailed
 
 from .disk import (

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from parallel import ParallelMesh, local_tensor
 from usp.model.facts import FLOAT8_DIMS, ModelShape
+from usp.parallel import ParallelMesh, local_tensor
 
 from .experts import expert_modules
 from .models import ModelConfig, empty_model, model_facts
@@ -142,7 +142,7 @@ def update_scales(stages: Iterable[nn.Module], mesh: ParallelMesh, sharded: bool
         parts = (parameter._local_tensor for parameter in stage.parameters() if isinstance(parameter, DTensor))
         weights: list[Any] = [part for part in parts if hasattr(part, "_precomputed_scale")]
         largest = torch.stack([local_tensor(weight).abs().amax().float() for weight in weights])
-        for axis in axes:  # torchao's function does it inside of DTensor, where `parallel.wire` would not count it
+        for axis in axes:  # torchao's function does it inside of DTensor, where `usp.parallel.wire` would not count it
             dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.group(axis))
         for weight, scale in zip(weights, amax_to_scale(largest, torch.float8_e4m3fn), strict=True):
             weight._precomputed_scale = scale

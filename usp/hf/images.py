@@ -25,11 +25,11 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig
 
-from attention import OF_DOCUMENTS, SequenceLayout, compute_now, parse_layout
-from parallel import ParallelMesh
+from usp.attention import OF_DOCUMENTS, SequenceLayout, compute_now, parse_layout
 from usp.data.batches import own_images
 from usp.data.chats import Image
 from usp.data.rows import balanced
+from usp.parallel import ParallelMesh
 from usp.sp.in_order import Reshard
 from usp.sp.sequence import GridChannel, documents_of, select_tokens, shard_batch
 from usp.sp.sp_attention import UnifiedSPAttention

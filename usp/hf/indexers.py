@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from attention import DecodeStep, Prefill, token_tiles
-from parallel import ParallelMesh
+from usp.attention import DecodeStep, Prefill, token_tiles
+from usp.parallel import ParallelMesh
 from usp.sp.sequence import SpAxes, document_starts, documents_of, unshard_sequence
 from usp.sp.sp_attention import UnifiedSPAttention
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from attention import DecodeStep, Prefill
-from parallel import ParallelMesh, agree
+from usp.attention import DecodeStep, Prefill
+from usp.parallel import ParallelMesh, agree
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sequence import document_starts, documents_of
 from usp.sp.sp_attention import Handle, UnifiedSPAttention, ulysses_violations

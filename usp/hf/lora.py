@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from parallel import ParallelMesh, local_tensor
-from parallel.reallocation.boxes import Box, local_box, local_part
-from parallel.tensor import add_low_rank, module_styles, shard_low_rank
 from usp.config import ALL_LINEAR
+from usp.parallel import ParallelMesh, local_tensor
+from usp.parallel.reallocation.boxes import Box, local_box, local_part
+from usp.parallel.tensor import add_low_rank, module_styles, shard_low_rank
 
 from .disk import DiskTensor, base_parameters, is_adapter, kept_names, persistent_buffers
 from .dropout import CurrentTokens, TokenDropout

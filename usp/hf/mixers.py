@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from attention import DecodeStep, Prefill
-from parallel import ParallelMesh
+from usp.attention import DecodeStep, Prefill
+from usp.parallel import ParallelMesh
 from usp.sp.in_order import DecodeCall, OrderedCall, PrefillCall, SequenceOrder, prompt_documents
 from usp.sp.scan import FromZero, Recurrence
 

@@ -35,8 +35,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from attention import SequenceLayout, compute_now
-from attention.sparse import TILE
+from usp.attention import SequenceLayout, compute_now
+from usp.attention.sparse import TILE
 from usp.sp.in_order import Windows
 from usp.sp.sequence import GridChannel
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from parallel import ParallelMesh
+from usp.parallel import ParallelMesh
 
 from .expert_parallel import expert_loads, over_ranks, own_real
 from .experts import expert_modules

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from parallel import ParallelMesh
 from usp.losses import UNCHANGED, Head, LastHidden, LogitTransform
+from usp.parallel import ParallelMesh
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .dropout import numbers_of

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from parallel import ParallelMesh
-from parallel.tensor import STYLES, apply_tensor_parallel, gather_output, module_styles, tensor_parallel_violations
 from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape, tp_violations
+from usp.parallel import ParallelMesh
+from usp.parallel.tensor import STYLES, apply_tensor_parallel, gather_output, module_styles, tensor_parallel_violations
 
 from .experts import expert_modules
 from .images import encoder_parts

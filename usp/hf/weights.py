@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from parallel.reallocation.boxes import Box, local_box, local_part
+from usp.parallel.reallocation.boxes import Box, local_box, local_part
 
 from . import disk
 from .models import empty_model, load_generation_config, read_config

@@ -14,10 +14,10 @@ from functools import cached_property
 
 import torch
 
-from attention import band_pairs
-from parallel import ParallelDims, ParamLayout, divisors, stage_layers
-from parallel.reallocation.described_layout import Described, described_layout
-from parallel.reallocation.param_layout import Kind
+from usp.attention import band_pairs
+from usp.parallel import ParallelDims, ParamLayout, divisors, stage_layers
+from usp.parallel.reallocation.described_layout import Described, described_layout
+from usp.parallel.reallocation.param_layout import Kind
 
 NO_ATTENTION = -1
 FLOAT8_DIMS = {"tensor": 16, "row": 16, "mx": 32}  # by --fp8: what dims of a product must be multiples of
@@ -81,7 +81,7 @@ class ParameterShape:
     """Shape of one parameter.
 
     name: in transformers, relative to its layer or top-level module.
-    style: of its module in the tensor-parallel plan (`parallel.tensor`); "replicated" if the plan omits it.
+    style: of its module in the tensor-parallel plan (`usp.parallel.tensor`); "replicated" if the plan omits it.
     linear: whether it is the weight of a linear of a layer that is no router.
     """
 

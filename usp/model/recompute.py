@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from attention import Keep, KeepResults
+from usp.attention import Keep, KeepResults
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
 
@@ -255,7 +255,7 @@ class Packed:
 
 
 class LayerSaved:
-    """What one forward of a layer saves. `pack` and `unpack` are hooks of autograd and of `attention.KeepResults`.
+    """What one forward of a layer saves. `pack` and `unpack` are hooks of autograd and of `usp.attention.KeepResults`.
 
     device: of the tensors that are copied; others stay where they are.
     previous: what the layer before has saved, whose backward is next; None for the first layer.

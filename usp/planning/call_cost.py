@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention import SequenceLayout
-from parallel import Hardware
+from usp.attention import SequenceLayout
 from usp.config import TrainConfig
 from usp.model.facts import NO_ATTENTION, ModelShape
+from usp.parallel import Hardware
 from usp.predict.compute import LOGPROB_PASSES, Product, dtype_name, is_matrix
 from usp.predict.job import Job, Output
 from usp.predict.memory import footprint, forward_memory

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from rich.console import Group
 
-from parallel import Hardware, ParallelDims
 from usp.config import TrainConfig
 from usp.fields import flag
 from usp.hf.shapes import divisible
 from usp.model.facts import ModelFacts
+from usp.parallel import Hardware, ParallelDims
 from usp.predict.devices import Memory, hardware_here
 from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import host_bytes, peak_moment

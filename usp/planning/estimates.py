@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from parallel import Hardware
 from usp.data.store import write_json
 from usp.model.facts import ModelShape
+from usp.parallel import Hardware
 from usp.predict.traffic import FLOAT32
 from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.operations import WeightCopy

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from parallel import Hardware
+from usp.parallel import Hardware
 from usp.predict.devices import Memory, usable
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch

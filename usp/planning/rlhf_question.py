@@ -13,11 +13,11 @@ from functools import cached_property, partial
 
 from rich.console import Group, RenderableType
 
-from parallel import format_ranks
 from usp.fields import parse_options
 from usp.hf.models import ModelConfig, ModelHead, formula_violation, load_model_config, model_facts
 from usp.hf.shapes import shape_of
 from usp.model.facts import ModelShape
+from usp.parallel import format_ranks
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall

@@ -21,8 +21,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from parallel import ParallelDims, divisors
 from usp.model.facts import ModelFacts
+from usp.parallel import ParallelDims, divisors
 from usp.rlhf.graph import ModelCall, TrainStep
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.operations import WeightCopy

@@ -16,10 +16,10 @@ import torch
 import yaml
 from rich.console import Console
 
-from parallel import ReallocPlan, plan_realloc, realloc_seconds
-from parallel.cluster.links import level_between
 from usp.fields import shared_values
 from usp.model.facts import weight_layout
+from usp.parallel import ReallocPlan, plan_realloc, realloc_seconds
+from usp.parallel.cluster.links import level_between
 from usp.predict.compute import dtype_name
 from usp.predict.devices import hardware_here, of_launch
 from usp.rlhf.config import SEARCH

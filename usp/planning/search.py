@@ -25,9 +25,9 @@ from heapq import heappop, heappush
 from itertools import chain, count, islice, product
 from typing import TypeVar
 
-from parallel import PP_SCHEDULES, bubble_fraction, divisors, micro_batch_violation
 from usp.config import AC_MODES, TrainConfig
 from usp.model.facts import ModelFacts
+from usp.parallel import PP_SCHEDULES, bubble_fraction, divisors, micro_batch_violation
 from usp.predict.devices import Memory
 from usp.predict.seconds import StepTime, exposure
 from usp.train.validate import violations

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Group, RenderableType
 
-from parallel.cluster.hardware import Hardware
 from usp.config import TrainConfig
 from usp.hf.models import formula_violation, model_facts
 from usp.model.facts import ModelFacts
+from usp.parallel.cluster.hardware import Hardware
 from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job, even_documents

@@ -17,9 +17,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from attention import AttentionSpec, Device, select_kernel
-from attention.comm import all_gather, reduce_scatter
-from parallel import Link, ParallelDims, ParallelMesh, load_hardware, node_of
+from usp.attention import AttentionSpec, Device, select_kernel
+from usp.attention.comm import all_gather, reduce_scatter
+from usp.parallel import Link, ParallelDims, ParallelMesh, load_hardware, node_of
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .compute import BACKWARD, FORWARD, dtype_name

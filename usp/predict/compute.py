@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from attention import AttentionSpec, RingSchedule, band_pairs
-from parallel import Hardware
+from usp.attention import AttentionSpec, RingSchedule, band_pairs
 from usp.model.facts import FLOAT8_DIMS, NO_ATTENTION, LayerShape, ParameterShape, training_flops, visible_pairs
+from usp.parallel import Hardware
 from usp.sp.kernel_choice import kernel_on
 
 from .job import ADAPTER, Job, shared
@@ -392,7 +392,9 @@ def ring_step_seconds(
     """Return each ring step's attention compute for one layer and micro-batch, with the accumulation over steps."""
     products = BACKWARD if backward else FORWARD
     sums = 0.0
-    if len(ring.steps) > 1:  # as `attention.accumulate` does: the last zigzag rank has all its queries in every step
+    if (
+        len(ring.steps) > 1
+    ):  # as `usp.attention.accumulate` does: the last zigzag rank has all its queries in every step
         queries, itemsize = job.layout.ring_len * job.rows, job.dtype.itemsize
         nbytes = merge_bytes(itemsize, backward, hardware.streams)
         sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * nbytes)

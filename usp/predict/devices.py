@@ -9,7 +9,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from parallel import Hardware, load_hardware, node_of
+from usp.parallel import Hardware, load_hardware, node_of
 from usp.run.launch import Launch
 
 USABLE = 0.9  # of a device's memory: the rest is for fragmentation, the CUDA context and NCCL's buffers

@@ -30,8 +30,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import usp.model.recompute
 import usp.sp.sp_attention
-from attention import AttentionSpec, accumulate, check_kernel_name, select_kernel
-from attention.kernels.base import Kernel
+from usp.attention import AttentionSpec, accumulate, check_kernel_name, select_kernel
+from usp.attention.kernels.base import Kernel
 from usp.sp.sequence import SpAxes
 
 aten, c10d = torch.ops.aten, torch.ops.c10d

@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 import torch
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
-from attention import OF_DOCUMENTS, SequenceLayout, layout_name
-from parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
-from parallel.dims import DERIVED_AXES
+from usp.attention import OF_DOCUMENTS, SequenceLayout, layout_name
 from usp.config import TrainConfig
 from usp.model.facts import LayerShape, ModelShape, ParameterShape
+from usp.parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
+from usp.parallel.dims import DERIVED_AXES
 
 Pass = Literal["count", "forward", "recompute", "backward", "update"]
 PASSES: tuple[Pass, ...] = get_args(Pass)

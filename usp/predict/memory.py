@@ -24,7 +24,7 @@ from itertools import chain, product
 from operator import itemgetter, le
 from typing import NamedTuple
 
-from attention import HeadPlan
+from usp.attention import HeadPlan
 from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape
 
 from .job import ADAPTER, Job, Schedule, actions, shared

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from attention import SparseProgram, sparse
-from parallel import Hardware
-from parallel.wire import SentBytes
+from usp.attention import SparseProgram, sparse
 from usp.hf import indexers
+from usp.parallel import Hardware
+from usp.parallel.wire import SentBytes
 
 from .compute import TILE, Product, Seconds, attention_flops, matmul_flops
 from .fake_world import HostMemory, KnownValues, tensors_of, written

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import benchmark
 
-from parallel.groups import gather_objects
+from usp.parallel.groups import gather_objects
 
 LEAST_TURNS = 6  # of a slow call: two in each third
 PARTS = 3

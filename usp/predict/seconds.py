@@ -1,10 +1,10 @@
 """Seconds of a step, and of each of its passes on one rank: compute, and communication by axis.
 
-The slowest pipeline stage sets the pace, and the schedule the bubble (`parallel.bubble_fraction`). What overlaps in the
+The slowest pipeline stage sets the pace, and the schedule the bubble (`usp.parallel.bubble_fraction`). What overlaps in the
 implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is exposed:
 
     ring             a ring step's compute hides the transfer of the next step's keys and values, and in the backward
-                     also of the previous step's gradients; the last gradients are exposed (`attention.ring`)
+                     also of the previous step's gradients; the last gradients are exposed (`usp.attention.ring`)
     parameter axes   a layer's compute hides the gather of the next layer and the reduction of the previous one (FSDP2),
                      if collectives run on their own streams; the first gather and the last reduction are exposed, and
                      so are sums of scalars such as token counts
@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attention import AttentionSpec
-from parallel import Hardware, bubble_fraction, host_link_seconds, overlap_of, transfer_seconds
+from usp.attention import AttentionSpec
 from usp.model.facts import NO_ATTENTION, visible_pairs
+from usp.parallel import Hardware, bubble_fraction, host_link_seconds, overlap_of, transfer_seconds
 
 from .compute import (
     COLLECTIVE_LAUNCHES,
@@ -128,7 +128,7 @@ def overlapped_in_pieces(transfer: float, compute: float, pieces: int) -> Transf
 
 def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
     """Return the time of an axis' collectives of one kind, one after another, while all groups of the axis send; raise
-    KeyError for a collective that `parallel.wire` does not know either."""
+    KeyError for a collective that `usp.parallel.wire` does not know either."""
     kind, rounds = _KINDS[sent.collective]
     per_byte, per_step, *_ = _links(job, hardware, sent.axis, rank, kind)
     steps = sent.calls * (rounds * (job.degree(sent.axis) - 1) if rounds else 1)

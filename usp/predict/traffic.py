@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, compress, pairwise
 from typing import Literal, NamedTuple
 
-from attention import AttentionSpec, HeadPlan, UnifiedPlan, ring_schedule
+from usp.attention import AttentionSpec, HeadPlan, UnifiedPlan, ring_schedule
 from usp.model.facts import NO_ATTENTION, ParameterShape
 
 from .job import ADAPTER, PASSES, Job, Pass, Schedule, actions, shared
@@ -413,7 +413,7 @@ def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
     for index, number in job.kinds(stage):
         for kind, sent in layer_traffic(job, rank, index).items():
             parts[kind] += [each.times(number) for each in sent]
-    if job.output != "cache":  # the document boundaries are compared in each forward (`parallel.agree`)
+    if job.output != "cache":  # the document boundaries are compared in each forward (`usp.parallel.agree`)
         parts["forward"] += _sums(job, 2 * INT64, "ulysses", "ring")
     if stage == 0:  # the embedding is a sum, because each tensor-parallel rank has its own rows of the vocabulary
         parts["forward"] += _tensor_traffic(job, 0, 1)

@@ -13,10 +13,10 @@ import torch
 from rich.console import Group
 from torch import Tensor
 
-from parallel import ParallelMesh, ProcessGroups, local_tensor
 from usp.hf.compressors import compressors
 from usp.hf.indexers import cached_latents, indexers
 from usp.hf.models import materialise, model_facts
+from usp.parallel import ParallelMesh, ProcessGroups, local_tensor
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.predict.meter import CATEGORIES, PARAMETERS, StepMeter
 from usp.rlhf.generation.decoding import fitting_slots

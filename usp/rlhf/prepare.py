@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import yaml
 
-from parallel import ParallelDims, latest
 from usp.data.sources import STDLIB
 from usp.data.tokenizer import Tokenizer, same_ids
 from usp.fields import flag, parse_options, shared_values
@@ -21,6 +20,7 @@ from usp.hf.integrate import rotary_switch
 from usp.hf.models import context_length, is_scalar, model_facts, stop_tokens
 from usp.hf.routers import replay_problem, routed_width
 from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
+from usp.parallel import ParallelDims, latest
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.generation.decoding import Rollout, cache_violation, capacity, row_multiple, stop_problems
 from usp.rlhf.generation.generate import generation_problems

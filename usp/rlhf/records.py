@@ -19,7 +19,7 @@ import torch.distributed as dist
 from jinja2 import Environment, FileSystemLoader
 from torch import Tensor
 
-from parallel.groups import gather_objects
+from usp.parallel.groups import gather_objects
 from usp.rlhf.runtime.measure import LENGTHS_FILE, StepLengths
 from usp.rlhf.runtime.timeline import read_lines
 from usp.run.failures import UserCodeFailed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel.groups import gather_objects
+from usp.parallel.groups import gather_objects
 from usp.rlhf.plan.plan import ExecutionPlan, to_mapping
 from usp.rlhf.runtime.executor import StepResult
 from usp.rlhf.runtime.measure import StepLengths

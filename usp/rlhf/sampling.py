@@ -1,6 +1,6 @@
 """What a model generates while train.py trains it: responses to the prompts of a file, for `usp.train.trainer`.
 
-The trained weights are gathered once for all tokens (`parallel.fsdp.gathered`), and the ranks of a data-parallel group
+The trained weights are gathered once for all tokens (`usp.parallel.fsdp.gathered`), and the ranks of a data-parallel group
 generate together, in the layout of the training step. A response depends on its prompt, the seed and the weights alone.
 """
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from parallel import ParallelMesh
-from parallel.fsdp import gathered
-from parallel.groups import gather_objects
 from usp.config import TrainConfig
 from usp.data.sources import DataFile
 from usp.data.tokenizer import Ids, Tokenizer, as_document
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import ModelConfig, context_length, stop_tokens
 from usp.hf.stage import CausalLMStage
+from usp.parallel import ParallelMesh
+from usp.parallel.fsdp import gathered
+from usp.parallel.groups import gather_objects
 from usp.rlhf.datasets import open_examples
 from usp.rlhf.generation.generate import Generator, generation_problems
 from usp.rlhf.graph import Generate

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.reallocation.delta import Delta, apply, delta_size, encode
-from parallel.tensor import add_low_rank
+from usp.parallel.reallocation.delta import Delta, apply, delta_size, encode
+from usp.parallel.tensor import add_low_rank
 
 from .environments.ready_rewards import Server, post, posted
 from .graph import Compute, DataflowGraph, Inference, Reduce

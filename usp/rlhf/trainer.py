@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh, ProcessGroups
 from usp.hf.models import hide_progress_bars
+from usp.parallel import ParallelMesh, ProcessGroups
 from usp.rlhf.generation.graphs import decoding_notes
 from usp.rlhf.generation.vllm import ServedEngine, VllmEngine, most_drift
 from usp.rlhf.plan.plan import OWN, PLAN_FILE, CallLayout, optimizer_of, to_mapping

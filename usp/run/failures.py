@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from parallel import RanksDisagree
+from usp.parallel import RanksDisagree
 
 from .launch import Launch, RanksMissing
 

@@ -22,7 +22,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from parallel import format_ranks
+from usp.parallel import format_ranks
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from parallel import format_ranks
+from usp.parallel import format_ranks
 
 WAITING_BYTES = 2**24  # of lines that a file waits with, at most
 LOCK = "run.lock"

@@ -31,9 +31,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from attention import AttentionSpec, Channel, DecodeStep, Keep, Prefill, SequenceLayout, parse_layout
-from attention.intervals import Array
-from parallel import ParallelMesh
+from usp.attention import AttentionSpec, Channel, DecodeStep, Keep, Prefill, SequenceLayout, parse_layout
+from usp.attention.intervals import Array
+from usp.parallel import ParallelMesh
 
 from .scan import Recurrence, ScanProgram, scan
 from .sequence import GridChannel, SpAxes, StepKeeper, documents_of, rows_of

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import torch
 
-from attention import AttentionSpec, Device, Kernel, SequenceLayout, UnifiedPlan, select_kernel
-from attention.kernels.select import faster_if_installed
-from parallel import Hardware, load_hardware, node_of, overlap_of, transfer_seconds
+from usp.attention import AttentionSpec, Device, Kernel, SequenceLayout, UnifiedPlan, select_kernel
+from usp.attention.kernels.select import faster_if_installed
+from usp.parallel import Hardware, load_hardware, node_of, overlap_of, transfer_seconds
 
 PACKED = AttentionSpec(documents=((0, 1, 2),))  # several documents in a row, as most batches have
 PRODUCTS = (2, 5)  # of forward and backward, whose times a choice weighs

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from attention import Channel, Keep, compute_now
-from attention.comm import Pending
+from usp.attention import Channel, Keep, compute_now
+from usp.attention.comm import Pending
 
 from .spans import Segment, SpanPlan
 

@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from attention import OF_DOCUMENTS, AttentionSpec, Channel, Keep, SequenceLayout, compute_now, parse_layout
-from attention.comm import Pending, gather_rows, reduce_scatter
-from attention.spec import Documents
-from parallel import ParallelMesh, agree
+from usp.attention import OF_DOCUMENTS, AttentionSpec, Channel, Keep, SequenceLayout, compute_now, parse_layout
+from usp.attention.comm import Pending, gather_rows, reduce_scatter
+from usp.attention.spec import Documents
+from usp.parallel import ParallelMesh, agree
 
 IGNORED_LABEL = -100  # the convention of transformers and torch
 

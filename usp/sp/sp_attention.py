@@ -26,7 +26,7 @@ from torch._library import opaque_object
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from attention import (
+from usp.attention import (
     LSE_COLUMNS,
     AttentionSpec,
     Channel,
@@ -48,7 +48,7 @@ from attention import (
     unified_forward,
     with_mask_mod,
 )
-from parallel import ParallelMesh
+from usp.parallel import ParallelMesh
 
 from .kernel_choice import choose_head_groups, choose_kernel, node_here
 from .sequence import SpAxes, StepKeeper, documents_of, rows_of, ulysses_ranks
@@ -82,10 +82,10 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
-        layout: one of `attention.LAYOUTS`, or from `attention.layout_name`; must match `shard_sequence` and
+        layout: one of `usp.attention.LAYOUTS`, or from `usp.attention.layout_name`; must match `shard_sequence` and
             `shard_batch`. balanced divides packed documents so that ranks have equal work under a causal mask, or under
             those of layers whose windows the name has; auto takes it for rows that zigzag would divide unevenly.
-        kernel: auto, or one of `attention.KERNEL_NAMES`.
+        kernel: auto, or one of `usp.attention.KERNEL_NAMES`.
         dkv_dtype: of the partial gradients of k and v that travel the ring: that of k and v, with which half-precision
             messages are half as large and each hop rounds; None for float32 (float64 for float64).
         head_groups: in how many groups of a rank's KV heads, with their query heads, q, k and v are exchanged over the
@@ -576,7 +576,7 @@ def attend_backward(
     softcap: float | None,
     chunk: int,
 ) -> list[Tensor]:
-    """Return the gradients of q, k, v and, if given, sinks; `saved` as in `attention.unified_backward`."""
+    """Return the gradients of q, k, v and, if given, sinks; `saved` as in `usp.attention.unified_backward`."""
     layer: UnifiedSPAttention = handle.layer
     batch, tokens, num_heads, v_head_dim = dout.shape
     seq_len, q_size = tokens * layer.ranks, torch.Size((batch, tokens, num_heads, head_dim))

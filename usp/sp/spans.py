@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import torch
 
-from attention import SequenceLayout
+from usp.attention import SequenceLayout
 
 UNORDERED = ("striped", "balanced", "auto")  # their ranks hold no spans of consecutive tokens that all rows share
 

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from attention import layout_name
-from parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
+from usp.attention import layout_name
 from usp.config import CommonConfig, TrainConfig
 from usp.fields import shared_values
 from usp.hf import models
@@ -40,6 +39,7 @@ from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import fill_buffers, initialise, load_weights
 from usp.losses import UNCHANGED
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, compile_layers
+from usp.parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
 from usp.presets import PRESETS
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -55,7 +55,7 @@ class EngineRecipe:
     """How the stages of a model and their engine are built, apart from the degrees of the mesh.
 
     dtype: of forward and backward.
-    sp_layout: from `attention.layout_name`.
+    sp_layout: from `usp.attention.layout_name`.
     zero: ZeRO stage; None leaves the stages unsharded.
     optimizer: None for a model that is not trained.
     balance: weight of the routers' load-balancing loss: of the step, or the mean over `micro_batches`.

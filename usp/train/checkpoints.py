@@ -30,10 +30,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel import DAMAGED, DamagedCheckpoint, latest, read_extra, set_aside, verify
-from parallel.groups import gather_objects
 from usp.config import CommonConfig, CurriculumStage, TrainConfig, by_stage
 from usp.fields import flag
+from usp.parallel import DAMAGED, DamagedCheckpoint, latest, read_extra, set_aside, verify
+from usp.parallel.groups import gather_objects
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch, named
 from usp.run.metrics import METRICS_FILE

@@ -18,13 +18,13 @@ from rich.console import Group
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import AttentionSpec
-from parallel import ParallelMesh, local_tensor
-from parallel.wire import SentBytes
+from usp.attention import AttentionSpec
 from usp.config import TrainConfig
 from usp.hf.experts import expert_tables
 from usp.hf.models import ModelConfig, materialise
 from usp.hf.stage import CausalLMStage
+from usp.parallel import ParallelMesh, local_tensor
+from usp.parallel.wire import SentBytes
 from usp.predict.fake_world import HostMemory, fake_world, kernel_for, stand_ins
 from usp.predict.job import ONE_DOCUMENT, Data
 from usp.predict.meter import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory, StepMeter, Work
@@ -47,7 +47,7 @@ class GroupSent:
 
     axes: tuple[str, ...]  # all mesh axes that this group spans
     ranks: tuple[int, ...]  # of the group, global
-    collective: str  # the c10d name: see `parallel.wire`
+    collective: str  # the c10d name: see `usp.parallel.wire`
     nbytes: int  # payload bytes that left the rank
     calls: int
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from parallel import Checkpointer, DamagedCheckpoint, complete_checkpoints, latest, verify
 from usp.config import CommonConfig
 from usp.data.tokenizer import Tokenizer
 from usp.hf.export import save_weights
 from usp.hf.lora import Lora, MergedWeights, save_adapter
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import save_tokenizer
+from usp.parallel import Checkpointer, DamagedCheckpoint, complete_checkpoints, latest, verify
 from usp.presets import PRESETS
 from usp.run.failures import CheckpointFailed, ConfigurationError, Stopped, TrainingDiverged, UserCodeFailed
 from usp.run.launch import StopRequest

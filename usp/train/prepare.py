@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attention import KERNEL_NAMES
+from usp.attention import KERNEL_NAMES
 from usp.config import BOS, DEVICES, DTYPES, CommonConfig, TrainConfig, by_stage
 from usp.data.batches import BatchStream, MixedRows, parse_mixture, parse_named, taken
 from usp.data.cache import check_ids, find_data, open_data

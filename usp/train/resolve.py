@@ -9,14 +9,14 @@ from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from attention import OF_DOCUMENTS
-from parallel import ParallelDims
+from usp.attention import OF_DOCUMENTS
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.fields import flag
 from usp.hf import models
 from usp.hf.images import bidirectional, sees_images
 from usp.hf.shapes import shape_of
 from usp.model.facts import ModelFacts, ModelShape
+from usp.parallel import ParallelDims
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
 from usp.presets import LORA_RATE, PRESETS, settled_rate
 from usp.run.failures import ConfigurationError, listed

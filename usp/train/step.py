@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import SequenceLayout, layout_name
-from parallel import ParallelMesh
+from usp.attention import SequenceLayout, layout_name
 from usp.config import CommonConfig, TrainConfig
 from usp.data.batches import ImageBatch, Part, one_epoch
 from usp.data.rows import PackedRows, WholeRows
 from usp.hf.images import image_inputs
 from usp.losses import LastHidden, NextTokenLoss, global_token_count
+from usp.parallel import ParallelMesh
 from usp.sp.sequence import IGNORED_LABEL, SpAxes, split_rows
 
 from .engines.base import Engine

@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from parallel import Hardware
 from usp.config import TrainConfig
 from usp.hf.models import formula_violation
+from usp.parallel import Hardware
 from usp.predict.devices import hardware_here
 from usp.predict.job import Job
 from usp.predict.memory import largest_footprint

@@ -34,8 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh, ProcessGroups, local_tensor, peak_flops
-from parallel.groups import gather_objects
 from usp.data.batches import Batch, BatchReader, parse_mixture, parse_named
 from usp.data.cache import token_lines
 from usp.data.chats import CLOSE, OPEN, excerpt
@@ -45,6 +43,8 @@ from usp.hf.indexers import indexer_losses
 from usp.hf.models import hide_progress_bars
 from usp.hf.stage import CausalLMStage
 from usp.model.facts import training_flops
+from usp.parallel import ParallelMesh, ProcessGroups, local_tensor, peak_flops
+from usp.parallel.groups import gather_objects
 from usp.predict.traffic import fsdp_traffic
 from usp.run.failures import ConfigurationError, TrainingDiverged
 from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group

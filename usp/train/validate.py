@@ -15,10 +15,10 @@ from dataclasses import fields, replace
 from importlib.metadata import version
 from typing import Any, cast
 
-from parallel import ParallelDims, divisors, micro_batch_violation, schedule_violation, stages_per_rank
 from usp.config import CommonConfig, TrainConfig, by_stage
 from usp.fields import as_given, changed_ones, flag, shared_values, value_violations
 from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
+from usp.parallel import ParallelDims, divisors, micro_batch_violation, schedule_violation, stages_per_rank
 
 _NOT_BY_DEEPSPEED = (
     *("tp", "pp", "ep", "dp_replicate", "lora_rank", "compile", "fp8", "optimizer", "sample_every"),

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from parallel import (
+from tests.harness.ranks import RankError, RankPool
+from usp.parallel import (
     Checkpointer,
     DamagedCheckpoint,
     complete_checkpoints,
@@ -32,8 +33,7 @@ from parallel import (
     set_aside,
     verify,
 )
-from parallel.checkpoint import safetensors_storage
-from tests.harness.ranks import RankError, RankPool
+from usp.parallel.checkpoint import safetensors_storage
 
 
 def values() -> dict[str, Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from parallel import load_hardware, node_names, peak_flops, transfer_seconds
-from parallel.cluster.hardware import hardware_from_mapping, interpolate
+from usp.parallel import load_hardware, node_names, peak_flops, transfer_seconds
+from usp.parallel.cluster.hardware import hardware_from_mapping, interpolate
 
 HOST = {"name": "host", "devices": 4, "alpha_seconds": 0.0, "bytes_per_second": 1000.0}
 NETWORK = {"name": "network", "devices": 0, "alpha_seconds": 0.5, "bytes_per_second": 100.0}

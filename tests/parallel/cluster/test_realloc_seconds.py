@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from parallel import load_hardware, message_seconds, plan_realloc, realloc_seconds
-from parallel.cluster.hardware import Hardware
 from tests.parallel.reallocation.layouts import GRIDS
+from usp.parallel import load_hardware, message_seconds, plan_realloc, realloc_seconds
+from usp.parallel.cluster.hardware import Hardware
 
 A800 = load_hardware("a800")
 

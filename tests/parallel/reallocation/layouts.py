@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups
-from parallel.reallocation.boxes import Box
-from parallel.reallocation.param_layout import Kind
+from usp.parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups
+from usp.parallel.reallocation.boxes import Box
+from usp.parallel.reallocation.param_layout import Kind
 
 LAYER = {
     "q": (16, 16),

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from parallel.reallocation.boxes import Box, local_box, local_part
 from tests.harness.ranks import RankPool
+from usp.parallel.reallocation.boxes import Box, local_box, local_part
 
 SHAPES = ((8, 3), (7, 3), (3, 5), (1, 4), (9,), (4, 6, 5))
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import DeltaReallocation, ParallelDims, ParamLayout, ProcessGroups, plan_realloc
-from parallel.reallocation.delta import apply, delta_size, encode
-from parallel.reallocation.described_layout import Described, described_layout
-from parallel.reallocation.param_layout import Kind
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
+from usp.parallel import DeltaReallocation, ParallelDims, ParamLayout, ProcessGroups, plan_realloc
+from usp.parallel.reallocation.delta import apply, delta_size, encode
+from usp.parallel.reallocation.described_layout import Described, described_layout
+from usp.parallel.reallocation.param_layout import Kind
+from usp.parallel.wire import SentBytes
 
 CPU = torch.device("cpu")
 

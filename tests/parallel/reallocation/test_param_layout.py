@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from parallel import ParamLayout, gather_layout
-from parallel.reallocation.boxes import Box
-from parallel.reallocation.param_layout import Kind, holdings
 from tests.harness.ranks import RankPool
+from usp.parallel import ParamLayout, gather_layout
+from usp.parallel.reallocation.boxes import Box
+from usp.parallel.reallocation.param_layout import Kind, holdings
 
 FLOAT = torch.float32
 

@@ -16,14 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel import ParamLayout, ProcessGroups, RanksDisagree, Reallocation, ReallocPlan, gather_layout, plan_realloc
-from parallel.reallocation.boxes import Box, local_part
-from parallel.reallocation.param_layout import Kind
-from parallel.reallocation.reallocation import rank_rounds
-from parallel.wire import SentBytes
 from tests.harness.memory import track_memory
 from tests.harness.ranks import RankPool
 from tests.parallel.reallocation.layouts import GRIDS, KINDS, REAL, dtensors, plain_tensors
+from usp.parallel import (
+    ParamLayout,
+    ProcessGroups,
+    RanksDisagree,
+    Reallocation,
+    ReallocPlan,
+    gather_layout,
+    plan_realloc,
+)
+from usp.parallel.reallocation.boxes import Box, local_part
+from usp.parallel.reallocation.param_layout import Kind
+from usp.parallel.reallocation.reallocation import rank_rounds
+from usp.parallel.wire import SentBytes
 
 CPU = torch.device("cpu")
 BUCKET = 16_000

@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from parallel import RanksDisagree
 from usp.commands.flags import parse
 from usp.commands.time import TimeConfig
 from usp.commands.train import main
 from usp.config import UNPREDICTED, TrainConfig
+from usp.parallel import RanksDisagree
 from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, ending_of
 from usp.run.launch import Launch, choose_device, set_library_defaults
 

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import usp.data.rows
-from attention import LAYOUTS, OF_DOCUMENTS, SequenceLayout, causal_pairs, counted_windows, layout_name
-from parallel import ParallelDims, ParallelMesh
+from usp.attention import LAYOUTS, OF_DOCUMENTS, SequenceLayout, causal_pairs, counted_windows, layout_name
 from usp.config import TrainConfig
 from usp.data.batches import (
     AHEAD,
@@ -37,6 +36,7 @@ from usp.data.rows import PackedRows, Permutation, StageRows, WholeRows, best_fi
 from usp.data.sources import find_files
 from usp.data.store import TokenStore
 from usp.data.tokenizer import ByteTokenizer
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.predict.fake_world import fake_world
 from usp.sp.sequence import shard_batch
 from usp.train.step import part_of

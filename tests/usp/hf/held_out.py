@@ -31,12 +31,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from examples.models import causal_lm_types, tiny_config
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.hf import vision
 from usp import apply_unified_sp, shard_batch, shard_image_batch
 from usp.hf.images import TYPES
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.sp.sequence import SpAxes
 
 TABLE = Path(__file__).parents[3] / "docs" / "models.md"

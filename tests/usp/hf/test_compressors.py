@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan
 from examples.models import tiny_config
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf import held_out
 from tests.usp.hf.held_out import LENGTH, PACKED, ROWS, VOCAB, WHOLE, Result, ids, model_of, plain, sharded
@@ -28,11 +25,14 @@ from tests.usp.hf.test_indexers import GRPO, largest_tensors, rlhf_steps
 from tests.usp.rlhf.test_reference import REWARD, reward_of
 from tests.usp.train.families.test_families import plain_steps, steps, write
 from usp import apply_unified_sp, shard_batch
+from usp.attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan
 from usp.config import TrainConfig
 from usp.hf import compressors as module_of_compressors
 from usp.hf.compressors import CompressorRun, Entries, ShardedCompressor
 from usp.hf.probe import structure
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 from usp.rlhf.dry_run import dry_run_calls
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate

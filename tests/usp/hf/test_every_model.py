@@ -29,12 +29,12 @@ from transformers import (
 )
 
 from examples import models
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool, on_first_rank
 from usp import apply_unified_sp, shard_batch
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB, shrink
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.sp.sequence import SpAxes
 
 TYPES = models.causal_lm_types()

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from examples.models import causal_lm_types
-from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import reason, relative, tiny_config
 from tests.usp.hf.test_every_model import tiny_model as any_tiny_model
@@ -40,6 +39,7 @@ from usp.hf.integrate import decoder_layers
 from usp.hf.models import aux_loss_coefficient, load_model_config, model_facts
 from usp.hf.tensor_parallel import apply_tp, model_shape
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 
 COEFFICIENT = 0.02
 GRIDS: list[tuple[str, ParallelDims]] = [

@@ -19,17 +19,17 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from attention import LAYOUTS, OF_DOCUMENTS, SequenceLayout
-from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from tests.attention.dense import relative_l2
 from tests.harness.ranks import RankPool
 from tests.usp.hf.vision import FAMILIES, IMAGE, documents, logits_alone, loss_alone, packed, tiny_vlm
 from tests.usp.tiny import optimiser
 from usp import apply_unified_sp, shard_image_batch, unshard_sequence
+from usp.attention import LAYOUTS, OF_DOCUMENTS, SequenceLayout
 from usp.data.chats import Image
 from usp.data.rows import balanced
 from usp.hf.images import TYPES, image_plan
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
 
 Grids = list[tuple[int, int, str]]
 DOCS = Path(__file__).parents[3] / "docs" / "vision.md"

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention import sparse as module_of_sparse
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients
 from tests.usp.hf.test_indexers import DOCUMENTS, LENGTH, ROWS, batch_of, tiny_model
 from tests.usp.train.families.test_families import MESHES, PAIRS, steps, write
 from usp import apply_unified_sp, shard_batch
+from usp.attention import sparse as module_of_sparse
 from usp.config import TrainConfig
 from usp.hf.indexers import indexer_losses, indexers, train_indexers
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.sp.sequence import document_starts

@@ -18,14 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attention import sparse as module_of_sparse
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool, on_first_rank
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients, tiny_config
 from tests.usp.rlhf.test_reference import CONFIG, REWARD, begun, reward_of
 from tests.usp.train.families.test_families import write
 from usp import apply_unified_sp, shard_batch
+from usp.attention import sparse as module_of_sparse
 from usp.config import TrainConfig
 from usp.hf import indexers as module_of_indexers
 from usp.hf.indexers import first_positions, indexers, train_indexers
@@ -33,6 +31,8 @@ from usp.hf.models import model_facts
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB, shrink
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 from usp.predict.meter import StepMeter, Tiles
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.generation.generate import Generator

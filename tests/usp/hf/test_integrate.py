@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BloomConfig, LlamaConfig
 
-from attention import LAYOUTS
-from parallel import ParallelDims, ParallelMesh
 from tests.attention.dense import relative_l2
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import SEQ_LEN, SIZES, packed_batch, tiny_model
 from usp import apply_unified_sp, shard_batch, unshard_sequence
+from usp.attention import LAYOUTS
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.sp.sequence import SpAxes
 
 

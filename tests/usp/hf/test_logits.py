@@ -20,11 +20,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import ROWS, SEQ_LEN, SIZES, packed_batch
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses import LogitTransform, NextTokenLoss, vocab_logprobs, vocab_loss
+from usp.parallel import ParallelDims, ParallelMesh
 
 FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], LogitTransform]] = {
     "llama": (lambda: LlamaConfig(**SIZES), LogitTransform()),

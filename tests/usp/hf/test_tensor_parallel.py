@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
-from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
-from parallel.tensor import STYLES, tensor_parallel_violations
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import (
     CONFIGS,
@@ -35,6 +32,9 @@ from usp.hf.integrate import decoder_layers
 from usp.hf.prune import prune_to_stage
 from usp.hf.tensor_parallel import apply_tp, plan_violations, tp_plan
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
+from usp.parallel.tensor import STYLES, tensor_parallel_violations
+from usp.parallel.wire import SentBytes
 
 
 @dataclass(frozen=True)

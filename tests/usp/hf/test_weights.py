@@ -28,8 +28,6 @@ from transformers import (
     core_model_loading,
 )
 
-from parallel import ParallelDims, ParallelMesh, apply_fsdp
-from parallel.reallocation.boxes import Box, local_box, local_part
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_config
 from tests.usp.hf.test_every_model import tiny_model as any_tiny_model
@@ -44,6 +42,8 @@ from usp.hf.export import Held, part_violations, plan_tensors, save_weights
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import empty_model, materialise, training_problems
 from usp.hf.weights import initialise, load_weights
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
+from usp.parallel.reallocation.boxes import Box, local_box, local_part
 from usp.run.failures import WriteFailed
 
 CPU = torch.device("cpu")

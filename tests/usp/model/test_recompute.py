@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import KeepResults, compute_now
-from parallel import ParallelDims, ParallelMesh, apply_fsdp
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import packed_batch, tiny_model
 from usp import UnifiedSPAttention, apply_unified_sp, shard_batch
+from usp.attention import KeepResults, compute_now
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
 from usp.model import recompute
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
+from usp.parallel.wire import SentBytes
 
 CASES = [("none", False, 0), ("full", False, 0), ("attention-saved", False, 0), ("attention-saved", True, 0)]
 CASES += [("selective", False, 0), ("selective", True, 0)]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from parallel import Hardware, ParallelDims, load_hardware
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
+from usp.parallel import Hardware, ParallelDims, load_hardware
 from usp.planning.call_cost import CallCost, CallOptions, Rows, call_cost, packed_rows
 from usp.planning.workload import Ahead, Sample, Workload, batching, batchings_ahead
 from usp.rlhf.generation.decoding import Rollout, Slots

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from parallel import load_hardware
 from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.fields import token_count
 from usp.hf.models import load_model_config
+from usp.parallel import load_hardware
 from usp.planning.comparison import Compared, Setting, compare, judge, plot, sweep
 from usp.planning.methods import DEFAULT, Method
 from usp.planning.step_report import StepReport

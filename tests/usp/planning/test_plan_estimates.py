@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 import torch
 
-from parallel import ParallelDims, load_hardware
 from tests.usp.rlhf.toy import ppo
 from usp.hf.models import load_model_config, model_facts, scalar_config
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
+from usp.parallel import ParallelDims, load_hardware
 from usp.planning.call_cost import CallOptions
 from usp.planning.estimates import Estimates
 from usp.planning.workload import Workload

@@ -9,11 +9,11 @@ from math import prod
 import pytest
 import torch
 
-from parallel import load_hardware, plan_realloc, realloc_seconds
 from tests.usp.rlhf.toy import ppo
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelFacts, weight_layout
+from usp.parallel import load_hardware, plan_realloc, realloc_seconds
 from usp.planning.call_cost import CallOptions, call_cost
 from usp.planning.estimates import Estimates
 from usp.planning.rlhf_search import OptionSpace, options

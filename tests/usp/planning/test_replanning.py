@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from parallel import Hardware, ParallelDims, load_hardware
 from tests.usp.planning.test_predictions import graph
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
+from usp.parallel import Hardware, ParallelDims, load_hardware
 from usp.planning.estimates import Factors, factor_of, layout_key
 from usp.planning.rlhf_question import Question
 from usp.planning.run_plan import SearchingPlanner, learned, moves

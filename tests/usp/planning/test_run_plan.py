@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parallel.cluster.hardware import NODES
+from usp.parallel.cluster.hardware import NODES
 from usp.planning.rlhf_question import answer
 from usp.planning.run_plan import SearchedPlan, question_of, run_planner
 from usp.rlhf.config import RlhfConfig

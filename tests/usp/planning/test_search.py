@@ -18,13 +18,13 @@ import torch.distributed as dist
 import yaml
 
 from examples.models import tiny_config
-from parallel import load_hardware, node_of
 from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.fields import config_from_mapping
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.shapes import divisible
 from usp.model.facts import ModelFacts
+from usp.parallel import load_hardware, node_of
 from usp.planning.choice import choose, contradicted, degrees, planned, predictor_for, why_slower
 from usp.planning.search import (
     FAMILIES,

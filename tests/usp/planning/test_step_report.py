@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from parallel import load_hardware
 from tests.usp.hf.test_every_model import tiny_config
 from usp.__main__ import main
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
+from usp.parallel import load_hardware
 from usp.planning.step_report import StepReport
 from usp.train.dry_run import dry_run
 from usp.train.resolve import job_of, trained_model

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel import ParallelMesh, ProcessGroups, local_tensor
-from parallel.wire import SentBytes
 from tests.harness.memory import least_peak
 from usp.config import TrainConfig
 from usp.hf.experts import router_modules
 from usp.hf.models import load_model_config
 from usp.hf.stage import CausalLMStage
+from usp.parallel import ParallelMesh, ProcessGroups, local_tensor
+from usp.parallel.wire import SentBytes
 from usp.train.build import EngineRecipe, build_engine
 from usp.train.dry_run import blank_batch
 from usp.train.step import train_step

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel.cluster.hardware import AttentionRates, hardware_from_mapping
 from tests.e2e.processes import ONE_THREAD
 from tests.harness.ranks import RankPool
 from usp.__main__ import main
+from usp.parallel.cluster.hardware import AttentionRates, hardware_from_mapping
 from usp.predict import calibrate
 from usp.predict.calibrate import Measured, Plan, cautions, contents, measure
 from usp.predict.rounds import Estimate, Rounds, Timed

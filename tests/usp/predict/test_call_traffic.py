@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.predict.test_step_traffic import GroupOp, evenly
 from tests.usp.tiny import CONFIGS, VOCAB
@@ -18,6 +16,8 @@ from usp.config import TrainConfig
 from usp.hf.experts import router_modules
 from usp.hf.models import model_facts, scalar_config
 from usp.hf.tensor_parallel import model_shape
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 from usp.planning.call_cost import decode_traffic
 from usp.predict.job import Job
 from usp.predict.traffic import FLOAT32, INT64, Sent, all_reduce, merged, pass_parts

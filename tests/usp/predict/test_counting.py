@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import band_pairs
+from usp.attention import band_pairs
 from usp.predict.fake_world import HostMemory
 from usp.predict.meter import ACTIVATIONS, PARAMETERS, TRANSIENT, LiveMemory, StepMeter
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from attention import band_pairs
-from parallel import load_hardware
 from usp.__main__ import main
+from usp.attention import band_pairs
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
+from usp.parallel import load_hardware
 from usp.predict.compute import model_flops
 from usp.predict.job import Data, Job, even_documents
 from usp.predict.memory import footprint

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from parallel import load_hardware
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
+from usp.parallel import load_hardware
 from usp.predict.compute import head_seconds
 from usp.predict.job import Job
 from usp.predict.memory import footprint, host_bytes

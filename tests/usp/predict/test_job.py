@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from usp.config import TrainConfig
 from usp.hf.models import empty_model, load_model_config, model_facts, scalar_config
 from usp.hf.tensor_parallel import model_shape
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.predict.job import Job
 from usp.predict.traffic import stage_units
 from usp.run.failures import ConfigurationError

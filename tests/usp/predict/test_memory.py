@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from parallel import PP_SCHEDULES, load_hardware
 from tests.usp.tiny import tiny_model
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
+from usp.parallel import PP_SCHEDULES, load_hardware
 from usp.predict.job import Action, Job, Schedule, actions
 from usp.predict.memory import footprint, rank_host_bytes
 from usp.predict.seconds import least_seconds, step_seconds

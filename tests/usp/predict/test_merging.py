@@ -1,4 +1,4 @@
-"""The time of merging a ring step's results: the bytes that `attention.accumulate` reads and writes."""
+"""The time of merging a ring step's results: the bytes that `usp.attention.accumulate` reads and writes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import AttentionSpec, ring_schedule
-from attention.accumulate import AttentionSum, GradientSum, Rows
-from parallel import load_hardware
+from usp.attention import AttentionSpec, ring_schedule
+from usp.attention.accumulate import AttentionSum, GradientSum, Rows
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
+from usp.parallel import load_hardware
 from usp.predict.compute import ring_step_seconds
 from usp.predict.fake_world import HostMemory, stand_ins
 from usp.predict.meter import StepMeter

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from parallel import load_hardware
 from tests.usp.rlhf.test_dry_run import GRPO, step_of
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
+from usp.parallel import load_hardware
 from usp.predict.job import PASSES, Job
 from usp.predict.memory import forward_memory
 from usp.predict.seconds import pass_seconds, step_seconds

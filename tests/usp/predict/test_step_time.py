@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.paper_tables import attention_seconds
-from parallel import bubble_fraction, load_hardware
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
+from usp.parallel import bubble_fraction, load_hardware
 from usp.predict.compute import (
     BACKWARD,
     FORWARD,

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel import ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import SEQ_LEN, VOCAB, tiny_model
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.experts import router_modules
 from usp.hf.models import load_model_config
+from usp.parallel import ParallelMesh
+from usp.parallel.wire import SentBytes
 from usp.predict.job import Job
 from usp.predict.traffic import Sent, attention_plan, attention_traffic, merged, step_traffic
 from usp.train.build import EngineRecipe, build_engine, first_weights

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_numerics import (
     ALGORITHMS,
@@ -24,6 +23,7 @@ from tests.usp.rlhf.test_numerics import (
     weights_of,
 )
 from usp.hf.lora import Lora
+from usp.parallel import ProcessGroups
 from usp.rlhf.algorithms.critic_free import DAPO
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.graph import DataflowGraph, TrainStep

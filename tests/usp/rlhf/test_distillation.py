@@ -12,10 +12,10 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from parallel import ParallelMesh, ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_numerics import REWARD, alone, builder, given, weights_of
 from tests.usp.tiny import CONFIGS, SIZES, drawn_model
+from usp.parallel import ParallelMesh, ProcessGroups
 from usp.rlhf.algorithms.critic_free import OnPolicyDistillation
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.config import RlhfConfig

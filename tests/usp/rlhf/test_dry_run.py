@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh, ProcessGroups
 from tests.harness.memory import least_peak
 from tests.harness.ranks import RankPool
 from tests.usp.predict.real_step import peak_of_step
 from usp.__main__ import main
 from usp.config import TrainConfig
+from usp.parallel import ParallelMesh, ProcessGroups
 from usp.predict.meter import OPTIMIZER, PARAMETERS
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.dry_run import CallRun, dry_run_calls, samples_of

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from parallel import ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.runtime.test_executor import executor, plans
 from tests.usp.rlhf.toy import VOCABULARY, Alone, SharingModel, ppo, prompts, respond
+from usp.parallel import ProcessGroups
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.datasets import Example, FileExamples, hold_out
 from usp.rlhf.evaluation import Evaluator, evaluation_metrics, evaluation_step, pass_at_k

@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation, local_tensor
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.roles.test_role_model import ADAM, WholeSequences
 from tests.usp.rlhf.test_numerics import (
@@ -39,6 +37,8 @@ from usp.hf import lora as adapters
 from usp.hf.export import save_weights
 from usp.hf.lora import Lora, adapter_parameters, initialise_adapters, lora_config, lora_targets
 from usp.hf.models import load_model_config, scalar_config
+from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation, local_tensor
+from usp.parallel.wire import SentBytes
 from usp.rlhf.algorithms.algorithm import Options
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.config import RlhfConfig

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_config
 from tests.usp.rlhf.roles.test_role_model import ADAM, config_of
 from tests.usp.tiny import CONFIGS, LEARNING_RATE, VOCAB
 from usp.hf.disk import persistent_buffers
 from usp.hf.lora import Lora
+from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation
 from usp.rlhf.algorithms.critic_free import CISPO, GRPO, GSPO, OnPolicyDistillation, ReMax
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO

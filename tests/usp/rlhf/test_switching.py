@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from parallel import ParallelDims, ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_ahead import AHEAD, STEPS, executor_of, run_alone, shown_of
 from tests.usp.rlhf.test_numerics import (
@@ -20,6 +19,7 @@ from tests.usp.rlhf.test_numerics import (
     run,
     weights_of,
 )
+from usp.parallel import ParallelDims, ProcessGroups
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.named_plans import separation

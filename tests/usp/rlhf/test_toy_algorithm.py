@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from parallel import latest, read_extra
 from tests.harness.ranks import RankPool
+from usp.parallel import latest, read_extra
 from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.trainer import train_rlhf

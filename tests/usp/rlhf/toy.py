@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from parallel import ParallelMesh
+from usp.parallel import ParallelMesh
 from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, Reduce, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import LAYOUTS
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from usp import shard_batch, shard_sequence, unshard_sequence
+from usp.attention import LAYOUTS
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.sp.sequence import document_starts
 
 IDS = torch.arange(48).view(2, 24)

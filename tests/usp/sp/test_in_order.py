@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from attention import LAYOUTS, SequenceLayout
-from parallel import ParallelDims, ParallelMesh
 from tests.attention.strategies import specs, trees
 from tests.harness.ranks import RankPool
 from tests.usp.sp.planned_bytes import halo_bytes, state_bytes
 from usp import shard_sequence, unshard_sequence
+from usp.attention import LAYOUTS, SequenceLayout
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.sp.in_order import OrderedCall, SequenceOrder, layout_moves
 from usp.sp.scan import FromZero
 from usp.sp.spans import HaloPlan, SpanPlan, held_spans

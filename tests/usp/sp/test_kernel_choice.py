@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan
-from attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
-from attention.kernels.sdpa import CudnnKernel
-from parallel import load_hardware
+from usp.attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan
+from usp.attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
+from usp.attention.kernels.sdpa import CudnnKernel
+from usp.parallel import load_hardware
 from usp.sp.kernel_choice import PACKED, choose_head_groups, choose_kernel, kernel_on
 
 NAMES = {"h100": "NVIDIA H100 80GB HBM3", "a100": "NVIDIA A100-SXM4-80GB", "b200": "NVIDIA B200"}

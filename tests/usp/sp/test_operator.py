@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attention import KeepResults
-from parallel import ParallelDims, ParallelMesh
 from tests.e2e.processes import ROOT
 from tests.harness.ranks import RankPool
 from usp import UnifiedSPAttention
+from usp.attention import KeepResults
+from usp.parallel import ParallelDims, ParallelMesh
 
 pytestmark = pytest.mark.compiles
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from attention import KeepResults
-from parallel import ParallelDims, ParallelMesh, RanksDisagree, groups
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankError, RankPool
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
+from usp.attention import KeepResults
+from usp.parallel import ParallelDims, ParallelMesh, RanksDisagree, groups
+from usp.parallel.wire import SentBytes
 from usp.sp.sp_attention import LastResult, _window
 
 

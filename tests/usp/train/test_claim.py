@@ -19,10 +19,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from parallel import latest
 from tests.harness.ranks import RankPool
 from tests.parallel.checkpoint.test_checkpointer import overwrite, truncate
 from usp.config import TrainConfig
+from usp.parallel import latest
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.trainer import train_rlhf
 from usp.run.failures import ConfigurationError

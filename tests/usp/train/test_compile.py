@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_model
 from tests.usp.tiny import whole_loss
@@ -20,6 +19,7 @@ from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.shrink import VOCAB
 from usp.losses import NextTokenLoss
+from usp.parallel import ParallelMesh
 from usp.sp.sequence import split_rows
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.resolve import resolve

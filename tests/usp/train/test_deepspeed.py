@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from tests.harness.ranks import RankPool, run_ranks
 from tests.usp.tiny import ADAM_EPS, MAX_NORM, ROWS, packed_batch, tiny_model, train_alone
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
 from usp.train.engines.base import AdamW, Engine
 from usp.train.engines.fsdp2 import Fsdp2Engine
 

@@ -28,9 +28,6 @@ from torchao.quantization import quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
-from attention import SequenceLayout
-from parallel import ParallelMesh, local_tensor
-from parallel.reallocation.boxes import local_box
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import (
     ADAM_EPS,
@@ -46,11 +43,14 @@ from tests.usp.tiny import (
 )
 from tests.usp.train.test_lora import ALL, ALPHA, RANK, add_adapters
 from tests.usp.train.test_matrix import train
+from usp.attention import SequenceLayout
 from usp.config import TrainConfig
 from usp.hf.experts import expert_modules
 from usp.hf.float8 import RECIPES, MxLinear, float8_line
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
+from usp.parallel import ParallelMesh, local_tensor
+from usp.parallel.reallocation.boxes import local_box
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.build import EngineRecipe, build_engine, first_weights

@@ -16,8 +16,6 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from parallel import ParallelMesh, ProcessGroups
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool, run_ranks
 from tests.usp.hf.mixers.hybrids import FAMILIES, SIZES
 from tests.usp.tiny import (
@@ -36,6 +34,8 @@ from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.hf.weights import initialise
+from usp.parallel import ParallelMesh, ProcessGroups
+from usp.parallel.wire import SentBytes
 from usp.train.build import EngineRecipe, build_engine
 from usp.train.dry_run import dry_run
 from usp.train.step import part_of, train_step

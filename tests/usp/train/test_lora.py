@@ -19,8 +19,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from examples.models import tiny_config
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankError, RankPool
 from tests.usp.hf.test_every_model import plain, relative
 from tests.usp.hf.test_every_model import tiny_model as family_model
@@ -45,6 +43,8 @@ from usp.hf.export import save_weights
 from usp.hf.lora import ADAPTER, Lora, adapter_parameters, initialise_adapters, lora_config, lora_targets, save_adapter
 from usp.hf.models import load_model_config
 from usp.losses import NextTokenLoss, causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 from usp.predict.meter import OPTIMIZER
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch

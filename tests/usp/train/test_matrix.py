@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from parallel import ParallelMesh
 from tests.harness.ranks import RankPool, run_ranks
 from tests.usp.tiny import (
     ADAM_EPS,
@@ -30,6 +29,7 @@ from tests.usp.tiny import (
 )
 from usp import shard_batch
 from usp.config import TrainConfig
+from usp.parallel import ParallelMesh
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.engines.fsdp2 import Fsdp2Engine
 from usp.train.resolve import resolve

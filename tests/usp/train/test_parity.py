@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import FEW_STEPS, MAX_NORM, ROWS, STEPS, optimiser, packed_batch, tiny_model, train_alone
 from usp import apply_unified_sp, shard_batch, shard_sequence
 from usp.hf.integrate import decoder_layers
 from usp.losses import causal_lm_loss, global_token_count
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
 
 GRIDS = [
     (ParallelDims(ulysses=4, ring=2), "zigzag"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm, rank_stages, stage_layers
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import FEW_STEPS, MAX_NORM, ROWS, SIZES, optimiser, packed_batch, tiny_model, train_alone
 from usp import apply_unified_sp, shard_batch
@@ -16,6 +15,7 @@ from usp.hf.integrate import decoder_layers
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
+from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm, rank_stages, stage_layers
 from usp.sp.sequence import IGNORED_LABEL
 from usp.train.engines.base import PipelineRunner, joined
 

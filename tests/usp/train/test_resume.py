@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import latest
 from tests.harness.ranks import RankPool
 from usp.config import CurriculumStage, TrainConfig
 from usp.data.batches import BatchStream
+from usp.parallel import latest
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.checkpoints import CHECKPOINTS, Start, TrainingState, find_start

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_model
 from tests.usp.tiny import VOCAB as IDS
 from usp.config import TrainConfig
 from usp.hf.expert_parallel import apply_ep
 from usp.hf.routers import BIAS, RouterBias
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.checkpoints import CHECKPOINTS

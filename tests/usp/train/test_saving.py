@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from parallel.checkpoint import safetensors_storage
 from tests.harness.ranks import RankPool
 from tests.usp.train.test_claim import RUN, records_of
+from usp.parallel.checkpoint import safetensors_storage
 from usp.run.failures import CheckpointFailed, Stopped
 from usp.run.launch import Launch, StopRequest
 from usp.run.metrics import StepRecord

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from parallel import load_hardware
 from usp.config import CurriculumStage, TrainConfig
+from usp.parallel import load_hardware
 from usp.predict.memory import largest_footprint
 from usp.predict.seconds import step_seconds
 from usp.run.launch import Launch

@@ -12,16 +12,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from parallel import (
-    ParallelDims,
-    ParallelMesh,
-    ProcessGroups,
-    Reallocation,
-    gather_layout,
-    local_tensor,
-    plan_realloc,
-)
-from parallel.checkpoint.checkpointer import Checkpointer, latest
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import (
     ADAM_EPS,
@@ -40,6 +30,16 @@ from usp.config import TrainConfig
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.hf.prune import tied_ends
+from usp.parallel import (
+    ParallelDims,
+    ParallelMesh,
+    ProcessGroups,
+    Reallocation,
+    gather_layout,
+    local_tensor,
+    plan_realloc,
+)
+from usp.parallel.checkpoint.checkpointer import Checkpointer, latest
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.train.build import EngineRecipe, build_engine, first_weights, resumed_weights

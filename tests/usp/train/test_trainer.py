@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, PreTrainedModel
 
-from parallel import RanksDisagree
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from usp.commands.flags import parse
@@ -24,6 +22,8 @@ from usp.data.batches import Batch, Part, read_batch
 from usp.fields import AUTO_RATE
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
+from usp.parallel import RanksDisagree
+from usp.parallel.wire import SentBytes
 from usp.run.failures import ConfigurationError, TrainingDiverged
 from usp.run.launch import Launch
 from usp.train.prepare import prepare

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attention import SequenceLayout
+from usp.attention import SequenceLayout
 from usp.rlhf.graph import Generate
 
 Decode = Callable[[Iterable[int]], str]

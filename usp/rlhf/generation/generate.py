@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from attention import DecodeStep, KVCache, Prefill
-from attention.comm import gather_rows
-from parallel import ParallelMesh, local_tensor
+from usp.attention import DecodeStep, KVCache, Prefill
+from usp.attention.comm import gather_rows
 from usp.hf.expert_parallel import same_tokens, serve_experts
 from usp.hf.experts import expert_modules
 from usp.hf.integrate import rotary_switch, run_layers
@@ -32,6 +31,7 @@ from usp.hf.prune import model_parts
 from usp.hf.routers import ChoiceRecorder
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses import UNCHANGED, LogitTransform, softmax_dtype
+from usp.parallel import ParallelMesh, local_tensor
 from usp.rlhf.graph import ROUTED, Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 from usp.sp.sp_attention import UnifiedSPAttention

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from parallel import ParallelDims
 from usp.hf.compressors import compressors
 from usp.hf.experts import expert_modules
 from usp.hf.indexers import indexers
 from usp.hf.models import ModelConfig, empty_model, experts_per_token
 from usp.hf.positions import turns_by_length
 from usp.hf.prune import backbone
+from usp.parallel import ParallelDims
 from usp.rlhf.graph import DataflowGraph, Generate
 from usp.rlhf.plan.plan import OWN, ExecutionPlan
 

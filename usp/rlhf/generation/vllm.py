@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh, format_ranks
-from parallel.groups import gather_objects
-from parallel.reallocation.boxes import Box
 from usp.hf.disk import DiskTensor
 from usp.hf.models import ModelConfig
+from usp.parallel import ParallelMesh, format_ranks
+from usp.parallel.groups import gather_objects
+from usp.parallel.reallocation.boxes import Box
 from usp.rlhf.environments.sandbox import call
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from parallel import ParallelDims, divisors
 from usp.fields import shared_values
+from usp.parallel import ParallelDims, divisors
 from usp.rlhf.graph import DataflowGraph, Inference, ModelCall
 
 from .plan import CallLayout, ExecutionPlan

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, reduce
 
-from parallel import ParamLayout, ReallocPlan, format_ranks, plan_realloc
+from usp.parallel import ParamLayout, ReallocPlan, format_ranks, plan_realloc
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall, canonical, key_kinds
 
 from .plan import OWN, CallLayout, ExecutionPlan, optimizer_of

@@ -14,10 +14,10 @@ from dataclasses import dataclass, make_dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from attention import LAYOUTS
-from parallel import ZERO_STAGES, ParallelDims, format_ranks
+from usp.attention import LAYOUTS
 from usp.config import AC_MODES
 from usp.fields import AtLeast0, Rule, among, config_from_mapping, names_of, parameter_violations, shared_values
+from usp.parallel import ZERO_STAGES, ParallelDims, format_ranks
 from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
 from usp.rlhf.served import HTTP
 
@@ -37,7 +37,7 @@ class CallLayout:
         micro_batch_tokens: maximum tokens per micro-batch and data-parallel rank, unless one sample is longer; -1:
             `TOKENS_PER_RANK` for each of its sp ranks; 0: the fewest micro-batches that fill the pipeline.
         tp_sequence_parallel: shard activations over tp outside of the matrix multiplications.
-        sp_layout: how sequences are divided over sp: one of `attention.LAYOUTS`.
+        sp_layout: how sequences are divided over sp: one of `usp.attention.LAYOUTS`.
         ac, ac_offload: activation checkpointing of a train step; see `apply_activation_checkpointing`.
         mlp_tile: tokens per tile of an MLP; 0: no tiles. Calls that share weights have the same.
         loss_chunk: tokens whose logits exist at a time, of train and inference calls; 0: the run's --loss-chunk.

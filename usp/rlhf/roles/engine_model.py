@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelMesh
-from parallel.reallocation.boxes import local_box, local_part
 from usp.hf.disk import disk_layout, stored_tensors
 from usp.hf.lora import Lora, MergedWeights
 from usp.hf.models import empty_model
+from usp.parallel import ParallelMesh
+from usp.parallel.reallocation.boxes import local_box, local_part
 from usp.rlhf.generation.vllm import VllmEngine, pieces_of, whole_vocabulary
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.served import Piece

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import layout_name
-from parallel import ParallelMesh
+from usp.attention import layout_name
 from usp.fields import shared_values
 from usp.hf.disk import is_adapter, persistent_buffers
 from usp.hf.lora import Lora, adapters_off
@@ -27,6 +26,7 @@ from usp.hf.models import ModelConfig, is_scalar, materialise, model_facts
 from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
 from usp.losses import Head, LastHidden
+from usp.parallel import ParallelMesh
 from usp.rlhf.algorithms.objectives import NextToken
 from usp.rlhf.generation.generate import Generator, RolloutEngine, generate_samples
 from usp.rlhf.generation.partial import Group, go_on

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention import SequenceLayout
-from parallel import ParallelMesh
+from usp.attention import SequenceLayout
+from usp.parallel import ParallelMesh
 from usp.rlhf.graph import ROUTED, Sequences
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples

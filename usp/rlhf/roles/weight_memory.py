@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel.reallocation.boxes import local_part
 from usp.hf.disk import kept_names, persistent_buffers
 from usp.hf.prune import tied_ends
+from usp.parallel.reallocation.boxes import local_part
 
 
 class WeightMemory:

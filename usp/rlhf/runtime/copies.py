@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import (
+from usp.parallel import (
     DeltaReallocation,
     ParallelDims,
     ParallelMesh,
@@ -22,7 +22,7 @@ from parallel import (
     gather_layout,
     plan_realloc,
 )
-from parallel.reallocation.reallocation import Traffic
+from usp.parallel.reallocation.reallocation import Traffic
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
 from usp.rlhf.plan.plan import OWN, ExecutionPlan

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ProcessGroups, agree
-from parallel.groups import gather_objects
+from usp.parallel import ProcessGroups, agree
+from usp.parallel.groups import gather_objects
 from usp.rlhf.algorithms.algorithm import stateful
 from usp.rlhf.algorithms.policy import SPARE
 from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, TrainStep, canonical, tokens_key

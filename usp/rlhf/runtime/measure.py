@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from parallel import ParallelDims
+from usp.parallel import ParallelDims
 from usp.rlhf.algorithms.objectives import IS_MEAN, IS_SQUARE
 from usp.rlhf.graph import Compute, DataflowGraph, Generate, ModelCall, Reduce, tokens_key
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.groups import gather_objects
+from usp.parallel.groups import gather_objects
 from usp.rlhf.generation.partial import NOT_BEGUN, PER_TOKEN, Group, group_samples
 from usp.rlhf.graph import DataflowGraph, Generate
 from usp.rlhf.plan.plan import ExecutionPlan

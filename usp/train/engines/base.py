@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelMesh, local_tensor, rank_stages
-from parallel.fsdp import forget_forwards
-from parallel.pipeline import Pipeline
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
+from usp.parallel import ParallelMesh, local_tensor, rank_stages
+from usp.parallel.fsdp import forget_forwards
+from usp.parallel.pipeline import Pipeline
 
 # input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), other inputs of the head sharded alike, and
 # images, as `CausalLMStage` takes them
@@ -195,7 +195,7 @@ def _sendable(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 class PipelineRunner:
     """Runner of the stages of this rank: `Engine`'s forward_backward and evaluate, of micro-batches of the same shapes.
 
-    stages: in the order of `parallel.rank_stages`, after `apply_fsdp` with `zero`.
+    stages: in the order of `usp.parallel.rank_stages`, after `apply_fsdp` with `zero`.
     hidden_size, dtype: of the hidden states that a stage sends to the next.
     token_parts: ranks that share the tokens of a sequence-parallel rank: tp with tp_sequence_parallel.
     num_experts: of a model with a load-balancing loss, whose float32 counts (2, num_experts) are sent as well.

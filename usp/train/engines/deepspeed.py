@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel import ParallelMesh
 from usp.hf.disk import stored_tensors
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
+from usp.parallel import ParallelMesh
 
 from .base import AdamW, MicroBatch, count_choices, loss_share
 

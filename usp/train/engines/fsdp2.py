@@ -28,9 +28,6 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 from torch.optim._muon import _adjust_lr as adjusted_rate
 from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 
-from parallel import ParallelMesh, before_micro_batch, clip_grad_norm, local_tensor
-from parallel.fsdp import sum_tied_gradients
-from parallel.reallocation.boxes import Box, box_at
 from usp.hf.disk import is_adapter, stored_tensors
 from usp.hf.experts import expert_modules
 from usp.hf.float8 import update_scales
@@ -38,6 +35,9 @@ from usp.hf.integrate import decoder_layers
 from usp.hf.prune import tied_ends
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
+from usp.parallel import ParallelMesh, before_micro_batch, clip_grad_norm, local_tensor
+from usp.parallel.fsdp import sum_tied_gradients
+from usp.parallel.reallocation.boxes import Box, box_at
 
 from .base import AdamW, MicroBatch, PipelineRunner, count_choices, loss_share
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import on_first_rank
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
 from usp.hf.mixers import apply_mixers
+from usp.parallel import ParallelDims, ParallelMesh
 
 VOCAB, ROWS, SEQ_LEN = 48, 2, 64
 # The documents of two rows. They end inside spans, one has a single token, and the last row ends in padding.

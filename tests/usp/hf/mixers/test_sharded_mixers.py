@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from attention import LAYOUTS
-from parallel import ParallelDims, ParallelMesh
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf.mixers.hybrids import FAMILIES, SIZES, errors, hybrid, relative, sharded
 from tests.usp.sp.planned_bytes import halo_bytes, moved_bytes, state_bytes
 from usp import shard_sequence
+from usp.attention import LAYOUTS
 from usp.hf.mixers import apply_mixers, sharded_mixers
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.wire import SentBytes
 from usp.sp.in_order import SequenceOrder
 from usp.sp.spans import UNORDERED, HaloPlan
 

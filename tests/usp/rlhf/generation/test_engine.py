@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig
 
-from parallel import ParallelDims, ParallelMesh
-from parallel.reallocation.boxes import Box
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.generation.test_server import loaded, packed
 from tests.usp.tiny import SIZES, drawn_model
 from usp.hf.disk import disk_layout, stored_tensors
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.reallocation.boxes import Box
 from usp.rlhf.generation.vllm import EngineOptions, VllmEngine, pieces_of
 
 OPTIONS: dict[str, Any] = {"tp": 1, "experts": False, "dtype": torch.float32, "tokens": 96, "slots": 4}

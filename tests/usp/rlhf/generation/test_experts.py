@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, stage_layers
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
 from usp.hf import expert_parallel
@@ -19,6 +18,7 @@ from usp.hf.models import empty_model, materialise
 from usp.hf.prune import prune_to_stage
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh, stage_layers
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
 

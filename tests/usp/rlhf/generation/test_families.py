@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attention import DecodeStep, KVCache, Prefill
-from parallel import ParallelDims, ParallelMesh, stage_layers
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
+from usp.attention import DecodeStep, KVCache, Prefill
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.probe import structure
 from usp.hf.prune import prune_to_stage
 from usp.hf.shrink import VOCAB
 from usp.hf.stage import logit_transform
 from usp.hf.tensor_parallel import apply_tp
+from usp.parallel import ParallelDims, ParallelMesh, stage_layers
 from usp.rlhf.generation.generate import Generator, generation_problems
 from usp.rlhf.graph import Generate
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-import attention.decode
-from parallel import ParallelDims, ParallelMesh, stage_layers
+import usp.attention.decode
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import CONFIGS, SIZES, VOCAB, drawn_model
 from usp.hf.integrate import apply_unified_sp
@@ -21,6 +20,7 @@ from usp.hf.models import empty_model, materialise
 from usp.hf.prune import prune_to_stage
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh, stage_layers
 from usp.rlhf.generation.decoding import GeneratedResponse, Slots
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
@@ -244,7 +244,7 @@ def test_a_prompt_of_32k_tokens(ranks: RankPool) -> None:
 def broken(kind: str) -> float:
     """Return the largest error of a log-probability on a ring of two."""
     if kind == "merge":
-        attention.decode.merge_parts = lambda out, lse, sinks: out.mean(0)
+        usp.attention.decode.merge_parts = lambda out, lse, sinks: out.mean(0)
     if kind == "owner":
         decode_inputs = Slots.decode_inputs
         Slots.decode_inputs = lambda self, ranks, rank: decode_inputs(self, ranks, 0)

@@ -17,18 +17,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
-from attention import DecodeStep, KVCache
-from parallel import ParallelDims, ParallelMesh
 from tests.attention.cuda_calls import CheckCalls, DispatchedOps
 from tests.attention.test_decode import device_of
 from tests.harness.cuda_graphs import Capture, NotCapturable, graphs_on_cpu
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import TYPES, tiny_config
 from tests.usp.tiny import CONFIGS, SIZES, drawn_model
+from usp.attention import DecodeStep, KVCache
 from usp.hf.expert_parallel import apply_ep
 from usp.hf.integrate import apply_unified_sp
 from usp.hf.models import empty_model, materialise
 from usp.hf.tensor_parallel import apply_tp
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.predict.fake_world import fake_world
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.generation import generate

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.generation.test_generate import built, letters
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.generation.decoding import Rollout, Slots
 from usp.rlhf.generation.partial import NOT_BEGUN, Group, go_on, group_samples
 from usp.rlhf.graph import Generate

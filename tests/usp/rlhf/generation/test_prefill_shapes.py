@@ -11,11 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel import ParallelDims, ParallelMesh
-from parallel.cluster.hardware import load_hardware
 from tests.attention.cuda_calls import CheckCalls, DispatchedOps
 from tests.harness.ranks import RankPool
 from usp.hf.integrate import _MANY_LENGTHS
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.cluster.hardware import load_hardware
 from usp.predict.fake_world import fake_world
 from usp.rlhf.generation.decoding import Rollout, Slots, row_multiple
 from usp.rlhf.generation.generate import _PREFILL_TOKENS

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from parallel import ParallelDims, ParallelMesh, stage_layers
 from tests.harness.ranks import RankPool
 from usp.hf.integrate import apply_unified_sp
 from usp.hf.models import empty_model, materialise
 from usp.hf.prune import prune_to_stage
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh, stage_layers
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
 

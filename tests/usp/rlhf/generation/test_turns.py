@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from parallel import ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.environments.answers import Counts, Echo
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
 from usp.data.chats import Chat
+from usp.parallel import ParallelMesh
 from usp.rlhf.environments.episodes import Episodes, Observation, Processes
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.graph import Generate

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.generation.test_generate import built
 from tests.usp.rlhf.generation.test_partial import LENGTHS
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.graph import Generate
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelDims, ParallelMesh
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.generation.generate import Generator

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel import ParallelDims, ParallelMesh
-from parallel.reallocation.boxes import Box
 from tests.usp.rlhf.generation.test_partial import LENGTHS, WORK, begun, enough, same
 from tests.usp.rlhf.generation.test_vllm import DERIVED
 from usp.data.tokenizer import BYTE_VOCAB
 from usp.hf.disk import disk_layout, stored_tensors
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.reallocation.boxes import Box
 from usp.rlhf.generation.partial import go_on, group_samples
 from usp.rlhf.generation.vllm import EngineOptions, ServedEngine, VllmEngine, pieces_of
 from usp.rlhf.served import RolloutServer

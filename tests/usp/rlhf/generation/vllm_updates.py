@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel import ParallelDims, ParallelMesh
-from parallel.reallocation.boxes import Box
 from tests.usp.rlhf.generation.test_partial import LENGTHS
 from tests.usp.rlhf.generation.test_updates import TOKENS, assert_transformers_tokens
 from tests.usp.rlhf.generation.test_vllm import DERIVED
@@ -20,6 +18,8 @@ from usp.data.tokenizer import BYTE_VOCAB
 from usp.hf.disk import disk_layout, stored_tensors
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
+from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.reallocation.boxes import Box
 from usp.rlhf.generation.vllm import EngineOptions, ServedEngine, VllmEngine, pieces_of, server_problems
 from usp.rlhf.graph import Generate
 from usp.rlhf.served import RolloutServer

@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 
-from parallel import ParallelDims
 from tests.usp.rlhf.toy import ppo
+from usp.parallel import ParallelDims
 from usp.rlhf.algorithms.critic_free import GRPO
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.graph import DataflowGraph, Generate

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import ParallelDims, ParamLayout
 from tests.parallel.reallocation.layouts import KINDS, Grid
 from tests.usp.rlhf.toy import ppo
+from usp.parallel import ParallelDims, ParamLayout
 from usp.rlhf.graph import DataflowGraph, Inference, ModelCall
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, plan_weights, schedule, trained_copy, weight_copies

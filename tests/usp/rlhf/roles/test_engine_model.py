@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ProcessGroups, plan_realloc
-from parallel.reallocation.boxes import Box
-from parallel.reallocation.described_layout import Described, described_layout
-from parallel.reallocation.param_layout import Kind
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_numerics import ALGORITHMS, alone, builder, given
 from usp.hf.disk import DiskTensor, disk_layout, stored_tensors
 from usp.hf.lora import Lora
+from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups, plan_realloc
+from usp.parallel.reallocation.boxes import Box
+from usp.parallel.reallocation.described_layout import Described, described_layout
+from usp.parallel.reallocation.param_layout import Kind
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.generation import vllm
 from usp.rlhf.generation.decoding import GeneratedResponse

@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from parallel import ParallelDims, ParallelMesh, ProcessGroups
-from parallel.reallocation.boxes import local_box, local_part
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_config
 from tests.usp.tiny import ADAM_EPS, CONFIGS, LEARNING_RATE, MAX_NORM, VOCAB, drawn_model
@@ -22,6 +20,8 @@ from usp.hf.experts import logits_index, router_modules
 from usp.hf.export import save_weights
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import load_model_config, scalar_config
+from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups
+from usp.parallel.reallocation.boxes import local_box, local_part
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.generation.generate import generate_samples
 from usp.rlhf.graph import Generate, Inference, TrainStep

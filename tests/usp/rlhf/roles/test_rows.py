@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.rows import SEQUENCE, RowPlan, micro_batches, pack_lengths, plan_rows, sequences_of, unpack
 from usp.rlhf.samples import Samples

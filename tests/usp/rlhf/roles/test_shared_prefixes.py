@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ProcessGroups
-from parallel.reallocation.boxes import local_part
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import VOCAB
+from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups
+from usp.parallel.reallocation.boxes import local_part
 from usp.rlhf.graph import Inference, TrainStep
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.rows import Family, micro_batches, plan_rows, prefix_families, unpack

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_numerics import ONCE, builder, given, plan_of, weights_of
+from usp.parallel import ProcessGroups
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.roles.role_model import RoleModel

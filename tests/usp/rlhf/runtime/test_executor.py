@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.toy import HIDDEN, VOCABULARY, Alone, SharingModel, ToyModel, ppo, prompts
+from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups
 from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, Reduce
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.operations import WeightCopy

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.toy import Alone, ToyModel, ppo, prompts
+from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall, TrainStep
 from usp.rlhf.plan.named_plans import Facts, flattening, separation
 from usp.rlhf.plan.operations import schedule

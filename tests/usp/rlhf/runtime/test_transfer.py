@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel import ParallelDims
+from usp.parallel import ParallelDims
 from usp.rlhf.graph import KeyKind
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.runtime.transfer import TransferEnd, message_bytes, plan_transfer

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from parallel import load_hardware
 from tests.harness.ranks import RankPool
 from usp.commands.flags import parse
 from usp.config import CurriculumStage, TrainConfig, by_stage, read_stages
 from usp.fields import config_from_mapping
+from usp.parallel import load_hardware
 from usp.planning.choice import choose
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch

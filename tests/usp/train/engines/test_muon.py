@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from parallel import ParallelMesh
-from parallel.reallocation.boxes import local_box
-from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import ADAM_EPS, ROWS, SEQ_LEN, loss_alone, packed_batch, tiny_model, whole_loss
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.models import empty_model, load_model_config
+from usp.parallel import ParallelMesh
+from usp.parallel.reallocation.boxes import local_box
+from usp.parallel.wire import SentBytes
 from usp.predict.meter import OPTIMIZER
 from usp.run.failures import ConfigurationError
 from usp.train.build import EngineRecipe, build_engine, first_weights

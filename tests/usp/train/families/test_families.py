@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from parallel import ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
 from tests.usp.tiny import whole_loss
@@ -25,6 +24,7 @@ from usp.hf.experts import has_balancing_loss
 from usp.hf.models import FAMILIES, aux_loss_coefficient, load_model_config, model_facts, training_problems
 from usp.hf.prune import tied_ends
 from usp.hf.shrink import VOCAB
+from usp.parallel import ParallelMesh
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.build import EngineRecipe, build_engine, first_weights

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from parallel import ParallelMesh
 from tests.harness.ranks import RankError, RankPool
 from tests.usp.hf.mixers.hybrids import hybrid
 from tests.usp.tiny import drawn_model, optimizer_steps, whole_loss
@@ -22,6 +21,7 @@ from usp.config import TrainConfig
 from usp.hf.export import save_weights
 from usp.hf.models import model_facts
 from usp.model.facts import NO_ATTENTION, training_flops
+from usp.parallel import ParallelMesh
 from usp.run.launch import Launch
 from usp.sp.sequence import shard_batch
 from usp.train.build import EngineRecipe, build_engine, first_weights

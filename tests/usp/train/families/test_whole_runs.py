@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from usp.hf.models import load_model_config, materialise, model_facts
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
 from usp.train.build import EngineRecipe, build_stages, first_weights
