@@ -22,7 +22,7 @@ from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, OF_DOCUMENTS, SequenceLayout, Span, counted_windows, layout_name, parse_layout
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
-from .sparse import Choice, SparseProgram, attend_to_rows, chosen_rows, token_tiles
+from .sparse import KeyChoice, SparseProgram, attend_to_rows, chosen_rows, token_tiles
 from .spec import AttentionSpec, Joint, MaskMod
 from .tiles import with_mask_mod
 from .unified import UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward

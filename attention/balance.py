@@ -52,7 +52,7 @@ def causal_pairs(tokens: int, windows: Windows) -> int:
     return pairs
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Tokens [begin, end) of the document that starts at position `start`. density: pairs of one, on average."""
 
     density: float
@@ -131,7 +131,7 @@ class _Row:
     keys: memoryview
 
     @staticmethod
-    def of(boundaries: tuple[int, ...], seq_len: int, ring: int, windows: Windows) -> tuple[_Row, list[Piece]]:
+    def of(boundaries: tuple[int, ...], seq_len: int, ring: int, windows: Windows) -> tuple[_Row, list[DocumentPiece]]:
         """Return the facts, and the documents in ascending density."""
         documents = [(b - a, a) for a, b in pairwise(boundaries) if a < b]
         longest, padding, tokens = max(documents, default=(0, 0))[0], seq_len - boundaries[-1], seq_len // ring
@@ -148,17 +148,19 @@ class _Row:
             pool.insert(0, row.piece(longest, longest + padding, boundaries[-1] - longest))
         return row, pool
 
-    def piece(self, begin: int, end: int, start: int) -> Piece:
-        return Piece((self.pairs[end] - self.pairs[begin]) / (end - begin), begin, end, start)
+    def piece(self, begin: int, end: int, start: int) -> DocumentPiece:
+        return DocumentPiece((self.pairs[end] - self.pairs[begin]) / (end - begin), begin, end, start)
 
-    def work(self, piece: Piece) -> int:
+    def work(self, piece: DocumentPiece) -> int:
         """Return its pairs."""
         return self.pairs[piece.end] - self.pairs[piece.begin]
 
-    def divisions(self, pool: list[Piece], ring: int) -> Iterator[tuple[list[Piece], ...]]:
+    def divisions(self, pool: list[DocumentPiece], ring: int) -> Iterator[tuple[list[DocumentPiece], ...]]:
         """Yield divisions, as the pieces of each rank."""
         width = max(1, min(WIDTH, EFFORT // (len(pool) * ring)))
-        begun: list[tuple[float, int, list[Piece], tuple[list[Piece], ...]]]  # keys, pairs, pool; what ranks have
+        begun: list[
+            tuple[float, int, list[DocumentPiece], tuple[list[DocumentPiece], ...]]
+        ]  # keys, pairs, pool; what ranks have
         begun = [(0.0, sum(map(self.work, pool)), pool, ())]
         for left in range(ring, 0, -1):
             found: list[tuple[float, int, Mixture]] = []
@@ -183,11 +185,11 @@ class _Row:
                     break
         yield from (given for *_, given in begun)
 
-    def packed(self, pool: list[Piece], ring: int, mean: float) -> list[list[Piece]]:
+    def packed(self, pool: list[DocumentPiece], ring: int, mean: float) -> list[list[DocumentPiece]]:
         """Divide documents, each of which a rank could have: from the densest on they go to the rank that lacks most
         pairs for a token and has room; those that no rank has room for are cut."""
-        lacking, given = [(self.tokens, mean)] * ring, [list[Piece]() for _ in range(ring)]
-        neediest, left = [(-mean / self.tokens, rank) for rank in range(ring)], list[Piece]()
+        lacking, given = [(self.tokens, mean)] * ring, [list[DocumentPiece]() for _ in range(ring)]
+        neediest, left = [(-mean / self.tokens, rank) for rank in range(ring)], list[DocumentPiece]()
         slack = max(0.0, self.most - mean)
         for piece in reversed(pool):
             passed = []
@@ -211,7 +213,7 @@ class _Row:
             given[rank] += taken
         return given
 
-    def mixtures(self, pool: list[Piece], tokens: int, most: float) -> list[Mixture]:
+    def mixtures(self, pool: list[DocumentPiece], tokens: int, most: float) -> list[Mixture]:
         """Return mixtures of so many tokens with at most so many pairs, and hardly fewer where the pool has more; if
         there are none, mixtures with more. pool: in ascending density."""
         found: list[Mixture] = []
@@ -262,7 +264,7 @@ class _Row:
         pairs, end = self.pairs, end - tokens
         return low + bisect_left(range(low, high), True, key=lambda few: pairs[begin + few] - pairs[end + few] <= room)
 
-    def take(self, pool: list[Piece], mixture: Mixture) -> tuple[list[Piece], list[Piece]]:
+    def take(self, pool: list[DocumentPiece], mixture: Mixture) -> tuple[list[DocumentPiece], list[DocumentPiece]]:
         """Return the pieces of a mixture, and the pool without them."""
         _, first, stop, high, other, few, many = mixture
         taken, rest = pool[first:stop] + pool[high:], pool[:first] + pool[stop:high]
@@ -279,7 +281,7 @@ class _Row:
         return taken, rest
 
 
-def _ranges(pieces: Iterable[Piece]) -> Iterator[Range]:
+def _ranges(pieces: Iterable[DocumentPiece]) -> Iterator[Range]:
     """Yield ascending ranges of positions, neighbors joined."""
     ranges = sorted((start + begin, start + end) for _, begin, end, start in pieces)
     begin, end = ranges[0]

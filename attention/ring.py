@@ -20,12 +20,14 @@ from torch.autograd.function import once_differentiable
 from .accumulate import AttentionSum, GradientSum, accumulate_dtype, converted
 from .comm import Channel, Pending, named
 from .keep import Keep
-from .kernels.base import Kernel, Launch, Taken, attend, attend_backward, without_autocast
+from .kernels.base import Kernel, KernelLaunch, Taken, attend, attend_backward, without_autocast
 from .schedule import Message, RingSchedule, Step
 from .spec import AttentionSpec
 
 Slices = tuple[tuple[int, int], ...]
-Blocks = Iterator[tuple[tuple[Launch, ...], tuple[Tensor, Tensor]]]  # of each step: its launches, and keys and values
+Blocks = Iterator[
+    tuple[tuple[KernelLaunch, ...], tuple[Tensor, Tensor]]
+]  # of each step: its launches, and keys and values
 Between = Callable[[int], None]
 
 
@@ -36,7 +38,7 @@ class RingProgram:
     steps: tuple[Step, ...]
     spec: AttentionSpec
     kernel: Kernel
-    launches: tuple[tuple[Launch, ...], ...]  # per step
+    launches: tuple[tuple[KernelLaunch, ...], ...]  # per step
     kv_index: Tensor | None = None  # the KV head of each query head where standard GQA grouping is wrong (heads.py)
     dkv_dtype: torch.dtype | None = None  # of partial dK and dV in messages; None for the dtype of accumulation
     merged: Slices = ()  # joint queries: see `RingSchedule`

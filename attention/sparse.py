@@ -151,7 +151,7 @@ class SparseProgram:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class KeyChoice:
     """The keys that one ring rank's queries attend to, and what ranks exchange of them.
 
     index: (T, k) int32, the row of each key among own (T) and then received ones, by owner; -1 for none.
@@ -164,7 +164,7 @@ class Choice:
     received: tuple[int, ...]
 
 
-def choose(indices: Tensor, program: SparseProgram, ulysses: Channel, ring: Channel) -> Choice:
+def choose(indices: Tensor, program: SparseProgram, ulysses: Channel, ring: Channel) -> KeyChoice:
     """Find what a call exchanges. Collective over both axes.
 
     indices: (B, S, k), or (B, S, K, k) for each KV head: the positions in its row that each of this rank's queries
@@ -178,7 +178,7 @@ def choose(indices: Tensor, program: SparseProgram, ulysses: Channel, ring: Chan
     slots, chosen = program.chosen(program.keys(indices.reshape(-1, *of_query)))
     tokens, own = len(slots), program.rank
     if ring.size == 1:
-        return Choice(slots, slots.new_empty(0), (0,), (0,))
+        return KeyChoice(slots, slots.new_empty(0), (0,), (0,))
     bits = _bits(chosen)
     with named("keys that other ranks chose"):
         parts = [bits.shape[1]] * ring.size
@@ -190,7 +190,7 @@ def choose(indices: Tensor, program: SparseProgram, ulysses: Channel, ring: Chan
         at = slots[rows]
         slots[rows] = torch.where(at >= 0, table[at.clamp(min=0).long()], -1)
     sent, received = (tuple(x.sum(1).tolist()) for x in (asked, chosen))
-    return Choice(slots, asked.nonzero()[:, 1], sent, received)
+    return KeyChoice(slots, asked.nonzero()[:, 1], sent, received)
 
 
 def chosen_rows(
@@ -215,7 +215,7 @@ class SparseAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, choice: Choice, program: SparseProgram, channel: Channel, keep: Keep, weighed):
+    def forward(ctx, q, k, v, sinks, choice: KeyChoice, program: SparseProgram, channel: Channel, keep: Keep, weighed):
         def attention() -> tuple[Tensor, Tensor, Tensor | None]:
             keys = _by_head(*_received(k, v, choice, channel), program.kv_index)
             with named("attention to chosen keys"), without_autocast(q.device):
@@ -254,13 +254,13 @@ def attend_to_rows(
     index, -1 for none, which are keys and values alike. It takes scale and softcap of `spec`. Communicates nothing."""
     none = index_BSk.new_empty(0)
     program = SparseProgram(spec, 1, 0, none, none, none)
-    choice = Choice(index_BSk.flatten(0, 1), none, (0,), (0,))
+    choice = KeyChoice(index_BSk.flatten(0, 1), none, (0,), (0,))
     call = choice, program, Channel(None), keep, False
     out, lse, _ = SparseAttention.apply(q_BSNH.flatten(0, 1), rows_MKH, rows_MKH, None, *call)
     return out.unflatten(0, q_BSNH.shape[:2]), lse.unflatten(0, q_BSNH.shape[:2])
 
 
-def _received(k: Tensor, v: Tensor, choice: Choice, channel: Channel) -> tuple[Tensor, Tensor]:
+def _received(k: Tensor, v: Tensor, choice: KeyChoice, channel: Channel) -> tuple[Tensor, Tensor]:
     """Return own (T, ...) and then received keys and values, (M, K, H) and (M, K, V)."""
     if channel.size == 1:
         return k, v
@@ -272,7 +272,7 @@ def _received(k: Tensor, v: Tensor, choice: Choice, channel: Channel) -> tuple[T
 
 
 def _returned(
-    dk: Tensor, dv: Tensor, choice: Choice, channel: Channel, dtype: torch.dtype | None
+    dk: Tensor, dv: Tensor, choice: KeyChoice, channel: Channel, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """Return the complete gradients (T, ...) of own keys and values, from those (M, ...) of own and received ones."""
     if channel.size == 1:

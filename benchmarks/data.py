@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.harness.record import Record, finish
 from tests.harness.ranks import RankPool
 from usp.config import TrainConfig
-from usp.data.batches import Batch, BatchReader, Part
+from usp.data.batches import BatchReader, Part, TokenBatch
 from usp.data.sources import STDLIB, find_files
 from usp.data.tokenizer import BYTES
 from usp.run.launch import Launch
@@ -122,7 +122,7 @@ def measure(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def digest(batch: Batch) -> str:
+def digest(batch: TokenBatch) -> str:
     tensors = (batch.input_ids, batch.shift_labels, batch.cu_seqlens)
     return hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in tensors), digest_size=8).hexdigest()
 

@@ -97,9 +97,9 @@ def mix_experts(
     order_R, counts_E = sorted_by_expert(choices_TK.flatten(), num_experts)
     inverse_R = order_R.argsort()
     plan = plan_dispatch(counts_E, group)
-    rows_RH = _Gather.apply(tokens_TH, order_R, inverse_R, choices_TK.shape[1])
+    rows_RH = _Permute.apply(tokens_TH, order_R, inverse_R, choices_TK.shape[1])
     results_GH = experts(dispatch(rows_RH, plan, group), plan.rows)
-    chosen_RH = _Gather.apply(combine(results_GH, plan, group), inverse_R, order_R, 1)
+    chosen_RH = _Permute.apply(combine(results_GH, plan, group), inverse_R, order_R, 1)
     chosen_TKH = chosen_RH.view(*choices_TK.shape, tokens_TH.shape[1])
     if weights_TK.dtype == chosen_TKH.dtype:  # a product sums without storing weighted rows
         return torch.bmm(weights_TK.unsqueeze(1), chosen_TKH).squeeze(1).clone()  # FSDP2 hooks no views
@@ -185,7 +185,7 @@ def _exchange(x: Tensor, send: list[int], receive: list[int], group: dist.Proces
     return received
 
 
-class _Gather(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     """`apply(x, index, inverse, repeats)` -> x[index // repeats]: each row of x, `repeats` times, permuted, and back by
     the permutation `inverse`. The backward of plain indexing would sum in any order."""
 

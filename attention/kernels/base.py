@@ -25,7 +25,7 @@ LSE_COLUMNS = 8  # added to the head dim of v in a backward with a gradient of l
 
 
 @dataclass(frozen=True, eq=False)
-class Launch:
+class KernelLaunch:
     """One kernel call: runs of queries against runs of keys, with the same kind of mask.
 
     Every query row that is not padding has at least one visible key.
@@ -104,12 +104,12 @@ class Kernel(ABC):
         """`refuses` on a device that it runs on."""
 
     @abstractmethod
-    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[KernelLaunch, ...]:
         """Lower tasks to launches. No query row occurs twice in one launch; no pair occurs in two."""
 
     @abstractmethod
     def forward(
-        self, q_nANH: Tensor, k_nBKH: Tensor, v_nBKV: Tensor, launch: Launch, spec: AttentionSpec
+        self, q_nANH: Tensor, k_nBKH: Tensor, v_nBKV: Tensor, launch: KernelLaunch, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Return out (n, A, N, V) in q's dtype and natural-log lse (n, N, A) in fp32 (fp64 for fp64)."""
 
@@ -122,7 +122,7 @@ class Kernel(ABC):
         v_nBKV: Tensor,
         out_nANV: Tensor,
         lse_nNA: Tensor,
-        launch: Launch,
+        launch: KernelLaunch,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq (n, A, N, H), dk (n, B, K, H) and dv (n, B, K, V).
@@ -136,7 +136,7 @@ Taken = dict[object, tuple[Tensor, ...]]  # what launches have taken of tensors 
 
 
 def attend(
-    kernel: Kernel, launches: tuple[Launch, ...], q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, spec: AttentionSpec,
+    kernel: Kernel, launches: tuple[KernelLaunch, ...], q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, spec: AttentionSpec,
     total: AttentionSum, taken: Taken,
 ) -> None:  # fmt: skip
     """Add a block's attention to `total`."""
@@ -175,7 +175,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def attend_backward(
-    kernel: Kernel, launches: tuple[Launch, ...], dout_TNV: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor,
+    kernel: Kernel, launches: tuple[KernelLaunch, ...], dout_TNV: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor,
     out_TNV: Tensor, lse_TN: Tensor, spec: AttentionSpec, sums: tuple[GradientSum, GradientSum, GradientSum],
     dlse_TN: Tensor | None, taken: Taken,
 ) -> None:  # fmt: skip

@@ -17,7 +17,7 @@ from usp.attention.accumulate import Rows
 from usp.attention.bands import Task, Tasks, Tile, layers
 from usp.attention.intervals import Array
 
-from .base import Launch
+from .base import KernelLaunch
 
 CHUNK = 256  # rows of a ragged band computed together with one mask
 TINY = 32  # tasks with no longer side are batched: separate calls would cost more than the computation
@@ -26,7 +26,7 @@ SMALLEST_PAD = 16  # sides of batched tasks are padded to this or to TINY
 
 
 @dataclass(frozen=True, eq=False)
-class DenseLaunch(Launch):
+class DenseLaunch(KernelLaunch):
     """`causal`: square and top-left aligned. `mask`: float, 0 or -inf, (A, B) or (n, 1, A, B); of a mask by function
     (1, N or 1, A, B), bool if it is large. `empty`: (1, N or 1, A), rows of such a mask without a visible key, if there
     are any."""
@@ -55,7 +55,7 @@ class DenseLowering:
     leaf: int | None = None
     masks: dict[tuple[int, int, int | None, int | None], Tensor] = field(default_factory=dict)
 
-    def lower(self, tasks: Sequence[Task]) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task]) -> tuple[KernelLaunch, ...]:
         tasks = Tasks.of(tasks)
         rows = tasks.rows
         tiny = np.maximum(rows[:, 1] - rows[:, 0], rows[:, 3] - rows[:, 2]) <= TINY
@@ -66,13 +66,13 @@ class DenseLowering:
         tiles = (self._tile(tile, masks[id(tile.mask)], biases[id(tile.mask)]) for tile in tasks.tiles)
         return (*large, *self._gathered(rows[tiny]), *tiles)
 
-    def _tile(self, tile: Tile, visible: Tensor, mask: Tensor) -> Launch:
+    def _tile(self, tile: Tile, visible: Tensor, mask: Tensor) -> KernelLaunch:
         _, queries, keys = tile.mask.shape
         empty = ~visible.any(-1)
         rows = Rows.of(tile.q_start, tile.q_start + queries), Rows.of(tile.k_start, tile.k_start + keys)
         return DenseLaunch(*rows, mask=mask, empty=empty if empty.any() else None)
 
-    def _large(self, task: Task) -> Iterator[Launch]:
+    def _large(self, task: Task) -> Iterator[KernelLaunch]:
         if task.full:
             yield self._launch(task)
         elif task.lowest is not None and task.highest is None:
@@ -93,7 +93,7 @@ class DenseLowering:
             for start in range(task.q_start, task.q_stop, CHUNK):
                 yield from self._chunk(task, (start, start + CHUNK))
 
-    def _triangle(self, task: Task) -> Iterator[Launch]:
+    def _triangle(self, task: Task) -> Iterator[KernelLaunch]:
         """Split a causal square into triangles on its diagonal, one launch, and squares below, one launch per size.
 
         1 . . .     2^depth triangles (1), half as many squares of the same size (2), a quarter of twice the size (3)
@@ -117,7 +117,7 @@ class DenseLowering:
         if rest is not None:
             yield from self._large(rest)
 
-    def _chunk(self, task: Task, rows: tuple[int, int]) -> Iterator[Launch]:
+    def _chunk(self, task: Task, rows: tuple[int, int]) -> Iterator[KernelLaunch]:
         """Split some rows of a band into ragged left, full middle and ragged right, unless one launch is as good."""
         chunk = task.cut(rows, (task.k_start, task.k_stop))
         assert chunk is not None
@@ -134,7 +134,7 @@ class DenseLowering:
             if part is not None:
                 yield self._launch(part)
 
-    def _launch(self, task: Task) -> Launch:
+    def _launch(self, task: Task) -> KernelLaunch:
         mask = None if task.full else self._mask(task)
         return DenseLaunch(Rows.of(task.q_start, task.q_stop), Rows.of(task.k_start, task.k_stop), mask=mask)
 
@@ -144,7 +144,7 @@ class DenseLowering:
             self.masks[key] = _float_mask(band_mask(*key), self.dtype).to(self.device)
         return self.masks[key]
 
-    def _gathered(self, rows: Array) -> Iterator[Launch]:
+    def _gathered(self, rows: Array) -> Iterator[KernelLaunch]:
         """Batch tiny tasks of similar size with padding; no query row occurs twice in a launch. rows: of `Tasks`."""
         order, layer = layers(rows)
         rows = rows[order]

@@ -14,7 +14,7 @@ from usp.attention.accumulate import accumulate_dtype
 from usp.attention.bands import Task, Tasks
 from usp.attention.spec import AttentionSpec
 
-from .base import Device, Kernel, Launch
+from .base import Device, Kernel, KernelLaunch
 from .dense import DenseLaunch, DenseLowering
 
 TILE = 1024  # rows and columns of scores held at once
@@ -28,7 +28,7 @@ class ReferenceKernel(Kernel):
     ) -> str | None:
         return None if dtype.is_floating_point else f"dtype={dtype} is not a floating-point type"
 
-    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[KernelLaunch, ...]:
         tiles = [
             tile
             for task in tasks
@@ -64,7 +64,7 @@ def _grouped(x_nANH: Tensor, kv_heads: int) -> Tensor:
     return x_nANH.unflatten(2, (kv_heads, -1))
 
 
-def _scores(q_nANH: Tensor, k_nBKH: Tensor, launch: Launch, spec: AttentionSpec) -> tuple[Tensor, Tensor | float]:
+def _scores(q_nANH: Tensor, k_nBKH: Tensor, launch: KernelLaunch, spec: AttentionSpec) -> tuple[Tensor, Tensor | float]:
     """Return the masked scores (n, K, G, A, B) and the derivative of the softcap at each."""
     assert isinstance(launch, DenseLaunch)
     dtype = accumulate_dtype(q_nANH.dtype)

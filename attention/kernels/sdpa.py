@@ -15,7 +15,7 @@ from torch import Tensor
 from usp.attention.bands import Task
 from usp.attention.spec import AttentionSpec
 
-from .base import Device, Kernel, Launch
+from .base import Device, Kernel, KernelLaunch
 from .dense import DenseLaunch, DenseLowering
 from .reference import ReferenceKernel
 
@@ -42,7 +42,7 @@ class _DenseKernel(Kernel):
             return f"softcap={spec.softcap} is not supported by the op"
         return None
 
-    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[KernelLaunch, ...]:
         return DenseLowering(device, dtype).lower(tasks)
 
     def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):
@@ -95,7 +95,7 @@ class CpuFlashKernel(_DenseKernel):
     def pads(self, head_dim: int, v_head_dim: int, backward: bool) -> bool:
         return True
 
-    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[KernelLaunch, ...]:
         # The op's causal mode skips only whole blocks of 512 keys, so small triangles cost twice their visible pairs.
         # In half precision, its small squares are even slower.
         leaf = LEAF if dtype in (torch.float32, torch.float64) else None

@@ -20,13 +20,13 @@ from usp.attention.bands import FAR, Task, Tasks, layers
 from usp.attention.intervals import Array, expanded
 from usp.attention.spec import AttentionSpec
 
-from .base import Device, Kernel, Launch
+from .base import Device, Kernel, KernelLaunch
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class VarlenLaunch(Launch):
+class VarlenLaunch(KernelLaunch):
     """cu_seqlens of queries and keys (int32, on the device), longest runs, and the (left, right) window.
 
     Query i of m sees key j of n iff i + n - m - left <= j <= i + n - m + right; -1 for no limit, as in FlashAttention.
@@ -103,7 +103,7 @@ class VarlenKernel(Kernel):
                 return f"{name}={size} must be a multiple of 8, at most {self.widest}"
         return None
 
-    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+    def lower(self, tasks: Sequence[Task], device: torch.device, dtype: torch.dtype) -> tuple[KernelLaunch, ...]:
         return tuple(lower_varlen(tasks, device))
 
     def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.harness.record import Record, finish
 from tests.harness.ranks import RankPool
-from usp.predict.calibrate import WIDE, Measured, Plan, cautions, contents, measure
+from usp.predict.calibrate import WIDE, CallTimes, Plan, cautions, contents, measure
 from usp.predict.rounds import Estimate
 
 ESTIMATES: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -70,7 +70,7 @@ def plan_of(host_size: int, quick: bool) -> Plan:
     return Plan.of(torch.device("cpu"), host_size, HEADS, HEAD_DIM)
 
 
-def on_a_rank(host_size: int, quick: bool) -> tuple[Measured, list[str]]:
+def on_a_rank(host_size: int, quick: bool) -> tuple[CallTimes, list[str]]:
     """Return what a calibration measures, without its process groups, and what it says: cautions, or why it refuses."""
     plan = plan_of(host_size, quick)
     measured = measure(plan)
@@ -81,7 +81,7 @@ def on_a_rank(host_size: int, quick: bool) -> tuple[Measured, list[str]]:
     return replace(measured, kernels={}, tiers=[]), said
 
 
-def disagreement(measured: Sequence[Measured], estimate: Callable[[Sequence[float]], float]) -> dict[str, float]:
+def disagreement(measured: Sequence[CallTimes], estimate: Callable[[Sequence[float]], float]) -> dict[str, float]:
     """Return how far the estimates of each time lie apart, relative to the smallest."""
     found = {}
     for name in measured[0].turns:
@@ -90,7 +90,7 @@ def disagreement(measured: Sequence[Measured], estimate: Callable[[Sequence[floa
     return found
 
 
-def row(case: str, measured: Sequence[Measured], said: Sequence[Sequence[str]]) -> dict[str, Any]:
+def row(case: str, measured: Sequence[CallTimes], said: Sequence[Sequence[str]]) -> dict[str, Any]:
     apart = {name: disagreement(measured, estimate) for name, estimate in ESTIMATES.items()}
     ours = apart["fastest eighth"]
     far = [name for name, one in ours.items() if one > WIDE]

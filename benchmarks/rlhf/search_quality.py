@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness.record import Record, finish
 from usp.parallel import load_hardware
-from usp.planning.rlhf_question import Question, model_shapes, role_config
+from usp.planning.rlhf_question import RlhfQuestion, model_shapes, role_config
 from usp.planning.rlhf_search import Baseline, Found, Problem, baselines, search
 from usp.planning.workload import Workload
 from usp.rlhf.algorithms.ppo import PPO
@@ -47,7 +47,7 @@ def problem(case: Case) -> tuple[Problem, tuple[Baseline, ...]]:
     """Return the problem with every call predicted, and the named plans."""
     graph = build_graph("ppo", PPO(generate=Generate(max_new_tokens=TOKENS)))
     names = {role: case.actor if role in ("actor", "ref") else case.critic for role in graph.roles}
-    question = Question(
+    question = RlhfQuestion(
         graph=graph,
         models=model_shapes({role: (name, role_config(role, name)) for role, name in names.items()}),
         workload=Workload.of(PROMPTS, 1, TOKENS, (TOKENS,)),

@@ -33,7 +33,7 @@ from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import calibrated, in_turns
 from benchmarks.harness.record import Record, finish
 from usp.parallel import ProcessGroups
-from usp.planning.rlhf_question import Question, answer, layout_text
+from usp.planning.rlhf_question import RlhfQuestion, answer, layout_text
 from usp.planning.run_plan import question_of
 from usp.predict.calibrate import Plan
 from usp.predict.rounds import OtherLoad
@@ -166,7 +166,7 @@ def searched(
     config: RlhfConfig,
     launch: Launch,
     budget: float,
-    estimated: Callable[[Question], Question] = lambda question: question,
+    estimated: Callable[[RlhfQuestion], RlhfQuestion] = lambda question: question,
 ) -> dict[str, Planned]:
     """Return the searched plan and the named ones, the same on every rank: rank 0 searches.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from usp.hf.models import model_facts, with_layers
 from usp.hf.shapes import shape_of
 from usp.parallel import ParallelMesh, ProcessGroups
-from usp.planning.estimates import PREFILL, UPDATE, Measurements, Part, Sizes, layout_key, model_key, work_of
+from usp.planning.estimates import PREFILL, UPDATE, Measurements, Sizes, TimedPart, layout_key, model_key, work_of
 from usp.planning.question import silent
 from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS
@@ -25,7 +25,7 @@ from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.samples import Samples
 
-Timings = Iterator[tuple[Part, tuple[int, int, int], float]]  # (part, (layers, sequences, tokens), seconds)
+Timings = Iterator[tuple[TimedPart, tuple[int, int, int], float]]  # (part, (layers, sequences, tokens), seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ def measure_calls(
     for one in asked:
         config = one.spec.config
         key = model_key(shape_of(model_facts(one.spec.source, config), config), one.spec.dtype)
-        part = Part(key, work_of(one.call), layout_key(one.layout))
+        part = TimedPart(key, work_of(one.call), layout_key(one.layout))
         if part in points:
             continue
         progress(f"{part.work} of {part.model}: {part.layout}")
@@ -71,7 +71,7 @@ class _Run:
     """The model of a call, at one depth; None on a rank that has no part of it."""
 
     asked: Asked
-    part: Part
+    part: TimedPart
     layers: int
     sizes: Sizes
     mesh: ParallelMesh

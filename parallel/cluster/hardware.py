@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .json_objects import Rule, from_json
+from .json_objects import ValueRule, from_json
 
 NODES = Path(__file__).with_name("nodes")
 Curve = tuple[tuple[float, float], ...]
@@ -31,14 +31,14 @@ DDR4_SOCKET = 204.8e9  # bytes per second: eight channels of DDR4-3200
 # Dense bfloat16 tensor-core peak in FLOP/s by substring of the device name; the first match counts.
 PEAK_BF16: dict[str, float] = json.loads(Path(__file__).with_name("peaks.json").read_text())
 
-POSITIVE = {"rule": Rule("positive and finite", lambda number: 0 < number < math.inf)}
-ANY_SIZE = {"rule": Rule("positive", lambda number: number > 0)}
-NOT_NEGATIVE = {"rule": Rule("0 or more, and finite", lambda number: 0 <= number < math.inf)}
-FRACTION = {"rule": Rule("above 0 and at most 1", lambda number: 0 < number <= 1)}
-RATES = {"rule": Rule("positive and finite", lambda rates: all(0 < rate < math.inf for rate in rates.values()))}
-OVERLAP = {"rule": Rule("from 0 to 1", lambda number: 0 <= number <= 1)}
+POSITIVE = {"rule": ValueRule("positive and finite", lambda number: 0 < number < math.inf)}
+ANY_SIZE = {"rule": ValueRule("positive", lambda number: number > 0)}
+NOT_NEGATIVE = {"rule": ValueRule("0 or more, and finite", lambda number: 0 <= number < math.inf)}
+FRACTION = {"rule": ValueRule("above 0 and at most 1", lambda number: 0 < number <= 1)}
+RATES = {"rule": ValueRule("positive and finite", lambda rates: all(0 < rate < math.inf for rate in rates.values()))}
+OVERLAP = {"rule": ValueRule("from 0 to 1", lambda number: 0 <= number <= 1)}
 CURVE = {
-    "rule": Rule(
+    "rule": ValueRule(
         "[size, fraction] pairs: sizes ascending, fractions in (0, 1]",
         lambda curve: (
             bool(curve)

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
-class Rule:
+class ValueRule:
     """What a value must be, in words and as a check."""
 
     text: str

@@ -30,7 +30,7 @@ from torch import Tensor
 from usp.parallel.groups import ProcessGroups
 
 from .realloc_plan import ReallocPlan
-from .reallocation import Piece, Reallocation, Round, Traffic
+from .reallocation import BoxPiece, Reallocation, Round, Traffic
 
 _LEAST = 64  # elements of a piece: smaller ones are sent whole, without a count
 _BLOCK = 1 << 16  # elements whose positions have 16 bits
@@ -126,7 +126,7 @@ class DeltaReallocation(Reallocation):
         sent = [piece for round_ in self._pieces for pieces in round_.sends.values() for piece in pieces]
         self._times_sent = Counter(sent)
         self._onward = {piece for piece in sent if self._source(piece) == len(plan.layouts) - 1}
-        self._references: dict[Piece, Tensor] = {}
+        self._references: dict[BoxPiece, Tensor] = {}
         self._dense: set[_Link] = set()  # where the next update sends all values without counts
         self._filled = False
 
@@ -168,14 +168,14 @@ class DeltaReallocation(Reallocation):
 
     @torch.no_grad()
     def _send_changes(self, held: Sequence[Mapping[str, Tensor]]) -> Traffic:
-        plan, ready, waiting = self.plan, dict[Piece, Delta](), _Arriving([], [], {}, {})
+        plan, ready, waiting = self.plan, dict[BoxPiece, Delta](), _Arriving([], [], {}, {})
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         uses, nbytes = Counter(self._times_sent), Counter[str]()
         for number, round_ in enumerate((*self._pieces, Round({}, {}))):  # after the last, what it brought is applied
             deltas = {to: [self._delta(piece, held, ready, uses) for piece in ps] for to, ps in round_.sends.items()}
             counts = self._exchange_counts(number, round_, deltas)
             operations, buffers, flags = [], [], dict[_Link, Tensor]()
-            arriving: dict[Piece, Delta] = {}
+            arriving: dict[BoxPiece, Delta] = {}
             for peer, pieces in round_.receives.items():
                 sizes = [self._size(piece, count) for piece, count in zip(pieces, counts[peer], strict=True)]
                 dense = (link := ("from", number, peer)) in self._dense
@@ -211,7 +211,11 @@ class DeltaReallocation(Reallocation):
         return self.traffic._replace(**{name: nbytes[name] for name in ("sent", "received", "crossed")})
 
     def _delta(
-        self, piece: Piece, held: Sequence[Mapping[str, Tensor]], ready: dict[Piece, Delta], uses: Counter[Piece]
+        self,
+        piece: BoxPiece,
+        held: Sequence[Mapping[str, Tensor]],
+        ready: dict[BoxPiece, Delta],
+        uses: Counter[BoxPiece],
     ) -> Delta:
         """Return what changed in a piece that this rank sends; it is in `ready` until it has been sent everywhere."""
         if piece not in ready:
@@ -249,22 +253,22 @@ class DeltaReallocation(Reallocation):
             for peer, pieces in round_.receives.items()
         }
 
-    def _size(self, piece: Piece, count: int) -> int:
+    def _size(self, piece: BoxPiece, count: int) -> int:
         return delta_size(piece.box.numel, self.plan.wire_dtype(piece.name).itemsize, count)[0]
 
-    def _repeats(self, pieces: Sequence[Piece], counts: Sequence[int]) -> bool:
+    def _repeats(self, pieces: Sequence[BoxPiece], counts: Sequence[int]) -> bool:
         """Return whether the counts and changes of pieces are as many bytes as all of their values."""
         changes = sum(self._size(piece, count) for piece, count in zip(pieces, counts, strict=True))
         told = 4 * sum(map(_is_counted, pieces))
         return told > 0 and told + changes >= sum(self._size(piece, piece.box.numel) for piece in pieces)
 
-    def _source(self, piece: Piece) -> int:
+    def _source(self, piece: BoxPiece) -> int:
         return self.plan.source(piece.name, self._rank, piece.box)
 
-    def _part(self, piece: Piece, index: int, held: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    def _part(self, piece: BoxPiece, index: int, held: Sequence[Mapping[str, Tensor]]) -> Tensor:
         return held[index][piece.name][self._slices(piece.name, index, piece.box)]
 
-    def _values(self, piece: Piece, held: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    def _values(self, piece: BoxPiece, held: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return the values of a piece that this rank sends, flat and as they are sent."""
         part = self._part(piece, self._source(piece), held)
         return part.to(self._device, self.plan.wire_dtype(piece.name)).contiguous().view(-1)
@@ -275,9 +279,9 @@ class _Arriving(NamedTuple):
 
     works: Sequence[dist.Work]
     sent: Sequence[Tensor]  # send buffers must outlive the transfer
-    deltas: Mapping[Piece, Delta]
+    deltas: Mapping[BoxPiece, Delta]
     flags: Mapping[_Link, Tensor]  # whether the next update sends all values too; empty where counts say it
 
 
-def _is_counted(piece: Piece) -> bool:
+def _is_counted(piece: BoxPiece) -> bool:
     return piece.box.numel >= _LEAST

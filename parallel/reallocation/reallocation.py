@@ -29,7 +29,7 @@ from .realloc_plan import ONWARD_DELAY, ReallocPlan, Route
 _SEPARATE_BYTES = 512 << 10  # size from which a piece is a separate message: below, packing it is cheaper
 
 
-class Piece(NamedTuple):
+class BoxPiece(NamedTuple):
     """A box of a parameter that is sent as a unit, in row-major order."""
 
     name: str
@@ -39,18 +39,18 @@ class Piece(NamedTuple):
 class Round(NamedTuple):
     """Pieces that one rank sends and receives, in order, by peer."""
 
-    sends: dict[int, list[Piece]]
-    receives: dict[int, list[Piece]]
+    sends: dict[int, list[BoxPiece]]
+    receives: dict[int, list[BoxPiece]]
 
 
 def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
     """Return a rank's part of a plan; sender and receiver derive the same pieces in the same order. Pure."""
-    passing: dict[Route, list[Piece]] = {}
+    passing: dict[Route, list[BoxPiece]] = {}
     for move in plan.moves:
         own = [transfer for transfer in move.transfers if any(rank in hop for hop in transfer.route.hops)]
         for name in move.names:
             for route, box in own:
-                passing.setdefault(route, []).append(Piece(name, box))
+                passing.setdefault(route, []).append(BoxPiece(name, box))
     rounds = [Round({}, {}) for _ in range(plan.rounds)]
     for route, pieces in sorted(passing.items()):
         for number, share in enumerate(_shares(pieces, plan)):
@@ -66,11 +66,11 @@ def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
     return rounds
 
 
-def _shares(pieces: Sequence[Piece], plan: ReallocPlan) -> list[list[Piece]]:
+def _shares(pieces: Sequence[BoxPiece], plan: ReallocPlan) -> list[list[BoxPiece]]:
     """Divide pieces, in order, into the plan's shares, which are equally large up to its grain."""
     itemsizes = [plan.wire_dtype(piece.name).itemsize for piece in pieces]
     total = sum(piece.box.numel * itemsize for piece, itemsize in zip(pieces, itemsizes, strict=True))
-    shares: list[list[Piece]] = [[] for _ in range(plan.shares)]
+    shares: list[list[BoxPiece]] = [[] for _ in range(plan.shares)]
     number = sent = 0
     for (name, box), itemsize in zip(pieces, itemsizes, strict=True):
         row = box.numel // box.sizes[0] if box.sizes else 1
@@ -80,7 +80,7 @@ def _shares(pieces: Sequence[Piece], plan: ReallocPlan) -> list[list[Piece]]:
             count = min(box.numel - done, (total * (number + 1) // plan.shares - sent) // itemsize)
             if done + count < box.numel:
                 count -= count % whole
-            shares[number] += [Piece(name, part) for part in box.run(done, done + count)]
+            shares[number] += [BoxPiece(name, part) for part in box.run(done, done + count)]
             done, sent = done + count, sent + count * itemsize
             number += done < box.numel  # the rest belongs to the next share
     return shares
@@ -181,7 +181,7 @@ class Reallocation:
             sent.append(buffer)
         return _Pending(dist.batch_isend_irecv(operations) if operations else [], sent, received)
 
-    def _messages(self, peers: Mapping[int, Sequence[Piece]], *, received: bool) -> list[_Message]:
+    def _messages(self, peers: Mapping[int, Sequence[BoxPiece]], *, received: bool) -> list[_Message]:
         messages = []
         for peer, pieces in peers.items():
             small, dtypes = [], []

@@ -23,7 +23,7 @@ from usp.run.failures import ConfigurationError
 from .flags import Node, check, check_world_size, output_problem, parse, prices_of, token_counts
 
 if TYPE_CHECKING:
-    from usp.planning.rlhf_question import Question
+    from usp.planning.rlhf_question import RlhfQuestion
 
 FUNCTION = "function"
 _LENGTHS = ("prompts", "group_size", "prompt_tokens", "response_tokens")
@@ -184,12 +184,12 @@ class Progress:
             print(words, file=sys.stderr, flush=True)
 
 
-def _question(asked: RlhfPlanConfig) -> Question:
+def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
     import torch
 
     from usp.planning.call_cost import CallOptions
     from usp.planning.estimates import Measurements
-    from usp.planning.rlhf_question import Question, described_graph, model_shapes, role_config
+    from usp.planning.rlhf_question import RlhfQuestion, described_graph, model_shapes, role_config
     from usp.planning.workload import Ahead, Workload
     from usp.rlhf.role_specs import other_models
     from usp.rlhf.runtime.measure import read_lengths
@@ -217,7 +217,7 @@ def _question(asked: RlhfPlanConfig) -> Question:
     if unused := ", ".join(sorted(others.keys() - set(graph.roles))):
         raise ConfigurationError(f"--models = {asked.models}: {asked.algorithm} has no {unused}: remove it")
     names = dict.fromkeys(graph.roles, asked.actor) | names | others
-    return Question(
+    return RlhfQuestion(
         graph=graph,
         models=model_shapes({role: (names[role], role_config(role, names[role])) for role in graph.roles}),
         workload=workload,

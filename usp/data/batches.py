@@ -225,7 +225,7 @@ class ImageBatch:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """A part of a global batch, on CPU, as `usp.sp.sequence.shard_batch` gives it.
 
     numbers: of the rows of the global batch. own: of those that this is a part of.
@@ -270,7 +270,7 @@ def even_rows(pairs: Sequence[int], ranks: int) -> list[list[int]]:
     return sorted(dealt)
 
 
-def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = None) -> Batch:
+def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = None) -> TokenBatch:
     """Read a part of the global batch of the rows `numbers`.
 
     targets: number of tokens, counted over all rows, after which there are no targets; None for no limit.
@@ -303,7 +303,7 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
         images = tuple(_read_images(rows[at : at + size], packed.seq_len, part) for at in range(0, len(rows), size))
     hidden = torch.stack(real) if real else None
     chosen = kinds.count("balanced") / len(kinds) if part.layout.kind == "auto" else None
-    return Batch(numbers, own, ids, positions, labels, boundaries, hidden, images, chosen)
+    return TokenBatch(numbers, own, ids, positions, labels, boundaries, hidden, images, chosen)
 
 
 def _read_images(rows: Sequence[Row], seq_len: int, part: Part) -> ImageBatch:
@@ -347,21 +347,21 @@ def _read(row: Row, span: Span, limit: int) -> tuple[Ids, Ids, Ids]:
     return tokens[places - span.start], places - row.boundaries[documents - 1], targets
 
 
-class BatchReader(Iterator[Batch]):
+class BatchReader(Iterator[TokenBatch]):
     """Reads a rank's part of one global batch after another, from the place of `stream` on, which moves with them. A
     thread reads the next AHEAD batches in the background. waited: seconds that the last batch took to arrive."""
 
     def __init__(self, stream: BatchStream, part: Part) -> None:
         self.stream, self.part, self.waited = stream, part, 0.0
         self._thread = ThreadPoolExecutor(1, "data")
-        self._coming: deque[Future[Batch]] = deque()
+        self._coming: deque[Future[TokenBatch]] = deque()
         self._next = stream.next_row  # to be asked for
 
     def close(self) -> None:
         """End the reading ahead; no batch can be asked for afterwards."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> TokenBatch:
         begin = time.perf_counter()
         while len(self._coming) <= AHEAD:
             numbers = range(self._next, self._next + self.stream.rows)
@@ -373,7 +373,7 @@ class BatchReader(Iterator[Batch]):
         return batch
 
 
-def one_epoch(packed: PackedRows, rows: int, part: Part) -> Iterator[Batch]:
+def one_epoch(packed: PackedRows, rows: int, part: Part) -> Iterator[TokenBatch]:
     """Yield a part of the first epoch in global batches of `rows` rows, with each token of its rows a target once. What
     fills up the last row and the last batch is no target. `packed` has no seed, so that it ends there."""
     for first in range(0, packed.per_epoch, rows):

@@ -43,7 +43,7 @@ _here = threading.local()  # tokenizer and dtype of the thread or process that e
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a document, or a whole one. content: text, a whole chat, or why a row is left out. begins, ends:
     whether it begins or ends its document. before, after: up to CONTEXT characters of the document around it."""
 
@@ -64,7 +64,7 @@ class Place:
 
 
 @dataclass
-class Written:
+class StoreProgress:
     """What the files of an unfinished store hold, up to a place of the input. checksums: by file, of every SUM_BYTES
     bytes that are complete."""
 
@@ -128,7 +128,7 @@ def write_store(
     sees = masked and tokenizer.chats is not None and tokenizer.chats.images is not None
     recorded = _sizes(written, dtype, masked, sees).items()
     if any(not (folder / name).is_file() or (folder / name).stat().st_size < size for name, size in recorded):
-        written = Written()  # a machine that fails may lose what it has written
+        written = StoreProgress()  # a machine that fails may lose what it has written
     sizes = [file.path.stat().st_size for file in files.files]
     before = np.cumsum([0, *sizes]).tolist()  # bytes of the files before each
     if (
@@ -163,7 +163,7 @@ def write_store(
     return True
 
 
-def _continued(folder: Path, source: str) -> Written | None:
+def _continued(folder: Path, source: str) -> StoreProgress | None:
     """Return the record of the store of `source` in `folder`, None if it is finished; create the folder if needed."""
     for name in (store.MANIFEST, store.PROGRESS):
         if (folder / name).is_file():
@@ -179,16 +179,16 @@ def _continued(folder: Path, source: str) -> Written | None:
             if name == store.MANIFEST:
                 return None
             place = {key: record["place"][key] for key in vars(Place())}
-            return Written(**record | {"place": Place(**place)})
+            return StoreProgress(**record | {"place": Place(**place)})
     begun = Path(store.PROGRESS).with_suffix(".new").name  # where there was no room for it
     if folder.exists() and (not folder.is_dir() or any(path.name != begun for path in folder.iterdir())):
         raise ValueError(f"{folder} is not empty, and no token store: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    store.write_json(folder / store.PROGRESS, {"source": source, **asdict(Written())})
-    return Written()
+    store.write_json(folder / store.PROGRESS, {"source": source, **asdict(StoreProgress())})
+    return StoreProgress()
 
 
-def _sizes(written: Written, dtype: npt.DTypeLike, masked: bool, sees: bool) -> dict[str, int]:
+def _sizes(written: StoreProgress, dtype: npt.DTypeLike, masked: bool, sees: bool) -> dict[str, int]:
     """Return the bytes of every file of an unfinished store. sees: whether it has files of images."""
     sizes = store.file_sizes(written.tokens, written.documents, dtype, masked)
     return sizes | store.image_sizes(written.images, written.image_bytes) if sees else sizes
@@ -198,7 +198,7 @@ class _Output:
     """The files of a store, to which batches are appended; `written` is kept up to date."""
 
     def __init__(
-        self, folder: Path, written: Written, dtype: npt.DTypeLike, source: str, masked: bool, sees: bool
+        self, folder: Path, written: StoreProgress, dtype: npt.DTypeLike, source: str, masked: bool, sees: bool
     ) -> None:
         self._folder, self._written, self._dtype, self._source = folder, written, np.dtype(dtype), source
         self._saved = time.monotonic()
@@ -286,9 +286,11 @@ class _Output:
             sums += [store.checksum(file, begin) for begin in range(len(sums) * store.SUM_BYTES, end, store.SUM_BYTES)]
 
 
-def _batches(files: Sequence[DataFile], field: str, bad_rows: str, place: Place) -> Iterator[tuple[list[Piece], Place]]:
+def _batches(
+    files: Sequence[DataFile], field: str, bad_rows: str, place: Place
+) -> Iterator[tuple[list[TextPiece], Place]]:
     """Yield the pieces after `place` in batches, each with the place after it."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     size = 0
     for number in range(place.file, len(files)):
         place = place if number == place.file else Place(number)
@@ -304,13 +306,13 @@ def _batches(files: Sequence[DataFile], field: str, bad_rows: str, place: Place)
         yield batch, place
 
 
-def _pieces(file: DataFile, field: str, place: Place, bad_rows: str = REFUSE) -> Iterator[Piece]:
+def _pieces(file: DataFile, field: str, place: Place, bad_rows: str = REFUSE) -> Iterator[TextPiece]:
     state, before, begins = _state(file.path), "", True
     pairs = pairwise(chain(read_pieces(file, field, bad_rows), [("", True)]))
     for number, ((content, ends), (following, _)) in enumerate(pairs):
         after = "" if ends else str(following)[:CONTEXT]
         if number >= place.pieces:
-            yield Piece(content, begins, ends, before, after)
+            yield TextPiece(content, begins, ends, before, after)
         before, begins = "" if ends else str(content)[-CONTEXT:], ends
     if _state(file.path) != state:
         raise ValueError(f"{file.path} changed while it was read: start again when nothing writes to it")
@@ -345,7 +347,7 @@ def _begin_process(tokenizer: Tokenizer, dtype: np.dtype, bad_rows: str) -> None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # type: ignore[func-returns-value]
 
 
-def _encode(batch: Sequence[Piece]) -> Encoded:
+def _encode(batch: Sequence[TextPiece]) -> Encoded:
     tokenizer: Tokenizer = _here.tokenizer
     parts = [(piece.before, piece.content, piece.after) for piece in batch if isinstance(piece.content, str)]
     ids_of_texts = iter(tokenizer.encode_parts(parts))
@@ -390,7 +392,7 @@ def _encode(batch: Sequence[Piece]) -> Encoded:
 
 
 def _in_order(
-    batches: Iterator[tuple[list[Piece], Place]], executor: Executor, ahead: int
+    batches: Iterator[tuple[list[TextPiece], Place]], executor: Executor, ahead: int
 ) -> Iterator[tuple[Encoded, Place]]:
     """Yield the encoded batches in their order, while the next ones are read and encoded."""
     waiting: deque[tuple[Future[Encoded], Place]] = deque()

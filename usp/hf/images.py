@@ -33,7 +33,7 @@ from usp.parallel import ParallelMesh
 from usp.sp.in_order import Reshard
 from usp.sp.sequence import GridChannel, documents_of, select_tokens, shard_batch
 from usp.sp.sp_attention import UnifiedSPAttention
-from usp.sp.spans import Moves
+from usp.sp.spans import TokenMoves
 
 from .prune import HANDED, backbone, decoder
 
@@ -120,7 +120,7 @@ def image_inputs(
     config, axes, is_image = model.config, attention.axes, ids == model.config.image_token_id
     if not is_image.any():
         nothing = (torch.zeros(0, dtype=torch.int64),) * axes.ranks
-        return {PLAN: Moves(nothing, nothing, (sum(images[number].tokens for number in own), 0))}
+        return {PLAN: TokenMoves(nothing, nothing, (sum(images[number].tokens for number in own), 0))}
     found: dict[str, Any] = {}
     documents = _documents(shard.get("cu_seqlens"), ids)
     seq_len = shard["position_ids"].shape[1] * axes.ranks
@@ -210,7 +210,7 @@ def image_plan(
     is_image: Tensor,
     layout: SequenceLayout,
     rank: int,
-) -> Moves:
+) -> TokenMoves:
     """Return the moves from the features of the images that `rank` encodes to those of its tokens that stand for
     images. owners: the rank of each image; own: the images that `rank` encodes, which are also those that it sends
     from, if they are its own; is_image: (B, S)."""
@@ -230,7 +230,7 @@ def image_plan(
     offset[list(own)] = torch.tensor([0, *accumulate(lengths)][:-1])
     within = torch.arange(len(source)) - (counts.cumsum(0) - counts)[image] + offset[image]
     ranks = range(layout.ring * layout.ulysses)
-    return Moves(
+    return TokenMoves(
         sends=tuple(within[(source == rank) & (holder == peer)] for peer in ranks),
         receives=tuple(torch.searchsorted(here, place[(source == peer) & (holder == rank)]) for peer in ranks),
         lengths=(sum(lengths), len(here)),
@@ -290,7 +290,7 @@ class ImageExchange:
 
     def __init__(self, model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh) -> None:
         self.mesh, self.channel = mesh, GridChannel.of(mesh)
-        self.plan: Moves | None = None
+        self.plan: TokenMoves | None = None
         base = backbone(model)
         owner: Any = base if hasattr(base, "get_image_features") else model
         owner.get_image_features = partial(self._features, owner.get_image_features)

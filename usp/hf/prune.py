@@ -53,7 +53,7 @@ class FirstStagesPositions(nn.Module):
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """The parts by which a model is divided into stages: names of modules in its decoder, and of its `head`.
     positions: learned embeddings of positions, which are added to that of the ids."""
 
@@ -117,11 +117,11 @@ def stage_inputs(model: PreTrainedModel, x: Tensor, first: bool) -> dict[str, Te
     return {"inputs_embeds": x}
 
 
-def model_parts(model: PreTrainedModel) -> Parts:
+def model_parts(model: PreTrainedModel) -> ModelParts:
     """Find the parts of a model with an output head, by what they are rather than by their names. Raises ValueError,
     naming what the model lacks."""
     known = getattr(model, "parts", None)
-    if isinstance(known, Parts):  # of a stage, which lacks some
+    if isinstance(known, ModelParts):  # of a stage, which lacks some
         return known
     from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -147,7 +147,7 @@ def model_parts(model: PreTrainedModel) -> Parts:
     embedding, layers, norm, head = (names[name] for name in wanted)
     others = ((name, module) for name, module in base.named_children() if name != embedding)
     positions = tuple(name for name, module in others if isinstance(module, nn.Embedding))
-    return Parts(embedding, positions, layers, norm, head)
+    return ModelParts(embedding, positions, layers, norm, head)
 
 
 def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: bool, outputs: int = 0) -> None:

@@ -29,7 +29,7 @@ from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainS
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
 
-from .call_cost import CallOptions, Rows, batchings, call_cost, mini_batch_rows, packed_rows, weight_elements
+from .call_cost import CallOptions, PackedRows, batchings, call_cost, mini_batch_rows, packed_rows, weight_elements
 from .workload import Batching, Workload
 
 PREFILL, DECODE, UPDATE = "prefill", "decode", "update of "
@@ -165,7 +165,7 @@ def _parts_by_host(layout: CallLayout, host_devices: int) -> dict[int, float]:
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class TimedPart:
     """What is timed: a part of calls, by a model, in a layout. Work is PREFILL: a forward over prompts, to the first
     token; DECODE: one step; "logprobs", "values": a forward; "train logprobs", "train values": an optimizer step on one
     mini-batch of as few micro-batches as the layout allows; UPDATE and one of these: what happens once in a step."""
@@ -217,9 +217,9 @@ class Measurements:
     dtype: str
     ranks: int  # in the launch
     sizes: Sizes  # of every part
-    points: Mapping[Part, Points] = field(hash=False)
+    points: Mapping[TimedPart, Points] = field(hash=False)
 
-    def at(self, part: Part, layers: int, sequences: float, tokens: float) -> float:
+    def at(self, part: TimedPart, layers: int, sequences: float, tokens: float) -> float:
         """Return the seconds of a part; nan if it was not measured, or only at another depth."""
         points = self.points.get(part, {})
         depths = {depth for depth, *_ in points}
@@ -234,14 +234,14 @@ class Measurements:
                 continue
             model = model_key(estimates.models[call.role], estimates.options.dtype)
             for layout in of_call:
-                part = Part(model, work_of(call), layout_key(layout))
+                part = TimedPart(model, work_of(call), layout_key(layout))
                 if part in self.points and part.layout not in factors.get(name, {}):
                     ratio = self._call_seconds(part, call, layout, estimates) / estimates.formula(name, layout)
                     if not math.isnan(ratio):
                         factors.setdefault(name, {})[part.layout] = ratio
         return factors
 
-    def _call_seconds(self, part: Part, call: ModelCall, layout: CallLayout, estimates: Estimates) -> float:
+    def _call_seconds(self, part: TimedPart, call: ModelCall, layout: CallLayout, estimates: Estimates) -> float:
         depth, workload = len(estimates.models[call.role].layers), estimates.workload
         share = estimates.options.share_prefixes
         if isinstance(call.work, Generate):
@@ -251,7 +251,7 @@ class Measurements:
             return call.work.epochs * sum(self._rows(part, depth, rows, layout, workload) for rows in mini_batches)
         return self._rows(part, depth, packed_rows(workload.samples, layout, share=share), layout, workload)
 
-    def _rows(self, part: Part, depth: int, rows: Rows, layout: CallLayout, workload: Workload) -> float:
+    def _rows(self, part: TimedPart, depth: int, rows: PackedRows, layout: CallLayout, workload: Workload) -> float:
         """Return the seconds of rows of packed sequences: of the fewest that the layout allows, and of the others."""
         least, tokens = layout.dims.pp, sum(workload.sequences) / len(workload.sequences)
         seconds = self.at(part, depth, least * rows.tokens / tokens, tokens)
@@ -261,7 +261,7 @@ class Measurements:
         once = self.at(update, depth, 1, 1) if update in self.points else 0.0
         return seconds + (seconds - once) * (rows.number - least) / least
 
-    def _generation(self, part: Part, depth: int, layout: CallLayout, estimates: Estimates) -> float:
+    def _generation(self, part: TimedPart, depth: int, layout: CallLayout, estimates: Estimates) -> float:
         prompts = replace(part, work=PREFILL)
 
         def seconds(run: Batching) -> float:
@@ -293,7 +293,7 @@ class Measurements:
             points = {}
             for part in values["parts"]:  # whose points may end with the seconds of processors, which are not used
                 measured = {(d, n, t): float(took) for d, n, t, took, *_ in part["points"]}
-                points[Part(part["model"], part["work"], part["layout"])] = measured
+                points[TimedPart(part["model"], part["work"], part["layout"])] = measured
             sizes: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in values["sizes"].items()}
             return Measurements(values["device"], values["dtype"], values["ranks"], Sizes(**sizes), points)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

@@ -43,7 +43,7 @@ _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Question(Devices):
+class RlhfQuestion(Devices):
     """A step of RLHF, and the devices that it has."""
 
     graph: DataflowGraph
@@ -132,7 +132,7 @@ class RlhfChoice:
 
 
 def answer(
-    question: Question, *, seed: int = 0, budget: float = 60.0, report: Progress = silent, predicted: Tried = silent
+    question: RlhfQuestion, *, seed: int = 0, budget: float = 60.0, report: Progress = silent, predicted: Tried = silent
 ) -> RlhfChoice:
     """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, as `predicted` is told.
     Raise as `Question.problem`, and NothingFits with the plan that needs least memory and what would help."""
@@ -155,7 +155,7 @@ def answer(
         raise NothingFits(f"{error}. Use {words}") from None
 
 
-def rate_lines(question: Question, choice: RlhfChoice) -> Iterator[str]:
+def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
     """Yield how many samples both sides of a plan make and train on in a second, and the staleness that they reach."""
     if not question.staleness:
         return
@@ -174,7 +174,7 @@ def rate_lines(question: Question, choice: RlhfChoice) -> Iterator[str]:
         yield f"staleness reached: {mean:.1f} steps on average, {oldest} at most, of --staleness {question.staleness}"
 
 
-def with_fastest_slots(question: Question, until: float) -> Question:
+def with_fastest_slots(question: RlhfQuestion, until: float) -> RlhfQuestion:
     """Return the question with as many sequences decoded at a time as asked, or half of that, and so on as long as not
     all layouts fit and generation alone becomes faster by `_SLOWER`, until a time of `time.monotonic`: fewer caches
     take fewer ranks for each sequence. The same question if generation never fits."""
@@ -190,7 +190,7 @@ def with_fastest_slots(question: Question, until: float) -> Question:
     return best
 
 
-def _generation_seconds(question: Question, until: float) -> tuple[float, bool]:
+def _generation_seconds(question: RlhfQuestion, until: float) -> tuple[float, bool]:
     """Return (what generation takes in the fastest of its layouts that fit and are predicted by the time `until`,
     infinite without any; whether all are)."""
     generating = (call for call in question.graph.calls if isinstance(call.work, Generate))
@@ -204,7 +204,7 @@ def _generation_seconds(question: Question, until: float) -> tuple[float, bool]:
     return took, all(len(of) == len(calls[name]) for name, of in fitting.items())
 
 
-def _fits(question: Question, until: float) -> bool:
+def _fits(question: RlhfQuestion, until: float) -> bool:
     """Return whether a plan is found that fits; nothing is tried after the time `until`."""
     if (now := time.monotonic()) >= until:
         return False
@@ -266,7 +266,7 @@ def _next_best(problem: Problem, plan: ExecutionPlan, until: float) -> Iterator[
             yield name, (least, best)
 
 
-def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Supposed]]:
+def what_ifs(question: RlhfQuestion, problem: Problem) -> Iterator[tuple[str, Supposed]]:
     """Yield what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
     for words, other in suppositions(question):
         memory = replace(problem, options=question.layouts, memory_bytes=other.usable.device)

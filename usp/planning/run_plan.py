@@ -38,7 +38,7 @@ from usp.run.launch import Launch
 from .call_cost import CallOptions
 from .estimates import Estimates, Factors, factor_of, layout_key
 from .question import from_rank_0
-from .rlhf_question import Question, answer, model_shapes, render_choice
+from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice
 from .rlhf_search import Problem, baselines, search
 from .workload import Ahead, Workload
 
@@ -94,7 +94,7 @@ def _of_resumed(run: PreparedRlhf) -> tuple[Path, ExecutionPlan] | None:
     return (file, plan) if plan.name == SEARCH and len(ranks) == run.launch.world_size else None
 
 
-def question_of(run: PreparedRlhf) -> Question:
+def question_of(run: PreparedRlhf) -> RlhfQuestion:
     """Return the question of a run: the samples of its first step, with responses of --max-new-tokens; raise ValueError
     for hardware that is unknown, does not connect all ranks or lacks the dtype, and for models without formulas."""
     config, dtype = run.config, run.roles[next(iter(run.graph.trained_roles))].dtype
@@ -111,7 +111,7 @@ def question_of(run: PreparedRlhf) -> Question:
 
     ahead = Ahead(config.begun, config.staleness if config.partial_rollouts else 0) if config.begins_ahead else None
     own = {"dtype": dtype, "kernel": config.attention_kernel, "ahead": ahead, "cuda_graphs": not config.eager_decoding}
-    return Question(
+    return RlhfQuestion(
         graph=run.graph,
         models=model_shapes({role: (spec.source, spec.config) for role, spec in run.roles.items()}),
         workload=_workload(run),
@@ -147,7 +147,7 @@ def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping
     return found
 
 
-def moves(question: Question, before: ExecutionPlan, after: ExecutionPlan) -> Iterator[tuple[ReallocPlan, int]]:
+def moves(question: RlhfQuestion, before: ExecutionPlan, after: ExecutionPlan) -> Iterator[tuple[ReallocPlan, int]]:
     """Yield the reallocations between two plans, of trained copies and of untrained ones that only `after` has, each
     with the number of tensors per parameter that it runs for."""
     graph, options = question.graph, {"bucket_bytes": BUCKET_BYTES, "ranks_per_host": question.ranks_per_host}
@@ -168,7 +168,7 @@ def moves(question: Question, before: ExecutionPlan, after: ExecutionPlan) -> It
 class SearchingPlanner:
     """A `usp.rlhf.replanning.Replanner` that searches from the running plan and the named ones."""
 
-    question: Callable[[StepLengths], Question]  # of the lengths of a step
+    question: Callable[[StepLengths], RlhfQuestion]  # of the lengths of a step
     options: ReplanOptions
     seed: int
     completed: Callable[[ExecutionPlan], ExecutionPlan]  # returns a searched plan with what the run sets for every plan
@@ -199,7 +199,7 @@ class SearchingPlanner:
         )
         return replace(decision, cost=cost)
 
-    def _best(self, problem: Problem, question: Question, stays: Decision) -> Decision:
+    def _best(self, problem: Problem, question: RlhfQuestion, stays: Decision) -> Decision:
         """Search, and return the fastest plan that the run can have; with `why_not` if it can have none of them."""
         named = [one.plan for one in baselines(problem, question.space, question.facts) if one.plan]
         seed, starts = self.seed + stays.step, [stays.best, *named]
@@ -223,7 +223,7 @@ def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
     except ValueError as error:
         raise ConfigurationError(f"--replan = {config.replan}: {error}") from error
 
-    def question(lengths: StepLengths) -> Question:
+    def question(lengths: StepLengths) -> RlhfQuestion:
         workload = Workload(lengths.prompts, lengths.responses, lengths.group_size, config.max_new_tokens)
         return replace(first, workload=workload)
 

@@ -176,7 +176,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CallTimes:
     """The seconds of every call, of these kernels and tiers."""
 
     turns: Mapping[str, Sequence[float]]  # of this rank, each of which is 0 where another rank was measured
@@ -186,7 +186,7 @@ class Measured:
     other_load: float  # the fraction of the processors' time that other programs used
 
 
-def measure(plan: Plan) -> Measured:
+def measure(plan: Plan) -> CallTimes:
     """Time everything. Collective over the default process group, if there is one."""
     load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds)
     kernels, tiers = _kernels(plan), LinkTier.all(_ranks(), plan.host_size)
@@ -198,10 +198,10 @@ def measure(plan: Plan) -> Measured:
     n, dtype = plan.sizes[-2], plan.trained
     product = _product(plan, n, dtype), seconds[_of_product(n, dtype)]
     turns |= rounds.turns([timed for tier in tiers for timed in tier.overlapping(plan.device, *product, seconds)])
-    return Measured(turns, rounds.estimates(turns), kernels, tiers, load.share())
+    return CallTimes(turns, rounds.estimates(turns), kernels, tiers, load.share())
 
 
-def contents(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
+def contents(plan: Plan, name: str, measured: CallTimes) -> dict[str, Any]:
     """Return the contents of a hardware file; raise ValueError if the times that a rate follows from differ too much
     between turns, or a rate is above what is possible."""
     times = measured.times
@@ -229,7 +229,7 @@ def cautions(found: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dict[str, Any]:
+def _values(plan: Plan, measured: CallTimes, seconds: Mapping[str, float]) -> dict[str, Any]:
     """Return the values of a hardware file."""
     products = {
         dtype: [(2 * n**3, 2 * n**3 / seconds[_of_product(n, dtype)]) for n in plan.sizes] for dtype in plan.dtypes

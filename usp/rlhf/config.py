@@ -234,7 +234,7 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
-class _Training:
+class _Supervised:
     """The fields that the supervised steps share, besides those of train.py."""
 
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
@@ -272,7 +272,7 @@ class _Training:
 
 
 @dataclass(frozen=True)
-class SftConfig(CommonConfig, _Training):
+class SftConfig(CommonConfig, _Supervised):
     """The fields that the supervised steps before an RLHF run take from its configuration."""
 
     steps: AtLeast1 = 150

@@ -204,7 +204,7 @@ class _TooLong(ValueError):
     """A line whose tokens exceed the model's context."""
 
 
-class _Row(dict[str, Any]):
+class _ReadRow(dict[str, Any]):
     """A row that knows which of its keys have been read."""
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -225,18 +225,18 @@ class _Row(dict[str, Any]):
         return read, tuple(key for key in self._keys if key not in read)
 
 
-def _row(line: str, where: str, keys: Sequence[str]) -> _Row:
+def _row(line: str, where: str, keys: Sequence[str]) -> _ReadRow:
     try:
         row = read_json(line)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with the keys {', '.join(keys)}, got {type(row).__name__}")
-    return _Row(without_nulls(row, ("arguments",)))
+    return _ReadRow(without_nulls(row, ("arguments",)))
 
 
 def _parse(
-    row: _Row,
+    row: _ReadRow,
     where: str,
     keys: Sequence[str],
     tokenizer: Tokenizer,
@@ -276,7 +276,7 @@ def _parse(
     return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences), endless, chat)
 
 
-def _add_names(row: _Row, answered: bool, tokenizer: Tokenizer, where: str) -> None:
+def _add_names(row: _ReadRow, answered: bool, tokenizer: Tokenizer, where: str) -> None:
     """Put what is under the other names that `usp.data.chats` knows under prompt, messages and answer, too. answered:
     whether an answer is needed. A question is a message if the tokenizer has a chat template."""
     if CONVERSATIONS in row and MESSAGES not in row:

@@ -129,7 +129,7 @@ def with_served(graph: DataflowGraph, urls: Mapping[str, str], encode: Callable[
     return graph
 
 
-class Piece(NamedTuple):
+class WeightPiece(NamedTuple):
     """The part of a tensor in files that a rank has. shape: in files. sizes, where: of the tensor as a box of its
     parameter, and the begin and end of the part in each of its dimensions. factors: of adapters, beside which values
     stay as they are: what `add_low_rank` adds to these, or nothing; None: without adapters."""
@@ -154,7 +154,7 @@ class Piece(NamedTuple):
 Values: TypeAlias = dict[str, Tensor]  # of pieces, by name, as they were last given
 
 
-def send_pieces(connection: socket.socket, pieces: Iterable[Piece], given: Values | None = None) -> int:
+def send_pieces(connection: socket.socket, pieces: Iterable[WeightPiece], given: Values | None = None) -> int:
     """Send pieces, and their end; return the bytes of their values.
 
     given: what was sent before, which the other side has; of these pieces what has changed is sent. None: it keeps
@@ -176,7 +176,7 @@ def send_pieces(connection: socket.socket, pieces: Iterable[Piece], given: Value
     return total
 
 
-def _change(piece: Piece, given: Values | None) -> Delta:
+def _change(piece: WeightPiece, given: Values | None) -> Delta:
     """Return what is to be sent of a piece's values, and count it as given."""
     known = None if given is None else given.get(piece.name)
     if known is not None and piece.factors is not None:
@@ -192,7 +192,7 @@ def _kind(x: Tensor) -> tuple[str, list[int]]:
     return str(x.dtype).removeprefix("torch."), [*x.shape]
 
 
-def received_pieces(connection: socket.socket, given: Values | None = None) -> Iterator[Piece]:
+def received_pieces(connection: socket.socket, given: Values | None = None) -> Iterator[WeightPiece]:
     """Yield what `send_pieces` sends, and keep it in `given` as that does. Raises ConnectionError where it ends
     early."""
 
@@ -221,7 +221,7 @@ def received_pieces(connection: socket.socket, given: Values | None = None) -> I
             if given is not None:
                 given[name] = values
         factors = [of(*each) for each in kinds]
-        yield Piece(name, tuple(shape), tuple(sizes), tuple(map(tuple, where)), values, tuple(factors))
+        yield WeightPiece(name, tuple(shape), tuple(sizes), tuple(map(tuple, where)), values, tuple(factors))
 
 
 def deciding(config: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _short(file: str) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankLocation:
     """Location of one rank: step, phase, and what `whereabouts` returns."""
 
     step: int
@@ -154,12 +154,12 @@ class Watchdog:
                 if late or (store is not None and store.check([alarm])):
                     watcher = threading.get_ident()
                     frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != watcher}
-                    self._report(store, Answer(step, phase, *whereabouts(frames, self._main)))
+                    self._report(store, RankLocation(step, phase, *whereabouts(frames, self._main)))
                     return
             except dist.DistError:  # torchrun has exited
                 store = None
 
-    def _report(self, store: dist.Store | None, own: Answer) -> None:
+    def _report(self, store: dist.Store | None, own: RankLocation) -> None:
         """Store this rank's answer, report all answers unless another rank does, and end the process."""
         if store is None:
             self._print(describe({self._launch.rank: own}, self._launch.rank + 1, self._seconds, others=False))
@@ -174,14 +174,14 @@ class Watchdog:
         wait_for_key(store, f"{key}/told", 2 * ANSWER_SECONDS)
         self._leave(HUNG)
 
-    def _answers(self, store: dist.Store, key: str) -> dict[int, Answer]:
+    def _answers(self, store: dist.Store, key: str) -> dict[int, RankLocation]:
         """Return the answers by rank, once all ranks have answered or ANSWER_SECONDS have passed."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RankLocation] = {}
         end = time.monotonic() + ANSWER_SECONDS
         while len(answers) < self._launch.world_size and time.monotonic() < end:
             for rank in range(self._launch.world_size):
                 if rank not in answers and store.check([f"{key}/{rank}"]):
-                    answers[rank] = Answer(**json.loads(store.get(f"{key}/{rank}")))
+                    answers[rank] = RankLocation(**json.loads(store.get(f"{key}/{rank}")))
             time.sleep(0.05)
         return answers
 
@@ -191,7 +191,7 @@ class Watchdog:
             tell_launcher(message, self._error_file)
 
 
-def describe(answers: Mapping[int, Answer], world_size: int, seconds: float, others: bool = True) -> str:
+def describe(answers: Mapping[int, RankLocation], world_size: int, seconds: float, others: bool = True) -> str:
     """Return the message about a hang: where ranks wait, which are silent, and which to look at first. Of `world_size`
     ranks, those without an answer are silent. others: whether the other ranks were asked."""
     lines = [f"error: no progress for {seconds:g} seconds (--hang-timeout): aborting the run"]
@@ -210,7 +210,7 @@ def describe(answers: Mapping[int, Answer], world_size: int, seconds: float, oth
     return "\n".join(lines)
 
 
-def _suspects(answers: Mapping[int, Answer], silent: list[int]) -> list[int]:
+def _suspects(answers: Mapping[int, RankLocation], silent: list[int]) -> list[int]:
     """Return the ranks that are silent or in no collective; if all wait, those that do not wait where most do."""
     away = [rank for rank, answer in answers.items() if not answer.collective]
     if away or silent:

@@ -37,16 +37,16 @@ from usp.parallel import ParallelMesh
 
 from .scan import Recurrence, ScanProgram, scan
 from .sequence import GridChannel, SpAxes, StepKeeper, documents_of, rows_of
-from .spans import UNORDERED, HaloPlan, Moves, Segment, SpanPlan
+from .spans import UNORDERED, HaloPlan, Segment, SpanPlan, TokenMoves
 
 
-def layout_moves(source: SequenceLayout, destination: SequenceLayout, rank: int, rows: int = 1) -> Moves:
+def layout_moves(source: SequenceLayout, destination: SequenceLayout, rank: int, rows: int = 1) -> TokenMoves:
     """Return the moves of a rank's rows from one layout to another over the same grid. rank: ring_rank * ulysses +
     ulysses_rank."""
     lengths = rows * source.local_len, rows * destination.local_len
     pairs = (source, destination), (destination, source)
     sends, receives = (_shared(*pair, rank, rows) for pair in pairs)
-    return Moves(sends, receives, lengths)
+    return TokenMoves(sends, receives, lengths)
 
 
 def _held(layout: SequenceLayout, rank: int, rows: int) -> Array:
@@ -90,8 +90,8 @@ class Windows:
         runs: row, document, begin and end of the runs of a rank's tokens that are in one document.
     """
 
-    tokens: Moves
-    entries: Moves
+    tokens: TokenMoves
+    entries: TokenMoves
     shifts: Tensor
     empty: Tensor
     own: Tensor
@@ -145,8 +145,8 @@ class Windows:
         received = tuple(lowered(np.flatnonzero(holders == peer)) for peer in peers)
         of_all = tuple(lowered(np.flatnonzero(owner == peer)) for peer in peers)
         return Windows(
-            tokens=Moves(sent, received, (rows * layout.local_len, len(holders))),
-            entries=Moves((lowered(np.arange(len(own))),) * len(peers), of_all, (len(own), len(owner))),
+            tokens=TokenMoves(sent, received, (rows * layout.local_len, len(holders))),
+            entries=TokenMoves((lowered(np.arange(len(own))),) * len(peers), of_all, (len(own), len(owner))),
             shifts=lowered((number[windows] - np.arange(len(windows))) * rate),
             empty=lowered(holders < 0),
             own=lowered(own),
@@ -168,7 +168,7 @@ class Reshard(torch.autograd.Function):
     sends is 0, what several send is added. Only what others send is kept."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, moves: Moves, channel: Channel, keep: Keep) -> Tensor:
+    def forward(ctx, x: Tensor, moves: TokenMoves, channel: Channel, keep: Keep) -> Tensor:
         ctx.inverse, ctx.channel, tokens = moves.inverse, channel, x.flatten(0, 1)
         received = keep(("reshard", x.shape), lambda: _receive(tokens, moves, channel))
         return _placed(tokens, received, moves, channel).unflatten(0, (len(x), -1))
@@ -181,7 +181,7 @@ class Reshard(torch.autograd.Function):
         return _placed(tokens, received, ctx.inverse, ctx.channel).unflatten(0, (len(grad), -1)), None, None, None
 
 
-def _receive(x: Tensor, moves: Moves, channel: Channel) -> tuple[Tensor, ...]:
+def _receive(x: Tensor, moves: TokenMoves, channel: Channel) -> tuple[Tensor, ...]:
     """Send other ranks their tokens of x (n, width); return those of each rank that sends any, by its number."""
     sends, receives = (
         {peer: index for peer, index in enumerate(side) if peer != channel.rank and len(index)}
@@ -194,7 +194,7 @@ def _receive(x: Tensor, moves: Moves, channel: Channel) -> tuple[Tensor, ...]:
     return tuple(part for _, part in incoming)
 
 
-def _placed(x: Tensor, received: Sequence[Tensor], moves: Moves, channel: Channel) -> Tensor:
+def _placed(x: Tensor, received: Sequence[Tensor], moves: TokenMoves, channel: Channel) -> Tensor:
     """Return the tokens after the moves, (length, width)."""
     out, parts = x.new_zeros(moves.lengths[1], x.shape[1]), iter(received)
     for peer, index in enumerate(moves.receives):
@@ -264,7 +264,7 @@ class SequenceOrder(StepKeeper):
         ordered = self.axes.layout("contiguous" if kind in UNORDERED else kind, seq_len)
         return SpanPlan(ordered, documents, rows, self.channel.rank, parents)
 
-    def _moves(self, rows: int, layout: SequenceLayout) -> Moves | None:
+    def _moves(self, rows: int, layout: SequenceLayout) -> TokenMoves | None:
         """Return how tokens reach the layout in which they are in order; None if they are."""
         if layout.kind not in UNORDERED or self.axes.ring == 1:
             return None

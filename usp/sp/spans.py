@@ -181,7 +181,7 @@ class SpanPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class TokenMoves:
     """What a rank sends where tokens move to any ranks. By rank of the grid, `sends` are indices of this rank's tokens,
     and `receives` of those that it has afterwards. lengths: of its tokens, before and afterwards."""
 
@@ -190,12 +190,12 @@ class Moves:
     lengths: tuple[int, int]
 
     @property
-    def inverse(self) -> Moves:
-        return Moves(self.receives, self.sends, self.lengths[::-1])
+    def inverse(self) -> TokenMoves:
+        return TokenMoves(self.receives, self.sends, self.lengths[::-1])
 
-    def to(self, device: torch.device) -> Moves:
+    def to(self, device: torch.device) -> TokenMoves:
         sends, receives = (tuple(x.to(device) for x in side) for side in (self.sends, self.receives))
-        return Moves(sends, receives, self.lengths)
+        return TokenMoves(sends, receives, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class HaloPlan:
         return tuple(halo)
 
     @cached_property
-    def moves(self) -> Moves:
+    def moves(self) -> TokenMoves:
         """The moves of this rank's tokens to the padded sequence, in which `kernel - 1` tokens precede each segment, so
         that one convolution over all of it mixes no two documents; zeros precede a document. This rank's own tokens
         come first among what it sends to itself, in their order."""
@@ -246,4 +246,4 @@ class HaloPlan:
         tokens = plan.rows * plan.layout.local_len
         sent[plan.rank] = torch.cat((torch.arange(tokens), sent[plan.rank]))
         received[plan.rank] = torch.cat((*own, received[plan.rank]))
-        return Moves(tuple(sent), tuple(received), (tokens, end))
+        return TokenMoves(tuple(sent), tuple(received), (tokens, end))

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from usp.data.batches import Batch, BatchReader, parse_mixture, parse_named
+from usp.data.batches import BatchReader, TokenBatch, parse_mixture, parse_named
 from usp.data.cache import token_lines
 from usp.data.chats import CLOSE, OPEN, excerpt
 from usp.data.rows import PackedRows, WholeRows
@@ -225,7 +225,7 @@ class Trainer(TrainingLoop):
         windows = self.prepared.shape.facts.windows
         return BatchReader(self.stage.batches, part_of(self.mesh, config, config.balance_rows, self.images, windows))
 
-    def _read_batch(self) -> Batch:
+    def _read_batch(self) -> TokenBatch:
         """Return this rank's part of the next batch. Raises ConfigurationError on all ranks if one cannot read it."""
         if self.images is None:
             return next(self.batches)
@@ -396,7 +396,7 @@ class Trainer(TrainingLoop):
         """Return the seconds in which attention has waited for messages on this rank since the last call."""
         return sum(cast(Any, stage.model).unified_sp.time_exposed().take() for stage in self.engine.stages)
 
-    def _exchange(self, batch: Batch, share: Tensor) -> float:
+    def _exchange(self, batch: TokenBatch, share: Tensor) -> float:
         """Sum over ranks losses, bytes and waits of attention, FLOPs, stop requests, balanced rows; return the loss."""
         sent, own = self._attention_sent(), [share.item()]
         own += [sent - self.sent, self._attention_waited(), self._flops(batch), float(self.stop.signal_number > 0)]
@@ -476,7 +476,7 @@ class Trainer(TrainingLoop):
             base_config=self.prepared.model_config if config.rope_scaling != "none" or config.add_tokens else None,
         )
 
-    def _flops(self, batch: Batch) -> float:
+    def _flops(self, batch: TokenBatch) -> float:
         """Return this rank's share of the FLOPs of its rows; 0 if nothing is known to compare them with."""
         if self.peak is None:
             return 0.0

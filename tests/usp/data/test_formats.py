@@ -17,7 +17,7 @@ from pyarrow import csv, ipc, parquet
 
 from tests.harness.ranks import RankPool
 from usp.config import TrainConfig
-from usp.data.batches import Batch, BatchReader, Part
+from usp.data.batches import BatchReader, Part, TokenBatch
 from usp.run.launch import Launch
 from usp.train.prepare import PreparedRun, prepare
 
@@ -86,7 +86,7 @@ def whole_batches(run: PreparedRun) -> BatchReader:
     return BatchReader(run.begins_in.batches, Part.whole(run.begins_in.batches.rows, run.config.seq_len))
 
 
-def digest(batch: Batch) -> str:
+def digest(batch: TokenBatch) -> str:
     return hashlib.sha256(
         b"".join(each.numpy().tobytes() for each in batch.to(torch.device("cpu")).values())
     ).hexdigest()

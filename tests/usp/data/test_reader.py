@@ -20,11 +20,11 @@ from usp.config import TrainConfig
 from usp.data.batches import (
     AHEAD,
     PERIOD,
-    Batch,
     BatchReader,
     BatchStream,
     MixedRows,
     Part,
+    TokenBatch,
     even_rows,
     parse_mixture,
     read_batch,
@@ -84,7 +84,7 @@ def test_every_order_is_as_likely_as_any_other(count: int) -> None:
 GRIDS = [(1, 1), (1, 4), (4, 1), (2, 2), (4, 2)]  # ring x ulysses
 
 
-def parts(kind: str, grid: tuple[int, int], whole: Batch) -> list[tuple[Part, torch.Tensor]]:
+def parts(kind: str, grid: tuple[int, int], whole: TokenBatch) -> list[tuple[Part, torch.Tensor]]:
     """The parts of all ranks of a grid, and their positions in each row of a batch."""
     rows, seq_len = whole.input_ids.shape
     layout = SequenceLayout(kind, seq_len, *grid)

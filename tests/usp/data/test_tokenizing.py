@@ -89,7 +89,7 @@ def test_files_that_lost_what_was_recorded_are_written_again(tmp_path: Path, sma
     shutil.copytree(tmp_path / "whole", tmp_path / "lost")
     manifest = json.loads((tmp_path / "lost" / "manifest.json").read_text())
     (tmp_path / "lost" / "manifest.json").unlink()
-    record = {"source": manifest["source"], **asdict(usp.data.tokenizing.Written(tokens=1000, documents=3))}
+    record = {"source": manifest["source"], **asdict(usp.data.tokenizing.StoreProgress(tokens=1000, documents=3))}
     (tmp_path / "lost" / "progress.json").write_text(json.dumps(record))
     (tmp_path / "lost" / "tokens.bin").write_bytes(b"")
     write_store(files, "text", BYTES, tmp_path / "lost")

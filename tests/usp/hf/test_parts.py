@@ -11,16 +11,16 @@ from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_config, tiny_model
 from tests.usp.train.families.test_families import MESHES, PAIRS, plain_steps, steps
 from usp.hf.models import empty_model
-from usp.hf.prune import Parts, model_parts, prune_to_stage
+from usp.hf.prune import ModelParts, model_parts, prune_to_stage
 
 PARTS = {
-    "llama": Parts("embed_tokens", (), "layers", "norm", "lm_head"),
-    "gpt2": Parts("wte", ("wpe",), "h", "ln_f", "lm_head"),
-    "biogpt": Parts("embed_tokens", ("embed_positions",), "layers", "layer_norm", "output_projection"),
-    "phi": Parts("embed_tokens", (), "layers", "final_layernorm", "lm_head"),
-    "gpt_neox": Parts("embed_in", (), "layers", "final_layer_norm", "lm_head"),
-    "lfm2": Parts("embed_tokens", (), "layers", "embedding_norm", "lm_head"),
-    "nemotron_h": Parts("embeddings", (), "layers", "norm_f", "lm_head"),
+    "llama": ModelParts("embed_tokens", (), "layers", "norm", "lm_head"),
+    "gpt2": ModelParts("wte", ("wpe",), "h", "ln_f", "lm_head"),
+    "biogpt": ModelParts("embed_tokens", ("embed_positions",), "layers", "layer_norm", "output_projection"),
+    "phi": ModelParts("embed_tokens", (), "layers", "final_layernorm", "lm_head"),
+    "gpt_neox": ModelParts("embed_in", (), "layers", "final_layer_norm", "lm_head"),
+    "lfm2": ModelParts("embed_tokens", (), "layers", "embedding_norm", "lm_head"),
+    "nemotron_h": ModelParts("embeddings", (), "layers", "norm_f", "lm_head"),
 }
 # learned positions and a tied head; a bias in the head, with and without tp
 TRAINED = {"gpt2": ["pp2"], "phi": ["pp2", "tp2"]}

@@ -22,9 +22,9 @@ from usp.planning.estimates import (
     UPDATE,
     Estimates,
     Measurements,
-    Part,
     Points,
     Sizes,
+    TimedPart,
     layout_key,
     model_key,
 )
@@ -54,7 +54,7 @@ def law(layers: float, sequences: float, tokens: float) -> float:
     return 0.5 + GRAIN * layers * (3 + 2 * sequences * (5 + tokens))
 
 
-def measurements(parts: dict[Part, Points]) -> Measurements:
+def measurements(parts: dict[TimedPart, Points]) -> Measurements:
     return Measurements("here", "float32", 2, Sizes(), parts)
 
 
@@ -62,9 +62,11 @@ def measured(*layouts: CallLayout) -> Estimates:
     """Every call on two data-parallel ranks is measured, with the same law; factors are those of `layouts`."""
     actor, critic, key = model_key(shape(2), DTYPE), model_key(shape(2, scalar=True), DTYPE), layout_key(layout(0, 2))
     works = {actor: (PREFILL, DECODE, "logprobs", "train logprobs"), critic: ("values", "train values")}
-    parts: dict[Part, Points] = {Part(model, work, key): grid(law) for model, of in works.items() for work in of}
+    parts: dict[TimedPart, Points] = {
+        TimedPart(model, work, key): grid(law) for model, of in works.items() for work in of
+    }
     for model, work in ((actor, "train logprobs"), (critic, "train values")):
-        parts[Part(model, UPDATE + work, key)] = {(d, 1, 1): 0.125 for d in (1, 3)}
+        parts[TimedPart(model, UPDATE + work, key)] = {(d, 1, 1): 0.125 for d in (1, 3)}
     graph, models = ppo(), dict.fromkeys(("actor", "ref"), shape(2))
     models |= dict.fromkeys(("critic", "reward"), shape(2, scalar=True))
     estimates = Estimates(graph, models, WORKLOAD, load_hardware("a100"), CallOptions(DTYPE))
@@ -73,7 +75,7 @@ def measured(*layouts: CallLayout) -> Estimates:
 
 
 def test_measurements_are_linear_between_and_beyond_their_points() -> None:
-    part = Part("m", DECODE, "dp=2")
+    part = TimedPart("m", DECODE, "dp=2")
     found = measurements({part: grid(law)})
     for layers, sequences, tokens in ((1, 2, 16), (2, 5, 40), (3, 4, 16), (32, 16, 128), (1, 1, 8)):
         assert found.at(part, layers, sequences, tokens) == pytest.approx(law(layers, sequences, tokens))
@@ -84,7 +86,7 @@ def test_measurements_are_linear_between_and_beyond_their_points() -> None:
 
 
 def test_measurements_are_read_as_they_were_written(tmp_path: Path) -> None:
-    written = measurements({Part("m", DECODE, "dp=2"): grid(law), Part("m", PREFILL, "tp=2"): grid(law)})
+    written = measurements({TimedPart("m", DECODE, "dp=2"): grid(law), TimedPart("m", PREFILL, "tp=2"): grid(law)})
     path = tmp_path / "profile.json"
     written.save(path)
     assert Measurements.load(path) == written
@@ -96,7 +98,7 @@ def test_measurements_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_file_with_the_seconds_of_processors_is_read(tmp_path: Path) -> None:
-    written = measurements({Part("m", DECODE, "dp=2"): grid(law)})
+    written = measurements({TimedPart("m", DECODE, "dp=2"): grid(law)})
     path = tmp_path / "profile.json"
     written.save(path)
     values = json.loads(path.read_text()) | {"cores": 2, "step": [0.5, 0.5], "moves": [0.1, 0.01, 1e-6]}

@@ -11,7 +11,7 @@ from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.parallel import Hardware, ParallelDims, load_hardware
 from usp.planning.estimates import Factors, factor_of, layout_key
-from usp.planning.rlhf_question import Question
+from usp.planning.rlhf_question import RlhfQuestion
 from usp.planning.run_plan import SearchingPlanner, learned, moves
 from usp.planning.workload import Workload
 from usp.rlhf.plan.named_plans import Facts, flattening, separation
@@ -26,9 +26,9 @@ FACTS = Facts(4, 8, 4, 2)
 SHORT, LONG = (StepLengths((64,) * 32, (length,) * 32, 1) for length in (8, 256))
 
 
-def question(lengths: StepLengths, hardware: Hardware = A100) -> Question:
+def question(lengths: StepLengths, hardware: Hardware = A100) -> RlhfQuestion:
     workload = Workload(lengths.prompts, lengths.responses, 1, 256)
-    return Question(graph=GRAPH, models=MODELS, workload=workload, hardware=hardware, world_size=4)
+    return RlhfQuestion(graph=GRAPH, models=MODELS, workload=workload, hardware=hardware, world_size=4)
 
 
 ONE = ExecutionPlan("one", dict.fromkeys(("train", "reward"), CallLayout((0,), ParallelDims(dp_shard=1))))

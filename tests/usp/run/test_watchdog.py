@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.e2e.processes import Run
 from usp.run.failures import HUNG, Ending, Stopped, end, ending_of
 from usp.run.launch import Launch, RanksMissing, StopRequest, all_ready, meet, named
-from usp.run.watchdog import Answer, Watchdog, describe, unfinished_on_gpu, whereabouts
+from usp.run.watchdog import RankLocation, Watchdog, describe, unfinished_on_gpu, whereabouts
 
 HANGS = """
 import os, signal, sys, time
@@ -196,7 +196,7 @@ def test_the_oldest_unfinished_gpu_collective_is_named() -> None:
     ],
 )
 def test_which_ranks_to_look_at_first(places: list[str | None], suspects: str | None) -> None:
-    answers = {rank: Answer(2, "step", c, f"x.py:1 {c}") for rank, c in enumerate(places) if c is not None}
+    answers = {rank: RankLocation(2, "step", c, f"x.py:1 {c}") for rank, c in enumerate(places) if c is not None}
     message = describe(answers, 4, 60.0)
     assert message.partition("look first at ")[2] == (suspects or "")
 

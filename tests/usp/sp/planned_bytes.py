@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from usp.sp.spans import HaloPlan, Moves, SpanPlan
+from usp.sp.spans import HaloPlan, SpanPlan, TokenMoves
 
 
 def state_bytes(plan: SpanPlan, row_bytes: int) -> tuple[int, int]:
@@ -21,7 +21,7 @@ def halo_bytes(plan: HaloPlan, token_bytes: int) -> tuple[int, int]:
     return moved_bytes(plan.moves, plan.spans.rank, token_bytes)
 
 
-def moved_bytes(moves: Moves, rank: int, token_bytes: int) -> tuple[int, int]:
+def moved_bytes(moves: TokenMoves, rank: int, token_bytes: int) -> tuple[int, int]:
     """Return those of tokens of so many bytes that move."""
     sides = moves.sends, moves.receives
     sent, received = (sum(len(index) for peer, index in enumerate(side) if peer != rank) for side in sides)

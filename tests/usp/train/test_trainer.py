@@ -18,7 +18,7 @@ from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from usp.commands.flags import parse
 from usp.config import TrainConfig
-from usp.data.batches import Batch, Part, read_batch
+from usp.data.batches import Part, TokenBatch, read_batch
 from usp.fields import AUTO_RATE
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
@@ -174,7 +174,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
 # Many ranks
 
 
-def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, Batch]:
+def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, TokenBatch]:
     """Loss and gradient norm of step 1, and the global batch that it saw."""
     prepared = prepare(replace(config, output=folder), launch_of_pool())
     rows = prepared.begins_in.batches.rows
@@ -209,7 +209,7 @@ def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path, p
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
 
 
-def plain_step(model: PreTrainedModel, batch: Batch) -> tuple[float, float]:
+def plain_step(model: PreTrainedModel, batch: TokenBatch) -> tuple[float, float]:
     """Return loss and gradient norm of each document alone through a transformers model."""
     targets, total = 0, torch.zeros(())
     for row, labels, boundaries in zip(batch.input_ids, batch.shift_labels, batch.cu_seqlens.tolist(), strict=True):

@@ -146,7 +146,7 @@ class Calculator:
 
 
 @dataclass(frozen=True)
-class Search:
+class PassageSearch:
     """Passages of local text files by BM25 (Robertson and Zaragoza, "The Probabilistic Relevance Framework", 2009).
 
     Attributes:
@@ -352,7 +352,12 @@ def function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {**described, "parameters": schema}}
 
 
-TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "calculator": Calculator, "search": Search, "mcp": Mcp}
+TOOLS: Mapping[str, Callable[..., Tool]] = {
+    "python": Python,
+    "calculator": Calculator,
+    "search": PassageSearch,
+    "mcp": Mcp,
+}
 
 
 def texts_of_calls(turn: str) -> Iterator[str]:

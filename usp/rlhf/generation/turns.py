@@ -35,7 +35,7 @@ class Told(NamedTuple):
 
 
 @dataclass(eq=False)
-class Record:
+class EpisodeRecord:
     """A response so far. last: the rollout of the last turn. owners: the turn that each token belongs to, from 1; 0 for
     the environment's. rewards: of the turns that were answered."""
 
@@ -75,7 +75,7 @@ class Turns:
         leads: bool,
         context: int,
     ) -> None:
-        self.records = [Record(rollout) for rollout in rollouts]
+        self.records = [EpisodeRecord(rollout) for rollout in rollouts]
         self.waiting: dict[int, Rollout] = {}
         self._limits = [rollout.limit for rollout in rollouts]
         self._episodes, self._samples, self._groups, self._context = episodes, samples, groups, context

@@ -41,10 +41,10 @@ from usp.rlhf.environments.sandbox import call
 from usp.rlhf.graph import Generate
 from usp.rlhf.samples import derived_seed
 from usp.rlhf.served import (
-    Piece,
     Requests,
     RolloutServer,
     Values,
+    WeightPiece,
     Written,
     all_renewed,
     deciding,
@@ -199,7 +199,7 @@ class VllmEngine:
             raise ValueError(problem)
         return engine
 
-    def load(self, pieces: Iterator[Piece]) -> int:
+    def load(self, pieces: Iterator[WeightPiece]) -> int:
         """Replace all weights by those that `pieces` yields, this rank's parts. All of them are consumed. Returns the
         bytes that left the run for it."""
         weights = ((piece.name, piece.whole()) for piece in pieces)
@@ -377,7 +377,7 @@ class ServedEngine(VllmEngine):
         self._after: str | None = "" if options.changes else None  # the token of the update before
         self._together, self.receives = {}, mesh.rank("batch") == 0
 
-    def load(self, pieces: Iterator[Piece]) -> int:
+    def load(self, pieces: Iterator[WeightPiece]) -> int:
         self._updates += 1
         self._mesh.agree(self._updates, "the updates of the rollout server", ("tp", "batch"))  # none decodes any more
         told, sent = [secrets.token_hex(16)], 0
@@ -392,7 +392,7 @@ class ServedEngine(VllmEngine):
         self._mesh.agree(self._updates, "the updates of the rollout server", ("tp", "batch"))
         return sent
 
-    def _send(self, pieces: Iterator[Piece], token: str) -> int:
+    def _send(self, pieces: Iterator[WeightPiece], token: str) -> int:
         """Send this rank's weights to its worker of the server."""
         group, host, after = self._mesh.group("tp"), self._server.own_address(), self._after
         with socket.create_server((host, 0)) as listener, ThreadPoolExecutor(1) as pool:
@@ -515,7 +515,7 @@ def pieces_of(
     boxes: Mapping[str, Box],
     on_disk: Mapping[str, Sequence[DiskTensor]],
     factors: Mapping[str, tuple[Tensor, ...]] = MappingProxyType({}),
-) -> Iterator[Piece]:
+) -> Iterator[WeightPiece]:
     """Yield what this rank's parts of parameters are of the tensors in files, one at a time.
 
     Args:
@@ -528,13 +528,13 @@ def pieces_of(
             if common is None:
                 nothing = part.new_empty([0] * len(box.sizes))
                 where = ((0, 0),) * len(box.sizes)
-                yield Piece(tensor.name, tensor.shape, box.sizes, where, nothing, of_adapter and ())
+                yield WeightPiece(tensor.name, tensor.shape, box.sizes, where, nothing, of_adapter and ())
                 continue
             where, own = tuple((cut.start, cut.stop) for cut in common.slices(box)), common.slices(boxes[name])
             if of_adapter:
                 up, down, *scales = of_adapter
                 of_adapter = up[own[0]], down[:, own[1]], *(scale[own[0]] for scale in scales)
-            yield Piece(tensor.name, tensor.shape, box.sizes, where, part[own], of_adapter)
+            yield WeightPiece(tensor.name, tensor.shape, box.sizes, where, part[own], of_adapter)
 
 
 def _executor(job: str) -> type:

@@ -15,7 +15,7 @@ from usp.parallel import ParallelMesh
 from usp.parallel.reallocation.boxes import local_box, local_part
 from usp.rlhf.generation.vllm import VllmEngine, pieces_of, whole_vocabulary
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.served import Piece
+from usp.rlhf.served import WeightPiece
 
 from .role_model import RoleModel, RoleSpec
 
@@ -63,7 +63,7 @@ class EngineModel(RoleModel):
         pieces = (piece for parts in rounds for piece in pieces_of(parts, self._boxes, self._on_disk))
         return self._vllm.load(pieces if self.spec.lora is None else self._adapted(rounds, self.spec.lora))
 
-    def _adapted(self, rounds: Iterator[Mapping[str, Tensor]], lora: Lora) -> Iterator[Piece]:
+    def _adapted(self, rounds: Iterator[Mapping[str, Tensor]], lora: Lora) -> Iterator[WeightPiece]:
         for _ in rounds:  # which fill the adapters
             pass
         if not self._vllm.receives:

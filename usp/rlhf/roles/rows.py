@@ -37,7 +37,7 @@ Tokens = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
-class Segment:
+class RowSegment:
     """Tokens [start, stop) of a sample as one document of a row. parent: of a prefix tree; sharers: the samples whose
     tokens they are."""
 
@@ -185,7 +185,7 @@ def micro_batches(
         boundaries = _boundaries(segments)
 
         def joined(
-            values: Tokens, padding: int, dtype: torch.dtype, *width: int, segments: Sequence[Segment] = segments
+            values: Tokens, padding: int, dtype: torch.dtype, *width: int, segments: Sequence[RowSegment] = segments
         ) -> Tensor:
             whole = torch.full((1, plan.row_len, *width), padding, dtype=dtype)
             if segments:
@@ -212,19 +212,19 @@ def micro_batches(
     return batches
 
 
-def _segments(samples: Samples, plan: RowPlan) -> list[list[Segment]]:
+def _segments(samples: Samples, plan: RowPlan) -> list[list[RowSegment]]:
     """Return the documents of each row, in order."""
     family_of = {index: family for family in plan.families for index in family[0]}
-    rows: list[list[Segment]] = []
+    rows: list[list[RowSegment]] = []
     for row in plan.rows:
-        segments: list[Segment] = []
+        segments: list[RowSegment] = []
         for index in row:
             members, shared = family_of.get(index, ((index,), 0))
             if shared and index == members[0]:
-                segments.append(Segment(index, 0, shared, -1, tuple(members)))
+                segments.append(RowSegment(index, 0, shared, -1, tuple(members)))
                 parent = len(segments) - 1
             length = len(samples["tokens"][index])
-            segments.append(Segment(index, shared, length, parent if shared else -1, (index,)))
+            segments.append(RowSegment(index, shared, length, parent if shared else -1, (index,)))
         rows.append(segments)
     return rows
 
@@ -248,7 +248,7 @@ def unpack(
     return [torch.cat(parts) for parts in values.values()]
 
 
-def _boundaries(segments: Sequence[Segment]) -> Tensor:
+def _boundaries(segments: Sequence[RowSegment]) -> Tensor:
     """Return the cu_seqlens of a row; one without samples has one empty document."""
     lengths = [segment.stop - segment.start for segment in segments] or [0]
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

@@ -14,7 +14,7 @@ import yaml
 from usp.__main__ import main
 from usp.commands.flags import parse
 from usp.commands.rlhf_plan import RlhfPlanConfig, _question
-from usp.planning.rlhf_question import Question, _generation_seconds, with_fastest_slots
+from usp.planning.rlhf_question import RlhfQuestion, _generation_seconds, with_fastest_slots
 from usp.rlhf.plan.plan import from_mapping
 from usp.rlhf.runtime.measure import LENGTHS_FILE, StepLengths
 
@@ -82,7 +82,7 @@ def test_rollouts_whose_cache_is_too_large_are_told_how_many_fit(capsys: pytest.
 
 
 def test_generation_decodes_as_many_sequences_at_a_time_as_is_fastest() -> None:
-    def asked(tokens: str) -> Question:
+    def asked(tokens: str) -> RlhfQuestion:
         flags = [*PLAN[1:], "--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", tokens]
         return _question(parse(flags, RlhfPlanConfig))
 

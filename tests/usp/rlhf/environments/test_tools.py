@@ -12,7 +12,7 @@ import pytest
 from tests.usp.rlhf.environments.test_episodes import answer
 from tests.usp.rlhf.environments.test_sandbox import needs_protection
 from usp.rlhf.environments.episodes import Processes
-from usp.rlhf.environments.tools import Mcp, Search, Toolbox, ToolEnvironment, ToolFailed, calculate, calls_of
+from usp.rlhf.environments.tools import Mcp, PassageSearch, Toolbox, ToolEnvironment, ToolFailed, calculate, calls_of
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 
@@ -65,12 +65,12 @@ def test_search_finds_the_passages_with_rare_words(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("The cat sat on the mat.\n\nThe dog and the cat.\nA line more.\n\n\nNothing here.")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.jsonl").write_text('{"text": "zebra cat"}\n{"text": "the the the"}\n')
-    search = Search(str(tmp_path), results=2)
+    search = PassageSearch(str(tmp_path), results=2)
     assert search.best("zebra") == ['{"text": "zebra cat"}']
     assert search.best("CAT on") == ["The cat sat on the mat.", '{"text": "zebra cat"}']
     assert search.run("search", {"query": "unicorn"}) == "(nothing found)"
     with pytest.raises(ValueError, match=r"has no \.txt, \.md or \.jsonl file with text"):
-        Search(str(tmp_path / "none")).check()
+        PassageSearch(str(tmp_path / "none")).check()
 
 
 def test_calls_of_a_turn() -> None:

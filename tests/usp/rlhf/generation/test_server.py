@@ -47,7 +47,16 @@ from usp.rlhf.generation.vllm import ServedEngine, most_drift
 from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare
 from usp.rlhf.runtime.executor import Executor
-from usp.rlhf.served import Piece, Requests, RolloutServer, Values, Worker, all_renewed, received_pieces, send_pieces
+from usp.rlhf.served import (
+    Requests,
+    RolloutServer,
+    Values,
+    WeightPiece,
+    Worker,
+    all_renewed,
+    received_pieces,
+    send_pieces,
+)
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
@@ -465,7 +474,7 @@ def test_pieces_have_the_bits_that_were_sent(dtype: torch.dtype) -> None:
         for x in values.values():
             other = torch.rand(x.shape, generator=draw) < share
             x[other] = torch.randn(x.shape, generator=draw).to(dtype)[other]
-        pieces = [Piece(name, x.shape, x.shape, ((0, len(x)),), x) for name, x in values.items()]
+        pieces = [WeightPiece(name, x.shape, x.shape, ((0, len(x)),), x) for name, x in values.items()]
         one, two = socket.socketpair()
         with one, two, ThreadPoolExecutor(1) as pool:
             sent = pool.submit(send_pieces, one, pieces, given[0])
@@ -713,5 +722,5 @@ def test_workers_need_torch_alone() -> None:
 
 
 def test_a_piece_is_a_part_of_a_tensor() -> None:
-    piece = Piece("x", (6,), (2, 3), ((1, 2), (0, 2)), torch.tensor([[1.0, 2.0]]))
+    piece = WeightPiece("x", (6,), (2, 3), ((1, 2), (0, 2)), torch.tensor([[1.0, 2.0]]))
     assert piece.whole()[3:5].tolist() == [1, 2] and int(piece.whole().isnan().sum()) == 4

@@ -38,7 +38,7 @@ from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.runtime.copies import layer_plans
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.runtime.measure import SENT_BYTES, WHOLE_BYTES
-from usp.rlhf.served import Piece
+from usp.rlhf.served import WeightPiece
 
 STEPS, RANKS = 2, 4
 ALL, FIRST, LAST = (0, 1, 2, 3), (0, 1), (2, 3)
@@ -87,7 +87,7 @@ class StandIn:
         for weight in self.whole.weights().values():
             weight.fill_(math.nan)
 
-    def load(self, pieces: Iterator[Piece]) -> int:
+    def load(self, pieces: Iterator[WeightPiece]) -> int:
         assert self.awake
         model, group = self.whole.stage.model, self.mesh.group("tp")
         shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
@@ -160,7 +160,7 @@ def plan_of(graph: DataflowGraph, train: CallLayout, generate: CallLayout) -> Ex
     return ExecutionPlan("mine", {call.name: by_kind[call.kind] for call in graph.calls})
 
 
-def swap_halves(parts: Any, boxes: Any, on_disk: Any) -> Iterator[Piece]:
+def swap_halves(parts: Any, boxes: Any, on_disk: Any) -> Iterator[WeightPiece]:
     """As if the halves of fused parameters were taken for each other."""
     other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     for piece in vllm.pieces_of(parts, boxes, on_disk):
