@@ -207,7 +207,7 @@ def chosen_rows(
     return numbers
 
 
-class SparseAttention(torch.autograd.Function):
+class ChosenAttention(torch.autograd.Function):
     """Attention of a ring rank's queries to the keys that they chose.
 
     `apply(q_TNH, k_TKH, v_TKV, sinks_N, choice, program, channel, keep, weighed)` -> out_TNV, lse_TN, and if `weighed`
@@ -256,7 +256,7 @@ def attend_to_rows(
     program = SparseProgram(spec, 1, 0, none, none, none)
     choice = KeyChoice(index_BSk.flatten(0, 1), none, (0,), (0,))
     call = choice, program, Channel(None), keep, False
-    out, lse, _ = SparseAttention.apply(q_BSNH.flatten(0, 1), rows_MKH, rows_MKH, None, *call)
+    out, lse, _ = ChosenAttention.apply(q_BSNH.flatten(0, 1), rows_MKH, rows_MKH, None, *call)
     return out.unflatten(0, q_BSNH.shape[:2]), lse.unflatten(0, q_BSNH.shape[:2])
 
 

@@ -33,7 +33,7 @@ from .keep import Keep, compute_now
 from .layout import SequenceLayout
 from .ring import Blocks, RingAttention, RingProgram, ring_backward, ring_forward, start_ring
 from .schedule import RingSchedule, local_schedule, ring_schedule
-from .sparse import SparseAttention, SparseProgram, choose, chosen_rows
+from .sparse import ChosenAttention, SparseProgram, choose, chosen_rows
 from .spec import AttentionSpec
 from .ulysses import HeadsToSeq, SeqToHeads, SequenceTotal, post_to_heads, separated_heads
 
@@ -253,7 +253,7 @@ def unified_attention(
             weights = lse.new_zeros(choice.index.shape)
     elif isinstance(program, SparseProgram):
         rows = program.to_rows(q, k, v)
-        out, lse, weights = SparseAttention.apply(*rows, own_sinks, choice, program, ring, keep, return_weights)
+        out, lse, weights = ChosenAttention.apply(*rows, own_sinks, choice, program, ring, keep, return_weights)
         out = program.from_rows(out)
     else:
         out, lse = RingAttention.apply(q, k, v, own_sinks, program, ring, keep)

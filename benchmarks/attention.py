@@ -38,7 +38,7 @@ from benchmarks.harness.measure import Runner, median_milliseconds, peak_bytes, 
 from benchmarks.harness.record import Record, finish
 from benchmarks.harness.timed_kernels import timed_kernels
 from tests.harness.ranks import RankPool
-from usp import UnifiedSPAttention, shard_sequence
+from usp import Mask, UnifiedSPAttention, shard_sequence
 from usp.parallel import ParallelDims, ParallelMesh
 
 BATCH, HEAD_DIM = 1, 64
@@ -110,15 +110,8 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool, single: bool 
     if single and dist.get_rank() == 0:
         alone = Runner.make(one_process, torch.clone, whole)
         runners["one process"] = replace(alone, threads=os.cpu_count() or 1)
-    predicted = attention.wire_bytes(
-        batch=BATCH,
-        seq_len=case.seq_len,
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        causal=True,
-    )
+    sizes = (torch.Size((BATCH, case.seq_len // attention.ranks, n, HEAD_DIM)) for n in (case.heads, case.kv_heads))
+    predicted = attention.plan(Mask(), *sizes).wire_bytes(dtype)
     distributed = {name: runner for name, runner in runners.items() if runner and name != "one process"}
     return {
         "spans": time_in_turns(runners, warmups, iterations, exposed),

@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.baselines import yunchang_cpu
 from benchmarks.fitted_rates import ROOT, called
 from benchmarks.harness.record import Record, finish
-from usp import UnifiedSPAttention
+from usp import Mask, UnifiedSPAttention
 from usp.attention import DecodeStep, Kernel, KVCache
 from usp.attention.kernels.varlen import lower_varlen
 from usp.parallel import ParallelDims, ParallelMesh
@@ -215,8 +215,8 @@ def measure_planning(layout: str, tree: bool) -> dict[str, Any]:
         attention, x = UnifiedSPAttention(mesh, layout), torch.empty(1, PLANNED_TOKENS // PLANNED_RANKS, 1, 8)
 
         def plan() -> None:
-            options = (cu_seqlens, None, prefix_tree, True, None, None, None, None)
-            attention._call((x, x, x, None, None, None), None, *options)
+            call = sp_attention.Call((x, x, x, None, None, None))
+            attention.prepared(call, lambda: Mask(cu_seqlens=cu_seqlens, tree=prefix_tree))
 
         first = least_microseconds({"first": plan}, 1, 1)
         return {"layout": layout, "tree": tree, **first, **least_microseconds({"again": plan}, 20, 10)}

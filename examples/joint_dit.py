@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.functional import silu
 
-from usp import UnifiedSPAttention, shard_sequence
+from usp import JointAttention, Mask, UnifiedSPAttention, shard_sequence
 from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from usp.run.launch import leave
 
@@ -52,15 +52,15 @@ class Stream(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, attention: UnifiedSPAttention, last: bool) -> None:
+    def __init__(self, attention: JointAttention, last: bool) -> None:
         super().__init__()
         self.attention, self.image, self.text = attention, Stream(), Stream(keys_only=last)
 
     def forward(self, image: Tensor, text: Tensor, condition: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         (k, v, q), modulation = self.image.before(image, condition)
         (text_k, text_v, *text_q), text_modulation = self.text.before(text, condition)
-        joint = {"joint_q": text_q[0] if text_q else None, "joint_k": text_k, "joint_v": text_v}
-        results = self.attention(q, k, v, **joint, causal=False, cu_seqlens=cu_seqlens)
+        joint_q = text_q[0] if text_q else None
+        results = self.attention(q, k, v, joint_q, text_k, text_v, Mask(causal=False, cu_seqlens=cu_seqlens))
         if not text_q:
             return self.image.after(image, results, modulation), text
         attended, text_attended = results
@@ -72,7 +72,7 @@ class DiT(nn.Module):
 
     def __init__(self, mesh: ParallelMesh, blocks: int) -> None:
         super().__init__()
-        attention = UnifiedSPAttention(mesh, layout="contiguous")
+        attention = JointAttention(UnifiedSPAttention(mesh, layout="contiguous"))
         self.image_in, self.words = nn.Linear(CHANNELS, DIM), nn.Embedding(WORDS, DIM)
         self.time_in = nn.Sequential(nn.Linear(DIM, DIM), nn.SiLU(), nn.Linear(DIM, DIM))
         self.blocks = nn.ModuleList(Block(attention, last=number == blocks - 1) for number in range(blocks))

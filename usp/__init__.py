@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .hf.images import shard_image_batch
     from .hf.integrate import apply_unified_sp
+    from .sp.mask import Mask
     from .sp.sequence import shard_batch, shard_sequence, unshard_sequence
-    from .sp.sp_attention import UnifiedSPAttention
+    from .sp.sp_attention import JointAttention, SparseAttention, UnifiedSPAttention
 
 __all__ = [
+    "JointAttention",
+    "Mask",
+    "SparseAttention",
     "UnifiedSPAttention",
     "apply_unified_sp",
     "shard_batch",
@@ -25,6 +29,9 @@ __all__ = [
 ]
 
 _FILES = {
+    "JointAttention": ".sp.sp_attention",
+    "Mask": ".sp.mask",
+    "SparseAttention": ".sp.sp_attention",
     "UnifiedSPAttention": ".sp.sp_attention",
     "apply_unified_sp": ".hf.integrate",
     "shard_image_batch": ".hf.images",

@@ -136,8 +136,8 @@ Taken = dict[object, tuple[Tensor, ...]]  # what launches have taken of tensors 
 
 
 def attend(
-    kernel: Kernel, launches: tuple[KernelLaunch, ...], q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, spec: AttentionSpec,
-    total: AttentionSum, taken: Taken,
+    kernel: Kernel, launches: tuple[KernelLaunch, ...], q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor,
+    spec: AttentionSpec, total: AttentionSum, taken: Taken,
 ) -> None:  # fmt: skip
     """Add a block's attention to `total`."""
     v_head_dim = v_TKV.shape[-1]

@@ -15,7 +15,7 @@ A device's link to its host carries copies of offloaded data, and the messages o
 
 Point-to-point messages that are sent at once: a device sends over the link of the tier that connects it with the
 receiver, and the devices of an inner tier share what leaves it. The busiest link determines the time, plus a latency
-per message of the busiest device. A reallocation is a sequence of such rounds (`usp.parallel.reallocation.reallocation`).
+per message of the busiest device. A reallocation is a sequence of such rounds (`reallocation`).
 """
 
 from __future__ import annotations

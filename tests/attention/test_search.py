@@ -42,6 +42,7 @@ from usp.parallel import ParallelDims, ParallelMesh
 from usp.parallel.wire import SentBytes
 
 from . import dense
+from .calls import called, plan_of
 
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 MASKS: dict[str, Callable[..., Tensor]] = {
@@ -427,7 +428,8 @@ def mask_arguments(d: Draw) -> dict[str, Any]:
     names = ("cu_seqlens", "cu_seqlens_k", "joint_cu_seqlens", "prefix", "prefix_tree")
     rows = zip(names, (*d.documents, d.prefix, d.prefix_tree), strict=True)
     tensors = {name: torch.tensor(x[0] if len(x) == 1 else x) for name, x in rows if x is not None}
-    given = tensors | {"causal": d.causal, "window": d.window, "joint_strategy": d.joint_strategy}
+    given = tensors | {"causal": d.causal, "window": d.window, "chunk": d.chunk}
+    given |= {"joint_strategy": d.joint_strategy, "joint_every": d.joint_every}
     return given | ({} if d.mask_mod is None else {"mask_mod": MASKS[d.mask_mod], "causal": d.causal})
 
 
@@ -460,10 +462,12 @@ def check(d: Draw, meshes: dict[Any, ParallelMesh]) -> list[str]:
         leaves |= {name: x for name, x in turned.items() if name != "indices"}
     leaves = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in leaves.items()}
     module = UnifiedSPAttention(mesh, d.layout, d.kernel, d.dkv_dtype, d.head_groups)
-    others = {"chunk": d.chunk, "joint_every": d.joint_every, "softcap": d.softcap, "scale": d.scale}
-    of_indices = {"index_block": d.indices[2], "return_weights": d.return_weights}
-    options = mask_arguments(d) | others | of_indices | {"return_lse": d.return_lse}
-    call = partial(module, **{"k": None, "v": None, **leaves}, **options)
+    joint = tuple(leaves.get(f"joint_{name}") for name in "qkv")
+    options = {"softcap": d.softcap, "scale": d.scale, "sinks": leaves.get("sinks")}
+    sparse = {"indices": leaves.get("indices"), "index_block": d.indices[2], "return_weights": d.return_weights}
+    sparse, options = (sparse, options) if d.indices[0] else ({}, options | {"return_lse": d.return_lse})
+    tensors = leaves["q"], leaves.get("k"), leaves.get("v")
+    call = partial(called, module, *tensors, joint=joint, sparse=sparse, options=options, **mask_arguments(d))
     call()  # which compares the plan over the ranks
     with torch.no_grad():
         first = call()
@@ -483,9 +487,8 @@ def check(d: Draw, meshes: dict[Any, ParallelMesh]) -> list[str]:
     for name, x in leaves.items():
         if x.is_floating_point():
             found[f"d{name}"] = x.grad if x.grad is not None else torch.full_like(x, torch.nan)
-    if d.chunk is None and not d.joint_every:
-        planned = predicted(d, module, whole)
-        wrong += [f"bytes {sent.total}, not {planned}"] if sent.total != planned else []
+    planned = predicted(d, module, whole)
+    wrong += [f"bytes {sent.total}, not {planned}"] if sent.total != planned else []
     if d.return_weights:
         found["weights"] = by_block(d, found["weights"], leaves["indices"])
     return wrong + [f"{name} by {error:.1e}" for name, error in errors(d, mesh, found, exact).items()]
@@ -537,16 +540,14 @@ def errors(d: Draw, mesh: ParallelMesh, found: dict[str, Tensor], exact: dict[st
 def predicted(d: Draw, module: UnifiedSPAttention, whole: dict[str, Tensor]) -> int:
     """Return the bytes that this rank should send."""
     arguments, (n, kv), (size, v_size) = mask_arguments(d), d.heads, d.head_dims
-    alike = d.key_tokens == d.tokens and not d.packed  # such keys are of the same positions
-    keys, indices = None if d.keys_of == "itself" or alike else d.key_tokens, whole.get("indices")
+    indices = whole.get("indices")
     if indices is not None:
         missing = -d.tokens % SequenceLayout.multiple_of(d.layout, *d.grid)
         indices = torch.cat((indices, indices.new_zeros(d.batch, missing, *indices.shape[2:])), 1)
-    return module.wire_bytes(
-        batch=d.batch, seq_len=d.tokens, num_heads=n, num_kv_heads=kv, head_dim=size, v_head_dim=v_size, dtype=d.dtype,
-        seq_len_k=keys, joint_len=d.joint, joint_queries=d.joint_queries, return_lse=d.return_lse,
-        indices=indices, return_weights=d.return_weights, index_block=d.indices[2], **arguments,
-    ).total  # fmt: skip
+    q, k = (d.batch, d.tokens, n, size), (d.batch, d.key_tokens, kv, size) if d.key_tokens else None
+    plan = plan_of(module, q, k, (d.joint, d.joint_queries, kv), **arguments)
+    sparse = {"indices": indices, "weights": d.return_weights, "block": d.indices[2]}
+    return plan.wire_bytes(d.dtype, v_size, d.return_lse, **sparse).total
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from usp.attention import LAYOUTS, OF_DOCUMENTS, AttentionSpec, Joint, SequenceL
 from usp.parallel import ParallelDims, ParallelMesh
 from usp.parallel.wire import SentBytes
 
+from .calls import called, plan_of
 from .dense import worst
 from .test_bands import assert_messages_match, pairs
 
@@ -160,9 +161,11 @@ def check(case: Case, mesh: ParallelMesh) -> tuple[float, int, int]:
     shown = lse.isfinite() if case.lse else torch.zeros_like(lse, dtype=torch.bool)
 
     leaves = {name: shard(case, mesh, name, x).clone().requires_grad_() for name, x in whole.items()}
-    tensors = {"k": None, "v": None, **leaves}
     module = UnifiedSPAttention(mesh, case.layout, dkv_dtype=case.dkv_dtype)
-    call = partial(module, **tensors, **case.mask, softcap=case.softcap, return_lse=case.lse)
+    options = {"softcap": case.softcap, "return_lse": case.lse, "sinks": leaves.get("sinks")}
+    joint = tuple(leaves.get(f"joint_{name}") for name in "qkv")
+    tensors = leaves["q"], leaves.get("k"), leaves.get("v")
+    call = partial(called, module, *tensors, joint=joint, options=options, **case.mask)
     call()  # makes the plan and compares it across ranks, which sends bytes too
     split = (case.tokens, out.shape[1] - case.tokens)
     with SentBytes() as sent:
@@ -177,11 +180,10 @@ def check(case: Case, mesh: ParallelMesh) -> tuple[float, int, int]:
                 wanted[prefix + name] = part
                 grads[prefix + name] = shard(case, mesh, prefix + name, grad) * share
         torch.autograd.backward(list(named.values()), [grads[name].to(x.dtype) for name, x in named.items()])
-    planned = module.wire_bytes(
-        batch=case.batch, seq_len=case.tokens, num_heads=case.heads[0], num_kv_heads=case.heads[1],
-        head_dim=case.head_dims[0], v_head_dim=case.head_dims[1], dtype=case.dtype, seq_len_k=case.keys,
-        joint_len=case.joint, joint_queries=case.joint_queries, return_lse=case.lse, **case.mask,
-    )  # fmt: skip
+    (n, kv), (size, v_size), keys = case.heads, case.head_dims, case.tokens if case.keys is None else case.keys
+    q, k = (case.batch, case.tokens, n, size), (case.batch, keys, kv, size) if keys else None
+    plan = plan_of(module, q, k, (case.joint, case.joint_queries, kv), **case.mask)
+    planned = plan.wire_bytes(case.dtype, v_size, case.lse)
 
     errors = []
     for name, x in named.items():

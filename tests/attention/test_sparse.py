@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness.ranks import RankPool
-from usp import UnifiedSPAttention, shard_sequence
+from usp import Mask, SparseAttention, UnifiedSPAttention, shard_sequence
 from usp.attention import (
     LAYOUTS,
     AttentionSpec,
@@ -30,10 +30,11 @@ from usp.attention import (
     ring_schedule,
 )
 from usp.attention import sparse as module_of_sparse
-from usp.attention.sparse import SparseAttention, _bits, _flags, choose
+from usp.attention.sparse import ChosenAttention, _bits, _flags, choose
 from usp.parallel import ParallelDims, ParallelMesh
 from usp.parallel.wire import SentBytes
 
+from . import calls
 from .dense import dense_attention, relative_l2, visible
 
 SEQ_LEN, K = 64, 9
@@ -125,18 +126,17 @@ def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int, int, int]:
     q, k, v = (shard(x).clone().requires_grad_() for x in inputs[:3])
     own_sinks = None if sinks is None else sinks.clone().requires_grad_()
     attention = UnifiedSPAttention(mesh, case.layout, dkv_dtype=case.dtype if case.extras else None)
-    call = partial(attention, **arguments, indices=shard(indices), softcap=softcap, sinks=own_sinks, **sparse)
+    layer, mask = SparseAttention(attention), calls.mask_of(arguments)
+    call = partial(layer, indices=shard(indices), mask=mask, softcap=softcap, sinks=own_sinks, **sparse)
     with torch.no_grad():
         call(q, k, v)  # ranks compare the plan
     with SentBytes() as sent:
         out, *weights = call(q, k, v, return_weights=True) if case.extras else (call(q, k, v),)
         out.backward(shard(inputs[3]))
-    described = {
-        "batch": 2, "seq_len": SEQ_LEN, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
-        "v_head_dim": v_head_dim, "dtype": case.dtype, **arguments,
-    }  # fmt: skip
-    dense = attention.wire_bytes(**described)
-    planned = attention.wire_bytes(**described, indices=indices, return_weights=bool(weights), **sparse)
+    plan = calls.plan_of(attention, (2, SEQ_LEN, heads, head_dim), (2, SEQ_LEN, kv_heads, head_dim), **arguments)
+    dense = plan.wire_bytes(case.dtype, v_head_dim)
+    of_sparse = {"indices": indices, "weights": bool(weights), "block": sparse.get("index_block", 1)}
+    planned = plan.wire_bytes(case.dtype, v_head_dim, **of_sparse)
     assert attention.kernels == {"gather"}
 
     squares = torch.stack(
@@ -213,7 +213,7 @@ def test_tiles_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def results() -> list[Tensor]:
         choice = choose(drawn_indices(1, 24, 4), program, alone, alone)
-        out, *_ = SparseAttention.apply(q, k, v, None, choice, program, alone, compute_now, True)
+        out, *_ = ChosenAttention.apply(q, k, v, None, choice, program, alone, compute_now, True)
         return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
     whole = results()
@@ -229,7 +229,7 @@ def test_flops_grow_as_the_tokens_do() -> None:
         q, k, v = (torch.randn(tokens, 2, 8, requires_grad=True) for _ in range(3))
         with FlopCounterMode(display=False) as counter:
             choice = choose(drawn_indices(1, tokens, 4), program, alone, alone)
-            out, *_ = SparseAttention.apply(q, k, v, None, choice, program, alone, compute_now, True)
+            out, *_ = ChosenAttention.apply(q, k, v, None, choice, program, alone, compute_now, True)
             out.sum().backward()
         flops.append(counter.get_total_flops())
     assert flops[0] > 0 and flops == [flops[0], 2 * flops[0], 4 * flops[0]]
@@ -238,18 +238,18 @@ def test_flops_grow_as_the_tokens_do() -> None:
 def refusals() -> list[str]:
     mesh = ParallelMesh.create(ParallelDims(ring=2))
     x, indices = torch.randn(1, 4, 2, 8), torch.zeros(1, 4, 3, dtype=torch.int64)
+
+    def layer(kernel: str = "auto") -> SparseAttention:
+        return SparseAttention(UnifiedSPAttention(mesh, kernel=kernel))
+
     calls = [
-        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices[:, :2]),
-        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices.float()),
-        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices, return_lse=True),
-        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices, prefix=torch.tensor([3])),
-        lambda: UnifiedSPAttention(mesh, kernel="sdpa")(x, x, x, indices=indices),
-        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices.unsqueeze(2).expand(-1, -1, 3, -1), index_block=0),
-        lambda: UnifiedSPAttention(mesh)(
-            x, x, x, indices=indices.unsqueeze(2).expand(-1, -1, 2, -1), sinks=x[0, 0, :, 0]
-        ),
-        lambda: UnifiedSPAttention(mesh)(x, x, x, index_block=2),
-        lambda: UnifiedSPAttention(mesh)(x, x, x, indices=indices[..., : 1 + dist.get_rank()]),
+        lambda: layer()(x, x, x, indices[:, :2]),
+        lambda: layer()(x, x, x, indices.float()),
+        lambda: layer()(x, x, x, indices, Mask(prefix=torch.tensor([3]))),
+        lambda: layer("sdpa")(x, x, x, indices),
+        lambda: layer()(x, x, x, indices.unsqueeze(2).expand(-1, -1, 3, -1), index_block=0),
+        lambda: layer()(x, x, x, indices.unsqueeze(2).expand(-1, -1, 2, -1), sinks=x[0, 0, :, 0]),
+        lambda: layer()(x, x, x, indices[..., : 1 + dist.get_rank()]),
     ]
     messages = []
     for call in calls:
@@ -261,13 +261,11 @@ def refusals() -> list[str]:
 
 def test_other_calls_are_refused_on_every_rank(ranks: RankPool) -> None:
     for messages in ranks.run(refusals, 2):
-        shape, dtype, lse, prefix, kernel, heads, sinks, alone, unequal = messages
+        shape, dtype, prefix, kernel, heads, sinks, unequal = messages
         assert "indices (1, 4, 3, 3) must be" in heads and "index_block=0 must be at least 1 position" in heads
         assert "sinks and return_weights are not supported with indices of each KV head" in sinks
-        assert "return_weights and index_block are about the keys at indices: give indices" in alone
         assert "indices (1, 2, 3) must be (batch, tokens, k) or (batch, tokens, num_kv_heads, k) for q (1, 4" in shape
         assert "indices must be int32 or int64 on cpu, got torch.float32" in dtype
-        assert "return_lse is not supported with indices" in lse
         assert "attention to indices supports causal, window, chunk and cu_seqlens; not prefix" in prefix
         assert "kernel='sdpa' cannot attend to indices: use kernel='auto'" in kernel
         assert "the attention call must be the same on all ranks" in unequal

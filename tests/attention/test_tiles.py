@@ -30,6 +30,7 @@ from usp.attention.kernels.select import Device
 from usp.parallel import ParallelDims, ParallelMesh
 from usp.parallel.wire import SentBytes
 
+from .calls import called, plan_of
 from .dense import dense_attention, relative_l2, visible, worst
 from .strategies import layouts, specs
 from .test_bands import assert_messages_match, pairs
@@ -126,16 +127,15 @@ def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int]:
     by_head = case.function in ("windows of heads", "queries without a key")
     groups = max(map(of_rank.kv_width, range(of_rank.ulysses))) if of_rank.ulysses > 1 and not by_head else None
     attention = UnifiedSPAttention(mesh, case.layout, case.kernel, head_groups=groups)
-    call = partial(attention, **arguments, mask_mod=function, sinks=own_sinks)
+    arguments["mask_mod"] = function
+    call = partial(called, attention, **arguments, options={"sinks": own_sinks})
     with torch.no_grad():
         call(q, k, v)  # ranks compare the plan
     with SentBytes() as sent:
         out = call(q, k, v)
         out.backward(shard(inputs[3]))
-    planned = attention.wire_bytes(
-        batch=2, seq_len=SEQ_LEN, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=case.dtype,
-        mask_mod=function, **arguments,
-    )  # fmt: skip
+    sizes = ((2, SEQ_LEN, number, HEAD_DIM) for number in (heads, kv_heads))
+    planned = plan_of(attention, *sizes, **arguments).wire_bytes(case.dtype)
     found = [out.detach(), q.grad, k.grad, v.grad]
     squares = torch.stack([(x.double() - shard(y)).square().sum() for x, y in zip(found, wanted, strict=False)])
     dist.all_reduce(squares, group=mesh.group("sp"))
@@ -261,14 +261,14 @@ def disagree(dims: ParallelDims) -> list[str]:
     calls: list[dict[str, Any]] = [
         {"mask_mod": lambda b, h, q, k: q - k},
         {"mask_mod": dilated, "prefix": torch.tensor([3])},
-        {"mask_mod": dilated, "joint_k": q, "joint_v": q},
-        {"mask_mod": dilated, "indices": torch.zeros(1, 8, 2, dtype=torch.int64)},
+        {"mask_mod": dilated, "joint": (None, q, q)},
+        {"mask_mod": dilated, "sparse": {"indices": torch.zeros(1, 8, 2, dtype=torch.int64)}},
         {"mask_mod": FUNCTIONS["checkers"] if last else dilated},
     ]
     errors = []
     for call in calls:
         try:
-            attention(q, q, q, **call)
+            called(attention, q, q, q, **call)
         except (ValueError, RuntimeError) as error:
             errors.append(f"{type(error).__name__}: {error}")
     return errors

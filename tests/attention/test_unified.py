@@ -24,6 +24,7 @@ from usp.attention import LAYOUTS, HeadPlan
 from usp.parallel import SP_ORDERS, ParallelDims, ParallelMesh
 from usp.parallel.wire import SentBytes
 
+from .calls import called, plan_of
 from .dense import dense_attention, relative_l2, visible, worst
 
 SEQ_LEN, LONG, ODD, HEAD_DIM = 96, 1200, 89, 16
@@ -206,7 +207,7 @@ def grid_errors(dims: ParallelDims, cases: list[Case], path: Path) -> list[tuple
 
 
 def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Tensor]) -> tuple[float, int, int]:
-    arguments = {**case.mask_arguments(), "softcap": case.softcap}
+    arguments = case.mask_arguments()
     shard = partial(
         shard_sequence,
         mesh=mesh,
@@ -218,15 +219,14 @@ def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Ten
     heads = HeadPlan(*case.heads, mesh.size("ulysses"))
     groups = max(map(heads.kv_width, range(heads.ulysses))) if heads.ulysses > 1 and case.batch == 2 else 1
     module = UnifiedSPAttention(mesh, case.layout, head_groups=groups)
-    with torch.no_grad():
-        module(*leaves[:3], **arguments)  # builds the plan and compares it across ranks, which sends bytes too
+    options = {"softcap": case.softcap, "sinks": leaves[3] if case.sinks else None}
+    with torch.no_grad():  # builds the plan and compares it across ranks, which sends bytes too
+        called(module, *leaves[:3], **arguments, options=options)
     with SentBytes() as sent:
-        out = module(*leaves[:3], **arguments, sinks=leaves[3] if case.sinks else None)
+        out = called(module, *leaves[:3], **arguments, options=options)
         out.backward(dout)
-    planned = module.wire_bytes(
-        batch=case.batch, seq_len=case.seq_len, num_heads=case.heads[0], num_kv_heads=case.heads[1],
-        head_dim=case.head_dims[0], v_head_dim=case.head_dims[1], dtype=case.dtype, **case.mask_arguments(),
-    )  # fmt: skip
+    q_size, k_size = ((case.batch, case.seq_len, number, case.head_dims[0]) for number in case.heads)
+    planned = plan_of(module, q_size, k_size, **arguments).wire_bytes(case.dtype, case.head_dims[1])
 
     found = [out.detach(), *(x.grad for x in leaves)]
     assert all(x.dtype == case.dtype for x in found)

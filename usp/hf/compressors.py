@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -42,8 +42,9 @@ from usp.attention import (
     token_tiles,
 )
 from usp.sp.in_order import Reshard, SequenceOrder, Windows
+from usp.sp.mask import Mask
 from usp.sp.sequence import documents_of
-from usp.sp.sp_attention import UnifiedSPAttention
+from usp.sp.sp_attention import JointAttention, UnifiedSPAttention
 
 _OF_COMPRESSORS = {"hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx"}
 
@@ -170,22 +171,25 @@ class ShardedCompressor:
         return made.entries, seen & chosen.gather(1, step.at.clamp(max=scores.shape[1] - 1))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None, scale: float, softcap: float | None, **rest: Any
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, sinks: Tensor | None, scale: float, softcap: float | None
     ) -> Tensor:
         """Return the attention to keys and values and to the entries of the last call. Collective."""
         assert self.made is not None
         made, self.made = self.made, None
         entries, cuts = made.entries.to(q.dtype).unsqueeze(1), made.plan.cuts
-        options = {**rest, "scale": scale, "softcap": softcap}
+        options = {"scale": scale, "softcap": softcap}
         if not len(entries):
-            return self.attention(q, k, v, sinks=sinks, **options)
+            return self.attention(q, k, v, mask, sinks=sinks, **options)
         if made.indices is None:
             in_row = torch.from_numpy(cuts - cuts[:, :1])
             place = torch.from_numpy(cuts[:, :1]) + torch.arange(int(in_row.max()))
             joint = entries[place.clamp(max=len(entries) - 1).to(q.device)]  # what is beyond a row's is in no document
-            of_joint = {"joint_k": joint, "joint_v": joint, "joint_cu_seqlens": in_row, "joint_every": self.run.rate}
-            return self.attention(q, k, v, sinks=sinks, **options, **of_joint)
-        out, lse = self.attention(q, k, v, return_lse=True, **options)
+            attention, mask = (
+                JointAttention(self.attention, every=self.run.rate),
+                replace(mask, joint_cu_seqlens=in_row),
+            )
+            return attention(q, k, v, None, joint, joint, mask, sinks=sinks, **options)
+        out, lse = self.attention(q, k, v, mask, return_lse=True, **options)
         spec = AttentionSpec(scale=scale, softcap=softcap)
         more = attend_to_rows(q, entries, made.indices, spec, self.attention.keep)
         outs, lses = (torch.stack(parts) for parts in zip((out, lse), more, strict=True))

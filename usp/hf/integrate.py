@@ -25,8 +25,9 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from usp.attention import DecodeStep, Prefill
 from usp.parallel import ParallelMesh, agree
 from usp.sp.in_order import SequenceOrder
+from usp.sp.mask import LastMasks
 from usp.sp.sequence import document_starts, documents_of
-from usp.sp.sp_attention import Handle, UnifiedSPAttention, ulysses_violations
+from usp.sp.sp_attention import Handle, SparseAttention, UnifiedSPAttention, ulysses_violations
 
 from .compressors import ShardedCompressor, apply_compressors, compressors
 from .images import PLAN, TYPES, ImageExchange, bidirectional
@@ -45,7 +46,7 @@ _MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 
 
 @dataclass(frozen=True)
-class Mask:
+class LayerMask:
     """The mask of an attention module. width: tokens of a sliding window, the query included, or of a chunk: tokens
     attend within their chunk, counted from the document's first token. prefixes: whether the `prefix` of a forward,
     such as its images, is seen in both directions."""
@@ -156,7 +157,7 @@ def _set_implementation(model: PreTrainedModel, attending: Sequence[nn.Module]) 
         config._attn_implementation = implementation
 
 
-def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict[str, Mask]:
+def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict[str, LayerMask]:
     """Return the mask of each attention module by its name in the backbone."""
     config, text = model.config, model.config.get_text_config()
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
@@ -172,7 +173,7 @@ def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict
         raise ValueError("; ".join(violations))
     blocks = bidirectional(config) if config.model_type in TYPES else ()
     return {
-        name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0, not blocks or mask.kind in blocks)
+        name: LayerMask(mask.kind, getattr(text, mask.field) if mask.field else 0, not blocks or mask.kind in blocks)
         for name, mask in known.masks.items()
     }
 
@@ -308,6 +309,7 @@ class _ForwardGuard:
         shape = position_ids.shape if ids is None else ids.shape
         axes, cu_seqlens, self.tree = self.attention.axes, named.get("cu_seqlens"), named.get("prefix_tree")
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
+        self.attention.masks = LastMasks()  # inference tensors do not tell whether they have changed
         self.attention.many_lengths = self.cache is not None and seq_len <= _MANY_LENGTHS
         local = axes.positions(axes.layout(self.attention.layout, seq_len, documents_of(cu_seqlens)))
         self.starts, self.local = partial(document_starts, cu_seqlens, rows, seq_len), local
@@ -399,7 +401,7 @@ def _attention_forward(
     if dropout:
         violations.append(f"attention dropout={dropout} is not supported: set it to 0")
     attention, mask = module.unified_sp, module.unified_sp_mask
-    assert isinstance(attention, UnifiedSPAttention) and isinstance(mask, Mask)
+    assert isinstance(attention, UnifiedSPAttention) and isinstance(mask, LayerMask)
     causal = mask.kind != "bidirectional"
     if kv_cache is not None and not causal:
         violations.append(f"kv_cache supports only causal masks, not {mask.kind} attention")
@@ -414,7 +416,7 @@ def _attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
-    options: Any = {"scale": scale, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+    options: Any = {"scale": scale, "softcap": softcap, "sinks": s_aux}
     indices = block_indices if indices is None else indices
     if indices is not None and not indices.shape[-1]:  # of an indexer in its warm-up
         indices = None
@@ -426,23 +428,24 @@ def _attention_forward(
         if isinstance(kv_cache, DecodeStep):
             values = cached[2].shape[-1] if compressed else cached[2]
             more = None if compressor is None else compressor.decoded
-            out = kv_cache.attend(module, *cached[:2], values, window=window, indices=indices, more=more, **options)
+            options |= {"window": window, "chunk": chunk, "indices": indices, "more": more}
+            out = kv_cache.attend(module, *cached[:2], values, **options)
             return expand_cached(out), None
         kv_cache.store(module, *(cached[1:2] if compressed else cached[1:]))
     sides = None if window is None else (window - 1, -1)
     if compressor is not None:
-        return compressor.attend(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None
+        seen = attention.masks(causal, sides, cu_seqlens, None, None, chunk)
+        return compressor.attend(q, k, v, seen, **options), None
     if latents is not None and indices is not None:
         given, expand = absorbed(module, given, latents, attention.axes)
-    documents = {"cu_seqlens": cu_seqlens, "prefix_tree": prefix_tree, "prefix": prefix if mask.prefixes else None}
+    seen = attention.masks(causal, sides, cu_seqlens, prefix if mask.prefixes else None, prefix_tree, chunk)
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
-    if block_indices is not None and indexer is not None:
-        options["index_block"] = indexer.block
-    call = partial(attention, *given, causal=causal, window=sides, indices=indices, **documents, **options)
-    if indexer is None or not indexer.trains:
-        return expand(call()), None
+    trains = indexer is not None and indexer.trains
     if indices is None:
-        out, lse = call(return_lse=True)
-        return indexer.with_loss(out, q, k, lse.detach(), scale, s_aux), None
-    out, weights = call(return_weights=True)
-    return indexer.with_loss(expand(out), indices, weights), None
+        results = attention(*given, seen, return_lse=trains, **options)
+        if indexer is None or not trains:
+            return expand(results), None
+        return indexer.with_loss(results[0], q, k, results[1].detach(), scale, s_aux), None
+    sparse = {"index_block": indexer.block if indexer and block_indices is not None else 1, "return_weights": trains}
+    results = SparseAttention(attention)(*given, indices, seen, **sparse, **options)
+    return (indexer.with_loss(expand(results[0]), indices, results[1]) if indexer and trains else expand(results)), None

@@ -392,9 +392,7 @@ def ring_step_seconds(
     """Return each ring step's attention compute for one layer and micro-batch, with the accumulation over steps."""
     products = BACKWARD if backward else FORWARD
     sums = 0.0
-    if (
-        len(ring.steps) > 1
-    ):  # as `usp.attention.accumulate` does: the last zigzag rank has all its queries in every step
+    if len(ring.steps) > 1:  # as `accumulate` does: the last zigzag rank has all its queries in every step
         queries, itemsize = job.layout.ring_len * job.rows, job.dtype.itemsize
         nbytes = merge_bytes(itemsize, backward, hardware.streams)
         sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * nbytes)

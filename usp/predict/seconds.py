@@ -1,6 +1,6 @@
 """Seconds of a step, and of each of its passes on one rank: compute, and communication by axis.
 
-The slowest pipeline stage sets the pace, and the schedule the bubble (`usp.parallel.bubble_fraction`). What overlaps in the
+The slowest pipeline stage sets the pace, and the schedule the bubble (`bubble_fraction`). What overlaps in the
 implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is exposed:
 
     ring             a ring step's compute hides the transfer of the next step's keys and values, and in the backward

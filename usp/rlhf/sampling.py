@@ -1,6 +1,6 @@
 """What a model generates while train.py trains it: responses to the prompts of a file, for `usp.train.trainer`.
 
-The trained weights are gathered once for all tokens (`usp.parallel.fsdp.gathered`), and the ranks of a data-parallel group
+The trained weights are gathered once for all tokens (`parallel.gathered`), and the ranks of a data-parallel group
 generate together, in the layout of the training step. A response depends on its prompt, the seed and the weights alone.
 """
 

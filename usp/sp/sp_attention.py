@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from importlib import import_module
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,18 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from usp.attention import (
     LSE_COLUMNS,
-    AttentionSpec,
     Channel,
     Exposed,
     HeadPlan,
     Joint,
     KeepResults,
-    MaskMod,
     RingProgram,
-    SequenceLayout,
     SparseProgram,
     UnifiedPlan,
-    WireBytes,
     accumulate_dtype,
     check_kernel_name,
     parse_layout,
@@ -51,11 +46,11 @@ from usp.attention import (
 from usp.parallel import ParallelMesh
 
 from .kernel_choice import choose_head_groups, choose_kernel, node_here
-from .sequence import SpAxes, StepKeeper, documents_of, rows_of, ulysses_ranks
+from .mask import AttentionPlan, LastMasks, Mask
+from .sequence import SpAxes, StepKeeper, ulysses_ranks
 
 logger = logging.getLogger(__name__)
-Rows = tuple[tuple[int, ...], ...] | None
-Described = tuple[torch.Size, torch.dtype, torch.device]
+Shapes = tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...]
 # Torch has no public names for these; 2.14 warns at the use of those that 2.13 has.
 _NEW = hasattr(opaque_object, "register_custom_class")
 _CustomClass: Any = (
@@ -64,6 +59,10 @@ _CustomClass: Any = (
     else import_module("torch._opaque_base").OpaqueBase
 )
 CALL = "the attention call"  # on which the ranks agree
+NOT_IN_GRAPHS = (
+    "torch.compile supports attention of a sequence to itself, with a Mask: call what has joint or cross attention, "
+    "return_lse, indices, a function of pairs or a plan under torch.compiler.disable"
+)
 GATHER = "attention to indices: gather, in plain torch on every device"
 
 
@@ -74,11 +73,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     (USP, arXiv 2405.07719). Results match a single process for every supported mask, head count and degree; anything
     else raises an error. Under torch.compile, a call is one operator of the graph.
 
-    Keys of another number of tokens, or with `cu_seqlens_k`, are of another sequence that is sharded in the same layout
-    (cross attention). Joint tokens are the same on all ranks, as the text beside an image in diffusion transformers:
-    queries attend to the sharded and the joint keys, and every rank gets the results of joint queries. Joint keys and
-    values are never sent. Like losses, gradients add up over the ranks: each rank gets a share of the gradients of
-    joint q, k and v, and a loss on the results of joint queries counts once for every rank.
+    Keys of another number of tokens, or with `Mask.cu_seqlens_k`, are of another sequence that is sharded in the same
+    layout (cross attention). `JointAttention` and `SparseAttention` run on a layer.
 
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
@@ -90,9 +86,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             messages are half as large and each hop rounds; None for float32 (float64 for float64).
         head_groups: in how many groups of a rank's KV heads, with their query heads, q, k and v are exchanged over the
             ulysses axis: while a group computes, the next one arrives and the previous one's results leave, in both
-            passes. A rank sends the same bytes in as many times more messages. None for what `choose_head_groups`
-            finds fastest; attention with joint tokens, to another sequence, to indices, with lse or with a mask_mod
-            that tells heads apart has one.
+            passes. A rank sends the same bytes in head_groups times as many messages. None for what
+            `choose_head_groups` finds fastest; attention with joint tokens, to another sequence, to indices, with lse
+            or with a function that tells heads apart has one.
 
     Raises ValueError for an unknown layout or kernel, or head_groups that are not positive or without ulysses ranks.
     """
@@ -116,78 +112,48 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         self.dkv_dtype, self.head_groups = dkv_dtype, head_groups
         self._ulysses, self._ring = Channel(self.axes.ulysses_group), Channel(self.axes.ring_group)
         # Calls repeat from layer to layer and, without documents, from step to step.
-        self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
-        self._described = lru_cache(maxsize=16)(self._describe)
-        self._last_call, self._last_plan = LastResult(self._look_up), LastResult(lambda _, *call: self._prepare(*call))
+        self._plans, self._programs = lru_cache(maxsize=16)(self._plan), lru_cache(maxsize=16)(self._lower)
         self._logged: set[str] = set()
+        self.masks = LastMasks()  # of a model's forwards
+        # Whether few calls have the same length: kernels that need no plan for one come first.
+        self.many_lengths = False
         self.calls, self.trees = 0, 0  # trees: calls with a prefix tree
         self.indexer_bytes = 0  # that indexers, which choose the indices of calls, have sent
         self.kernels: set[str] = set()  # names of those that calls have used
-        self.many_lengths = False  # few calls have the same length: kernels that need no time to get ready come first
         self._handle = Handle(self, (self.axes.ulysses, self.axes.ulysses_rank))
 
     def forward(
         self,
         q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | AttentionPlan | None = None,
+        *,
         causal: bool = True,
-        scale: float | None = None,
         window: tuple[int, int] | None = None,
-        softcap: float | None = None,
         cu_seqlens: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
         sinks: Tensor | None = None,
-        prefix: Tensor | None = None,
-        chunk: int | None = None,
-        prefix_tree: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        joint_q: Tensor | None = None,
-        joint_k: Tensor | None = None,
-        joint_v: Tensor | None = None,
-        joint_strategy: str = "front",
-        joint_cu_seqlens: Tensor | None = None,
         return_lse: bool = False,
-        indices: Tensor | None = None,
-        return_weights: bool = False,
-        mask_mod: MaskMod | None = None,
-        index_block: int = 1,
-        joint_every: int = 0,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
         Args:
             q: (B, S, N, H).
-            k: (B, S, K, H); K divides N. k and v are None if there are only joint keys; no rank sends anything then.
+            k: (B, S, K, H); K divides N.
             v: (B, S, K, V); V may differ from H, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
                 Messages have the true head dims; a kernel that needs equal ones pads the smaller with zeros.
-            causal: mask later keys.
+            mask: which keys each query sees, or the plan that `plan` has made for it, once a batch.
+            causal, window, cu_seqlens: the short form of `Mask(causal, window, cu_seqlens)`.
             scale: factor on the scores; 1 / sqrt(H) by default.
-            window: (left, right) in global tokens, -1 for no limit.
             softcap: scores become softcap * tanh(scores / softcap).
-            cu_seqlens: global boundaries of packed documents, integers, (documents + 1,) for all rows or (B, documents
-                + 1) padded by repeating the last; later tokens output zero. On a GPU it costs a synchronization.
             sinks: (N,) logits that join each softmax without a value. Their gradient is this rank's share.
-            prefix: for a prefix-LM mask, how many leading tokens of each document attend to each other in both
-                directions (within `window`): integers (documents,) or (B, documents). Needs causal=True.
-            chunk: tokens attend within their chunk of this many tokens, counted from the document's first token.
-            prefix_tree: (documents,) or (B, documents) integers: the index of the earlier document that each one
-                continues, or -1. Its tokens also attend to the documents it continues, so that samples with a common
-                prefix have it once. Positions and windows count from the root. Needs causal=True and cu_seqlens.
-            cu_seqlens_k: of cross attention (causal=False, no window), of the keys: document n is seen by document n.
-            joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V), without a window; joint_q may be None.
-            joint_strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
-            joint_cu_seqlens: boundaries of the joint tokens of each document, if there are several, or for padding.
             return_lse: also return the log-sum-exp of each query's scores. It is differentiable.
-            indices: (B, S, k), or (B, S, K, k) by KV head without sinks: global positions to attend to if the mask
-                shows them, each the first of `index_block`; negative for none. No prefix, prefix_tree, joint tokens.
-            return_weights: also return the weights of `indices`, summed over heads and blocks, without gradients.
-            mask_mod: FlexAttention's function of row, head, query and key position; both the mask (pass causal=False)
-                and it must show a pair. It is evaluated once: another mask needs another function.
-            joint_every: if not 0, joint key j is seen from its document's token (j + 1) * joint_every - 1 on.
 
         Returns:
-            (B, S, N, V) in q's dtype, or a tuple of out, joint_out, lse (B, S, N) in float32 (float64 for float64),
-            joint_lse and weights (B, S, k) in that dtype, without those that were not asked for.
+            (B, S, N, V) in q's dtype; with return_lse a tuple of it and the lse (B, S, N) in float32 (float64 for
+            float64).
 
         Raises:
             RuntimeError: in transforms of torch.func and forward-mode differentiation.
@@ -195,74 +161,56 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             RanksDisagree: on every rank, if calls that are new to all of them differ, or only some refuse theirs. If
                 others repeat a call, which only a model's forward compares, who refuses raises a ValueError after 30 s.
         """
-        masked = cu_seqlens, prefix, prefix_tree, causal, scale
-        tensors, rows = (q, k, v, joint_q, joint_k, joint_v), (cu_seqlens_k, joint_cu_seqlens)
         if torch.compiler.is_compiling():
-            own = _compiled(*tensors[:3], return_lse, (*tensors[3:], *rows, indices, mask_mod, joint_every or None))
-            return attend(self._handle, *own, sinks, *masked, list(_window(window)), softcap, _chunk(chunk))[0]
-        given: Any = {"rows": rows, "front": joint_strategy, "return_lse": return_lse, "every": joint_every}
-        sparse = indices, index_block, return_weights
-        call = self._call(tensors, sinks, *masked, window, softcap, chunk, sparse=sparse, mask_mod=mask_mod, **given)
-        call |= {"sinks": sinks, "keep": self.keep, "joint": tensors[3:], "return_lse": return_lse, "indices": indices}
-        results = unified_attention(q, k, v, **call, return_weights=return_weights)
+            mask = Mask(causal, window, cu_seqlens) if mask is None else mask
+            return _in_graph(self._handle, (q, k, v), mask, scale, softcap, sinks, return_lse)
+        given = partial(_one_mask, mask, causal, window, cu_seqlens)
+        return self.run(Call((q, k, v, None, None, None), scale, softcap, sinks, return_lse), given)
+
+    def plan(self, mask: Mask, q: torch.Size, k: torch.Size) -> AttentionPlan:
+        """Return the plan of attention with a mask on this rank's q and k of these sizes, (B, S, N, H) and (B, S, K,
+        H). No communication: ranks agree on the plan in its first call. Raises ValueError for documents that do not fit
+        the sequence, and a length that the layout cannot divide."""
+        return self._plans(mask, q, k, None, torch.device(self.axes.device_type))
+
+    def run(self, call: Call, mask: Callable[[], Mask | AttentionPlan]) -> Tensor | tuple[Tensor, ...]:
+        """Return the results of a call. Collective; raises as `forward`. mask: returns that of the call, or refuses."""
+        if torch.compiler.is_compiling():
+            raise ValueError(NOT_IN_GRAPHS)
+        plan, program = self.prepared(call, mask)
+        q, k, v, *joint = call.tensors
+        assert q is not None
+        results = unified_attention(
+            q, k, v, plan=plan, program=program, ulysses=self._ulysses, ring=self._ring, sinks=call.sinks,
+            keep=self.keep, joint=(joint[0], joint[1], joint[2]), return_lse=call.return_lse, indices=call.indices,
+            return_weights=call.return_weights,
+        )  # fmt: skip
         return results[0] if len(results) == 1 else tuple(results)
+
+    def prepared(
+        self, call: Call, mask: Callable[[], Mask | AttentionPlan]
+    ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
+        """Check a call and count it; return its plan and program. If only some ranks refuse it, raise RanksDisagree on
+        every rank."""
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            raise RuntimeError(
+                "attention over several ranks supports neither transforms of torch.func (vmap, grad, jvp) nor "
+                "forward-mode differentiation: use the batch dim, and torch.autograd.grad or backward()"
+            )
+        try:
+            lowered = mask(), call.described(), (call.front, call.every), self.many_lengths
+            plan, program = self.keep(("plan", *lowered), lambda: self._programs(*lowered))
+        except (ValueError, TypeError) as error:
+            self.axes.agree(error, CALL)
+            raise
+        counts = self.__dict__  # assignment to a module's attribute takes microseconds
+        counts["calls"] += 1
+        counts["trees"] += plan.spec.parents is not None
+        return plan, program
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
         return UnifiedSPAttention(self._mesh, self.layout, self.kernel, self.dkv_dtype, self.head_groups)
-
-    def wire_bytes(
-        self,
-        *,
-        batch: int,
-        seq_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        causal: bool = True,
-        window: tuple[int, int] | None = None,
-        cu_seqlens: Tensor | None = None,
-        prefix: Tensor | None = None,
-        v_head_dim: int | None = None,
-        prefix_tree: Tensor | None = None,
-        seq_len_k: int | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        joint_len: int = 0,
-        joint_queries: bool = True,
-        joint_strategy: str = "front",
-        joint_cu_seqlens: Tensor | None = None,
-        return_lse: bool = False,
-        indices: Tensor | None = None,
-        return_weights: bool = False,
-        mask_mod: MaskMod | None = None,
-        index_block: int = 1,
-    ) -> WireBytes:
-        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
-
-        Args:
-            v_head_dim: that of v, None for `head_dim`.
-            seq_len_k: global length of the keys in cross attention, 0 for joint keys only.
-            joint_len: joint tokens per row, with `joint_queries` or only with keys.
-            return_lse: with lse, and its gradient in the backward.
-            indices: (batch, seq_len, k), or (batch, seq_len, num_kv_heads, k), of all queries of the sequence; with
-                `return_weights` theirs travel too.
-        """
-        seq_len += 0 if cu_seqlens is None else self.axes.padding(self.layout, seq_len)
-        if seq_len_k and cu_seqlens_k is not None:
-            seq_len_k += self.axes.padding(self.layout, seq_len_k)
-        joint, of_joint = None, documents_of(joint_cu_seqlens, "joint_cu_seqlens")
-        if joint_len:
-            joint = Joint(joint_len, joint_queries, seq_len_k == 0, _is_front(joint_strategy), of_joint)
-        masked = _mask_of(cu_seqlens, prefix, prefix_tree, causal, None, _window(window), None, 0)
-        of_keys = documents_of(cu_seqlens_k, "cu_seqlens_k")
-        spec, layout, key_layout = self._sequences(seq_len, seq_len_k, of_keys, joint, *masked)
-        if mask_mod is not None:
-            spec = with_mask_mod(spec, mask_mod, batch, num_heads, seq_len, torch.device(self.axes.device_type))
-        heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
-        plan = UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank, key_layout)
-        sparse = indices, return_weights, index_block
-        return plan.wire_bytes(head_dim, dtype, v_head_dim, return_lse, self.dkv_dtype, *sparse)
 
     @property
     def ranks(self) -> int:
@@ -289,162 +237,106 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
 
-    def _call(self, *arguments: Any, **others: Any) -> dict[str, Any]:
-        """Return `_checked_call`; if only some ranks refuse the call, raise RanksDisagree on every rank."""
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            raise RuntimeError(
-                "attention over several ranks supports neither transforms of torch.func (vmap, grad, jvp) nor "
-                "forward-mode differentiation: use the batch dim, and torch.autograd.grad or backward()"
-            )
-        try:
-            return self._checked_call(*arguments, **others)
-        except (ValueError, TypeError) as error:
-            self.axes.agree(error, CALL)
-            raise
-
-    def _checked_call(
-        self,
-        tensors: Sequence[Tensor | None],
-        sinks: Tensor | None,
-        *options: Any,
-        rows: tuple[Tensor | None, Tensor | None] = (None, None),
-        front: str = "front",
-        return_lse: bool = False,
-        sparse: tuple[Tensor | None, int, bool] = (None, 1, False),
-        mask_mod: MaskMod | None = None,
-        every: int = 0,
-    ) -> dict[str, Any]:
-        """Check a call and count it; return its plan, its program, and the channels.
-
-        tensors: q, k, v, and the joint ones. options: from cu_seqlens to chunk, as for `_mask_of`. rows: boundaries of
-        the keys and of the joint tokens. sparse: indices, the keys of each, and whether the weights are returned.
-        """
-        options = *options[:5], list(_window(options[5])), options[6], _chunk(options[7])
-        of_indices = _sparse(*sparse, tensors, sinks, return_lse)
-        shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
-        trained = return_lse and any(x is not None and x.requires_grad for x in (*tensors, sinks))
-        lse_gradient = trained and torch.is_grad_enabled()
-        of_joint = _is_front(front), every
-        of_calls = return_lse, lse_gradient, of_indices, mask_mod, self.many_lengths
-        others = None if sinks is None else sinks.shape, *of_joint, *of_calls
-        call = self._last_call((*rows, *options[:3]), shapes, others, *options[3:])
-        counts = self.__dict__  # assignment to a module's attribute takes microseconds
-        counts["calls"] += 1
-        counts["trees"] += call[0].parents is not None
-        plan, program = self.keep(("plan", *call), lambda: self._last_plan((), *call))
-        return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
-
-    def _look_up(self, tensors: tuple[Tensor | None, ...], shapes: Any, others: Any, *options: Any) -> tuple[Any, ...]:
-        of_keys, of_joint, cu_seqlens, prefix, prefix_tree = tensors
-        rows = documents_of(of_keys, "cu_seqlens_k"), documents_of(of_joint, "joint_cu_seqlens")
-        return self._described(shapes, others, *rows, *_mask_of(cu_seqlens, prefix, prefix_tree, *options))
-
-    def _describe(
-        self,
-        shapes: tuple[Described | None, ...],
-        others: tuple[torch.Size | None, bool, int, bool, bool, tuple[int, ...], MaskMod | None, bool],
-        key_documents: Rows,
-        joint_documents: Rows,
-        mask: AttentionSpec,
-        chunk: int,
-    ) -> tuple[Any, ...]:
-        """Check a call and return the arguments of its `_prepare`. mask, chunk: of `_mask_of`."""
-        sinks, front, every, return_lse, lse_gradient, sparse, mask_mod, many_lengths = others
-        _check_tensors(shapes, sinks)
-        assert shapes[0] is not None
-        q, dtype, device = shapes[0]
-        k, v, joint_q, joint_k, joint_v = (x[0] if x else torch.Size() for x in shapes[1:])
-        seq_len, key_len, joint = q[1] * self.ranks, None if k else 0, None
-        if k and (k[1] != q[1] or key_documents is not None):
+    def _plan(
+        self, mask: Mask, q: torch.Size, k: torch.Size | None, joint: tuple[Joint, int] | None, device: torch.device
+    ) -> AttentionPlan:
+        """Return the plan of a call. joint: its joint tokens, and the number of their KV heads."""
+        seq_len, key_len = q[1] * self.ranks, 0 if k is None else None
+        if k is not None and (k[1] != q[1] or mask.cu_seqlens_k is not None):
             key_len = k[1] * self.ranks
-        if joint_k:
-            joint = Joint(joint_k[1], bool(joint_q), not k, front, joint_documents, every)
-        elif every:
-            raise ValueError(f"joint_every={every} is of joint keys: give joint_k and joint_v")
-        spec, *layouts = self._sequences(seq_len, key_len, key_documents, joint, mask, chunk)
-        if mask_mod is not None:
-            spec = with_mask_mod(spec, mask_mod, q[0], q[2], seq_len, device)
+        of_joint, kv_heads = joint or (None, 0)
+        spec = mask.spec(seq_len, key_len, of_joint)
+        layout = self.axes.layout(self.layout, seq_len, mask.rows("cu_seqlens"))
+        key_layout = self.axes.layout(self.layout, key_len, spec.key_documents) if key_len else None
+        if mask.function is not None:
+            spec = with_mask_mod(spec, mask.function, q[0], q[2], seq_len, device)
         by_head = spec.function is not None and spec.function.by_head
-        of_itself = key_len is None and joint is None and not (sparse or return_lse or by_head)
-        heads = self._heads(q, (k or joint_k)[2], (v or joint_v)[3], dtype, device, of_itself)
-        kind = dtype, device, lse_gradient, sparse, many_lengths
-        return spec, *layouts, heads, q[0], q[3], (v or joint_v)[3], *kind
+        heads = HeadPlan(q[2], kv_heads if k is None else k[2], self.axes.ulysses)
+        ranks = self.axes.ring_rank, self.axes.ulysses_rank
+        unified = UnifiedPlan.make(layout, spec, heads, q[0], *ranks, key_layout)
+        made_for = self._sizes(q, k, of_joint)
+        return AttentionPlan(unified, made_for, unified.of_itself and not by_head, self.dkv_dtype)
 
-    def _heads(
-        self, q: torch.Size, kv_heads: int, v_head_dim: int, dtype: torch.dtype, device: torch.device, of_itself: bool
-    ) -> HeadPlan:
+    def _sizes(self, q: torch.Size, k: torch.Size | None, joint: Joint | None) -> dict[str, Any]:
+        """Return what a plan is made for, beside its mask."""
+        joint = None if joint is None else replace(joint, documents=None)
+        ranks = self.axes.ring, self.axes.ulysses, self.axes.ring_rank, self.axes.ulysses_rank
+        sizes = {"q": tuple(q), "k": k and tuple(k), "joint tokens": joint}
+        return sizes | {"layout": self.layout, "ring, ulysses and this rank of both": ranks}
+
+    def _lower(
+        self, mask: Mask | AttentionPlan, call: Described, of_joint: tuple[bool, int], many_lengths: bool
+    ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
+        """Check a call, and return its plan and program. Collective."""
+        plan = self._plan_of(mask, call, of_joint)
+        q, dtype, device = call.shapes[0]  # type: ignore[misc]
+        v_head_dim = next(x[0][3] for x in (call.shapes[2], call.shapes[5]) if x is not None)
+        if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
+            raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
+        spec = replace(plan.unified.spec, scale=call.scale, softcap=call.softcap)
+        heads = self._in_groups(plan.unified.heads, plan.of_itself and not (call.sparse or call.return_lse))
+        unified = replace(plan.unified, spec=spec, heads=heads)
+        kv_index = heads.kv_index(unified.ulysses_rank)
+        if call.sparse:
+            return unified, self._lower_sparse(unified, device, (q[3], v_head_dim, dtype, call.sparse), kv_index)
+        widened = v_head_dim + LSE_COLUMNS * call.lse_gradient
+        kernel, choice, slow = choose_kernel(
+            self.kernel, spec, device, dtype, q[3], widened, unified.layout, many_lengths
+        )
+        self.kernels.add(kernel.name)
+        here = node_here(device) if self.head_groups is None and self.axes.ulysses > 1 else None
+        if here is not None:
+            sizes, exchanging = (q[3], v_head_dim, dtype), ulysses_ranks(self._mesh)
+            groups = choose_head_groups(here, unified, kernel, *sizes, exchanging, dist.get_world_size())
+            heads = replace(heads, groups=groups)
+            unified = replace(unified, heads=heads)
+        by_group = [each.kv_index(unified.ulysses_rank) for each in heads.by_group] if heads.groups > 1 else ()
+        program = RingProgram.lower(unified.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype, by_group)
+        layouts = unified.layout, unified.key_layout
+        compared = *layouts, spec, heads, unified.batch, q[3], v_head_dim, str(dtype), kernel.name, self.dkv_dtype
+        self.axes.agree(compared, CALL)
+        self._log(logging.INFO, choice)
+        for warning in (slow, *ulysses_violations(heads.num_heads, heads.ulysses)):
+            self._log(logging.WARNING, warning)
+        return unified, program
+
+    def _plan_of(self, mask: Mask | AttentionPlan, call: Described, of_joint: tuple[bool, int]) -> AttentionPlan:
+        """Return the plan of a call. Raises ValueError for tensors that do not fit each other, or another's plan."""
+        _check_tensors(call.shapes, call.sinks)
+        q, k, _, joint_q, joint_k, _ = (None if x is None else x[0] for x in call.shapes)
+        assert q is not None and call.shapes[0] is not None
+        front, every = of_joint
+        if joint_k is None and every:
+            raise ValueError(f"every={every} is of joint keys: give joint_k and joint_v")
+        rows = mask.rows("joint_cu_seqlens") if isinstance(mask, Mask) else None
+        joint = None if joint_k is None else Joint(joint_k[1], bool(joint_q), not k, front, rows, every)
+        if isinstance(mask, Mask):
+            return self._plans(mask, q, k, joint and (joint, joint_k[2]), call.shapes[0][2])  # type: ignore[index]
+        sizes = self._sizes(q, k, joint)
+        if differing := [
+            f"the plan is for {name} {mask.made_for[name]}, and the call has {value}"
+            for name, value in sizes.items()
+            if value != mask.made_for[name]
+        ]:
+            raise ValueError(f"{'; '.join(differing)}: make a plan for each batch, by the layer that it is for")
+        return mask
+
+    def _in_groups(self, heads: HeadPlan, of_itself: bool) -> HeadPlan:
         """Return the heads of all ranks, in groups; raise ValueError if there are not so many."""
-        heads = HeadPlan(q[2], kv_heads, self.axes.ulysses)
         if self.head_groups is None:
             return heads
         most = max(map(heads.kv_width, range(heads.ulysses))) if of_itself else 1
         if self.head_groups > most:
             raise ValueError(
-                f"head_groups={self.head_groups} exceeds the {most} KV heads of a rank (num_kv_heads={kv_heads}, "
-                f"ulysses={heads.ulysses}): use head_groups={most} or less"
+                f"head_groups={self.head_groups} exceeds the {most} KV heads of a rank (num_kv_heads="
+                f"{heads.num_kv_heads}, ulysses={heads.ulysses}): use head_groups={most} or less"
                 if of_itself
                 else f"head_groups={self.head_groups} is not supported with joint tokens, keys of another sequence, "
-                f"indices, return_lse or a mask_mod that tells heads apart: use head_groups=1"
+                f"indices, return_lse or a function that tells heads apart: use head_groups=1"
             )
         return replace(heads, groups=self.head_groups)
 
-    def _sequences(
-        self,
-        seq_len: int,
-        key_len: int | None,
-        key_documents: Rows,
-        joint: Joint | None,
-        mask: AttentionSpec,
-        chunk: int,
-    ) -> tuple[AttentionSpec, SequenceLayout, SequenceLayout | None]:
-        """Return the mask of a call, and the layouts of its queries and, for cross attention, of its keys. key_len:
-        None if the keys are of the queries' tokens, 0 if there are only joint ones. mask, chunk: `_mask_of`'s."""
-        if key_len:
-            key_documents = key_documents or ((0, key_len),)
-        spec = _in_chunks(replace(mask, key_documents=key_documents, joint=joint), seq_len, chunk)
-        layout = self.axes.layout(self.layout, seq_len, mask.documents)
-        return spec, layout, self.axes.layout(self.layout, key_len, key_documents) if key_len else None
-
-    def _prepare_uncached(
-        self,
-        spec: AttentionSpec,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout | None,
-        heads: HeadPlan,
-        batch: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        lse_gradient: bool,
-        sparse: tuple[int, ...] = (),
-        many_lengths: bool = False,
-    ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
-        if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
-            raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
-        plan = UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank, key_layout)
-        kv_index = plan.heads.kv_index(plan.ulysses_rank)
-        if sparse:
-            return plan, self._prepare_sparse(plan, device, (head_dim, v_head_dim, dtype, sparse), kv_index)
-        widened = v_head_dim + LSE_COLUMNS * lse_gradient
-        kernel, choice, slow = choose_kernel(self.kernel, spec, device, dtype, head_dim, widened, layout, many_lengths)
-        self.kernels.add(kernel.name)
-        here = node_here(device) if self.head_groups is None and self.axes.ulysses > 1 else None
-        if here is not None:
-            sizes, exchanging = (head_dim, v_head_dim, dtype), ulysses_ranks(self._mesh)
-            groups = choose_head_groups(here, plan, kernel, *sizes, exchanging, dist.get_world_size())
-            heads = replace(heads, groups=groups)
-            plan = replace(plan, heads=replace(plan.heads, groups=groups))
-        by_group = [each.kv_index(plan.ulysses_rank) for each in heads.by_group] if heads.groups > 1 else ()
-        program = RingProgram.lower(plan.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype, by_group)
-        call = (layout, key_layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name, self.dkv_dtype)
-        self.axes.agree(call, CALL)
-        self._log(logging.INFO, choice)
-        for warning in (slow, *ulysses_violations(heads.num_heads, plan.heads.ulysses)):
-            self._log(logging.WARNING, warning)
-        return plan, program
-
-    def _prepare_sparse(
+    def _lower_sparse(
         self, plan: UnifiedPlan, device: torch.device, described: tuple[Any, ...], kv_index: tuple[int, ...] | None
     ) -> SparseProgram:
         if self.kernel != "auto":
@@ -466,28 +358,138 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             logger.log(level, line)
 
 
-class LastResult:
-    """A function of a tuple of tensors and of other arguments that gives its last result again, in microseconds, where
-    they are the same; tensors are if their values are."""
+class JointAttention(nn.Module):
+    """Attention to sharded and to joint tokens, which are the same on all ranks, as the text beside an image in
+    diffusion transformers: queries attend to both, and every rank gets the results of joint queries. Joint keys and
+    values are never sent. Like losses, gradients add up over the ranks: each rank gets a share of the gradients of
+    joint q, k and v, and a loss on the results of joint queries counts once for every rank.
 
-    def __init__(self, function: Callable[..., tuple[Any, ...]]) -> None:
-        self._function, self._result = function, ()
-        self._tensors: tuple[Tensor | None, ...] = ()
-        self._arguments: tuple[Any, ...] | None = None
+    Args:
+        attention: the layer that it runs on.
+        strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
+        every: if not 0, joint key j is seen from its document's token (j + 1) * every - 1 on.
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], *arguments: Any) -> tuple[Any, ...]:
-        if arguments != self._arguments or not all(map(_same, self._tensors, tensors)):
-            self._result = self._function(tensors, *arguments)
-            self._tensors = tuple([None if x is None else x.detach().clone() for x in tensors])
-            self._arguments = arguments
-        return self._result
+    Raises ValueError for another strategy.
+    """
+
+    def __init__(self, attention: UnifiedSPAttention, strategy: str = "front", every: int = 0) -> None:
+        super().__init__()
+        if strategy not in ("front", "rear"):
+            raise ValueError(f"strategy={strategy!r} must be front or rear")
+        self.attention, self._of_joint = attention, (strategy == "front", every)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        joint_q: Tensor | None,
+        joint_k: Tensor,
+        joint_v: Tensor,
+        mask: Mask | AttentionPlan | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Compute attention of this rank's and the joint queries. Collective over both axes.
+
+        Args:
+            q, k, v: as of `UnifiedSPAttention`. k and v are None if there are only joint keys; no rank sends anything
+                then.
+            joint_q, joint_k, joint_v: (B, J, N, H), (B, J, K, H), (B, J, K, V); joint_q may be None.
+            mask: of `UnifiedSPAttention`; a window does not limit what joint tokens see and who sees them.
+
+        Returns (B, S, N, V) in q's dtype, or a tuple of out, joint_out (B, J, N, V), lse and joint_lse, without those
+        that were not asked for; raises as `UnifiedSPAttention`.
+        """
+        call = Call((q, k, v, joint_q, joint_k, joint_v), scale, softcap, sinks, return_lse, *self._of_joint)
+        return self.attention.run(call, partial(_one_mask, mask))
+
+    def plan(
+        self, mask: Mask, q: torch.Size, k: torch.Size | None, joint_k: torch.Size, joint_queries: bool = True
+    ) -> AttentionPlan:
+        """Return the plan of calls of these sizes, as `UnifiedSPAttention.plan`."""
+        front, every = self._of_joint
+        joint = Joint(joint_k[1], joint_queries, k is None, front, mask.rows("joint_cu_seqlens"), every)
+        return self.attention._plans(mask, q, k, (joint, joint_k[2]), torch.device(self.attention.axes.device_type))
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    # The values of a fake one can be unknown.
-    return type(a) is type(b) is Tensor and (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
+class SparseAttention(nn.Module):
+    """Attention of each query to keys of its own choice, as DeepSeek V3.2's, which an indexer makes. attention: the
+    layer that it runs on."""
+
+    def __init__(self, attention: UnifiedSPAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
+        mask: Mask | AttentionPlan | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        index_block: int = 1,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Compute attention of this rank's queries to the chosen keys. Collective over both axes.
+
+        Args:
+            q, k, v: as of `UnifiedSPAttention`.
+            indices: (B, S, k), or (B, S, K, k) by KV head without sinks: global positions to attend to if the mask
+                shows them, each the first of `index_block`; negative for none.
+            mask: of `UnifiedSPAttention`, without a prefix, a tree and a function.
+            return_weights: also return the weights (B, S, k) of `indices`, summed over heads and blocks, in float32
+                (float64 for float64), without gradients.
+
+        Returns (B, S, N, V) in q's dtype, with return_weights a tuple of it and these; raises as `UnifiedSPAttention`.
+        """
+        sparse = indices, index_block, return_weights
+        call = Call((q, k, v, None, None, None), scale, softcap, sinks, False, True, 0, *sparse)
+        return self.attention.run(call, partial(_one_mask, mask))
+
+
+class Described(NamedTuple):
+    """What the program of a call depends on beside its mask."""
+
+    shapes: Shapes
+    sinks: torch.Size | None
+    scale: float | None
+    softcap: float | None
+    return_lse: bool = False
+    lse_gradient: bool = False
+    sparse: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of an attention layer, but for its mask. tensors: q, k, v, and the joint ones. front, every: of
+    `JointAttention`."""
+
+    tensors: tuple[Tensor | None, ...]
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    return_lse: bool = False
+    front: bool = True
+    every: int = 0
+    indices: Tensor | None = None
+    index_block: int = 1
+    return_weights: bool = False
+
+    def described(self) -> Described:
+        """Raises ValueError for indices that do not fit."""
+        shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in self.tensors])
+        trained = self.return_lse and any(x is not None and x.requires_grad for x in (*self.tensors, self.sinks))
+        sinks, lse_gradient = None if self.sinks is None else self.sinks.shape, trained and torch.is_grad_enabled()
+        sparse = () if self.indices is None else _sparse(self)
+        return Described(shapes, sinks, self.scale, self.softcap, self.return_lse, lse_gradient, sparse)
 
 
 class Handle(_CustomClass):
@@ -536,12 +538,12 @@ def attend(
     layer: UnifiedSPAttention = handle.layer
     if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
-    tensors = (q, k, v, None, None, None)
-    masked = cu_seqlens, prefix, prefix_tree, causal, scale
-    call = layer._call(tensors, sinks, *masked, window, softcap, chunk or None)
-    out, *saved = unified_forward(q, k, v, **call, sinks=sinks, keep=layer.keep)
+    mask = partial(_mask, cu_seqlens, prefix, prefix_tree, causal, window, chunk)
+    plan, program = layer.prepared(Call((q, k, v, None, None, None), scale, softcap, sinks), mask)
+    assert isinstance(program, RingProgram)
+    out, *saved = unified_forward(q, k, v, plan, program, layer._ulysses, layer._ring, sinks, layer.keep)
     # The graph may write over what the operator returns.
-    results = [out, *(saved if call["plan"].heads.groups == 1 else _joined(saved))]
+    results = [out, *(saved if plan.heads.groups == 1 else _joined(saved))]
     kept = isinstance(layer.keep, KeepResults)
     return [x.clone(memory_format=torch.contiguous_format) if kept else x.contiguous() for x in results]
 
@@ -579,12 +581,11 @@ def attend_backward(
     """Return the gradients of q, k, v and, if given, sinks; `saved` as in `usp.attention.unified_backward`."""
     layer: UnifiedSPAttention = handle.layer
     batch, tokens, num_heads, v_head_dim = dout.shape
-    seq_len, q_size = tokens * layer.ranks, torch.Size((batch, tokens, num_heads, head_dim))
-    heads = layer._heads(q_size, kv_heads, v_head_dim, dout.dtype, dout.device, True)
-    mask, chunk = _mask_of(cu_seqlens, prefix, prefix_tree, causal, scale, window, softcap, chunk)
-    spec, layout = _in_chunks(mask, seq_len, chunk), layer.axes.layout(layer.layout, seq_len, mask.documents)
-    sizes = (heads, batch, head_dim, v_head_dim, dout.dtype, dout.device)
-    plan, program = layer._prepare(spec, layout, None, *sizes, False)
+    sizes = ((num_heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim))
+    shapes = [(torch.Size((batch, tokens, *size)), dout.dtype, dout.device) for size in sizes]
+    call = Described((*shapes, None, None, None), None if sinks is None else sinks.shape, scale, softcap)
+    mask = _mask(cu_seqlens, prefix, prefix_tree, causal, window, chunk)
+    plan, program = layer._programs(mask, call, (True, 0), False)
     assert isinstance(program, RingProgram)
     if plan.heads.groups > 1:
         saved = _parted(saved, plan.heads, layer.axes.ulysses_rank, head_dim)
@@ -652,7 +653,7 @@ def ulysses_violations(num_heads: int, ulysses: int) -> list[str]:
     ]
 
 
-def _check_tensors(shapes: tuple[Described | None, ...], sinks: torch.Size | None) -> None:
+def _check_tensors(shapes: Shapes, sinks: torch.Size | None) -> None:
     """Raise ValueError for violations in the shapes of q, k, v, joint_q, joint_k and joint_v."""
     named = zip(("q", "k", "v", "joint_q", "joint_k", "joint_v"), shapes, strict=True)
     given = {name: x for name, x in named if x is not None}
@@ -683,41 +684,50 @@ def _check_tensors(shapes: tuple[Described | None, ...], sinks: torch.Size | Non
         raise ValueError(f"{'; '.join(violations)}; got {listed}")
 
 
-def _compiled(
-    q: Tensor, k: Tensor | None, v: Tensor | None, return_lse: bool, others: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, if a graph supports the call. others: arguments that it does not."""
-    if return_lse or any(x is not None for x in others) or k is None or v is None or k.shape[1] != q.shape[1]:
-        raise ValueError(
-            "torch.compile supports attention of a sequence to itself: call what has joint or cross attention, "
-            "return_lse, indices or mask_mod under torch.compiler.disable"
-        )
-    return q, k, v
+def _one_mask(
+    mask: Mask | AttentionPlan | None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Mask | AttentionPlan:
+    """Return the mask of a call, or that of its short form."""
+    if mask is None:
+        return Mask(causal, window, cu_seqlens)
+    if not isinstance(mask, Mask | AttentionPlan):
+        raise TypeError(f"mask must be a Mask or a plan, got {type(mask).__name__}")
+    if not causal or window is not None or cu_seqlens is not None:
+        raise ValueError("causal, window and cu_seqlens are the short form of a mask: give either these or a mask")
+    return mask
 
 
-def _chunk(chunk: int | None) -> int:
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk} must be at least 1 token")
-    return chunk or 0
-
-
-def _sparse(
-    indices: Tensor | None,
-    block: int,
-    return_weights: bool,
-    tensors: Sequence[Tensor | None],
+def _in_graph(
+    handle: Handle,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Any,
+    scale: float | None,
+    softcap: float | None,
     sinks: Tensor | None,
     return_lse: bool,
-) -> tuple[int, ...]:
-    """Return the shape of a query's indices and how many keys each stands for, empty without; raise ValueError for
-    those that do not fit the call. tensors: q, k, and others."""
-    if indices is None and (return_weights or block != 1):
-        raise ValueError("return_weights and index_block are about the keys at indices: give indices")
-    if indices is None:
-        return ()
-    (q, k, *_), violations, by_head = tensors, [], indices.dim() == 4
-    assert q is not None
-    heads = (q.shape[2] if k is None else k.shape[2],) * by_head
+) -> Tensor:
+    """Return the operator's output, if a graph supports the call."""
+    q, k, _ = tensors
+    if return_lse or isinstance(mask, AttentionPlan) or k.shape[1] != q.shape[1] or mask.function is not None:
+        raise ValueError(NOT_IN_GRAPHS)
+    given = mask.cu_seqlens, mask.prefix, mask.tree
+    rows = [x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in given]
+    window = [-1, -1] if mask.window is None else list(mask.window)
+    options = mask.causal, scale, window, softcap, 0 if mask.chunk is None else mask.chunk
+    return attend(handle, *tensors, sinks, *rows, *options)[0]
+
+
+def _sparse(call: Call) -> tuple[int, ...]:
+    """Return the shape of a query's indices and how many keys each stands for; raise ValueError for those that do not
+    fit the call."""
+    indices, block = call.indices, call.index_block
+    assert indices is not None
+    (q, k, *_), violations, by_head = call.tensors, [], indices.dim() == 4
+    assert q is not None and k is not None
+    heads = (k.shape[2],) * by_head
     if indices.shape[:-1] != (*q.shape[:2], *heads) or not indices.shape[-1]:
         violations.append(
             f"indices {tuple(indices.shape)} must be (batch, tokens, k) or (batch, tokens, num_kv_heads, k) for q "
@@ -725,54 +735,21 @@ def _sparse(
         )
     if block < 1:
         violations.append(f"index_block={block} must be at least 1 position")
-    if by_head and (return_weights or sinks is not None):
+    if by_head and (call.return_weights or call.sinks is not None):
         violations.append("sinks and return_weights are not supported with indices of each KV head: leave them out")
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
         violations.append(f"indices must be int32 or int64 on {q.device}, got {indices.dtype} on {indices.device}")
-    if return_lse:
-        violations.append("return_lse is not supported with indices: leave one of them out")
     if violations:
         raise ValueError("; ".join(violations))
     return *indices.shape[2:], block
 
 
-def _mask_of(
+def _mask(
     cu_seqlens: Tensor | None,
     prefix: Tensor | None,
-    prefix_tree: Tensor | None,
+    tree: Tensor | None,
     causal: bool,
-    scale: float | None,
     window: Sequence[int],
-    softcap: float | None,
     chunk: int,
-) -> tuple[AttentionSpec, int]:
-    """Return the mask of a sequence that attends to itself, without its chunks, and these."""
-    prefixes, parents = rows_of(prefix, "prefix", "documents"), rows_of(prefix_tree, "prefix_tree", "documents")
-    reach = (window[0], window[1])
-    return AttentionSpec(causal, reach, scale, softcap, documents_of(cu_seqlens), prefixes, parents), chunk
-
-
-def _in_chunks(spec: AttentionSpec, seq_len: int, chunk: int) -> AttentionSpec:
-    """Return a mask with its chunks of so many tokens, 0 for none: attention within chunks is that within documents."""
-    if not chunk:
-        return spec
-    if any(x is not None for x in (spec.parents, spec.key_documents, spec.joint)):
-        raise ValueError("attention in chunks does not support prefix_tree, joint tokens and cross attention")
-    rows = spec.documents or ((0, seq_len),)
-    cut = [([at for a, b in pairwise(row) for at in range(a, b, chunk)] or [0]) + [row[-1]] for row in rows]
-    longest = max(map(len, cut))
-    return replace(spec, documents=tuple(tuple(row + row[-1:] * (longest - len(row))) for row in cut))
-
-
-def _is_front(joint_strategy: str) -> bool:
-    if joint_strategy not in ("front", "rear"):
-        raise ValueError(f"joint_strategy={joint_strategy!r} must be front or rear")
-    return joint_strategy == "front"
-
-
-def _window(window: tuple[int, int] | None) -> tuple[int, int]:
-    if window is None:
-        return (-1, -1)
-    if not (isinstance(window, Sequence) and len(window) == 2 and all(type(side) is int for side in window)):
-        raise ValueError(f"window={window!r} must be None or (left, right) in tokens, -1 for no limit")
-    return (window[0], window[1])
+) -> Mask:
+    return Mask(causal, (window[0], window[1]), cu_seqlens, prefix, tree, chunk or None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.e2e.processes import ROOT
 from tests.harness.ranks import RankPool
-from usp import UnifiedSPAttention
+from usp import Mask, UnifiedSPAttention
 from usp.attention import KeepResults
 from usp.parallel import ParallelDims, ParallelMesh
 
@@ -24,10 +24,10 @@ CU_SEQLENS = torch.tensor([[0, 17, 50, 96], [0, 40, 96, 96]])
 CASES: list[dict[str, Any]] = [
     {"causal": False, "softcap": 3.0, "scale": 0.7},
     {"window": (12, 0), "sinks": True, "cu_seqlens": CU_SEQLENS},
-    {"chunk": 16, "cu_seqlens": CU_SEQLENS},
-    {"chunk": 40},
-    {"prefix": torch.tensor([[9, 0, 5], [30, 1, 0]]), "cu_seqlens": CU_SEQLENS},
-    {"cu_seqlens": torch.tensor([0, 5, 9, 21]), "prefix_tree": torch.tensor([-1, 0, 0])},
+    {"mask": {"chunk": 16, "cu_seqlens": CU_SEQLENS}},
+    {"mask": {"chunk": 40}},
+    {"mask": {"prefix": torch.tensor([[9, 0, 5], [30, 1, 0]]), "cu_seqlens": CU_SEQLENS}},
+    {"mask": {"cu_seqlens": torch.tensor([0, 5, 9, 21]), "tree": torch.tensor([-1, 0, 0])}},
 ]
 
 
@@ -44,9 +44,12 @@ class Layer(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, sinks: bool = False, **options: Any) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, sinks: bool = False, mask: Any = None, **options: Any
+    ) -> Tensor:
         q, k, v = ((x * 2).transpose(1, 2) for x in (q, k, v))
-        return self.attention(q, k, v, sinks=logits if sinks else None, **options).tanh()
+        given = None if mask is None else Mask(**mask)
+        return self.attention(q, k, v, given, sinks=logits if sinks else None, **options).tanh()
 
 
 def differences(dims: ParallelDims, heads: int, kv_heads: int) -> list[tuple[float, int, int, int]]:
@@ -100,7 +103,7 @@ def one_after_the_other() -> list[float]:
     with pytest.raises(ValueError, match="needs a query head on every rank: ulysses=2 exceeds the 1"):
         run(*inputs(1, 1, dist.get_rank()))
     with pytest.raises(ValueError, match="chunk=0 must be at least 1 token"):
-        layer(*inputs(8, 8, dist.get_rank()), chunk=0)
+        layer(*inputs(8, 8, dist.get_rank()), mask={"chunk": 0})
     return found
 
 

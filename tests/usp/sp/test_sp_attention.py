@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,16 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness.ranks import RankError, RankPool
-from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
+from usp import JointAttention, Mask, SparseAttention, UnifiedSPAttention, shard_sequence, unshard_sequence
 from usp.attention import KeepResults
 from usp.parallel import ParallelDims, ParallelMesh, RanksDisagree, groups
 from usp.parallel.wire import SentBytes
-from usp.sp.sp_attention import LastResult, _window
 
 
 def refusals() -> dict[str, str]:
     mesh = ParallelMesh.create(ParallelDims(ring=2))
     q, k, odd = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 2, 8), torch.randn(1, 3, 4, 8)
+    attention, sizes, wide = UnifiedSPAttention(mesh), (q.shape, q.shape), torch.randn(1, 6, 4, 8)
+    joint = JointAttention(attention)
     calls = {
         "dims": lambda: UnifiedSPAttention(mesh)(q[0], k[0], k[0]),
         "tokens": lambda: UnifiedSPAttention(mesh)(q, k[:, :2], k[:, :2]),
@@ -37,14 +40,24 @@ def refusals() -> dict[str, str]:
         "gradients": lambda: UnifiedSPAttention(mesh, dkv_dtype=torch.float16)(q, k, k),
         "ulysses": lambda: UnifiedSPAttention(mesh, head_groups=2),
         "keys": lambda: UnifiedSPAttention(mesh)(q, None, None),
-        "joint": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_q=q, joint_k=k[..., :4], joint_v=k),
-        "queries": lambda: UnifiedSPAttention(mesh)(q, None, None, joint_q=q, joint_k=k, joint_v=k),
-        "strategy": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, joint_strategy="none"),
-        "prefix": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, prefix=torch.tensor([3])),
-        "chunk": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, chunk=2),
-        "pairs": lambda: UnifiedSPAttention(mesh)(q, k, k, joint_k=k, joint_v=k, cu_seqlens=torch.tensor([0, 3, 8])),
+        "joint": lambda: joint(q, k, k, q, k[..., :4], k),
+        "queries": lambda: joint(q, None, None, q, k, k),
+        "strategy": lambda: JointAttention(joint.attention, "none"),
+        "prefix": lambda: joint(q, k, k, None, k, k, Mask(prefix=torch.tensor([3]))),
+        "chunk": lambda: joint(q, k, k, None, k, k, Mask(chunk=2)),
+        "pairs": lambda: joint(q, k, k, None, k, k, Mask(cu_seqlens=torch.tensor([0, 3, 8]))),
         "boundaries": lambda: UnifiedSPAttention(mesh)(
-            q, odd[:, :2], odd[:, :2], causal=False, cu_seqlens_k=torch.tensor([0, 9])
+            q, odd[:, :2], odd[:, :2], Mask(causal=False, cu_seqlens_k=torch.tensor([0, 9]))
+        ),
+        "two masks": lambda: UnifiedSPAttention(mesh)(q, k, k, Mask(), causal=False),
+        "another plan": lambda: joint.attention(q, k, k, joint.attention.plan(Mask(), wide.shape, wide.shape)),
+        "another layout": lambda: UnifiedSPAttention(mesh, layout="contiguous")(
+            q, q, q, attention.plan(Mask(), *sizes)
+        ),
+        "other tokens": lambda: attention(q, q, q, joint.plan(Mask(), *sizes, q.shape)),
+        "sequence": lambda: Mask(cu_seqlens=(0, 4)),
+        "compiled indices": lambda: torch.compile(SparseAttention(attention), backend="eager", fullgraph=True)(
+            q, k, k, torch.zeros(1, 4, 2, dtype=torch.int64)
         ),
         "compiled": lambda: torch.compile(UnifiedSPAttention(mesh), backend="eager", fullgraph=True)(
             q, k, k, return_lse=True
@@ -75,21 +88,31 @@ def test_invalid_calls_raise(ranks: RankPool) -> None:
     assert "k and v, or joint_k and joint_v, or all four must be given; got q (1, 4, 4, 8)" in found["keys"]
     assert "joint_q, joint_k and joint_v must be like q, k and v except for the number of tokens" in found["joint"]
     assert "joint_q needs k, v, joint_k and joint_v, and as many tokens as joint_k" in found["queries"]
-    assert "joint_strategy='none' must be front or rear" in found["strategy"]
+    assert "strategy='none' must be front or rear" in found["strategy"]
     assert "joint tokens are not supported with prefix or prefix_tree" in found["prefix"]
-    assert "attention in chunks does not support prefix_tree, joint tokens and cross attention" in found["chunk"]
+    assert "attention in chunks does not support a prefix tree, joint tokens and cross attention" in found["chunk"]
     assert "must be the same (1 without boundaries): cu_seqlens 2, joint_cu_seqlens 1" in found["pairs"]
     assert "cu_seqlens_k ends at 9, past the 4 tokens of a row" in found["boundaries"]
     assert "torch.compile supports attention of a sequence to itself" in found["compiled"]
+    assert "are the short form of a mask: give either these or a mask" in found["two masks"]
+    assert "the plan is for layout zigzag, and the call has contiguous: make" in found["another layout"]
+    assert "the plan is for joint tokens Joint(tokens=4" in found["other tokens"]
+    assert "cu_seqlens must be an integer tensor, got tuple" in found["sequence"]
+    assert "torch.compile supports attention of a sequence to itself" in found["compiled indices"]
+    assert "the plan is for q (1, 6, 4, 8), and the call has (1, 4, 4, 8)" in found["another plan"]
 
 
 def refused_groups() -> list[str]:
     attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2)), head_groups=3)
     q, k, few = torch.randn(1, 4, 12, 8), torch.randn(1, 4, 6, 8), torch.randn(1, 4, 4, 8)
     messages = []
-    for kv, options in ((few, {}), (k, {"return_lse": True}), (k, {"joint_k": k, "joint_v": k})):
+    for call in (
+        lambda: attention(q, few, few),
+        lambda: attention(q, k, k, return_lse=True),
+        lambda: JointAttention(attention)(q, k, k, None, k, k),
+    ):
         with pytest.raises(ValueError, match="head_groups=3") as caught:
-            attention(q, kv, kv, **options)
+            call()
         messages.append(str(caught.value))
     attention(q, k, k)
     return messages
@@ -142,26 +165,48 @@ def test_results_do_not_depend_on_strides(ranks: RankPool) -> None:
 @pytest.mark.parametrize("window", [0, (), [4.5, 0], "ab", (1, 2, 3)])
 def test_invalid_windows_raise(window: object) -> None:
     with pytest.raises(ValueError, match=r"must be None or \(left, right\)"):
-        _window(window)  # type: ignore[arg-type]
-    assert _window([4, 0]) == (4, 0)  # type: ignore[arg-type]
+        Mask(window=window)  # type: ignore[arg-type]
+    assert Mask(window=[4, 0]) == Mask(window=(4, 0))  # type: ignore[arg-type]
 
 
-def test_a_last_result_is_given_again_only_for_the_same_values() -> None:
-    calls: list[tuple[object, ...]] = []
-    last = LastResult(lambda *arguments: (calls.append(arguments), len(calls)))
+def test_masks_are_equal_by_value_and_keep_no_tensor() -> None:
     boundaries = torch.tensor([0, 4, 8])
+    mask = Mask(cu_seqlens=boundaries)
+    boundaries[1] = 2  # in place: other documents
+    assert mask == Mask(cu_seqlens=((0, 4, 8),)) != Mask(cu_seqlens=boundaries) and hash(mask) == hash(replace(mask))
+    assert Mask(cu_seqlens=boundaries.int()) == Mask(cu_seqlens=boundaries) != Mask(cu_seqlens=boundaries[:2])
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"chunk": 0}, "chunk=0 must be at least 1 token"),
+        ({"cu_seqlens": boundaries.float()}, "cu_seqlens must be integers"),
+        ({"tree": [0, 1]}, "tree must be an integer tensor, got list"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            Mask(**options)
 
-    def number(tensor: torch.Tensor | None, *arguments: object) -> int:
-        return last((tensor,), *arguments)[1]
 
-    assert number(boundaries, 2.0) == number(boundaries.clone(), 2.0) == 1
-    boundaries[1] = 2  # in place: the same tensor, but other documents
-    assert number(boundaries, 2.0) == number(boundaries, 2.0) == 2
-    assert number(boundaries, 3.0) == 3
-    assert number(boundaries.int(), 3.0) == 4
-    assert number(boundaries[:2].int(), 3.0) == 5
-    assert number(None, 3.0) == number(None, 3.0) == 6
-    assert number(boundaries, 3.0) == 7
+def explicit_plans() -> tuple[float, int, int]:
+    """Return the difference of calls with a plan from the short form, the plans made, and excess bytes."""
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2, ring=2)))
+    q, k = torch.randn(2, 8, 4, 8, requires_grad=True), torch.randn(2, 8, 2, 8, requires_grad=True)
+    cu_seqlens, found = torch.tensor([0, 5, 32]), []
+    plan = attention.plan(Mask(window=(9, 0), cu_seqlens=cu_seqlens), q.shape, k.shape)
+    options: dict[str, Any] = {"scale": 0.5, "softcap": 2.0}
+    attention(q, k, k, plan, **options)  # ranks compare the program
+    made = attention._plans.cache_info().misses
+    with SentBytes() as sent:
+        found.append(torch.autograd.grad(attention(q, k, k, plan, **options).square().sum(), (q, k)))
+    for dtype in (torch.float64, torch.float32):
+        attention(q.to(dtype), k.to(dtype), k.to(dtype), plan)
+    short = attention(q, k, k, window=(9, 0), cu_seqlens=cu_seqlens, **options)
+    found.append(torch.autograd.grad(short.square().sum(), (q, k)))
+    worst = max(float((x - y).abs().max()) for x, y in zip(*found, strict=True))
+    wire = plan.wire_bytes(torch.float32).total
+    return worst, attention._plans.cache_info().misses - made, sent.total - wire
+
+
+def test_a_plan_is_made_once_for_a_batch(ranks: RankPool) -> None:
+    assert ranks.run(explicit_plans, 4) == [(0.0, 0, 0)] * 4
 
 
 def gradient_of_sinks() -> list[float]:
@@ -199,20 +244,23 @@ def refused_on_one_rank() -> list[str]:
     """Return the messages of calls that are invalid on rank 1 only, each new to all ranks."""
     mesh, one = ParallelMesh.create(ParallelDims(ring=2, ulysses=2)), dist.get_rank() == 1
     x, joint, indices = torch.randn(1, 8, 4, 8), torch.randn(1, 2, 4, 8), torch.zeros(1, 8, 3, dtype=torch.int64)
-    calls: list[dict[str, Any]] = [
-        {"softcap": -1.0 if one else 1.0},
-        {"window": 3 if one else (3, 0)},
-        {"chunk": 0 if one else 4},
-        {"cu_seqlens": torch.tensor([0, 99 if one else 32])},
-        {"joint_k": joint, "joint_v": joint, "joint_every": 4, "causal": not one},
-        {"joint_k": joint, "joint_v": joint, "joint_strategy": "none" if one else "rear"},
-        {"indices": indices[:, : 8 - one]},
-        {"sinks": torch.zeros(4 + one)},
+
+    def layer() -> UnifiedSPAttention:
+        return UnifiedSPAttention(mesh)
+
+    calls: list[Callable[[], Any]] = [
+        lambda: layer()(x, x, x, softcap=-1.0 if one else 1.0),
+        lambda: layer()(x, x, x, window=3 if one else (3, 0)),  # type: ignore[arg-type]
+        lambda: layer()(x, x, x, cu_seqlens=torch.tensor([0, 99 if one else 32])),
+        lambda: JointAttention(layer(), every=4)(x, x, x, None, joint, joint, Mask(causal=not one)),
+        lambda: SparseAttention(layer())(x, x, x, indices[:, : 8 - one]),
+        lambda: layer()(x, x, x, sinks=torch.zeros(4 + one)),
+        lambda: layer()(x, x, x, "mask" if one else None),  # type: ignore[arg-type]
     ]
     found = []
-    for options in calls:
+    for call in calls:
         with pytest.raises((RanksDisagree, ValueError)) as caught:
-            UnifiedSPAttention(mesh)(x, x, x, **options)
+            call()
         found.append(f"{caught.type.__name__}: {caught.value}")
     UnifiedSPAttention(mesh)(x, x, x)  # the groups are as before
     return found
@@ -220,13 +268,14 @@ def refused_on_one_rank() -> list[str]:
 
 def test_a_call_that_one_rank_refuses_raises_on_every_rank(ranks: RankPool) -> None:
     reasons = (
-        "softcap=-1.0 must be a positive number", "window=3 must be None or", "chunk=0 must be at least 1 token",
+        "softcap=-1.0 must be a positive number", "window=3 must be None or",
         "cu_seqlens ends at 99, past the 32 tokens", "joint_every says which joint keys precede a query",
-        "joint_strategy='none' must be front or rear", "indices (1, 7, 3) must be", "sinks (5,) must have one logit",
+        "indices (1, 7, 3) must be", "sinks (5,) must have one logit", "mask must be a Mask or a plan, got str",
     )  # fmt: skip
     for found in ranks.run(refused_on_one_rank, 4):
         for message, reason in zip(found, reasons, strict=True):
-            assert message.startswith("RanksDisagree: the attention call is refused on rank 1: ValueError: ")
+            kind = "TypeError" if reason.startswith("mask") else "ValueError"
+            assert message.startswith(f"RanksDisagree: the attention call is refused on rank 1: {kind}: ")
             assert reason in message
 
 
@@ -265,19 +314,23 @@ def without_rows() -> list[tuple[int, ...]]:
     """Return the shapes of the results of calls without rows, and of those whose rows are all padding in chunks."""
     attention, found = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ring=2, ulysses=2))), []
     x = torch.randn(0, 8, 4, 8, requires_grad=True)
-    joint = {f"joint_{name}": x[:, :3] for name in "qkv"}
-    indices = {"indices": torch.zeros(0, 8, 3, dtype=torch.int64), "return_weights": True}
-    documents = {"cu_seqlens": torch.zeros(0, 3, dtype=torch.int64)}
-    mask = {"mask_mod": lambda b, h, q, k: q >= k + b}
-    for options in ({}, {"chunk": 5}, documents, mask, joint | {"return_lse": True}, indices):
-        results = attention(x, x, x, **options)
+    indices, function = torch.zeros(0, 8, 3, dtype=torch.int64), lambda b, h, q, k: q >= k + b
+    for call in (
+        lambda: attention(x, x, x),
+        lambda: attention(x, x, x, Mask(chunk=5)),
+        lambda: attention(x, x, x, cu_seqlens=torch.zeros(0, 3, dtype=torch.int64)),
+        lambda: attention(x, x, x, Mask(function=function)),
+        lambda: JointAttention(attention)(x, x, x, *(x[:, :3],) * 3, return_lse=True),
+        lambda: SparseAttention(attention)(x, x, x, indices, return_weights=True),
+    ):
+        results = call()
         results = results if isinstance(results, tuple) else (results,)
         (grad,) = torch.autograd.grad(sum(each.sum() for each in results if each.requires_grad), x)
         assert grad.shape == x.shape
         found += [tuple(each.shape) for each in results]
     rows = torch.ones(2, 8, 4, 8, requires_grad=True)
     for cu_seqlens in (torch.tensor([0, 0]), torch.tensor([[0, 0, 0], [0, 0, 0]])):
-        out = attention(rows, rows, rows, cu_seqlens=cu_seqlens, chunk=3)
+        out = attention(rows, rows, rows, Mask(cu_seqlens=cu_seqlens, chunk=3))
         out.sum().backward()
         assert not out.any() and not rows.grad.any()
     return found
@@ -376,11 +429,10 @@ def replayed_joint_attention() -> tuple[float, int]:
     attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2, ring=2)))
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, tokens, 4, 8, generator=generator).requires_grad_() for tokens in (8, 8, 8, 3, 3, 3)]
-    joint = dict(zip(("joint_q", "joint_k", "joint_v"), tensors[3:], strict=True))
     keep, found = KeepResults(), []
     for kept in (keep, keep.replay()):
         with attention.keeping(kept), SentBytes() as sent:
-            results = attention(*tensors[:3], **joint, causal=False, return_lse=True)
+            results = JointAttention(attention)(*tensors, Mask(causal=False), return_lse=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in results), tensors))
     return max(float((x - y).abs().max()) for x, y in zip(*found, strict=True)), sent.total
 
