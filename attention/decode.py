@@ -77,10 +77,14 @@ class KVCache:
         return self.states[name]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Positions, keys, values and states."""
+        return [self.positions, *(x for stored in self.layers.values() for x in stored), *self.states.values()]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states."""
-        kept = [x for stored in self.layers.values() for x in stored]
-        return sum(x.nbytes for x in (*kept, *self.states.values()))
+        return sum(x.nbytes for x in self.tensors[1:])
 
     def clear(self, slots: Tensor) -> None:
         """Drop the sequences in these slots."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -90,15 +90,31 @@ _GRAPH_MULTIPLE = 512  # of the places that a captured step reads: few graphs, w
 _Step = tuple[Sequence[Rollout | None], tuple[Tensor, torch.cuda.Event | None], Tensor | None]
 
 
-@dataclass(frozen=True)
 class _Static:
     """What decode steps read and write, in the same memory: a cache, inputs (5, slots) int64, the rows of
     `Slots.decode_inputs` and the keys of the noise, and the next tokens and their log-probabilities (2, slots), in
     float64, which is exact for every id."""
 
-    cache: KVCache
-    inputs: Tensor
-    chosen: Tensor
+    def __init__(self, slots: int, places: int, device: torch.device) -> None:
+        self.cache = KVCache.allocate(slots, places, device)
+        self.inputs = torch.zeros(5, slots, dtype=torch.int64, device=device)
+        self.chosen = torch.zeros(2, slots, dtype=torch.float64, device=device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.inputs, self.chosen, *self.cache.tensors]
+
+    def free(self) -> None:
+        """Free the memory; the tensors stay, for `restore`."""
+        for x in self.tensors:
+            x.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory again, with the values of new tensors."""
+        for x in self.tensors:
+            x.untyped_storage().resize_(x.nbytes)
+            x.zero_()
+        self.cache.clear(torch.arange(self.inputs.shape[1], device=self.inputs.device))
 
 
 class Generator:
@@ -159,6 +175,12 @@ class Generator:
         self._together = mesh.group("dp_shard") if spread else None
         self.cache_bytes = 0
         self._recorder: ChoiceRecorder | None = None
+        # Of the last call: what its steps read and wrote, without memory, their graphs, and the addresses in these.
+        self._kept: tuple[_Static, StepGraphs, list[int]] | None = None
+
+    def forget(self) -> None:
+        """Free the CUDA graphs that are kept for the next call, with the memory of a step's intermediate tensors."""
+        self._kept = None
 
     @staticmethod
     def of(stage: CausalLMStage, mesh: ParallelMesh, **options: Any) -> Generator:
@@ -238,12 +260,11 @@ class Generator:
             self._recorder = ChoiceRecorder(self._model)
         most = fitting_slots(self._slots, self._cache_tokens, places, self._sp)
         slots, ended = Slots(rollouts, most), Stops(work, self._decode_text)
-        number, steps, device = len(slots.active), deque[_Step](), self._device
-        inputs = torch.zeros(5, number, dtype=torch.int64, device=device)
-        chosen = torch.zeros(2, number, dtype=torch.float64, device=device)
-        static = _Static(cache := KVCache.allocate(number, places, device), inputs, chosen)
-        step: Callable[[int, int], None] = partial(self._step, static, work)
-        step = StepGraphs(step, device) if self._captures else step
+        number, steps = len(slots.active), deque[_Step]()
+        static, graphs = self._begin(number, places)
+        cache, chosen = static.cache, static.chosen
+        sampling = Generate(temperature=work.temperature, top_k=work.top_k, top_p=work.top_p)  # all of it in a graph
+        step: Callable[[int, int], None] = partial(graphs or self._step, static, sampling)
         while True:
             if turns is not None and turns.waiting:
                 slots.add(turns.go_on(wait=not (slots.pending or steps)))
@@ -272,6 +293,28 @@ class Generator:
             if len(steps) > 1:  # the device has the next one to do
                 self._read(slots, steps.popleft(), ended, turns, enough)
         self.cache_bytes = cache.nbytes
+        if graphs is not None and not self._groups:  # NCCL does not leave a group while a graph has messages of it
+            self._kept = static, graphs, self._addresses(static)
+            static.free()
+
+    def _begin(self, slots: int, places: int) -> tuple[_Static, StepGraphs | None]:
+        """Return what the steps of a call read and write, and their graphs: those of the call before if all that they
+        read is where it was."""
+        if not self._captures:
+            return _Static(slots, places, self._device), None
+        static, graphs, addresses = self._kept or (None, None, [])
+        self._kept, had = None, 0 if static is None else static.cache.positions.shape[1]
+        if static is None or static.inputs.shape[1] != slots or not places <= had <= 1.25 * places:
+            static, graphs = _Static(slots, places, self._device), None
+        else:
+            static.restore()
+        moved = graphs is None or addresses != self._addresses(static)
+        return static, StepGraphs(self._step, self._device) if moved else graphs
+
+    def _addresses(self, static: _Static) -> list[int]:
+        """Return where all is that a step reads and did not make."""
+        weights = map(local_tensor, (*self._model.parameters(), *self._model.buffers()))
+        return [x.data_ptr() for x in (*weights, *static.tensors)]
 
     def _places(self, rollouts: Sequence[Rollout], work: Generate) -> int:
         """Return the places in the cache that any of the sequences needs on a rank."""

@@ -8,12 +8,13 @@ changes between steps is in these, and nothing in it waits for the device or tak
     later ones               replayed
 
 Nothing that a step allocates outlives it, so graphs share one pool of memory and are replayed in any order. They hold
-the addresses of weights and KV cache, and last for one call of `Generator.generate`, in which neither moves.
+the addresses of weights and KV cache: `Generator` keeps them for its next call, whose steps they may be if nothing has
+moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,19 +34,19 @@ _ROOM = 1 << 31  # bytes that the memory of a step's intermediate tensors may ta
 
 
 class StepGraphs:
-    """The CUDA graphs of a function of static tensors, one for each shape.
+    """The CUDA graphs of a function of static tensors, one for each of its arguments.
 
-    Ranks that communicate in a step call it with the same shapes in the same order: whether a collective is captured is
-    a property of it on all of them (NCCL's user guide, "Using NCCL with CUDA Graphs").
+    Ranks that communicate in a step call it with the same arguments in the same order: whether a collective is captured
+    is a property of it on all of them (NCCL's user guide, "Using NCCL with CUDA Graphs").
     """
 
     def __init__(self, step: Callable[..., None], device: torch.device) -> None:
         self._step, self._device, self._stream = step, device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[tuple[Hashable, ...], torch.cuda.CUDAGraph | None] = {}
 
-    def __call__(self, *shape: int) -> None:
-        """Run a step of a shape, the arguments of the function."""
+    def __call__(self, *shape: Hashable) -> None:
+        """Run the function with these arguments."""
         if shape not in self._graphs:
             self._graphs[shape], current = None, torch.cuda.current_stream()
             self._stream.wait_stream(current)

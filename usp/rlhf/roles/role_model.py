@@ -180,12 +180,19 @@ class RoleModel:
         self._memory = WeightMemory(lambda: [x for name, x in self._parameters().items() if name in not_shared])
 
     def release(self) -> None:
-        """Free the memory of the weights."""
+        """Free the memory of the weights and of CUDA graphs."""
+        self.forget()
         self._memory.release()
 
     def offload(self) -> None:
-        """Move the weights to the host."""
+        """Move the weights to the host, and free CUDA graphs."""
+        self.forget()
         self._memory.offload()
+
+    def forget(self) -> None:
+        """Free the CUDA graphs of decode steps."""
+        if self._generator is not None:
+            self._generator.forget()
 
     def load(self) -> None:
         """Move the weights back to the device."""
@@ -331,6 +338,7 @@ class RoleModel:
 
     def discard(self) -> None:
         """Free the memory of all weights and optimizer states; the model cannot be used again."""
+        self.forget()
         if self.engine is not None:
             self._moments.release()
         WeightMemory(lambda: [weight for _, weight in self._stored()]).release()

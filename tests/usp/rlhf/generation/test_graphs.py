@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import DEFAULT, patch
+from unittest.mock import DEFAULT, MagicMock, patch
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from tests.attention.cuda_calls import CheckCalls, DispatchedOps
 from tests.attention.test_decode import device_of
-from tests.harness.cuda_graphs import Capture, NotCapturable, graphs_on_cpu
+from tests.harness.cuda_graphs import Capture, NotCapturable, ReplayedGraph, graphs_on_cpu
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import TYPES, tiny_config
 from tests.usp.tiny import CONFIGS, SIZES, drawn_model
@@ -28,8 +28,8 @@ from usp.hf.expert_parallel import apply_ep
 from usp.hf.integrate import apply_unified_sp
 from usp.hf.models import empty_model, materialise
 from usp.hf.tensor_parallel import apply_tp
-from usp.parallel import ParallelDims, ParallelMesh
-from usp.predict.fake_world import fake_world
+from usp.parallel import ParallelDims, ParallelMesh, local_tensor
+from usp.predict.fake_world import fake_world, tensors_of
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.generation import generate
 from usp.rlhf.generation.decoding import read_length
@@ -37,6 +37,8 @@ from usp.rlhf.generation.generate import Generator
 from usp.rlhf.generation.graphs import StepGraphs, decoding_notes, eager_reason
 from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.weight_memory import WeightMemory
 from usp.run.launch import Launch
 
 from .test_families import GRIDS, built, generated, prompts
@@ -71,26 +73,51 @@ def by_16(places: int, multiple: int = 0) -> int:
     return -(-places // 16) * 16
 
 
-def responses(model_type: str, name: str, mesh: ParallelMesh, work: Generate, captures: bool) -> tuple[Responses, int]:
-    """Tokens and log-probabilities by prompt, and the steps that were replayed."""
+def responses(
+    model_type: str, name: str, mesh: ParallelMesh, work: Generate, captures: bool
+) -> tuple[Responses, int, list[Any]]:
+    """Tokens and log-probabilities by prompt, the steps that were replayed, and `unknown_memory`."""
     generator, given = built(model_type, GRIDS[name], mesh), prompts(model_type)
     apply_ep(generator._model, mesh, tp_sequence_parallel=False)
     generator._captures = captures
     with graphs_on_cpu() as graphs, patch.object(generate, "read_length", by_16):
         found = generator.generate(given, work, list(range(len(given))))
     assert not captures or len(graphs) > 1
-    return [(each.tokens.tolist(), each.logprobs.tolist()) for each in found], sum(each.replays for each in graphs)
+    replays, unknown = sum(each.replays for each in graphs), unknown_memory(generator, graphs)
+    return [(each.tokens.tolist(), each.logprobs.tolist()) for each in found], replays, unknown
+
+
+def unknown_memory(generator: Generator, graphs: list[ReplayedGraph]) -> list[Any]:
+    """Operators of kept graphs that read memory which no step makes and whose moving the generator does not notice."""
+    if generator._kept is None:  # steps send messages
+        return []
+    model, known = generator._model, set[int]()
+    for x in map(local_tensor, (*model.parameters(), *model.buffers())):
+        known.add(x.untyped_storage()._cdata)
+    if generator._samples:
+        known.add(generator._token_keys.untyped_storage()._cdata)
+    for x in generator._kept[0].tensors:
+        known.add(x.untyped_storage()._cdata)
+    return [
+        call.record
+        for graph in graphs
+        for call in graph.operators.calls
+        for x in tensors_of((call.args, call.kwargs))
+        if (storage := x.untyped_storage()._cdata) not in known and storage not in graph.operators._made
+    ]
 
 
 def replayed(model_type: str, name: str, mesh: ParallelMesh, work: Generate) -> str:
     """What is wrong with the responses of replayed steps."""
-    eager, _ = responses(model_type, name, mesh, work, captures=False)
+    eager, *_ = responses(model_type, name, mesh, work, captures=False)
     try:
-        found, replays = responses(model_type, name, mesh, work, captures=True)
+        found, replays, unknown = responses(model_type, name, mesh, work, captures=True)
     except (RuntimeError, IndexError) as error:  # of what is forbidden, or of an indexer without the number of tokens
         return str(error)
     if [tokens for tokens, _ in found] != [tokens for tokens, _ in eager]:
         return "other tokens"
+    if unknown:
+        return f"memory that may move: {unknown[0]}"
     return ("" if found == eager else "other log-probabilities") if replays > 10 else "hardly a step was replayed"
 
 
@@ -191,6 +218,86 @@ def test_faults_of_a_step_are_noticed(ranks: RankPool) -> None:
     assert not missed and not found[""], found
 
 
+# Kept from call to call
+
+
+@torch.inference_mode()
+def update(generator: Generator) -> None:
+    for weight in generator._model.parameters():
+        weight.mul_(1.01)
+
+
+def moved(x: Tensor) -> None:
+    x.data = x.data * 1.01 if x.is_floating_point() else x.data.clone()
+
+
+def weight_moves(generator: Generator) -> None:
+    moved(list(generator._model.parameters())[-1])
+
+
+def buffer_moves(generator: Generator) -> None:
+    moved(next(generator._model.buffers()))
+
+
+@torch.inference_mode()
+def cache_moves(generator: Generator) -> None:
+    for x in generator._kept[0].cache.tensors[1:2] if generator._kept else ():
+        x.set_(x.clone())
+
+
+BETWEEN: dict[str, tuple[Callable[[Generator], None], bool]] = {  # two calls; whether graphs stay
+    "nothing": (lambda generator: None, True),
+    "update": (update, True),
+    "weight": (weight_moves, False),
+    "messages": (lambda generator: None, False),  # of two ranks in each step
+    "buffer": (buffer_moves, False),
+    "cache": (cache_moves, False),
+    "forgotten": (Generator.forget, False),
+}
+
+
+def captures_of_calls(name: str, between: str, works: list[Generate]) -> list[int]:
+    """Captures of each call. Checks its responses, and that nothing is kept in memory but graphs."""
+    mesh, given, found = ParallelMesh.create(GRIDS[name].dims), prompts("llama"), list[int]()
+    captured, eager = (built("llama", GRIDS[name], mesh) for _ in range(2))
+    captured._captures = True
+    same_memory = patch.object(torch.UntypedStorage, "resize_", lambda storage, size: storage)
+    with graphs_on_cpu() as graphs, patch.object(generate, "read_length", by_16):
+        for work in works:
+            before = len(graphs)
+            with same_memory if between else nullcontext():  # an allocator that gives out the same memory again
+                pair = [each.generate(given, work, list(range(len(given)))) for each in (captured, eager)]
+            for one, other in zip(*pair, strict=True):
+                assert (one.tokens.tolist(), one.logprobs.tolist()) == (other.tokens.tolist(), other.logprobs.tolist())
+            found.append(len(graphs) - before)
+            assert (captured._kept is None) == (between == "messages")
+            assert between or not any(x.untyped_storage().nbytes() for x in captured._kept[0].tensors)
+            for each in (captured, eager):
+                BETWEEN[between or "nothing"][0](each)
+    return found
+
+
+def test_graphs_are_kept_while_nothing_moves(ranks: RankPool) -> None:
+    for between, (_, stay) in BETWEEN.items():
+        world, grid = (2, "u2") if between == "messages" else (1, "alone")
+        for first, *others in ranks.run(captures_of_calls, world, grid, between, [GREEDY] * 3):
+            assert first > 1 and others == ([0, 0] if stay else [first, first]), between
+
+
+def test_other_sampling_has_graphs_of_its_own_and_freed_memory_returns(ranks: RankPool) -> None:
+    works = [GREEDY, SAMPLED, replace(GREEDY, stop_ids=(95,)), SAMPLED]
+    ((first, second, *others),) = ranks.run(captures_of_calls, 1, "alone", "nothing", works)
+    assert first == second > 1 and others == [0, 0]
+    ((first, *_),) = ranks.run(captures_of_calls, 1, "alone", "", [GREEDY] * 2)
+    assert first > 1
+
+
+def test_a_cache_serves_calls_that_need_a_little_less(ranks: RankPool) -> None:
+    works = [GREEDY, replace(GREEDY, max_new_tokens=7), GREEDY, replace(GREEDY, max_new_tokens=60)]
+    ((first, *others, longer),) = ranks.run(captures_of_calls, 1, "alone", "nothing", works)
+    assert first > 1 and others == [0, 0] and longer > first
+
+
 @pytest.mark.parametrize(("free", "returned"), [(1 << 40, 0), (1 << 30, 2)])
 def test_a_capture_returns_memory_only_where_a_graph_may_lack_it(free: int, returned: int) -> None:
     memory = patch.multiple(torch.cuda, mem_get_info=lambda device: (free, 1 << 40), empty_cache=DEFAULT)
@@ -201,6 +308,15 @@ def test_a_capture_returns_memory_only_where_a_graph_may_lack_it(free: int, retu
             steps(place)
     assert found.tolist() == [3, 3] and [each.replays for each in graphs] == [2, 2]
     assert patched["empty_cache"].call_count == returned
+
+
+@pytest.mark.parametrize("method", ["release", "offload", "discard"])
+def test_weights_that_leave_take_graphs_with_them(method: str) -> None:
+    model, forgets = RoleModel.__new__(RoleModel), MagicMock()
+    model._memory, model._generator, model.engine = WeightMemory(), forgets, None
+    model._stored = tuple  # no weights
+    getattr(model, method)()
+    forgets.forget.assert_called_once_with()
 
 
 def lengths_read(own: bool) -> list[int]:
@@ -262,9 +378,7 @@ def steps(model_type: str, dims: ParallelDims, work: Generate, fault: Callable[[
     """The records of three steps after the first one, and the attention kernels."""
     with fake_cuda(model_type, dims) as generator, CheckCalls() as calls:
         assert generator._captures
-        inputs = torch.zeros(5, 3, dtype=torch.int64, device="cuda")
-        chosen = torch.zeros(2, 3, dtype=torch.float64, device="cuda")
-        static, captures = generate._Static(KVCache.allocate(3, 64, generator._device), inputs, chosen), []
+        static, captures = generate._Static(3, 64, generator._device), []
         with fault():
             for _ in range(4):
                 with Capture() as capture:
