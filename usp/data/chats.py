@@ -126,7 +126,7 @@ def kind_of(keys: Collection[str], field: str, lists: Collection[str], where: st
         chats = [(MESSAGES,), (CONVERSATIONS,)]
         first = [] if field else [chat for chat in chats if chat[0] in lists]
         candidates = [*first, (TEXT_FIELD,), *chats, *((prompt, answer) for prompt in QUESTIONS for answer in ANSWERS)]
-    read = next((each for each in candidates if set(each) <= set(keys)), ())
+    read: tuple[str, ...] = next((each for each in candidates if set(each) <= set(keys)), tuple[str, ...]())
     if 0 < len(read) < 3:
         chat = len(read) == 2 or read[0] in lists or read[0] not in (field, TEXT_FIELD)
         optional: tuple[str, ...] = INPUTS if len(read) == 2 and read[0] == INSTRUCTION else ()

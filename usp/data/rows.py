@@ -65,7 +65,9 @@ class Permutation:
         self._low = np.uint64(low)
         self._low_mask, self._high_mask = np.uint64((1 << low) - 1), np.uint64((1 << bits - low) - 1)
         ascending = key is None or count == 1
-        self._keys = () if ascending else tuple(np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64))
+        self._keys: tuple[np.uint64, ...] = (
+            () if ascending else tuple(np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64))
+        )
 
     def at(self, places: Numbers) -> Numbers:
         """Return the numbers at `places`, int64 of their shape."""

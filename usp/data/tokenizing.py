@@ -178,8 +178,8 @@ def _continued(folder: Path, source: str) -> StoreProgress | None:
                 )
             if name == store.MANIFEST:
                 return None
-            place = {key: record["place"][key] for key in vars(Place())}
-            return StoreProgress(**record | {"place": Place(**place)})
+            record["place"] = Place(**{key: record["place"][key] for key in vars(Place())})
+            return StoreProgress(**record)
     begun = Path(store.PROGRESS).with_suffix(".new").name  # where there was no room for it
     if folder.exists() and (not folder.is_dir() or any(path.name != begun for path in folder.iterdir())):
         raise ValueError(f"{folder} is not empty, and no token store: choose another folder")
@@ -380,7 +380,7 @@ def _encode(batch: Sequence[TextPiece]) -> Encoded:
         ends += [length] if piece.ends else []
         read += texts_in(content)
     return Encoded(
-        ids=np.concatenate(ids),
+        ids=np.concatenate(ids),  # pyright: ignore[reportArgumentType]
         mask=np.concatenate(masks) if len(parts) < len(batch) else None,
         ends=np.array(ends, np.int64),
         characters=sum(map(len, read)),

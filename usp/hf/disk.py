@@ -63,7 +63,7 @@ def disk_layout(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> 
     whole = {name: _Part(name, Box.whole(tuple(shape)), len(shape)) for name, shape in shapes.items()}
     layout: dict[str, list[DiskTensor]] = defaultdict(list)
     try:
-        written = revert_weight_conversion(model, whole)  # type: ignore[arg-type]
+        written: Any = revert_weight_conversion(model, whole)  # type: ignore[arg-type]
     except AttributeError as error:  # an operation that is a method of tensors
         raise ValueError(f"files hold more than parts of single parameters, which is not supported: {error}") from error
     for name, part in written.items():

@@ -424,7 +424,7 @@ def _attention_forward(
     given, expand = (q, k, v), lambda out: out
     if kv_cache is not None:
         compressed = latents is not None and cached_latents(module) > 0
-        cached, expand_cached = absorbed(module, given, latents) if compressed else (given, expand)
+        cached, expand_cached = absorbed(module, given, cast(Any, latents)) if compressed else (given, expand)
         if isinstance(kv_cache, DecodeStep):
             values = cached[2].shape[-1] if compressed else cached[2]
             more = None if compressor is None else compressor.decoded

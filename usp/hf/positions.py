@@ -43,6 +43,7 @@ def follow_positions(base: nn.Module, places: Places) -> None:
     Attention functions get the keyword argument `query_positions` where `scaled_query` needs it.
     """
     counting = False
+    module: Any
     for name, module in base.named_modules():
         if turns_by_length(module):
             module.forward = partial(_turned_by_length, module, module.forward, places)
@@ -90,7 +91,7 @@ def _turned_by_length(
     else:
         longest = last.clamp(min=rotary.original_max_seq_len - 1)
         forward(x, position_ids[..., :1] * 0, *args, **kwargs)  # frequencies would stay those of a longer sequence
-    parts: tuple[Tensor, ...] = ()
+    parts: Any = ()
     for length in longest.unique().tolist():  # ascending
         alike = longest == length
         # Padding after the last token must not make the sequence longer.

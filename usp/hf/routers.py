@@ -212,7 +212,7 @@ def _telling(forward: Callable[..., Any], told: _Told, own: slice, group: Any) -
         if routed_experts is not None:
             if group is not None:
                 routed_experts = routed_experts.chunk(group.size(), dim=1)[group.rank()]
-            routed_experts = routed_experts[..., own].flatten(0, 1)
+            routed_experts = routed_experts[..., own].flatten(0, 1)  # pyright: ignore[reportOptionalSubscript]
         told.choices = routed_experts
         return forward(*args, **kwargs)
 

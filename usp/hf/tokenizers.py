@@ -388,10 +388,12 @@ class ChatTemplate:
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
-    def _tokens(self, text: str, spans: list[Span], **options: bool) -> tuple[Ids, Mask]:
+    def _tokens(self, text: str, spans: list[Span], **options: Any) -> tuple[Ids, Mask]:
         if isinstance(self.tokenizer, ByT5Tokenizer):
             return _bytes(text, spans)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
+        encoded: Any = self.tokenizer(
+            text, add_special_tokens=False, return_attention_mask=False, verbose=False, **options
+        )
         ids = np.asarray(encoded["input_ids"], np.int64)
         mask = np.zeros(len(ids), np.bool_)
         # A character may consist of several tokens, and normalizers drop some, which then belong to none.
@@ -558,8 +560,8 @@ def load_tokenizer(
         name=tokenizer,
         vocab_size=max(loaded.get_vocab().values()) + 1,
         tokenizer=loaded,
-        bos=loaded.bos_token_id if begins else None,
-        eos=loaded.eos_token_id,
+        bos=loaded.bos_token_id if begins else None,  # pyright: ignore[reportArgumentType]
+        eos=loaded.eos_token_id,  # pyright: ignore[reportArgumentType]
         parse_special=parse_special,
         backend=_backend(loaded, parse_special),
         chats=chats,

@@ -215,14 +215,14 @@ class PinnedCopier(Copier):
     def __init__(self, device: torch.device) -> None:
         self.device, self.out, self.back = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def to_host(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         copy = torch.empty_like(x, device="cpu", pin_memory=True)
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out):
             copy.copy_(x, non_blocking=True)
         return copy, self.out.record_event()
 
-    def to_device(self, copies: Sequence[Tensor], after: torch.cuda.Event) -> tuple[list[Tensor], torch.cuda.Event]:
+    def to_device(self, copies: Sequence[Tensor], after: Any) -> tuple[list[Tensor], Any]:
         tensors = [torch.empty_like(copy, device=self.device, pin_memory=False) for copy in copies]
         # The new memory may be that of tensors which the device still computes with.
         self.back.wait_stream(torch.cuda.current_stream(self.device))

@@ -124,8 +124,8 @@ def _job(
 ) -> Job:
     """Return the forwards of a call, or its step if it is `trained`; `sizes` are fields of a configuration."""
     values: dict[str, Any] = {name: getattr(layout, name) for name in _OPTIONS}
-    values |= {"loss_chunk": layout.loss_chunk or options.loss_chunk, "attention_kernel": options.kernel}
-    config = TrainConfig(**values | sizes, dtype=dtype_name(options.dtype))
+    values |= {"loss_chunk": layout.loss_chunk or options.loss_chunk, "attention_kernel": options.kernel} | sizes
+    config = TrainConfig(**values, dtype=dtype_name(options.dtype))
     weights = torch.float32 if trained else options.dtype
     return Job(config, model, layout.dims, trained=trained, output=output, weights=weights, placed=layout.ranks)
 

@@ -364,7 +364,7 @@ def _plans(choice: RlhfChoice) -> Grid:
     plans = {one.name: one.plan for one in choice.named if one.plan}
     same = [name for name, plan in plans.items() if (plan.calls, plan.offload) == (own.calls, own.offload)]
     name = f"this plan, {same[0]}" if same else "this plan"
-    rows = [(name, seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
+    rows: list[tuple[str, ...]] = [(name, seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
     for named in choice.named:
         over = "" if named.peak_bytes <= memory else f"does not fit into {memory / GIB:.0f} GiB"
         step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over

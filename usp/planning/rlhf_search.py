@@ -162,7 +162,7 @@ class Problem:
             )
         limit, work = self.memory_bytes, self.simulator.estimates.call_bytes
         fitting: dict[str, list[CallLayout]] = {name: [] for name in self.options}
-        least = dict.fromkeys(fitting, (math.inf, ""))
+        least: dict[str, tuple[float, str]] = dict.fromkeys(fitting, (math.inf, ""))
         waiting = {name: _in_turns(layouts) for name, layouts in self.options.items()}
         tried, late, every = 0, Counter[str](), sum(map(len, self.options.values()))
         while waiting:

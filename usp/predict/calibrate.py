@@ -60,7 +60,7 @@ class LinkTier:
         across = [list(range(place, ranks, host_size)) for place in range(host_size)]
         every = (("inside a host", host_size, hosts, False), ("between hosts", 0, across, True))
         return [
-            LinkTier(name, devices, dist.new_subgroups_by_enumeration(groups)[0], len(groups[0]), host_size, shared)
+            LinkTier(name, devices, dist.new_subgroups_by_enumeration(groups)[0], len(groups[0]), host_size, shared)  # pyright: ignore[reportArgumentType]
             for name, devices, groups, shared in every
             if len(groups[0]) > 1
         ]

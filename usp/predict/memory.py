@@ -319,7 +319,7 @@ def peak_moment(job: Job, rank: int) -> Moment:
             whole += of_head + (reduction - freed if reduction > freed else 0)
             if (found := gradients + whole + saved + work) > total:
                 total, parts = found, (name, 0, 0, gradients, whole, saved, work + buffers)
-    highest = Moment(*parts)
+    highest = Moment(*parts)  # pyright: ignore[reportArgumentType]
     if config.optim_offload:
         return highest
     muon = 0

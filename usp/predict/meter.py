@@ -33,7 +33,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer states"
 WHOLE, ACTIVATIONS, TRANSIENT = "whole parameters and gradients", "activations", "transient"
 _HOST = "host"
 Tiles = Callable[[int, int], Iterator[slice]]
-CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, WHOLE, ACTIVATIONS, TRANSIENT)
+CATEGORIES: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER, WHOLE, ACTIVATIONS, TRANSIENT)
 
 
 @dataclass(eq=False)

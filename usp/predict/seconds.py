@@ -337,8 +337,9 @@ def pass_seconds(
 
 def _hides(compute: Mapping[Pass, Seconds], share: float = 1.0) -> dict[Pass, float]:
     """Return the seconds that hide the traffic of parameters in each pass of a micro-batch."""
-    hides = {kind: share * each.total for kind, each in compute.items()}
-    return hides | {"backward": hides["backward"] + hides["recompute"]}
+    hides: dict[Pass, float] = {kind: share * each.total for kind, each in compute.items()}
+    hides["backward"] += hides["recompute"]
+    return hides
 
 
 @shared(lambda job: (job.model, job.dims.pp, job.config.pp_schedule))

@@ -310,9 +310,11 @@ def _turns(schedule: Schedule, stage: int) -> tuple[int, bool]:
 def _unit_traffic(job: Job, unit: Unit, gathers: Gathers) -> Iterator[tuple[Pass, Sent]]:
     if unit.ranks > 1:
         gathered = Sent(unit.axis, "_allgather_base_", unit.sent(job.dtype.itemsize) * (unit.ranks - 1))
-        yield from ((kind, gathered.times(times)) for kind, times in zip(_GATHERING, gathers, strict=True) if times)
-    if job.trained:
-        yield from (("backward", sent) for sent in _reductions(job, unit))
+        for kind, times in zip(_GATHERING, gathers, strict=True):
+            if times:
+                yield kind, gathered.times(times)
+    for sent in _reductions(job, unit) if job.trained else ():
+        yield "backward", sent
 
 
 def _reductions(job: Job, unit: Unit) -> Iterator[Sent]:

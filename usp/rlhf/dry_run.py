@@ -142,7 +142,7 @@ def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.d
         options = {"unit": unit(call), "budget": layout.token_budget, "at_least": mesh.size("pp")}
         rows = () if generates else pack_lengths(batch.ids, [tokens] * samples, **options)
         sent = sent_by_axis(meter.wire, mesh)
-        by_category = dict(meter.memory.at_peak)
+        by_category: dict[str, int] = {**meter.memory.at_peak}
         if layout.served:  # which has the rest
             adapts = apart.lora is not None and run.launch.rank in layout.receivers
             kept = [*model.frozen().values(), *model.weights().values()] if adapts else []

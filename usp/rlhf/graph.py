@@ -93,6 +93,7 @@ class Objective(Protocol):
         carry the normalization, computed over the whole mini-batch beforehand, so the sum is the same loss in every
         layout.
         """
+        ...
 
 
 @dataclass(frozen=True)

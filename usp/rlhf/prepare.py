@@ -409,7 +409,7 @@ def _algorithm_options(
     kind = algorithm.options
     values = parse_options(config.options, kind, "--options", without=("generate", "reward", "staleness"))
     if algorithm.data == "prompts":
-        sampling = shared_values(config, Generate) | _stops(config, tokenizer, actor.config.vocab_size)
+        sampling: dict[str, Any] = shared_values(config, Generate) | _stops(config, tokenizer, actor.config.vocab_size)
         sampling["episodes"] = episodes
         sampling["group_size"] = config.group_size or vars(kind())["generate"].group_size
         sampling["partial"] = config.begins_ahead

@@ -133,7 +133,7 @@ def _plain(value: object) -> Any:
         return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
     if is_dataclass(value) and not isinstance(value, type):
         return [type(value).__qualname__, {field.name: _plain(getattr(value, field.name)) for field in fields(value)}]
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
+    if name := getattr(value, "__qualname__", ""):
+        return f"{value.__module__}.{name}"
     plain_fields = {k: v for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, bool | int | float | str)}
     return [type(value).__qualname__, plain_fields]

@@ -232,8 +232,8 @@ def deciding(config: Any) -> dict[str, Any]:
 
 def forget_kernels(model: torch.nn.Module) -> None:
     """Drop what kernels on CPUs hold of a vLLM model's weights in layouts of their own."""
-    layers: Iterable[Any] = model.modules()
-    for layer in layers:
+    layer: Any
+    for layer in model.modules():
         experts: Any = getattr(layer, "quant_method", None)
         if hasattr(experts, "moe_kernel"):
             experts.moe_kernel = None  # else it leaves the next experts as in files, which kernels do not read
@@ -255,6 +255,7 @@ def all_renewed(model: torch.nn.Module) -> Iterator[None]:
         if weight.is_floating_point():
             weight.data.fill_(math.nan)
     yield
+    layer: Any
     for name, layer in model.named_modules():
         if getattr(layer, "cpu_linear", layer) is None:
             layer.quant_method.process_weights_after_loading(layer)

@@ -37,18 +37,14 @@ class Record(Protocol):
     """Metrics of one step of any kind of run."""
 
     @property
-    def step(self) -> int:
-        """Step number, from 1."""
+    def step(self) -> int: ...  # from 1
 
     @property
-    def printed(self) -> bool:
-        """Whether it is printed even between log lines."""
+    def printed(self) -> bool: ...  # even between log lines
 
-    def numbers(self) -> dict[str, float | None]:
-        """Return the metrics to write by name; None where unknown."""
+    def numbers(self) -> dict[str, float | None]: ...  # metrics to write by name; None where unknown
 
-    def line(self) -> str:
-        """Return the log line to print."""
+    def line(self) -> str: ...  # of the log
 
 
 @dataclass(frozen=True)

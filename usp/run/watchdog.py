@@ -41,7 +41,8 @@ def whereabouts(frames: Mapping[int, FrameType], main: int) -> tuple[str, str]:
         collective, at = next((other for other in others if other[0]), (collective, at))
     if collective:
         return collective, at
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # of torch's flight recorder
+    backends = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+    dump = getattr(backends, "_dump_nccl_trace_json", None)  # of torch's flight recorder
     return unfinished_on_gpu(dump(True, False) if dump is not None else b""), at
 
 

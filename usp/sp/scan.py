@@ -304,7 +304,7 @@ class PassStates(torch.autograd.Function):
                     channel.post([], [(hop.destination, gradients)]).wait()
                 grad_final.index_add_(0, hop.finals, gradients)
                 for final, passed, place in hop.through:
-                    factor, state = transition[passed], incoming[place]
+                    factor, state = transition[passed], incoming[place]  # pyright: ignore[reportOptionalSubscript]
                     into_state, into_factor = _retreat(factor, state, grad_final[final], ctx.mixing)
                     grad_incoming[place] += into_state
                     grad_transition[passed] = into_factor

@@ -191,7 +191,7 @@ class TokenMoves:
 
     @property
     def inverse(self) -> TokenMoves:
-        return TokenMoves(self.receives, self.sends, self.lengths[::-1])
+        return TokenMoves(self.receives, self.sends, (self.lengths[1], self.lengths[0]))
 
     def to(self, device: torch.device) -> TokenMoves:
         sends, receives = (tuple(x.to(device) for x in side) for side in (self.sends, self.receives))

@@ -324,7 +324,8 @@ def _stages(
             HeldOut(name, (WholeRows if _is_whole(held, config) else PackedRows)(held, config.seq_len, None), left)
             for name, (held, left) in held_out.items()
         )
-        yield PreparedStage(**vars(stage) | {"config": config}, left_out=left_out, batches=batches, held_out=sets)
+        of_stage: dict[str, Any] = vars(stage) | {"config": config}
+        yield PreparedStage(**of_stage, left_out=left_out, batches=batches, held_out=sets)
 
 
 def _is_whole(store: TokenStore, config: TrainConfig) -> bool:

@@ -76,6 +76,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, float]:
         """Return all that later steps depend on."""
+        ...
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from the result of `state_dict`. Raises ValueError naming missing and unknown keys."""

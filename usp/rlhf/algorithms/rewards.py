@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def load_reward_function(name: str) -> RewardFunction:
     function = load_from_file(name, "function")
     if not callable(function):
         raise ValueError(f"{name} must be a function, got a {type(function).__name__}")
-    return function
+    return cast(RewardFunction, function)
 
 
 class RewardFailed(UserCodeFailed):

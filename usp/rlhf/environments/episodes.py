@@ -54,6 +54,7 @@ class Environment(Protocol):
         The policy reads the observation: text as it is, or messages, such as {"role": "tool", "content": ...}, as the
         chat template writes them. None where the episode is done.
         """
+        ...
 
 
 class Answer(NamedTuple):

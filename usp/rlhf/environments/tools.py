@@ -46,9 +46,11 @@ class Tool(Protocol):
 
     def schemas(self, seconds: float = math.inf) -> list[dict[str, Any]]:
         """Return what it offers, each a JSON schema of a function as chat templates describe it."""
+        ...
 
     def run(self, name: str, arguments: dict[str, Any], seconds: float = math.inf) -> str:
         """Return what a function answers within so many seconds. Raises ToolFailed saying what is wrong."""
+        ...
 
 
 def function(name: str, description: str, required: Sequence[str] = (), **parameters: str) -> dict[str, Any]:

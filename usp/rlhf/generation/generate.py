@@ -87,7 +87,7 @@ def cache_problems(masks: Collection[MaskKind]) -> list[str]:
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
 _GRAPH_MULTIPLE = 512  # of the places that a captured step reads: few graphs, where reading takes no time
 # The sequences in a decode step; its tokens and log-probabilities on the host, after an event; and chosen experts.
-_Step = tuple[Sequence[Rollout | None], tuple[Tensor, torch.cuda.Event | None], Tensor | None]
+_Step = tuple[Sequence[Rollout | None], tuple[Tensor, Any], Tensor | None]
 
 
 class _Static:

@@ -151,7 +151,7 @@ class VllmEngine:
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-        from vllm import EngineArgs
+        from vllm import EngineArgs  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.v1.engine.llm_engine import LLMEngine
 
         job = [secrets.token_hex(8)]
@@ -292,7 +292,7 @@ class VllmEngine:
 
     def _begin(self, request: str, rollout: Rollout, sampling: Mapping[str, Any]) -> None:
         """Ask for the tokens of a rollout."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind
 
         options = {"max_tokens": rollout.limit, "detokenize": False, "output_kind": RequestOutputKind.DELTA}

@@ -37,13 +37,16 @@ class Engine(Protocol):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         """Accumulate the step's gradients; return this rank's share of the loss, float32, 0-dim, detached. The loss is
         the sum of the shares over the loss axis on the last pipeline stage; other stages return zero."""
+        ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         """Return this rank's share of the loss as `forward_backward`, without gradients and load-balancing loss."""
+        ...
 
     def step(self, learning_rate: float, max_norm: float) -> float:
         """Clip gradients to `max_norm`, update the weights, clear gradients; return the norm before clipping. Weights
         are not updated if the norm is not finite."""
+        ...
 
     def state(self) -> dict[str, Tensor]:
         """Return weights and optimizer state under names that depend on neither layout nor engine.
@@ -52,6 +55,7 @@ class Engine(Protocol):
         transformers' names; of persistent buffers and frozen parameters only "model.<name>", unless adapters are
         trained. DTensors of the global shape, or plain tensors that are the same on every rank.
         """
+        ...
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state`: the result of `state()`, its tensors filled from a checkpoint."""

@@ -117,7 +117,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if len(ranks) == 1:
             updates = [_orthogonal(part) for part in parts]
         else:
-            rank, group = ranks.index(dist.get_rank()), self._groups[ranks]
+            rank, group = ranks.index(dist.get_rank()), self._groups[ranks]  # pyright: ignore[reportArgumentType]
             mine = matrices[rank] if rank < len(matrices) else None
             arrived = self._exchange(parts, [box.numel for box in mine.boxes] if mine else [], group)
             back = list[Tensor]()
