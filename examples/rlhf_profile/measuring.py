@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from usp.hf.models import model_facts, with_layers
-from usp.hf.shapes import shape_of
+from usp.hf.tensor_parallel import model_shape
 from usp.parallel import ParallelMesh, ProcessGroups
 from usp.planning.estimates import PREFILL, UPDATE, Measurements, Sizes, TimedPart, layout_key, model_key, work_of
 from usp.planning.question import silent
@@ -51,7 +51,7 @@ def measure_calls(
     points = {part: dict(measured) for part, measured in known.points.items()}
     for one in asked:
         config = one.spec.config
-        key = model_key(shape_of(model_facts(one.spec.source, config), config), one.spec.dtype)
+        key = model_key(model_shape(model_facts(one.spec.source, config), config), one.spec.dtype)
         part = TimedPart(key, work_of(one.call), layout_key(one.layout))
         if part in points:
             continue

@@ -13,7 +13,7 @@ from rich.console import Group
 
 from usp.config import TrainConfig
 from usp.fields import flag
-from usp.hf.shapes import divisible
+from usp.hf.models import FAMILIES, empty_model
 from usp.model.facts import ModelFacts
 from usp.parallel import Hardware, ParallelDims
 from usp.predict.devices import Memory, hardware_here
@@ -81,16 +81,17 @@ def choose(
     """Search the best configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
     `report` is as in `Search.run`, `data` what to assume of the data. Raise ConfigurationError for invalid values,
     for values that the planner chooses, and, naming the one that needs least memory, if no configuration fits."""
+    from usp.hf.tensor_parallel import tp_problems  # transformers' models take seconds to import
+
     base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
     # On one rank nothing depends on the layout, so whatever is wrong there is wrong with what was asked.
     resolved = resolve(replace(base, **{name: getattr(TrainConfig(), name) for name in CHOSEN}), 1, weights=False)
     if problems := [*_refused(asked, world_size), *resolved.problems]:
         raise ConfigurationError(listed(problems))
     _, model_config, facts, _ = resolved.valid()
-    sequences, divided = asked.global_batch_size, divisible(model_config)
-    question = Question(
-        hardware=hardware, world_size=world_size, base=base, facts=facts, sequences=sequences, divided=divided
-    )
+    divided = model_config.model_type in FAMILIES or not tp_problems(empty_model(model_config), 2, True)
+    sizes: Any = {"world_size": world_size, "sequences": asked.global_batch_size}
+    question = Question(hardware=hardware, base=base, facts=facts, divided=divided, **sizes)
     every = tuple(layouts(question))
     if base.fp8 == "tensor":  # any ZeRO stage and number of replicas makes fewer shards
         shape, shards = resolved.shape, attrgetter("dp_shard", "sp_ring", "sp_ulysses")

@@ -19,7 +19,6 @@ from jinja2 import Environment, FileSystemLoader
 from usp.config import AC_MODES, TrainConfig
 from usp.fields import flag
 from usp.hf.models import ModelConfig, model_facts
-from usp.hf.shapes import shape_of
 from usp.model.facts import ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import largest_footprint
@@ -58,7 +57,9 @@ class Setting(Devices):
 
     @cached_property
     def shape(self) -> ModelShape:
-        return shape_of(model_facts(self.base.model, self.model_config), self.model_config)
+        from usp.hf.tensor_parallel import model_shape
+
+        return model_shape(model_facts(self.base.model, self.model_config), self.model_config)
 
     def job(self, config: TrainConfig) -> Job:
         """Return the step of a configuration; raise ValueError if train.py refuses it."""

@@ -15,7 +15,6 @@ from rich.console import Group, RenderableType
 
 from usp.fields import parse_options
 from usp.hf.models import ModelConfig, ModelHead, formula_violation, load_model_config, model_facts
-from usp.hf.shapes import shape_of
 from usp.model.facts import ModelShape
 from usp.parallel import format_ranks
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
@@ -324,13 +323,15 @@ def role_config(role: str, source: str) -> ModelConfig:
 def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, ModelShape]:
     """Return the shapes of each role's model, given by name and configuration; roles of one model share them, which
     shortens predictions. Raise ValueError for a model that there are no formulas for."""
+    from usp.hf.tensor_parallel import model_shape
+
     shapes: dict[str, ModelShape] = {}
     by_role = {}
     for role, (source, config) in sources.items():
         if violation := formula_violation(source, config):
             raise ValueError(f"the {role}'s model: {violation}")
         key = repr((source, config.to_dict()))
-        by_role[role] = shapes[key] = shapes.get(key) or shape_of(model_facts(source, config), config)
+        by_role[role] = shapes[key] = shapes.get(key) or model_shape(model_facts(source, config), config)
     return by_role
 
 

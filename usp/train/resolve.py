@@ -14,7 +14,6 @@ from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.fields import flag
 from usp.hf import models
 from usp.hf.images import bidirectional, sees_images
-from usp.hf.shapes import shape_of
 from usp.model.facts import ModelFacts, ModelShape
 from usp.parallel import ParallelDims
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
@@ -76,8 +75,10 @@ class Resolved:
     @cached_property
     def shape(self) -> ModelShape:
         """The model's parameters as shapes, built once."""
+        from usp.hf.tensor_parallel import model_shape  # transformers' models take seconds to import
+
         assert self.facts is not None and self.model_config is not None
-        return shape_of(self.facts, self.model_config)
+        return model_shape(self.facts, self.model_config)
 
     def valid(self, problems: Iterable[str] = ()) -> tuple[TrainConfig, models.ModelConfig, ModelFacts, ParallelDims]:
         """Return the configuration, its model's configuration and facts, and the degrees of the first stage. Raises
