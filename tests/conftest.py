@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -29,6 +30,9 @@ settings.load_profile("untimed")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive", action="store_true", help="all plans and mixtures of degrees, not a choice of them"
+    )
+    parser.addoption(
+        "--full", action="store_true", help="the tests marked slow, which the fast lane leaves out, and no others"
     )
     parser.addoption(
         "--random-order", type=int, metavar="SEED", help="shuffle the files, and the tests inside of each, by this seed"
@@ -68,13 +72,18 @@ def launch(exhaustive: bool) -> Callable[..., Run]:
     return partial(Run, forked=not exhaustive)
 
 
+def by_name(config: pytest.Config) -> bool:
+    """Whether files or tests are asked for by name, rather than folders."""
+    return all(Path(argument.partition("::")[0]).is_file() for argument in config.args)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """What `-n auto` means: a file or a test by name in this process, folders by at least two workers.
 
     A worker's ranks use up to eight cores.
     """
-    if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
+    if by_name(config):
         return 0
     return max(2, min(8, len(os.sched_getaffinity(0)) // 8))
 
@@ -89,11 +98,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forkserver.ensure_running()
 
 
+def slow_tests(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests marked slow, without the first cases of each that its mark leaves to the fast lane."""
+    cases, slow = Counter[str](), set()
+    for item in items:
+        if (mark := item.get_closest_marker("slow")) is not None:
+            cases[test := item.nodeid.partition("[")[0]] += 1
+            slow |= {item} if cases[test] > mark.kwargs.get("but", 0) else set()
+    return slow
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    more = [item for item in items if item.get_closest_marker("exhaustive")]
-    if more and not config.getoption("--exhaustive"):
-        config.hook.pytest_deselected(items=more)
-        items[:] = [item for item in items if item not in more]
+    exhaustive = config.getoption("--exhaustive")
+    left_out = {item for item in items if item.get_closest_marker("exhaustive") and not exhaustive}
+    slow = slow_tests([item for item in items if item not in left_out])
+    if config.getoption("--full"):
+        left_out |= {*items} - slow
+    elif not exhaustive and not by_name(config):
+        left_out |= slow
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
     if config.getoption("--adversarial"):
         reasons = {
             "measures_memory": "it copies messages",

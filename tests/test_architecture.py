@@ -324,7 +324,44 @@ def missing_paths(document: str) -> Iterator[str]:
             yield path
 
 
+# Slow tests
+
+SHOWN_ELSEWHERE = {  # files whose tests are all slow, and where the fast lane shows their subject
+    "tests/usp/rlhf/runtime/test_delta_updates.py": "tests/parallel/reallocation/test_delta.py",
+    "tests/usp/rlhf/test_ahead.py": "tests/usp/rlhf/runtime/test_staleness.py",
+    "tests/usp/rlhf/test_switching.py": "tests/usp/rlhf/replan/test_replan_decision.py",
+    "tests/usp/train/families/test_whole_runs.py": "tests/usp/train/families/test_families.py",
+    "tests/usp/train/test_compile.py": "tests/usp/sp/test_operator.py",
+    "tests/usp/train/test_golden.py": "tests/usp/train/test_parity.py",
+}
+
+
+def all_slow(source: Source) -> bool:
+    """Return whether all tests of the file are marked slow, none with cases for the fast lane, or exhaustive."""
+    tests = [node for node in source.tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    marks = [{ast.unparse(decorator) for decorator in test.decorator_list} for test in tests]
+    slow = ["pytest.mark.slow" in each for each in marks]
+    return any(slow) and all(
+        is_slow or "pytest.mark.exhaustive" in each for is_slow, each in zip(slow, marks, strict=True)
+    )
+
+
 # The checks
+
+
+def test_every_subject_is_in_the_fast_lane() -> None:
+    files = {source.path: all_slow(source) for source in sources() if source.path.startswith("tests/")}
+    assert {path for path, slow in files.items() if slow} == SHOWN_ELSEWHERE.keys()
+    assert not any(files[path] for path in SHOWN_ELSEWHERE.values())
+
+
+@pytest.mark.parametrize(
+    ("mark", "slow"), [("@pytest.mark.slow\n", True), ("@pytest.mark.slow(but=1)\n", False), ("", False)]
+)
+def test_a_file_is_slow_if_each_of_its_tests_is(mark: str, slow: bool) -> None:
+    text = f"@pytest.mark.slow\n@given(x)\ndef test_a(): ...\ndef helper(): ...\n{mark}def test_b(): ..."
+    text += "\n@pytest.mark.exhaustive\ndef test_c(): ..."
+    assert all_slow(parse("tests/test_x.py", text)) is slow
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -56,6 +56,7 @@ def test_every_file_beside_the_code_is_packaged(packaged: dict[str, Any]) -> Non
     assert {path.resolve() for path in found} == expected
 
 
+@pytest.mark.slow
 def test_every_import_is_a_dependency(packaged: dict[str, Any]) -> None:
     declared = {name for extra in packaged["extras_require"].values() for name in map(_name, extra)}
     declared |= set(map(_name, packaged["install_requires"]))
@@ -92,6 +93,7 @@ def test_the_console_scripts_are_functions(packaged: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("script", "command"), SCRIPTS.items())
+@pytest.mark.slow(but=2)
 def test_the_help_of_a_console_script_names_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, script: str, command: Sequence[str]
 ) -> None:
@@ -108,6 +110,7 @@ def test_every_command_has_a_program_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("program", [["train.py"], ["-m", "usp", "plan"]], ids=" ".join)
+@pytest.mark.slow
 def test_help_whose_reader_has_gone_is_no_error(program: list[str]) -> None:
     """As in `train.py --help | head -1`."""
     reader, writer = os.pipe()
@@ -118,6 +121,7 @@ def test_help_whose_reader_has_gone_is_no_error(program: list[str]) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_start_imports_nothing_slow_that_it_does_not_need() -> None:
     """Neither help nor, after it in the same process, a plan."""
     slow = (
@@ -192,6 +196,7 @@ print(tuple(unshard_sequence(UnifiedSPAttention(mesh, layout="zigzag")(q, q, q),
 """
 
 
+@pytest.mark.slow
 def test_the_operator_and_models_need_no_package_of_the_commands() -> None:
     ended = subprocess.run([sys.executable, "-c", OPERATOR], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stdout) == (0, "(1, 8, 2, 8)\n"), ended.stderr

@@ -39,6 +39,7 @@ def long_tail(seq_len: int, seed: int, median: int = 1000, sigma: float = 1.5) -
     return tuple(boundaries)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.integers(1, 8),
@@ -66,6 +67,7 @@ def test_every_rank_has_as_many_tokens_and_every_token_a_rank(
         *((ring, seed, 65_536) for ring, seed in ((4, 9), (8, 4), (8, 31), (64, 5))),
     ],
 )
+@pytest.mark.slow(but=11)
 def test_work_differs_by_at_most_5_percent(model: str, ring: int, seed: int, seq_len: int) -> None:
     boundaries, windows = long_tail(seq_len, seed), WINDOWS[model]
     pairs = [causal_pairs(boundaries, x, windows) for x in balanced_ranges(boundaries, seq_len, ring, windows)]
@@ -73,6 +75,7 @@ def test_work_differs_by_at_most_5_percent(model: str, ring: int, seed: int, seq
 
 
 @pytest.mark.parametrize(("ring", "most"), [(4, 0.86), (8, 0.95), (64, 1.03)])
+@pytest.mark.slow
 def test_ranks_send_little_of_what_they_send_by_zigzag(ring: int, most: float) -> None:
     """In a ring of 64, zigzag leaves the longest document of some rows to fewer ranks than its work is worth."""
     sent = {"balanced": 0, "zigzag": 0}
@@ -149,6 +152,7 @@ def test_names_have_the_windows_of_layers() -> None:
 
 
 @pytest.mark.parametrize(("seed", "model"), list(enumerate(WINDOWS)))
+@pytest.mark.slow(but=1)
 def test_auto_is_as_even_as_the_better_layout(seed: int, model: str) -> None:
     boundaries, windows = long_tail(16_384, seed), WINDOWS[model]
     name = layout_name("auto", [window for window, layers in windows for _ in range(layers)])

@@ -76,6 +76,7 @@ def problems(draw: st.DrawFn) -> tuple[SequenceLayout, AttentionSpec, int]:
     return layout, spec, batch
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(problems())
 def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_once(problem) -> None:
@@ -109,6 +110,7 @@ def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_on
 APART = AttentionSpec(documents=((0, 4, 6, 7, 9),), parents=((-1, 0, -1, 0),))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @example((SequenceLayout("contiguous", 9, 1), APART, 1))
 @given(problems())
@@ -122,6 +124,7 @@ def test_arrays_plan_the_tasks_that_a_search_pair_by_pair_finds(problem) -> None
         assert list(found) == scalar_tasks(layout, spec, batch, q_rank, k_rank)
 
 
+@pytest.mark.slow
 @given(problems())
 def test_the_ring_turns_where_more_passes_between_neighbours(problem) -> None:
     layout, spec, batch = problem
@@ -143,6 +146,7 @@ def test_the_ring_turns_where_more_passes_between_neighbours(problem) -> None:
 sets = st.sets(st.integers(0, 30))
 
 
+@pytest.mark.slow
 @given(sets, sets)
 def test_sets_of_indices(a, b) -> None:
     def intervals(indices: set[int]) -> np.ndarray:
@@ -207,6 +211,7 @@ def test_windows_communicate_only_with_neighbours_and_documents_only_with_ranks_
     assert [ring_schedule(layout, apart, 1, rank).tokens_sent for rank in range(8)] == [0, 0, 8, 16, 0, 8, 16, 0]
 
 
+@pytest.mark.slow
 def test_causal_traffic_relative_to_a_full_ring() -> None:
     def share(kind: str, ring: int) -> float:
         layout = SequenceLayout(kind, 64 * ring, ring)
@@ -253,6 +258,7 @@ def test_joint_tokens_that_stand_for_others_are_seen_from_the_last_of_these_on(
             AttentionSpec(joint=Joint(7, **wrong, every=3))
 
 
+@pytest.mark.slow
 def test_ulysses_inside_of_hosts_crosses_between_them_as_little_as_a_double_ring_could() -> None:
     """Two hosts, 8,192 tokens. A double ring (LoongTrain, arXiv 2406.18485) sends each block between the hosts once and
     passes it on inside of them; what it would gain over a ring of 8, a ring of 2 around Ulysses inside each host has.

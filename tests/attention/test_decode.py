@@ -182,6 +182,7 @@ def _tokens(kv_heads: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("world_size", "layout", "part"), [(2, "zigzag", 8), (2, "zigzag", 3), (4, "striped", 2)])
+@pytest.mark.slow(but=1)
 def test_steps_on_a_sharded_cache_match_dense_attention(
     ranks: RankPool, world_size: int, layout: str, part: int
 ) -> None:
@@ -267,6 +268,7 @@ class Blocks(TorchDispatchMode):
         *((64, 2048, 512), (64, 8192, 512), (64, 32768, 512), (64, 131072, 512)),  # 512
     ],
 )
+@pytest.mark.slow(but=1)
 def test_few_sequences_occupy_a_whole_gpu(slots: int, keys: int, blocks: int) -> None:
     """Counted on fake CUDA tensors of an 8B model with 8 KV heads, on a GPU of 132 multiprocessors."""
     heads, queries, size = HEADS_OF_8B
@@ -310,6 +312,7 @@ class Allocated(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("softcap", "parts"), [(None, 1), (None, 3), (30.0, 1)])
+@pytest.mark.slow
 def test_on_a_gpu_no_step_copies_the_cache(softcap: float | None, parts: int) -> None:
     """Fake CUDA tensors: head dims 192 and 128, 4 queries to a KV head, 1,000 of 1,024 entries."""
     with FakeTensorMode(), DispatchedOps(), Allocated() as allocated, CheckCalls() as calls:

@@ -133,6 +133,7 @@ def test_cpu_kernels_with_another_head_dim_of_v(
 
 
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.slow
 def test_reference_kernel_with_softcap_matches_dense_attention(name: str) -> None:
     assert worst(errors(ReferenceKernel(), name, torch.float32, CPU, AttentionSpec(softcap=2.0))) <= 1e-6
 
@@ -147,6 +148,7 @@ def test_cpu_kernels_with_a_gradient_of_lse(kernel: Kernel, dtype: torch.dtype, 
 @pytest.mark.parametrize(
     ("queries", "heads", "folded"), [(256, (8, 2), 4), (400, (4, 2), 2), (256, (8, 1), 4), (128, (8, 2), 1)]
 )
+@pytest.mark.slow
 def test_query_heads_folded_into_queries_lose_no_accuracy(queries: int, heads: tuple[int, int], folded: int) -> None:
     generator = torch.Generator().manual_seed(0)
     counts = ((queries, heads[0]), (320, heads[1]), (320, heads[1]), (queries, heads[0]))
@@ -220,6 +222,7 @@ bands = st.tuples(st.integers(0, 900), st.integers(1, 700), st.integers(0, 900),
 limits = st.none() | st.integers(-900, 900)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.tuples(bands, limits, limits), max_size=3), st.sampled_from((None, LEAF)))
 def test_dense_launches_cover_the_pairs_of_the_tasks(rectangles: list, leaf: int | None) -> None:

@@ -635,6 +635,7 @@ def searched(ranks: RankPool, seeds: Sequence[int], world_size: int, fault: str 
 
 
 @pytest.mark.parametrize(("world_size", "draws", "all_draws"), [(4, 40, 2000), (6, 4, 500), (8, 4, 500)])
+@pytest.mark.slow
 def test_random_calls(ranks: RankPool, exhaustive: bool, world_size: int, draws: int, all_draws: int) -> None:
     wrong = searched(ranks, range(all_draws if exhaustive else draws), world_size)
     assert not wrong, "\n".join(wrong)
@@ -644,7 +645,7 @@ def test_random_calls(ranks: RankPool, exhaustive: bool, world_size: int, draws:
 def test_the_search_finds_a_fault(ranks: RankPool, name: str) -> None:
     draws = (Draw.of(seed, 4) for seed in range(1000))
     seeds = [draw.seed for draw in draws if FAULTS[name].matters(draw)][:4]
-    assert searched(ranks, seeds, 4, name)
+    assert any(searched(ranks, [seed], 4, name) for seed in seeds)
 
 
 if __name__ == "__main__":

@@ -267,8 +267,9 @@ GRIDS = [(1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
 
 @pytest.mark.parametrize(
     ("ulysses", "ring"),
-    [pytest.param(*grid, marks=pytest.mark.exhaustive if grid in ((1, 8), (8, 1)) else ()) for grid in GRIDS],
+    [pytest.param(*grid, marks=pytest.mark.exhaustive if grid in ((1, 8), (8, 1)) else ()) for grid in GRIDS[::-1]],
 )
+@pytest.mark.slow(but=1)
 def test_matches_dense_attention_and_its_own_byte_count(
     ranks: RankPool, exhaustive: bool, ulysses: int, ring: int
 ) -> None:
@@ -306,6 +307,7 @@ def random_case(draw: random.Random) -> Case:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_random_calls(ranks: RankPool, exhaustive: bool, seed: int) -> None:
     draw = random.Random(seed)
     ulysses, ring = GRIDS[draw.randrange(6)]
@@ -313,6 +315,7 @@ def test_random_calls(ranks: RankPool, exhaustive: bool, seed: int) -> None:
     assert_exact(ranks.run(run, ulysses * ring, ParallelDims(ring=ring, ulysses=ulysses), cases))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 5))
 def test_schedules_compute_each_visible_pair_once_and_send_no_joint_key(seed: int, ring: int) -> None:

@@ -164,6 +164,7 @@ def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int, int, int]:
     ("ulysses", "ring"),
     [pytest.param(*degrees, marks=pytest.mark.exhaustive if degrees == (4, 2) else ()) for degrees in DEGREES],
 )
+@pytest.mark.slow(but=2)
 def test_matches_dense_attention_and_sends_only_what_is_chosen(
     ranks: RankPool, exhaustive: bool, ulysses: int, ring: int
 ) -> None:
@@ -178,6 +179,7 @@ def test_matches_dense_attention_and_sends_only_what_is_chosen(
         assert chosen <= dense and (ring == 1 or chosen > 0)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_what_travels_is_the_union_of_what_is_chosen_and_visible(data: st.DataObject) -> None:
@@ -259,6 +261,7 @@ def refusals() -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_other_calls_are_refused_on_every_rank(ranks: RankPool) -> None:
     for messages in ranks.run(refusals, 2):
         shape, dtype, prefix, kernel, heads, sinks, unequal = messages

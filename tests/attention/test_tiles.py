@@ -150,6 +150,7 @@ def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int]:
     ("ulysses", "ring"),
     [pytest.param(*grid, marks=() if grid in TURNS else pytest.mark.exhaustive) for grid in GRIDS],
 )
+@pytest.mark.slow
 def test_matches_dense_attention_and_its_own_byte_count(
     ranks: RankPool, exhaustive: bool, ulysses: int, ring: int
 ) -> None:
@@ -171,6 +172,7 @@ def mask_of(spec: AttentionSpec, seq_len: int, batch: int) -> Tensor:
     return visible(batch, seq_len, causal=spec.causal, window=spec.window, cu_seqlens=rows, prefix=prefixes)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_function_of_bands_becomes_their_mask_and_no_other_does(data: st.DataObject) -> None:
@@ -191,6 +193,7 @@ def test_a_function_of_bands_becomes_their_mask_and_no_other_does(data: st.DataO
         assert torch.equal(mask_of(other, seq_len, batch), table)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_schedules_compute_each_visible_pair_once_and_send_keys_of_tiles_with_any(data: st.DataObject) -> None:

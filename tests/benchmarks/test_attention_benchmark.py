@@ -9,6 +9,7 @@ from tests.harness.ranks import RankPool
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (1, 4)])
+@pytest.mark.slow(but=1)
 def test_a_case_is_exact_and_sends_the_predicted_bytes(ranks: RankPool, ulysses: int, ring: int) -> None:
     case = Case(ulysses, ring, seq_len=64, kv_heads=2)
     row = summarise(case, ranks.run(measure, 4, case, 0, 2, False))

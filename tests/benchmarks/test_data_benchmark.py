@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.data import BOUND, COLUMNS, FILES, cells, notes, run
 from usp.data.tokenizer import BYTES
 
 
+@pytest.mark.slow
 def test_ranks_measure_what_they_read(tmp_path: Path) -> None:
     rows = list(run(tmp_path, 200_000, tokenizers=[BYTES]))
     assert [row["file"] for row in rows] == list(FILES)

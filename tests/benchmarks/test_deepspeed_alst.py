@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.slow(but=1)
 def test_two_steps_match_one_process(zero: int) -> None:
     found, wanted = run_ranks(on_ranks, 2, zero, 2), on_one_process(2)
     difference = torch.tensor(found, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1

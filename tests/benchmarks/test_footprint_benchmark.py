@@ -12,6 +12,7 @@ from usp.hf.models import load_model_config
 from usp.train.resolve import job_of
 
 
+@pytest.mark.slow
 def test_the_quick_path_compares_and_keeps_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "footprint.json"
     main(["--quick", "--output", str(path)])

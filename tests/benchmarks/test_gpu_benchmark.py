@@ -47,6 +47,7 @@ def text(output: Path, name: str, attempt: int = 1) -> str:
 # What the runner does with sections that go wrong
 
 
+@pytest.mark.slow
 def test_each_failure_is_reported_the_rest_runs_and_a_repeat_runs_only_what_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_measurement_that_is_out_of_tolerance_is_to_be_looked_at_and_not_repea
     assert result.outcome == DONE and result.attempts == 1 and not result.right
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_what_was_there_and_takes_the_section_with_it(tmp_path: Path) -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # ignored in a shell's background
@@ -134,6 +136,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_minutes_pick_what_fits_and_bound_the_run(tmp_path: Path) -> None:
     sections = tuple(Section(str(seconds), f"{GIVEN}:fine", seconds, "") for seconds in (60, 90, 20, 30))
     assert [each.name for each in fitting(sections, 2.0)] == ["60", "20", "30"]
@@ -205,6 +208,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("section", list(cases()))
+@pytest.mark.slow(but=1)
 def test_every_section_runs_on_toy_sizes(section: Section, tmp_path: Path) -> None:
     checks, notes = measured(section, tmp_path)
     assert not [check for check in checks if not check.right], notes

@@ -19,6 +19,7 @@ def test_partial_recomputation_lies_between_none_and_full() -> None:
     assert by_kind == sorted(set(by_kind))
 
 
+@pytest.mark.slow
 def test_tables_6_and_7_are_whole_and_their_order_is_judged() -> None:
     assert len(usp_paper.CHOSEN) == 26 + 5
     found = usp_paper.source()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.realloc import (
     APART,
     CLUSTER_COLUMNS,
@@ -24,6 +26,7 @@ from benchmarks.realloc import (
 from tests.harness.ranks import RankPool
 
 
+@pytest.mark.slow
 def test_a_case_moves_the_weights_and_makes_a_row(ranks: RankPool) -> None:
     case = Case(4, Layout(1, 4, 1, zero=True), Layout(1, 2, 2), hidden=48, bucket_bytes=100_000)
     row = summarise(case, ranks.run(measure, 4, case, 0, 2))
@@ -33,6 +36,7 @@ def test_a_case_moves_the_weights_and_makes_a_row(ranks: RankPool) -> None:
     assert "geometric mean" in notes([row])[1]
 
 
+@pytest.mark.slow
 def test_on_two_hosts_every_byte_crosses_once(ranks: RankPool) -> None:
     case = replace(ON_TWO_HOSTS[0], hidden=48, bucket_bytes=100_000)
     row = summarise(case, ranks.run(measure, 8, case, 0, 1))

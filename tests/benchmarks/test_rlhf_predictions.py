@@ -36,6 +36,7 @@ def results() -> list[Result]:
     return [Result(cell, cell.heuristic, (cell.real,), (cell.real,), (heuristic(cell),)) for cell in cells()]
 
 
+@pytest.mark.slow
 def test_the_cells_have_the_published_gain() -> None:
     found = results()
     assert len(found) == 33 and sum(one.cell.bars for one in found) == 36
@@ -147,6 +148,7 @@ def test_reals_rule_of_memory() -> None:
     assert held("reward_inference") == (0.0, 4 * weights / 16)
 
 
+@pytest.mark.slow
 def test_reals_plan_takes_what_its_estimates_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk's steps, of all chains at once, against one plan on a clock for each device."""
     monkeypatch.setattr(real_search, "PROPOSALS", 64 * 200)
@@ -186,6 +188,7 @@ def test_reals_plan_takes_what_its_estimates_say(monkeypatch: pytest.MonkeyPatch
     assert plan.offload == {"ref", "reward"} and set(plan.calls) == {call.name for call in real.graph.calls}
 
 
+@pytest.mark.slow
 def test_rollouts_are_searched_with_ulysses_inside_hosts(tmp_path) -> None:
     simulated = long_rollouts.simulator(7, 2**17, load_hardware("h100"), 64)
     of = layouts(simulated, 7, 32)["actor_train"]

@@ -106,6 +106,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("rank", [0, 7])
 @pytest.mark.parametrize(("args", "said"), BAD, ids=[" ".join(args) for args, _ in BAD])
+@pytest.mark.slow(but=4)
 def test_bad_input_is_refused(
     inputs: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -124,6 +125,7 @@ def test_bad_input_is_refused(
         assert part in shown.err
 
 
+@pytest.mark.slow
 def test_only_one_rank_speaks_and_the_run_ends(launch: Callable[..., Run], tmp_path: Path) -> None:
     with launch(["--sp-ring", "4", "--model", "tinny"], tmp_path, ranks=2) as run:
         ended = run.end()
@@ -144,6 +146,7 @@ def test_a_misspelt_flag_is_named_once_and_the_run_ends(tmp_path: Path) -> None:
     assert ended.err.count("Unrecognized options: --sp-ulises") == 1 and "--sp-ulysses" in ours
 
 
+@pytest.mark.slow
 def test_a_tool_under_torchrun_refuses_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +164,7 @@ def test_a_tool_under_torchrun_refuses_once(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_of_the_ranks_of_a_host_that_refuse_only_one_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(failures, "reachable_store", lambda launch: store)

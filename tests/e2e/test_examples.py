@@ -24,6 +24,7 @@ EXAMPLES = [  # ulysses, ring
 
 
 @pytest.mark.parametrize(("name", "grid", "args", "needs"), EXAMPLES, ids=[name for name, *_ in EXAMPLES])
+@pytest.mark.slow
 def test_an_example_runs_and_learns(
     ranks: RankPool,
     tmp_path: Path,
@@ -56,6 +57,7 @@ def test_an_example_runs_and_learns(
     assert len(losses) >= 2 and losses[-1] < losses[0], out
 
 
+@pytest.mark.slow
 def test_joint_attention_on_four_ranks_trains_as_one_process(ranks: RankPool, tmp_path: Path) -> None:
     flags = ["--side", "7", "--steps", "6", "--save"]  # 49 tokens
     losses, weights = [], []
@@ -69,6 +71,7 @@ def test_joint_attention_on_four_ranks_trains_as_one_process(ranks: RankPool, tm
         assert (weights[1][name] - alone).norm() <= 1e-5 * alone.norm(), name
 
 
+@pytest.mark.slow
 def test_each_run_of_the_rlhf_chain_saves_a_model(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     """With --exhaustive by its own commands, else on ranks that need not start."""
     bin_folder, commands = tmp_path / "bin", tmp_path / "commands"

@@ -195,6 +195,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("args", "said"), BAD, ids=[" ".join(args) for args, _ in BAD])
+@pytest.mark.slow(but=2)
 def test_bad_input_is_refused_before_any_communication(
     inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], said: list[str]
 ) -> None:
@@ -213,6 +214,7 @@ def refusal(args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return said
 
 
+@pytest.mark.slow
 def test_supervised_steps_of_another_run_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +233,7 @@ def test_supervised_steps_of_another_run_are_refused(
     assert prepared.start.folder == tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_resumes_only_with_its_own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def started(model: str, config: RlhfConfig) -> Start:
         saved = RlhfState(2, 8, {}, asdict(replace(config, model=model)))
@@ -272,6 +275,7 @@ def test_what_scores_nothing_has_no_use_for_a_reward_function() -> None:
         prepare(RlhfConfig(algorithm="sft", reward_function="f.py:f"), Launch())
 
 
+@pytest.mark.slow
 def test_default_learning_rates_are_those_of_random_or_pretrained_weights(tmp_path: Path) -> None:
     config = load_model_config("tiny")
     save_weights(dict(drawn_model(config).named_parameters()), tmp_path, config=config)
@@ -296,6 +300,7 @@ def test_default_learning_rates_are_those_of_random_or_pretrained_weights(tmp_pa
     assert rates(algorithm="ppo", **own) == (0.0, 1e-4, 0.0), "0 is 0"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_dtype_and_a_configuration_for_other_machines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +352,7 @@ def reward(prompt, response, answer):
 """
 
 
+@pytest.mark.slow
 def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(
     ranks: RankPool, tmp_path: Path, exhaustive: bool
 ) -> None:
@@ -471,6 +477,7 @@ def samples_of(run: Path) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(
     ranks: RankPool,
     launch: Callable[..., Run],
@@ -507,6 +514,7 @@ def tickets_of(run: Path) -> dict[int, list[int]]:
     return {record["step"]: record["tickets"] for record in records}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_loses_and_repeats_no_partial_rollout(
     ranks: RankPool,
     launch: Callable[..., Run],
@@ -549,6 +557,7 @@ def test_a_killed_rank_loses_and_repeats_no_partial_rollout(
     assert not saved[-1]["queue"]["begun"]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_under_another_plan(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "even.py").write_text("def reward(prompt, response, answer):\n    return len(set(response)) % 2\n")
     small = [*SMALL, "--reward-function", "even.py:reward", "--eval-every", "2", "--eval-prompts", "4"]

@@ -55,6 +55,7 @@ leave(main(sys.argv[1:], os.environ))
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_ranks_are_killed_and_crash_resumes_in_its_directory_bit_for_bit(
     ranks: RankPool, launch: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_hang_is_reported_and_the_run_resumes(tmp_path: Path) -> None:
     assert [step for step, _, _ in logged_steps(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_takes_its_ranks_along_and_can_be_started_again(
     launch: Callable[..., Run], tmp_path: Path
 ) -> None:

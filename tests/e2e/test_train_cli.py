@@ -37,6 +37,7 @@ def finished(ranks: RankPool, exhaustive: bool, tmp_path_factory: pytest.TempPat
         return folder / "run", run.end()
 
 
+@pytest.mark.slow
 def test_a_run_completes_and_its_loss_falls(finished: tuple[Path, Ended]) -> None:
     folder, ended = finished
     assert ended.exit_code == 0, ended.err
@@ -58,6 +59,7 @@ def test_the_saved_model_has_learned(finished: tuple[Path, Ended]) -> None:
     assert loss < metrics_of(folder)[0]["loss"] - 1.5
 
 
+@pytest.mark.slow
 def test_a_run_chooses_its_own_degrees(ranks: RankPool, tmp_path: Path) -> None:
     flags = ["--plan", "auto", "--hardware", "h100", "--global-batch-size", "2", "--seq-len", "512", "--steps", "2"]
     ended = ranks.run(run_here, 2, "train", [*flags, "--output", "run"], tmp_path)[0]
@@ -69,6 +71,7 @@ def test_a_run_chooses_its_own_degrees(ranks: RankPool, tmp_path: Path) -> None:
     assert metrics_of(tmp_path / "run")[0]["tokens"] == 2 * 512
 
 
+@pytest.mark.slow
 def test_interrupting_saves_and_leaves_no_process(launch: Callable[..., Run], tmp_path: Path) -> None:
     with launch(FOREVER, tmp_path, ranks=2) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
@@ -134,6 +137,7 @@ def test_a_crash_shows_one_traceback_with_its_rank(tmp_path: Path, ranks: set[st
     assert "lost its connection" not in ours
 
 
+@pytest.mark.slow
 def test_a_diverged_run_names_the_last_good_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

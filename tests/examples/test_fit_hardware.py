@@ -90,6 +90,7 @@ def write_trace(folder: Path, events: list[dict[str, Any]], rank: int = 0) -> No
         (dict.fromkeys(UNLIKE, 1.6), False, "matrix products 1.60, attention 1.60, memory-bound operators 1.60"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_tells_the_rates_of_its_machine(
     truth: dict[str, float], trace: bool, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +204,7 @@ def test_one_factor_is_not_three(tmp_path: Path) -> None:
         (20, 0.8, [], "--write-hardware needs a run"),
     ],
 )
+@pytest.mark.slow(but=1)
 def test_runs_that_tell_no_rates_are_refused(
     steps: int, seconds: float, flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_one_run_is_shown_from_its_first_to_its_last_evaluation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curves = chosen_curves([run])
     assert [curve.step for curve in curves] == [2, 6, 10, 15 + 1, 20, 24]
@@ -39,6 +40,7 @@ def test_one_run_is_shown_from_its_first_to_its_last_evaluation(run: Path, capsy
     assert (run / "loss-by-position.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_rows_of_several_lengths_are_told_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()[:-1]]
     stages = [record | {"seq_len": 1024 if record["step"] <= 12 else 2048} for record in records]
@@ -50,6 +52,7 @@ def test_rows_of_several_lengths_are_told_apart(run: Path, capsys: pytest.Captur
     assert labels[2:4] == ["step 10, rows of 1K", "step 16, rows of 2K"]
 
 
+@pytest.mark.slow
 def test_all_held_out_sets_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()[:-1]]
     for record in records:

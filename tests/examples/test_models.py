@@ -15,6 +15,7 @@ CHOSEN = ["bloom", "gemma3_text", "gemma3n_text", "gpt2", "granite", "rwkv"]
 IMAGES = ["gemma3", "llava", "qwen3_vl"]  # blocks in both directions, one axis of positions, three and deeper features
 
 
+@pytest.mark.slow
 def test_the_document_is_current(request: pytest.FixtureRequest) -> None:
     """Of the transformers it was written with; all rows with --exhaustive."""
     text = DOCUMENT.read_text()
@@ -27,6 +28,7 @@ def test_the_document_is_current(request: pytest.FixtureRequest) -> None:
     assert [line for line in written if line.split("|")[1].strip() in types] == table(types).markdown().splitlines()[2:]
 
 
+@pytest.mark.slow
 def test_types_that_are_trained_with_images_are_named(request: pytest.FixtureRequest) -> None:
     """By what train.py checks: without its answer, and for a type that is not one of them, the row says something
     else. All types with --exhaustive."""

@@ -92,6 +92,7 @@ def probes(configs: list[NeedleConfig]) -> list[NeedleResult]:
     return [run_probe(prepare_probe(config, launch_of_pool())) for config in configs]
 
 
+@pytest.mark.slow
 def test_responses_are_those_of_plain_transformers_on_every_layout(ranks: RankPool, model: Path) -> None:
     """Also where a data-parallel rank has no prompt of a length."""
     config = replace(CONFIG, model=str(model))
@@ -125,6 +126,7 @@ def plain_responses(config: NeedleConfig) -> dict[tuple[int, float, int, str], f
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_draws_what_it_found(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "map.png"
     flags = ["--tokenizer", "bytes", "--lengths", "200,320", "--depths", "0,50", "--samples", "1", "--mark", "200"]
@@ -175,6 +177,7 @@ def test_scores_are_parts_of_the_responses() -> None:
         ),
     ],
 )
+@pytest.mark.slow(but=3)
 def test_wrong_flags_are_refused(model: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
     assert main([str(model), "--tokenizer", "bytes", *flags], {}) == 2
     assert said in capsys.readouterr().err

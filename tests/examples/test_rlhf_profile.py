@@ -18,6 +18,7 @@ PLAN = ["rlhf-plan", "--actor", "tiny", "--world-size", "1", "--prompts", "2", "
 PLAN += ["--response-tokens", "8", "--options", "mini_batches=1"]
 
 
+@pytest.mark.slow
 def test_a_plan_by_measured_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,6 +205,7 @@ def test_attention_without_a_fault_passes(ranks: RankPool) -> None:
     ranks.run(attended, 4, "")
 
 
+@pytest.mark.slow
 def test_training_on_the_transport_is_that_of_one_process(ranks: RankPool) -> None:
     found = ranks.run(train_sharded, 4, "llama", ParallelDims(ulysses=2, ring=2), "zigzag", Break())
     wanted = train_alone("llama", FEW_STEPS)
@@ -213,11 +214,13 @@ def test_training_on_the_transport_is_that_of_one_process(ranks: RankPool) -> No
             assert both == pytest.approx((loss, norm), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_reallocation_on_the_transport_is_exact(ranks: RankPool) -> None:
     pairs = list(product(GRIDS, GRIDS))[::181]
     assert [wrong for _, wrong in ranks.run(run_pairs, 8, pairs)] == [[]] * 8
 
 
+@pytest.mark.slow
 def test_rlhf_on_the_transport_is_that_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
     wanted, _ = Alone().step(ppo(), prompts(PROMPTS, 1), derived_seed(1, "actor_generate"))
     for (run,) in ranks.run(run_plans, 8, tmp_path, "separation"):

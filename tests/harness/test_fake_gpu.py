@@ -233,6 +233,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], int]] = {  # and the most syn
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow
 def test_layers_of_a_training_step_stop_the_host_for_routing_only(steps: Steps, name: str) -> None:
     model, world_size, flags, most = LAYOUTS[name]
     syncs, races = per_layer(lambda kind: steps(trained, kind, world_size, "", **flags), model)
@@ -248,6 +249,7 @@ def test_the_layer_after_experts_is_gathered_before_their_routing_stops_the_host
 
 
 @pytest.mark.parametrize(("model", "most"), [("llama", 0), ("mixtral", 1)])
+@pytest.mark.slow
 def test_layers_of_a_decode_step_stop_the_host_for_routing_only(steps: Steps, model: str, most: int) -> None:
     dims = ParallelDims(ring=2, ep=1 + most)
     syncs, races = per_layer(lambda kind: steps(generated, kind, dims), model)
@@ -255,6 +257,7 @@ def test_layers_of_a_decode_step_stop_the_host_for_routing_only(steps: Steps, mo
     assert syncs.total() <= 4 * most, syncs
 
 
+@pytest.mark.slow
 def test_decode_steps_do_not_stop_the_host(steps: Steps) -> None:
     few, many = (steps(generated, "llama", ParallelDims(ring=2), number) for number in (3, 6))
     assert Counter(map(str, many)) == Counter(map(str, few))

@@ -77,6 +77,7 @@ def test_a_dead_worker_is_reported(ranks: RankPool) -> None:
         ranks.run(die, 2, 1, signal.SIGSEGV)
 
 
+@pytest.mark.slow
 def test_a_timeout_shows_the_stack_of_every_waiting_rank() -> None:
     with RankPool() as pool:  # not adversarial, where rank 0 waits for the order of the others
         for seconds in (1, 4, 16, 64):  # until all ranks have come as far as they get

@@ -79,6 +79,7 @@ def dense(world: int, kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("world", "kind"), [(1, "spread"), (2, "empty"), (4, "spread"), (4, "empty"), (2, "one")])
+@pytest.mark.slow(but=1)
 def test_expert_parallel_results_match_one_rank(ranks: RankPool, world: int, kind: str) -> None:
     found, wanted = ranks.run(mixed, world, kind), dense(world, kind)
     for name, tensor in wanted.items():

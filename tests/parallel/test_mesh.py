@@ -37,6 +37,7 @@ def coordinates(dims: ParallelDims) -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_coordinates_follow_sp_order(ranks: RankPool) -> None:
     outer = ranks.run(coordinates, 8, ParallelDims(ring=2, ulysses=2, dp_replicate=2))
     assert [c["ring"][0] for c in outer] == [0, 0, 1, 1, 0, 0, 1, 1]
@@ -72,6 +73,7 @@ def meshes_side_by_side() -> tuple[int, list[tuple[int, float]]]:
     return sum(group is not None for group in groups._made.values()), found
 
 
+@pytest.mark.slow
 def test_meshes_over_different_ranks_coexist_and_share_groups(ranks: RankPool) -> None:
     for rank, (made, found) in enumerate(ranks.run(meshes_side_by_side, 8)):
         half = (4, 6.0) if rank < 4 else (4, 22.0)
@@ -84,6 +86,7 @@ def expert_coordinates(dims: ParallelDims) -> tuple[int, int, int]:
     return mesh.rank("efsdp"), mesh.rank("ep"), mesh.size("efsdp")
 
 
+@pytest.mark.slow
 def test_ep_regroups_the_ranks_that_hold_different_tokens(ranks: RankPool) -> None:
     found = ranks.run(expert_coordinates, 8, ParallelDims(pp=2, ulysses=2, tp=2, ep=2))
     assert found == [(rank % 4 // 2, rank % 2, 2) for rank in range(8)]
@@ -110,6 +113,7 @@ def disagree(axis: str) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_a_disagreement_is_the_same_error_on_every_rank_and_shows_what_differs(ranks: RankPool) -> None:
     first, *others = ranks.run(disagree, 4, "loss")
     assert others == [first] * 3
@@ -184,6 +188,7 @@ def summed_gradients(dims: ParallelDims, zero: int, micro_batches: int) -> tuple
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("zero", ZERO_STAGES)
 @pytest.mark.parametrize("dims", [ParallelDims(ring=2, ulysses=2), ParallelDims(dp_replicate=2, ulysses=2)], ids=str)
+@pytest.mark.slow(but=1)
 def test_gradients_are_summed_over_ranks_and_micro_batches_and_clipped_by_their_norm(
     ranks: RankPool, dims: ParallelDims, zero: int, micro_batches: int
 ) -> None:
@@ -221,6 +226,7 @@ def test_the_norm_takes_as_many_operators_for_many_parameters() -> None:
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["new_group", "split_group"])
+@pytest.mark.slow(but=1)
 def test_a_mesh_of_1024_ranks_takes_few_communicators(splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []  # ranks of each group that this rank waits for
 

@@ -131,6 +131,7 @@ def idle_part(order: dict[int, list[tuple[str, int, int]]]) -> float:
         *([("zero-bubble", 2, 3), ("zero-bubble", 4, 9)] if "zero-bubble" in RUNS_HERE else []),
     ],
 )
+@pytest.mark.slow(but=1)
 def test_bubbles_match_torchs_schedules(ranks: RankPool, schedule: str, pp: int, micro_batches: int) -> None:
     order = dict(enumerate(ranks.run(order_of, pp, schedule, micro_batches)))
     for rank, actions in order.items():
@@ -242,6 +243,7 @@ def reference_step() -> tuple[float, dict[int, list[Tensor]]]:
     ],
     ids=str,
 )
+@pytest.mark.slow(but=1)
 def test_gradients_are_summed_over_micro_batches_and_ranks(
     ranks: RankPool, dims: ParallelDims, schedule: str, zero: int, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -255,6 +257,7 @@ def test_gradients_are_summed_over_micro_batches_and_ranks(
     assert {block for _, grads, _ in found for block in grads} == set(range(BLOCKS))
 
 
+@pytest.mark.slow
 def test_zero_3_gathers_one_block_at_a_time_and_reduce_scatters_immediately(ranks: RankPool) -> None:
     for _, _, seen in ranks.run(step, 4, SHARDED, "1f1b", 3, torch.float32):
         assert max(seen.whole) == 1

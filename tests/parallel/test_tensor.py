@@ -97,6 +97,7 @@ def largest_error(ranks: int, token_dim: int | None) -> float:
 
 
 @pytest.mark.parametrize(("size", "token_dim"), [(2, None), (3, 1)])
+@pytest.mark.slow(but=1)
 def test_loss_and_gradients_match_one_process(ranks: RankPool, size: int, token_dim: int | None) -> None:
     for error in ranks.run(largest_error, size, size, token_dim):
         assert error < 1e-5

@@ -131,6 +131,7 @@ def differing(path: Path, layout: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_every_layout_load_bitwise_into_every_layout(
     ranks: RankPool, tmp_path: Path, exhaustive: bool
 ) -> None:
@@ -191,6 +192,7 @@ def save_and_change(folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_values_from_before_save_returned(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(save_and_change, 2, tmp_path) == [[], []]
 
@@ -220,6 +222,7 @@ def save_ranked(folder: Path, steps: list[int], rankings: list[list[int]]) -> No
     checkpointer.wait()
 
 
+@pytest.mark.slow
 def test_the_best_that_there_is_is_kept(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     ranks.run(save_ranked, 2, tmp_path / "a", [1, 2, 3, 4], [[], [2], [2, 1], [2, 3, 1]])
@@ -250,6 +253,7 @@ def save_until_killed(folder: Path, victim: int, delay: float, saved_before: int
         checkpointer.save(step, tensors, {"step": step})
 
 
+@pytest.mark.slow
 def test_a_rank_killed_at_any_time_leaves_complete_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
     """Each round loads the last checkpoint of the previous one, and is killed while saving."""
     steps = [0]
@@ -290,6 +294,7 @@ def save_beyond_a_limit(folder: Path) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_background_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     for messages in ranks.run(save_beyond_a_limit, 2, tmp_path):
         assert len(messages) == 2  # and nothing is left of a save that failed
@@ -373,6 +378,7 @@ def truncate(path: Path) -> None:
         ("checkpoint.json", Path.unlink, "is not a checkpoint: "),
     ],
 )
+@pytest.mark.slow
 def test_a_damaged_file_is_an_error_on_every_rank(
     ranks: RankPool, tmp_path: Path, name: str, damage: Callable[[Path], None], said: str
 ) -> None:
@@ -398,6 +404,7 @@ def verify_unreadable(path: Path, number: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_not_damaged(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save, 2, tmp_path, "fsdp", 20, {})
     path = tmp_path / "step-00000020"
@@ -419,6 +426,7 @@ def files_hashed(path: Path) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_each_file_is_verified_by_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save, 4, tmp_path, "fsdp", 20, {})
     path = tmp_path / "step-00000020"
@@ -436,6 +444,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_kept(ranks: RankPool, tmp_path: P
         assert len(list(tmp_path.iterdir())) == 2 + number
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_checksums_can_be_read(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save, 2, tmp_path, "fsdp", 20, {"step": 20})
     index = tmp_path / "step-00000020" / "checkpoint.json"

@@ -71,6 +71,7 @@ def held_under_fsdp(replicas: int, shards: int, dim: int, shapes: tuple[tuple[in
 @pytest.mark.parametrize(
     ("replicas", "shards", "dim", "shapes"), [(1, 4, 0, SHAPES), (2, 2, 0, SHAPES), (1, 2, 1, ((1, 4), (4, 6, 5)))]
 )
+@pytest.mark.slow
 def test_fsdp_shards_are_boxes(
     ranks: RankPool, replicas: int, shards: int, dim: int, shapes: tuple[tuple[int, ...], ...]
 ) -> None:

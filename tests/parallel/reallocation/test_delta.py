@@ -125,6 +125,7 @@ def run_pairs(pairs: list[int]) -> list[tuple[str, int, int, int, int, int]]:
     return rows
 
 
+@pytest.mark.slow
 def test_pairs_of_layouts_are_exact_in_the_fewest_bytes(ranks: RankPool, exhaustive: bool) -> None:
     """Updates after 1, 10 and 100 steps at 1e-6 and 1e-5. Without --exhaustive for a quarter of the twelve pairs."""
     pairs = [*range(12)] if exhaustive else [1, 7, 11]
@@ -157,6 +158,7 @@ def run_dense() -> list[tuple[int, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_where_all_changes_no_counts_are_sent(ranks: RankPool) -> None:
     whole = plan_realloc(
         layout(torch.float32, *TRAINED[0]), layout(torch.float32, *USED[1]), bucket_bytes=200_000, ranks_per_host=4
@@ -185,6 +187,7 @@ def run_resets(intact_ranks: tuple[int, ...]) -> tuple[int, bool]:
     return sent, all(torch.equal(t, weights[n][dst.boxes[n][rank].slices()].bfloat16()) for n, t in held.items())
 
 
+@pytest.mark.slow
 def test_everything_is_sent_again_if_a_rank_lost_what_it_had(ranks: RankPool) -> None:
     whole = plan_realloc(
         layout(torch.bfloat16, *TRAINED[3]), layout(torch.bfloat16, *USED[5]), bucket_bytes=10**6, ranks_per_host=4

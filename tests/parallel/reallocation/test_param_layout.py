@@ -70,6 +70,7 @@ def gathered() -> tuple[ParamLayout, str, int]:
     return found, str(error.value), len(ranks)
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_same_layout_or_the_same_refusal(ranks: RankPool) -> None:
     results = ranks.run(gathered, 4)
     found, message, _ = results[0]

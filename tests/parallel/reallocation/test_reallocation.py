@@ -106,6 +106,7 @@ def held_bytes(layout: ParamLayout) -> list[Tensor]:
     return masks
 
 
+@pytest.mark.slow
 def test_all_pairs_are_exact_and_send_the_minimum_number_of_bytes(ranks: RankPool, exhaustive: bool) -> None:
     """Without --exhaustive every 25th pair, so that each layout is still a source and a target."""
     pairs = list(product(GRIDS, GRIDS))[:: 1 if exhaustive else 25]
@@ -125,6 +126,7 @@ def fewest(before: list[Tensor], after: list[Tensor]) -> tuple[int, int]:
     return total, sum(int((new & ~old).sum()) for old, new in zip(*hosts, strict=True))
 
 
+@pytest.mark.slow
 def test_all_pairs_are_planned_with_the_fewest_bytes_of_each_tier(exhaustive: bool) -> None:
     """Without --exhaustive every ninth pair, so each layout still meets a ninth of the others; few are executed."""
     assert len(GRIDS) % 5, "every fifth pair would leave layouts out"
@@ -239,6 +241,7 @@ def interpret(plan: ReallocPlan) -> tuple[int, int, list[str]]:
     return total, between, wrong
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(random_layouts(), st.sampled_from([256, 400, 10**6]), st.integers(1, 3))
 def test_random_layouts_are_exact_and_send_the_minimum(
@@ -406,6 +409,7 @@ def between_dtypes() -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_are_rounded_before_they_are_sent(ranks: RankPool) -> None:
     assert all(map(all, ranks.run(between_dtypes, 4)))
 
@@ -429,6 +433,7 @@ def large_pieces() -> tuple[int, bool]:
 
 
 @pytest.mark.measures_memory
+@pytest.mark.slow
 def test_a_large_piece_needs_a_buffer_only_if_it_is_strided(ranks: RankPool) -> None:
     (first, _), (second, second_arrived), *others = ranks.run(large_pieces, 4)
     columns, rows = 400 * 400 * 4, 200 * 600 * 4  # a message each; the rows are small enough to be copied

@@ -36,6 +36,7 @@ def test_flags_set_fields() -> None:
         ("run.toml", "sp-ring = 2\nlearning-rate = 3e-4\n"),
     ],
 )
+@pytest.mark.slow(but=1)
 def test_flags_override_a_file(tmp_path: Path, name: str, text: str) -> None:
     file = tmp_path / name
     file.write_text(text)
@@ -197,6 +198,7 @@ def test_how_a_rank_ends(error: BaseException, exit_code: int, said: str) -> Non
     assert said in ending.message
 
 
+@pytest.mark.slow
 def test_only_the_first_failure_of_an_attempt_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def other_value(config: Any, name: str) -> Any:
 @pytest.mark.parametrize(
     "program", [name if name in KINDS else pytest.param(name, marks=pytest.mark.exhaustive) for name in PROGRAMS]
 )
+@pytest.mark.slow(but=1)
 def test_an_option_without_effect_is_refused_and_one_of_a_file_ignored(
     program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +124,7 @@ def corpus(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("program", KINDS)
+@pytest.mark.slow
 def test_every_flag_is_read_or_has_no_effect(program: str, tmp_path: Path, corpus: str) -> None:
     READ.clear()
     shared: dict[str, Any] = {"output": str(tmp_path / "run"), "device": "cpu", "steps": 1}
@@ -144,6 +146,7 @@ def test_every_flag_is_read_or_has_no_effect(program: str, tmp_path: Path, corpu
     assert not unused, f"neither read nor refused with {program}: {', '.join(sorted(unused))}"
 
 
+@pytest.mark.slow
 def test_of_two_options_that_set_the_same_one_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--steps", "100", "--train-tokens", "128"], ["--batch-size=1", "--global-batch-size", "4"]):
         with pytest.raises(ConfigurationError, match="both set the same: give one of them"):
@@ -179,6 +182,7 @@ def test_a_switch_that_is_turned_off_takes_its_options_along(
     assert "--sample-tokens = 9 is an option of --sample-every" in refusals(kept)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_0_is_0_and_auto_the_default() -> None:
     assert parse([], TrainConfig).learning_rate == parse(["--learning-rate", "auto"], TrainConfig).learning_rate
     rates = [resolve(parse(["--learning-rate", rate], TrainConfig), 1).config.learning_rate for rate in ("0", "auto")]

@@ -109,6 +109,7 @@ def one_step(config: TrainConfig) -> StepRecord:
     return Trainer(prepare(config, launch)).step(1)
 
 
+@pytest.mark.slow
 def test_configurations_that_are_accepted_run(ranks: RankPool, data: str, tmp_path: Path, exhaustive: bool) -> None:
     found = 0
     for world_size, args in command_lines(seed=1, number=2000):

@@ -121,6 +121,7 @@ def test_empty_and_missing_texts_are_skipped(tmp_path: Path) -> None:
 # Cutting into pieces
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(alphabet="ab \n", max_size=30), max_size=5), st.integers(1, 12))
 def test_pieces_are_the_text_and_are_bounded(chunks: list[str], piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -223,6 +224,7 @@ def peaks(files: list[Path], tokenizer: Path | str = "") -> list[float]:
     return [int(line) / 1024 for line in ended.stdout.splitlines() if line.isdigit()]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """Files of 48 MiB in each format are tokenized with less than 32 MiB more than files of 8 MiB.
 
@@ -240,6 +242,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert all(each < 32 for each in growth.values()), str(growth)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_gets_little_text_at_a_time(tmp_path: Path) -> None:
     """Tokenizers of transformers need more than 100 bytes of memory for a character."""
     bpe = Tokenizer(models.BPE())

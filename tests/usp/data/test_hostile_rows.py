@@ -154,6 +154,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.slow(but=2)
 def test_every_row_is_a_document_or_a_bad_row_that_is_counted(
     tmp_path: Path, chatml: Tokenizer, name: str, exhaustive: bool
 ) -> None:

@@ -67,6 +67,7 @@ def test_an_order_has_every_number_once_and_can_be_reversed(count: int, seed: in
 
 
 @pytest.mark.parametrize("count", [4, 100])
+@pytest.mark.slow(but=1)
 def test_every_order_is_as_likely_as_any_other(count: int) -> None:
     """The chi-squared statistic of two numbers that are next to each other is near its mean, 1 for each pair."""
     draws = 20 * count**2
@@ -147,6 +148,7 @@ class Positions(TokenStore):
         return np.arange(begin, end)
 
 
+@pytest.mark.slow
 def test_1024_ranks_read_every_token_of_an_epoch_once(store: TokenStore, exhaustive: bool) -> None:
     """Except for what fills up the last row."""
     packed, dp, (ring, ulysses) = PackedRows(Positions(store.folder), 512, seed=3), 16, (8, 8)
@@ -164,6 +166,7 @@ def test_1024_ranks_read_every_token_of_an_epoch_once(store: TokenStore, exhaust
         assert counts.min() == 1 and (counts - 1).sum() == fill < 512
 
 
+@pytest.mark.slow
 def test_stages_of_a_curriculum_read_every_token_of_an_epoch_once_on_1024_ranks(store: TokenStore) -> None:
     """Rows of other lengths go on where those before have left the store, into the next epoch if they must."""
     positions, tokens = Positions(store.folder), store.manifest.tokens
@@ -246,6 +249,7 @@ def test_what_fails_in_the_background_fails_in_the_step(store: TokenStore) -> No
 # Mixtures
 
 
+@pytest.mark.slow
 def test_a_mixture_has_the_rows_of_each_store_in_their_order_and_share(store: TokenStore) -> None:
     """Every row of each store is there as often as any other, however unequal the stores are."""
     positions = [PackedRows(Positions(store.folder), length, seed=0) for length in (64, 64)]
@@ -293,6 +297,7 @@ def test_best_fit_puts_every_length_once_where_there_is_room(lengths: list[int])
     assert all(a + b > 64 for a, b in itertools.combinations(filled, 2))  # no two rows fit into one
 
 
+@pytest.mark.slow
 def test_whole_documents_are_read_once_per_epoch_and_padded(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usp.data.rows, "WINDOW", 50)
     tokens = store.manifest.tokens
@@ -318,6 +323,7 @@ def test_whole_documents_are_read_once_per_epoch_and_padded(store: TokenStore, m
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.slow(but=1)
 def test_a_part_is_what_shard_batch_keeps_of_the_whole_batch(store: TokenStore, kind: str) -> None:
     """Rows with padding, on every rank of a mesh of all axes, for a model whose layers have windows."""
     windows = (0, 16, 16)

@@ -108,6 +108,7 @@ def trl_pair(tokenizer: Path, prompt: str, completion: str) -> tuple[list[int], 
 # Keys
 
 
+@pytest.mark.slow
 def test_messages_come_before_text_and_rows_of_all_kinds_become_chats(tmp_path: Path, chatml: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     shared = [{"from": "human", "value": ASKED["content"]}, {"from": "gpt", "value": ANSWER["content"]}]
@@ -301,6 +302,7 @@ def test_text_in_dictionaries_and_views_is_text(tmp_path: Path) -> None:
 # Tokenizers that put a space before a text
 
 
+@pytest.mark.slow
 def test_prompts_and_completions_are_one_text_as_in_trl(tmp_path: Path, subwords: Path) -> None:
     pairs = [
         (prompt, completion)

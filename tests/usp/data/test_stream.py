@@ -128,6 +128,7 @@ def test_a_truncated_store_is_refused(tmp_path: Path) -> None:
 # Rows
 
 
+@pytest.mark.slow
 @given(seq_len=st.sampled_from([1, 3, 8, 25, 100, 1000]), seed=st.integers(0, 3), epoch=st.integers(0, 3))
 def test_an_epoch_has_every_token_and_marks_every_boundary(
     store: TokenStore, seq_len: int, seed: int, epoch: int
@@ -188,6 +189,7 @@ def test_boundaries_are_padded_by_repeating_the_last(store: TokenStore) -> None:
         assert boundaries == expected + [8] * (len(boundaries) - len(expected))
 
 
+@pytest.mark.slow
 @given(rows=st.integers(1, 5), seq_len=st.sampled_from([1, 3, 8, 25, 100, 1000]))
 def test_one_epoch_has_a_target_for_every_token_once_and_in_order(store: TokenStore, rows: int, seq_len: int) -> None:
     """Except for the tokens that begin a document or a row."""
@@ -204,6 +206,7 @@ def test_one_epoch_has_a_target_for_every_token_once_and_in_order(store: TokenSt
     assert found[: tokens - 1].tolist() == expected and (found[tokens - 1 :] == -100).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     seq_len=st.sampled_from([1, 3, 8, 25, 100]),

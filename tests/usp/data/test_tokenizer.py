@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_byte_ids_are_those_of_byt5(text: str) -> None:
     if not any(special in text for special in ("</s>", "<pad>", "<unk>", "<extra_id_")):

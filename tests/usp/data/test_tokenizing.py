@@ -50,6 +50,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("save_every", "masked"), [(1, False), (4, True)])
+@pytest.mark.slow
 def test_a_store_is_the_same_after_a_kill_at_any_moment(
     tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, save_every: int, masked: bool, exhaustive: bool
 ) -> None:

@@ -69,6 +69,7 @@ def alone() -> dict[Any, Result]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.slow(but=1)
 def test_loss_and_gradients_are_those_of_one_process(
     ranks: RankPool, alone: dict[Any, Result], exhaustive: bool, grid: tuple[int, int]
 ) -> None:
@@ -110,6 +111,7 @@ def error_by_row(layout: str, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "balanced"])
+@pytest.mark.slow
 def test_rows_differ_in_their_documents_and_end_with_padding(
     ranks: RankPool, alone_by_row: Tensor, layout: str
 ) -> None:
@@ -162,6 +164,7 @@ def others_chosen(grid: tuple[int, int], layout: str, cuts: tuple[int, ...], exp
 
 
 @pytest.mark.parametrize(("grid", "layout"), [((2, 2), "zigzag"), ((4, 1), "striped"), ((1, 2), "contiguous")])
+@pytest.mark.slow
 def test_indexers_choose_the_entries_that_they_choose_in_one_process(
     ranks: RankPool, grid: tuple[int, int], layout: str
 ) -> None:
@@ -245,6 +248,7 @@ def sent_bytes(layout: str, rates: dict[str, int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.slow
 def test_what_travels_is_what_the_plan_says(ranks: RankPool, layout: str) -> None:
     for counted, planned in ranks.run(sent_bytes, 4, layout, {**RATES, CSA: 3}):
         assert counted == planned > 0
@@ -254,11 +258,13 @@ def of_two_streams(mesh: ParallelMesh) -> PreTrainedModel:
     return apply_unified_sp(model_of(config_of(max_position_embeddings=2048, hc_mult=2)).float(), mesh)
 
 
+@pytest.mark.slow
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
     for shorter, longer in ranks.run(largest_tensors, 2, of_two_streams):
         assert longer <= 2 * shorter < 256 * 512
 
 
+@pytest.mark.slow
 def test_a_compressor_that_reads_its_tokens_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = model_of(config_of()), config_of(index_topk=TOP_K + 1)  # of which no structure is known
     kind = type(model.model.layers[0].self_attn.compressor)
@@ -297,6 +303,7 @@ def refused() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_checkpoints_that_keep_attention_change_nothing(ranks: RankPool, tmp_path: Path) -> None:
     write("deepseek_v4", tmp_path)
     expected = torch.tensor(plain_steps("deepseek_v4"), dtype=torch.float64)
@@ -305,6 +312,7 @@ def test_checkpoints_that_keep_attention_change_nothing(ranks: RankPool, tmp_pat
         assert (torch.tensor(found, dtype=torch.float64) / expected - 1).abs().max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_dry_runs_count_what_entries_send(tmp_path: Path) -> None:
     config = config_of()
     model_of(config).float().save_pretrained(tmp_path)
@@ -351,6 +359,7 @@ def generated(
     return [(response.tokens.tolist(), response.logprobs) for response in found]
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_those_of_transformers(ranks: RankPool) -> None:
     model, wanted = generating_model(), []
     options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -367,6 +376,7 @@ def test_generated_tokens_are_those_of_transformers(ranks: RankPool) -> None:
     assert (logprobs[0] - wanted[0][1][0]).abs() > 1e-2
 
 
+@pytest.mark.slow
 def test_steps_of_grpo_are_those_of_one_process(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -177,12 +177,14 @@ def types(request: pytest.FixtureRequest) -> list[str]:
     return TYPES if request.config.getoption("--exhaustive") else CHOSEN
 
 
+@pytest.mark.slow
 def test_accepted_models_are_exact(ranks: RankPool, types: list[str]) -> None:
     accepted = [model_type for model_type in types if not reason(model_type)]
     assert not inexact(ranks, accepted)
     assert len(accepted) >= (110 if len(types) == len(TYPES) else len(CHOSEN))
 
 
+@pytest.mark.slow
 def test_larger_releases_and_layers_that_share_keys_are_exact(ranks: RankPool) -> None:
     types = [*RELEASES, "gemma3n_text"]
     assert {name: why for name in types if (why := reason(name))} == {}
@@ -205,6 +207,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("model_type", "why"), REFUSED.items())
+@pytest.mark.slow(but=1)
 def test_other_models_are_refused_with_what_stands_in_the_way(model_type: str, why: str) -> None:
     assert why in reason(model_type)
 
@@ -238,6 +241,7 @@ def other_classes() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_models_of_other_kinds_are_accepted_or_refused_with_a_reason(ranks: RankPool) -> None:
     (said,) = ranks.run(other_classes, 1)
     assert "it is an encoder and a decoder" in said["t5"] and "it takes pixel_values" in said["vit"]
@@ -262,6 +266,7 @@ def test_a_base_model_is_exact_without_a_head(ranks: RankPool) -> None:
         assert relative(local, whole) <= 5e-6
 
 
+@pytest.mark.slow
 def test_models_whose_layers_take_more_than_hidden_states_are_not_divided() -> None:
     """Zamba's later layers take the embeddings too; Granite scales embeddings, which happens on the first stage."""
     for model_type, divided in (("granite", True), ("falcon_h1", True), ("zamba", False), ("nanochat", False)):

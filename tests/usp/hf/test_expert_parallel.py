@@ -108,6 +108,7 @@ def gradients_alone(family: str, experts: int, world: int) -> dict[str, Tensor]:
     ("family", "experts", "ep"),
     [("mixtral", 8, 1), ("mixtral", 8, 2), ("mixtral", 16, 4), ("qwen3_moe", 16, 2), ("mixtral", 2, 1)],
 )
+@pytest.mark.slow(but=1)
 def test_loss_and_gradients_match_a_single_process(ranks: RankPool, family: str, experts: int, ep: int) -> None:
     results = ranks.run(gradients_sharded, 4, family, experts, ep)
     wanted = gradients_alone(family, experts, 4)
@@ -168,6 +169,7 @@ def types_with_experts() -> list[str]:
 KINDS = ["gpt_oss", "nemotron_h", "deepseek_v4"]
 
 
+@pytest.mark.slow
 def test_experts_of_every_kind_are_exact(ranks: RankPool, request: pytest.FixtureRequest) -> None:
     kinds = types_with_experts() if request.config.getoption("--exhaustive") else KINDS
     assert set(kinds) >= set(KINDS)
@@ -304,6 +306,7 @@ def logits_of_layers() -> Tensor:
     return torch.randn(2, 2, 10, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
+@pytest.mark.slow
 def test_loss_is_shared_over_stages_and_tp_ranks(ranks: RankPool) -> None:
     results = ranks.run(shares_of_two_stages, 2)
     for number, (first, second) in enumerate(logits_of_layers()):
@@ -345,6 +348,7 @@ def balance_errors(model_types: list[str]) -> dict[str, tuple[float, float]]:
     return errors
 
 
+@pytest.mark.slow
 def test_auxiliary_loss_is_that_of_each_family(ranks: RankPool, request: pytest.FixtureRequest) -> None:
     chosen = ["gpt_oss", "minimax_m2"]  # softmax of chosen logits; sigmoid scores with a bias
     if request.config.getoption("--exhaustive"):
@@ -389,6 +393,7 @@ def refusals() -> list[str]:
     return [str(dense.value), str(logits.value)]
 
 
+@pytest.mark.slow
 def test_dense_models_and_router_logits_raise(ranks: RankPool) -> None:
     for dense, logits in ranks.run(refusals, 2):
         assert "ep=2 shards experts, and llama has none: use ep=1" in dense

@@ -21,6 +21,7 @@ def drawn(exhaustive: bool) -> list[tuple[str, int]]:
     return [*CHOSEN.items(), *((model_type, 0) for model_type in exact_types() if exhaustive)]
 
 
+@pytest.mark.slow
 def test_held_out_configurations_are_exact_or_refused(
     ranks: RankPool, drawn: list[tuple[str, int]], exhaustive: bool
 ) -> None:

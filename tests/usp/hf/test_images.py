@@ -99,6 +99,7 @@ USUAL |= {"qwen3_vl": [(4, 1, "zigzag")], "gemma3": [(2, 2, "zigzag")]}
 
 
 @pytest.mark.parametrize("kind", USUAL)
+@pytest.mark.slow
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, kind: str) -> None:
     check(ranks.run(errors, 4, kind, USUAL[kind])[0])
 
@@ -108,6 +109,7 @@ ORDERS = {"gemma3": [FULL, SLIDING], "gemma4": [FULL, SLIDING, FULL]}
 
 
 @pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.slow
 def test_images_are_bidirectional_where_transformers_has_them_so(ranks: RankPool, kind: str) -> None:
     """Gemma 3's in all layers, Gemma 4's in those with a window alone."""
     check(ranks.run(errors, 4, kind, [(2, 2, "zigzag")], ORDERS[kind])[0])
@@ -144,6 +146,7 @@ def sharded_weights(kind: str) -> dict[str, float]:
     return {name: gradient_error(cast(Any, x.grad).full_tensor() * 2, exact.grad) for (name, x), exact in pairs}
 
 
+@pytest.mark.slow
 def test_ranks_without_images_gather_the_weights_of_the_encoder(ranks: RankPool) -> None:
     check(ranks.run(sharded_weights, 2, "qwen2_5_vl")[0])
 
@@ -266,6 +269,7 @@ def documented() -> tuple[int, int]:
     return names["logits"].shape[1], len(names["batch"]["pixel_values"])
 
 
+@pytest.mark.slow
 def test_the_documented_example_runs(ranks: RankPool) -> None:
     assert {*TYPES} == {*FAMILIES} and all(kind in DOCS.read_text() for kind in TYPES)
     assert sorted(ranks.run(documented, 2)) == [(30, 48), (30, 112)]

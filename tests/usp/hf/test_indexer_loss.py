@@ -109,6 +109,7 @@ def errors(
 
 
 @pytest.mark.parametrize(("model_type", "grid"), [("deepseek_v32", 0), ("glm_moe_dsa", 1)])
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_the_formula(
     ranks: RankPool, exhaustive: bool, model_type: str, grid: int
 ) -> None:
@@ -121,6 +122,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
 @pytest.mark.parametrize(
     ("model_type", "grid", "tile"), [("deepseek_v32", 0, 5 * 4 * LENGTH * ROWS), ("hy_v4", 1, 1 << 11)]
 )
+@pytest.mark.slow(but=1)
 def test_loss_and_gradients_of_a_warm_up_are_those_of_the_formula(
     ranks: RankPool, exhaustive: bool, model_type: str, grid: int, tile: int
 ) -> None:
@@ -129,6 +131,7 @@ def test_loss_and_gradients_of_a_warm_up_are_those_of_the_formula(
             assert max(loss, gradients) <= 1e-5 and part > 1e-2
 
 
+@pytest.mark.slow
 def test_training_steps_are_those_of_one_process(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     write("glm_moe_dsa", tmp_path / "tiny", index_topk=5, index_n_heads=2)
     asked = {"indexer_loss_coef": COEFFICIENT, "max_grad_norm": 1e9}
@@ -141,6 +144,7 @@ def test_training_steps_are_those_of_one_process(ranks: RankPool, tmp_path: Path
         assert relative(torch.tensor(found), torch.tensor(expected)) <= 1e-5
 
 
+@pytest.mark.slow
 def test_steps_of_a_warm_up_are_those_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
     write("glm_moe_dsa", tmp_path / "tiny", index_topk=5, index_n_heads=2)
     asked = {"indexer_loss_coef": COEFFICIENT, "indexer_warmup": True, "max_grad_norm": 1e9}
@@ -150,6 +154,7 @@ def test_steps_of_a_warm_up_are_those_of_one_process(ranks: RankPool, tmp_path: 
         assert relative(torch.tensor(found), torch.tensor(expected)) <= 1e-5
 
 
+@pytest.mark.slow
 def test_what_has_no_indexer_loss_is_refused(tmp_path: Path) -> None:
     asked = TrainConfig(model="tiny", tokenizer="bytes", seq_len=64, device="cpu", indexer_loss_coef=0.5)
     with pytest.raises(ConfigurationError, match=r"trains indexers that choose among tokens, and .* has none"):

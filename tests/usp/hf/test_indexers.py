@@ -149,6 +149,7 @@ def unequal(own: Tensor, expected: Tensor, positions: Tensor, starts: Tensor) ->
 
 
 @pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.slow
 def test_indices_loss_and_gradients_are_those_of_one_process(
     ranks: RankPool, exhaustive: bool, model_type: str
 ) -> None:
@@ -159,6 +160,7 @@ def test_indices_loss_and_gradients_are_those_of_one_process(
             assert all(max(loss, gradients) <= 1e-5 and not others for loss, gradients, others in found), found
 
 
+@pytest.mark.slow
 def test_blocks_of_kv_heads_whose_query_heads_ulysses_parts(ranks: RankPool, exhaustive: bool) -> None:
     for heads, ulysses in [((12, 3), 2), *([((15, 3), 2), ((12, 3), 4)] if exhaustive else [])]:
         found = ranks.run(errors, ulysses, BLOCKS[0], ParallelDims(ulysses=ulysses), CALLS[:1], heads)
@@ -166,6 +168,7 @@ def test_blocks_of_kv_heads_whose_query_heads_ulysses_parts(ranks: RankPool, exh
             assert max(loss, gradients) <= 1e-5 and not others, (heads, ulysses, loss, gradients, others)
 
 
+@pytest.mark.slow
 def test_more_types_are_exact_with_the_exhaustive_option(ranks: RankPool, exhaustive: bool) -> None:
     for model_type in MORE if exhaustive else MORE[:1]:
         for found in ranks.run(errors, 4, model_type, ParallelDims(ring=2, ulysses=2), CALLS[:2]):
@@ -210,6 +213,7 @@ def sent_bytes(dims: ParallelDims) -> tuple[int, ...]:
     return tuple(sent)
 
 
+@pytest.mark.slow
 def test_keys_travel_as_latents_where_these_are_fewer_bytes(ranks: RankPool) -> None:
     for ulysses, ring in ((4, 1), (2, 2), (1, 4)):
         total, latent, expanded = (
@@ -223,6 +227,7 @@ def test_an_indexer_sends_its_keys_to_every_other_rank(ranks: RankPool) -> None:
         assert sent == 3 * own  # in two steps: over ulysses, then over the ring
 
 
+@pytest.mark.slow
 def test_tiles_change_nothing(ranks: RankPool) -> None:
     assert ranks.run(in_tiles, 2) == [True, True]
 
@@ -292,6 +297,7 @@ def one_layer(mesh: ParallelMesh, warmup: bool) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
     for shorter, longer in ranks.run(largest_tensors, 2, one_layer, False):
         # The largest is the chosen keys and values, 4 heads x (24 + 12) a token, of a share of the tokens that depends
@@ -301,6 +307,7 @@ def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
         assert longer <= 2 * shorter < 256 * 512  # of a rank's queries by all keys
 
 
+@pytest.mark.slow
 def test_dry_runs_assume_that_every_visible_key_is_chosen(tmp_path: Path) -> None:
     tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
     config = TrainConfig(model=str(tmp_path), seq_len=LENGTH, dtype="float32", sp_ring=2, sp_ulysses=2, device="cpu")
@@ -315,6 +322,7 @@ def test_dry_runs_assume_that_every_visible_key_is_chosen(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.slow
 def test_dry_runs_count_the_tiles_that_they_do_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: bool
 ) -> None:
@@ -362,6 +370,7 @@ def place_bytes(generator: Generator) -> int:
     return 4 * (latents + 2 * config.index_head_dim)
 
 
+@pytest.mark.slow
 def test_generation_chooses_among_equal_scores_as_one_rank_does(ranks: RankPool) -> None:
     (alone,) = ranks.run(generated, 1, ParallelDims(), "contiguous")
     for dims, layout in ((ParallelDims(ulysses=2), "zigzag"), (ParallelDims(ring=2), "striped")):
@@ -376,6 +385,7 @@ def rlhf_steps(config: RlhfConfig) -> list[tuple[float, ...]]:
     return [tuple(of[key] for key in ("actor/loss", "actor/grad_norm", "score")) for of in every]
 
 
+@pytest.mark.slow
 def test_steps_of_grpo_are_those_of_one_process(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))

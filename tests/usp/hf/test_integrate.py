@@ -44,6 +44,7 @@ def refused_models() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_unsupported_models_raise(ranks: RankPool) -> None:
     kind, family, both, twice, layout, kernel = ranks.run(refused_models, 1)[0]
     assert "must be a transformers PreTrainedModel, got Linear" in kind
@@ -89,6 +90,7 @@ def unshard_slice(whole: torch.Tensor, mesh: ParallelMesh, layout: str) -> torch
 
 
 @pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.slow
 def test_rotary_frequencies_follow_the_length_of_each_document(ranks: RankPool, kind: str) -> None:
     # Within the original length of 16, exactly that long, and two that are longer.
     for layout, cuts in (("contiguous", [0, SEQ_LEN]), ("zigzag", [0, 7, 37, 53, SEQ_LEN]), ("striped", [0, 40, 64])):
@@ -112,6 +114,7 @@ def odd_length(layout: str, rope: dict[str, Any] | None) -> tuple[float, float]:
     return relative_l2(logits, wanted), relative_l2(found, exact)
 
 
+@pytest.mark.slow
 def test_a_model_takes_rows_of_any_length(ranks: RankPool) -> None:
     for layout, rope in (*((layout, None) for layout in LAYOUTS), ("zigzag", ROPES["dynamic"])):
         assert all(max(errors) <= 2e-6 for errors in ranks.run(odd_length, 4, layout, rope))
@@ -130,6 +133,7 @@ def models_of_one_config() -> tuple[bool, str]:
     return torch.equal(before, ref(input_ids=batch["input_ids"]).logits), refusal(classifier, **good)
 
 
+@pytest.mark.slow
 def test_models_sharing_a_config_are_unchanged_and_classifiers_raise(ranks: RankPool) -> None:
     for same, classifier in ranks.run(models_of_one_config, 2):
         assert same
@@ -144,6 +148,7 @@ def copied() -> bool:
     return torch.equal(model(**good).logits, copy.deepcopy(model)(**good).logits)
 
 
+@pytest.mark.slow
 def test_deepcopy_attends_over_the_same_ranks(ranks: RankPool) -> None:
     assert ranks.run(copied, 4) == [True] * 4
 
@@ -155,6 +160,7 @@ def too_many_ranks() -> str:
     )
 
 
+@pytest.mark.slow
 def test_more_ulysses_ranks_than_heads_raises(ranks: RankPool) -> None:
     assert all(
         "ulysses=4 exceeds the 2 query heads: 2 of 4 ulysses ranks have no head" in message
@@ -235,6 +241,7 @@ def test_positional_labels_raise_and_autocast_is_supported(ranks: RankPool) -> N
         assert dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_unsupported_forward_arguments_raise(ranks: RankPool) -> None:
     found = ranks.run(refused_forwards, 2)[0]
     wanted = {
@@ -306,6 +313,7 @@ def compiled_as_a_whole(model_type: str) -> tuple[float, int, str, str, str]:
 
 
 @pytest.mark.compiles
+@pytest.mark.slow
 def test_a_model_compiled_as_a_whole_is_one_graph_and_checks_its_inputs(ranks: RankPool, exhaustive: bool) -> None:
     for model_type in ("llama", "qwen2", "gpt2") if exhaustive else ("llama",):
         for difference, graphs, wrong, on_one, changed in ranks.run(compiled_as_a_whole, 2, model_type):

@@ -74,6 +74,7 @@ def loss_and_gradients(family: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(but=1)
 def test_the_loss_is_that_of_transformers(ranks: RankPool, family: str) -> None:
     found = ranks.run(loss_and_gradients, 1, family)[0]
     model = tiny(family)

@@ -62,12 +62,14 @@ TINY = [name for name in PRESETS if "tiny" in name]
         ("gpt-oss-120b", 116.829),
     ],
 )
+@pytest.mark.slow(but=3)
 def test_presets_have_the_published_parameter_count(preset: str, billions: float) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_model_config(preset))
     assert round(model.num_parameters() / 1e9, 3) == billions
 
 
+@pytest.mark.slow
 def test_facts_are_read_from_the_configuration() -> None:
     tiny = ModelFacts("tiny", 8, 4, 16, 384, (0, 0), intermediate_size=352)
     assert model_facts("tiny", load_model_config("tiny")) == tiny
@@ -86,6 +88,7 @@ def test_each_layer_has_its_own_window() -> None:
 
 
 @pytest.mark.parametrize("preset", TINY)
+@pytest.mark.slow(but=3)
 def test_a_saved_model_loads_in_transformers(tmp_path: Path, preset: str) -> None:
     model = drawn_model(load_model_config(preset))
     save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
@@ -194,6 +197,7 @@ def test_the_language_model_of_a_multimodal_one_loads(tmp_path: Path) -> None:
     assert torch.equal(text.lm_head.weight, whole.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_a_text_model_with_its_own_head_is_written_as_documented(tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_config(shrink(AutoConfig.for_model("qwen3_5"), layers=4))
     document = Path(__file__).parents[3] / "docs" / "models.md"

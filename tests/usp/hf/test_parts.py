@@ -40,6 +40,7 @@ def test_a_model_without_them_is_refused() -> None:
         model_parts(empty_model(tiny_config("bert")))
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     wrong = {}
     more = {model_type: [*MESHES] for model_type in MORE} if exhaustive else {}

@@ -100,6 +100,7 @@ def test_what_begins_at_a_length_of_the_configuration_is_found(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["from_tokens", "token_limit", "layer_window_begins", "layers_limit"])
+@pytest.mark.slow(but=2)
 def test_numbers_of_any_name_are_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plant(monkeypatch, LlamaAttention, "hidden_states", lambda self, x: windowed(x, getattr(self.config, name)))
     assert "its layers depend on tokens" in found("llama", **{name: AT}).problems[0]
@@ -155,6 +156,7 @@ def test_tokens_that_are_counted_are_found_whatever_the_number_in_the_code(monke
     assert "its layers depend on tokens" in found("llama", planted="in the code").problems[0]
 
 
+@pytest.mark.slow
 def test_numbers_that_cannot_be_lowered_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("gpt2").untried == ()  # no sequence is longer than its table of positions
 

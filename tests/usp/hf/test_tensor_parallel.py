@@ -106,6 +106,7 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.slow
 def test_steps_match_a_single_process(ranks: RankPool, alone: dict, case: Case) -> None:
     size = case.dims.tp * case.dims.sp * case.dims.dp_replicate * abs(case.dims.dp_shard)
     found = ranks.run(train, size, case)
@@ -198,6 +199,7 @@ def error_of_a_layer_of_experts(family: str) -> float:
 
 
 @pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.slow(but=1)
 def test_experts_are_not_sharded_over_tp(ranks: RankPool, family: str) -> None:
     for error in ranks.run(error_of_a_layer_of_experts, 2, family):
         assert error < 1e-5

@@ -121,6 +121,7 @@ def divide(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(but=1)
 def test_initialization_matches_transformers_distributions(family: str) -> None:
     model, theirs = drawn_model(config_of(family)), transformers_model(family)
     before = torch.random.get_rng_state()
@@ -243,6 +244,7 @@ def watch_modules(patch: pytest.MonkeyPatch) -> list[int]:
         ("qwen3_moe", "hsdp"),
     ],
 )
+@pytest.mark.slow
 def test_sharded_model_is_drawn_loaded_and_saved(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     transformers_model(family).save_pretrained(source, max_shard_size="50KB")
@@ -289,6 +291,7 @@ def experts_travel(model_types: list[str], folder: Path) -> None:
             dist.barrier()
 
 
+@pytest.mark.slow
 def test_experts_travel_between_layouts(ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     types = types_with_experts() if request.config.getoption("--exhaustive") else EXPERTS
     trained = [name for name in types if not training_problems(tiny_config(name))]
@@ -326,6 +329,7 @@ def test_versions_that_squeeze_every_dim_have_the_same_files(monkeypatch: pytest
 # Import
 
 
+@pytest.mark.slow
 def test_checkpoint_variants_load(tmp_path: Path) -> None:
     """bfloat16, experts in their in-memory layout, a tied head saved twice, and buffers as in old files."""
     transformers_model("mixtral").to(torch.bfloat16).save_pretrained(tmp_path / "merged", save_original_format=False)
@@ -397,6 +401,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("edit", "said"), EDITS, ids=[said for _, said in EDITS])
+@pytest.mark.slow(but=2)
 def test_mismatched_checkpoints_raise(
     tmp_path: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]], said: str
 ) -> None:
@@ -449,6 +454,7 @@ def carry(source: Path, target: Path, config: PretrainedConfig) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.slow
 def test_layers_that_draft_tokens_are_carried_over(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     config, drafts = with_drafts(tmp_path / "in", kind), DRAFTS[kind][1]
     before = load_file(tmp_path / "in" / "model.safetensors")
@@ -481,6 +487,7 @@ def test_layers_that_the_model_should_have_are_no_drafts(tmp_path: Path) -> None
         load_weights(ours, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_export_without_its_source_is_refused_where_drafts_may_be_lost(tmp_path: Path) -> None:
     config = with_drafts(tmp_path / "in", "the next number")
     model = drawn_model(config)
@@ -549,6 +556,7 @@ def no_space(*args: Any, **kwargs: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 def test_pipeline_stages_save_or_fail_together(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "thesis.tex").touch()
@@ -572,6 +580,7 @@ def test_single_file_model_has_no_index(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == names
 
 
+@pytest.mark.slow
 def test_stages_write_their_own_layers() -> None:
     """With eight ranks in two stages, a file's writer holds some of it, unless it spans both stages."""
     config = LlamaConfig(**SIZES | {"num_hidden_layers": 8})

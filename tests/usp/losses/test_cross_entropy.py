@@ -125,6 +125,7 @@ def sharded() -> list[float]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.slow(but=1)
 def test_sharded_vocabulary(ranks: RankPool, size: int) -> None:
     assert torch.tensor(ranks.run(sharded, size)).amax() <= 1e-14
 

@@ -72,6 +72,7 @@ def test_only_one_chunk_of_logits_exists() -> None:
 
 
 @pytest.mark.parametrize("loss", ["cross-entropy", "logprobs", "entropies"])
+@pytest.mark.slow(but=1)
 def test_a_chunk_is_freed_before_the_next(loss: str) -> None:
     chunk, vocabulary = 64, 4096
 
@@ -105,6 +106,7 @@ def sharded() -> float:
     return difference(found, [*wanted[:3], wanted[3].chunk(size)[rank]])
 
 
+@pytest.mark.slow
 def test_sharded_vocabulary(ranks: RankPool) -> None:
     assert torch.tensor(ranks.run(sharded, 4)).amax() <= 1e-14
 

@@ -69,6 +69,7 @@ def compare_modes(cases: list[tuple[str, bool, int]]) -> list[float]:
     return differences
 
 
+@pytest.mark.slow
 def test_gradients_match_saving_everything(ranks: RankPool, exhaustive: bool) -> None:
     cases = CASES if exhaustive else FEW
     for differences in ranks.run(compare_modes, 2, cases):
@@ -90,6 +91,7 @@ def sent(mode: str) -> tuple[int, int, list[str]]:
     return forward.total, backward.total, [event.name for event in trace.events()] if trace else []
 
 
+@pytest.mark.slow
 def test_attention_saved_never_repeats_communication(ranks: RankPool) -> None:
     none, saved, full = (ranks.run(sent, 4, mode) for mode in ("none", "attention-saved", "full"))
     for (forward, backward, _), (*as_saved, _), (*as_full, _) in zip(none, saved, full, strict=True):

@@ -80,6 +80,7 @@ def gathered(cases: Sequence[Case]) -> list[ParamLayout | None]:
     return found
 
 
+@pytest.mark.slow
 def test_described_layouts_equal_the_gathered_ones(ranks: RankPool, exhaustive: bool) -> None:
     cases = CASES if exhaustive else CASES[::2]
     *_, found = ranks.run(gathered, 4, cases)
@@ -98,6 +99,7 @@ def test_a_layout_that_does_not_divide_is_refused() -> None:
         weight_layout(shape, dims(tp=5), range(5), zero=0, dtype=BF16)
 
 
+@pytest.mark.slow
 def test_70b_on_128_gpus_is_planned_in_seconds() -> None:
     config = load_model_config("llama2-70b")
     shape = model_shape(model_facts("", config), config)

@@ -157,6 +157,7 @@ class Reader(HTMLParser):
             self.texts.setdefault(self.open[-1], []).append(data)
 
 
+@pytest.mark.slow
 def test_the_page_has_tables_and_charts_and_no_external_references(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +194,7 @@ def test_what_does_not_fit_names_the_memory_of_the_device_or_of_the_host() -> No
     assert on_host.reason.startswith("Needs 119.7 GiB of a host's memory where 41.9 GiB are usable. ")
 
 
+@pytest.mark.slow
 def test_the_fastest_that_fits_comes_first_and_others_say_what_would_help(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def test_the_cheapest_and_the_fastest_keep_the_deadline_and_no_price_is_guessed(
     assert Terms(prices={"h100": 2.0}).price("A100") is None and Terms(prices={"": 3.0}).price("A100") == 3.0
 
 
+@pytest.mark.slow
 def test_kinds_and_numbers_of_devices_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prices, picture = tmp_path / "prices.yaml", tmp_path / "pareto.png"
     prices.write_text("h100: 2.5\n")

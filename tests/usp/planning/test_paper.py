@@ -78,5 +78,6 @@ def test_the_planner_has_the_costs_of_the_table(row: Row) -> None:
         assert activations * (2 if row.key == "ep" else 1) == row.activation_cost(1)
 
 
+@pytest.mark.slow
 def test_the_document_is_up_to_date() -> None:
     assert DOCUMENT.read_text() == document(), "run `python -m benchmarks.cost_tables`"

@@ -39,6 +39,7 @@ def choice() -> RlhfChoice:
     return choose(memory=24.0)
 
 
+@pytest.mark.slow
 def test_the_chosen_plan_is_as_fast_as_any_other_that_was_looked_at(choice: RlhfChoice) -> None:
     seconds, plan = choice.found.best[0]
     assert choice.simulation.seconds == pytest.approx(seconds)
@@ -65,6 +66,7 @@ def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
     assert tight["flattening"].peak_bytes <= little["flattening"].peak_bytes
 
 
+@pytest.mark.slow
 def test_suppositions_tell_what_the_chosen_plan_would_lose(choice: RlhfChoice) -> None:
     little = replace(choice.problem, memory_bytes=2.0)
     supposed = [("as it is", lambda until: choice.problem), ("with little memory", little.that_fit)]
@@ -92,6 +94,7 @@ def test_the_report_names_every_call_and_plan(choice: RlhfChoice) -> None:
         assert word in text
 
 
+@pytest.mark.slow
 def test_a_cluster_without_a_plan_is_told_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"no layout of some calls fits.* actor_train needs 0.0 GiB on ranks 0"):
         choose(memory=2.0)

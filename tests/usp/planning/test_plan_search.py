@@ -37,6 +37,7 @@ def small() -> tuple[Problem, float]:
 
 
 @pytest.mark.parametrize("seed", range(10))
+@pytest.mark.slow
 def test_the_search_finds_the_optimum(small: tuple[Problem, float], seed: int) -> None:
     given, least = small
     assert search(given, seed=seed, budget=60).best[0][0] == pytest.approx(least)
@@ -53,6 +54,7 @@ def test_the_search_never_ends_above_a_plan_that_it_starts_from() -> None:
         assert given.simulator.measure(one)[0] == pytest.approx(energy)
 
 
+@pytest.mark.slow
 def test_less_memory_needs_a_slower_plan_or_offloading(small: tuple[Problem, float]) -> None:
     assert small[1] < optimum(problem(15.0))
     too_little = problem(14.0, smallest=4)
@@ -77,6 +79,7 @@ def test_a_search_whose_starts_do_not_fit_begins_where_calls_need_least(stalenes
     assert not search(replace(given, memory_bytes=0.99 * needed), budget=0.0).best
 
 
+@pytest.mark.slow
 def test_where_no_plan_fits_the_nearest_is_told() -> None:
     little = problem(memory=1.0)
     found = search(little)

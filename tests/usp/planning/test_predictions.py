@@ -70,6 +70,7 @@ def realloc(source: WeightCopy, copy: WeightCopy, quick: Estimates) -> float:
     return realloc_seconds(plan_realloc(*layouts, bucket_bytes=64 << 20, ranks_per_host=8), A100).total
 
 
+@pytest.mark.slow
 def test_reallocations_take_about_as_long_as_their_plans(quick: Estimates) -> None:
     chance, ratios = random.Random(3), []
     for _ in range(12):

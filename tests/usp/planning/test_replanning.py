@@ -92,6 +92,7 @@ def decided(
     return planner(running, [MeasuredStep(5, lengths, seconds)], 10**6, 0.5)
 
 
+@pytest.mark.slow
 def test_a_search_corrects_the_running_plan_and_decides() -> None:
     layout = CallLayout((0,), ParallelDims(dp_shard=1))
     alone = ExecutionPlan("alone", {call.name: layout for call in GRAPH.calls})

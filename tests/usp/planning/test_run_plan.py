@@ -51,6 +51,7 @@ def searched(run: PreparedRlhf) -> ExecutionPlan:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_run_gets_a_plan_that_its_models_and_flags_allow(changes: dict[str, object], tmp_path: Path) -> None:
     config = replace(SMALL, output=str(tmp_path / "run"), **changes)  # type: ignore[arg-type]
     prepared = prepare(config, FOUR, planner=searched)
@@ -58,6 +59,7 @@ def test_a_run_gets_a_plan_that_its_models_and_flags_allow(changes: dict[str, ob
     assert not (config.staleness and list(staleness_violations(prepared.graph, prepared.plan)))
 
 
+@pytest.mark.slow
 def test_the_search_is_refused_for_what_it_does_not_predict(tmp_path: Path) -> None:
     config = replace(SMALL, output=str(tmp_path / "run"))
     for changes, planner, text in (
@@ -121,6 +123,7 @@ def test_the_plan_is_searched_once_and_kept_by_a_resumed_run(
     assert SearchedPlan()(resumed).calls == plan.calls
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_is_told_what_the_nearest_needs(tmp_path: Path) -> None:
     def little(run: PreparedRlhf) -> ExecutionPlan:
         question = question_of(run)

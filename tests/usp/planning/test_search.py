@@ -130,6 +130,7 @@ def every_candidate(facts: ModelFacts) -> list[Made]:
 
 @pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("memory", [Memory(300), Memory(600, host=500), Memory(1100)], ids=lambda memory: memory.device)
+@pytest.mark.slow
 def test_the_search_finds_what_an_exhaustive_search_finds(facts: ModelFacts, memory: Memory) -> None:
     def fits(needed: Memory) -> bool:
         return needed.device <= memory.device and needed.host <= memory.host
@@ -162,6 +163,7 @@ def test_the_search_finds_what_an_exhaustive_search_finds(facts: ModelFacts, mem
     ],
     ids=lambda value: getattr(value, "model", ""),
 )
+@pytest.mark.slow
 def test_the_bounds_hold_and_the_optimum_is_that_of_every_configuration(
     asked: TrainConfig, world_size: int, exhaustive: bool
 ) -> None:
@@ -187,6 +189,7 @@ def test_the_bounds_hold_and_the_optimum_is_that_of_every_configuration(
     assert choice.best.config.optim_offload == (asked.model == "llama3-70b")
 
 
+@pytest.mark.slow
 def test_without_a_pipeline_one_micro_batch_may_be_the_fastest() -> None:
     asked = TrainConfig(model="llama3-8b", seq_len=1024, global_batch_size=512)
     best = choose(asked, 64, H100).best
@@ -214,6 +217,7 @@ def test_a_plan_fits_the_memory_of_its_host() -> None:
     assert all(0 < each.memory.host < 0.9 * 2e12 for each in given.result.best)
 
 
+@pytest.mark.slow
 def test_a_broken_tip_names_the_fastest_that_follows_it_or_that_none_fits() -> None:
     asked = TrainConfig(model="llama3-8b", seq_len=2**20, global_batch_size=16)
     *_, slower = contradicted(choose(asked, 8, H100))
@@ -222,6 +226,7 @@ def test_a_broken_tip_names_the_fastest_that_follows_it_or_that_none_fits() -> N
     assert forbidden.startswith("tip 2") and re.search(r"None of the \d+ layouts that follow it fits", forbidden)
 
 
+@pytest.mark.slow
 def test_rank_0_plans_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu")
     alone, store = planned(asked, Launch(world_size=8)), dist.HashStore()
@@ -267,6 +272,7 @@ def test_if_nothing_fits_the_smallest_is_named() -> None:
     assert smallest.memory.device == min(needed.device for _, _, needed in every_candidate(DENSE))
 
 
+@pytest.mark.slow
 def test_muon_stays_on_the_device() -> None:
     """Check what train.py refuses to offload."""
     for optimizer, offloads in (("adamw", True), ("muon", False)):
@@ -307,6 +313,7 @@ def test_tips_that_a_plan_contradicts_are_named(tip: Tip) -> None:
     assert not list(broken_tips(TrainConfig(sp_ulysses=4, sp_ring=2), DENSE))
 
 
+@pytest.mark.slow
 def test_training_accepts_the_file_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.yaml"
     flags = ["--model", "tiny", "--seq-len", "65536", "--world-size", "8", "--global-batch-size", "2"]
@@ -336,6 +343,7 @@ def test_training_accepts_the_file_of_a_plan(tmp_path: Path, capsys: pytest.Capt
         (["--out", "plan.txt"], "--out plan.txt must end in .yaml or .yml"),
     ],
 )
+@pytest.mark.slow(but=2)
 def test_an_impossible_plan_states_the_reason(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,6 +352,7 @@ def test_an_impossible_plan_states_the_reason(
     assert shown.out == "" and message in shown.err and "Traceback" not in shown.err
 
 
+@pytest.mark.slow
 def test_a_dry_run_proves_a_plan_by_approximate_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "tiny", "--seq-len", "4K", "--world-size", "2", "--global-batch-size", "2"]
     assert main(["plan", *flags, "--optimizer", "muon"]) == 0
@@ -351,6 +360,7 @@ def test_a_dry_run_proves_a_plan_by_approximate_formulas(capsys: pytest.CaptureF
     assert "1 by a dry run, because temporaries of Muon are estimated: " in shown and " sent by a rank, " in shown
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_divided_is_planned_without_tp(tmp_path: Path) -> None:
     for model_type, divided in (("gpt_oss", False), ("deepseek_v3", False), ("olmo_hybrid", False), ("glm4_moe", True)):
         assert bool(tp_problems(empty_model(tiny_config(model_type)), 2, True)) is not divided, model_type
@@ -387,6 +397,7 @@ def test_a_gpu_is_known_by_its_name() -> None:
     assert [node_of(name) for name in ("NVIDIA H100 PCIe", "NVIDIA GB200", "NVIDIA L4", "CPU")] == [None] * 4
 
 
+@pytest.mark.slow
 def test_a_configuration_without_weights_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_model_config("tiny").save_pretrained(tmp_path)
     flags = ["--model", str(tmp_path), "--seq-len", "1K"]

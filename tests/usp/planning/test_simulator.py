@@ -111,6 +111,7 @@ def test_stale_rollouts_run_beside_training() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(("world_size", "smallest"), [(16, 2), (3, 1)])
+@pytest.mark.slow(but=1)
 def test_a_schedule_made_for_another_plan_gives_the_same(world_size: int, smallest: int, staleness: int) -> None:
     space = OptionSpace(world_size, 8, 64, smallest, max_sequence=2, zero=(0, 3))
     choices = {call.name: list(options(call, space)) for call in GRAPH.calls}

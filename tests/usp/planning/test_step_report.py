@@ -55,6 +55,7 @@ def test_parts_add_up_and_both_mfus_are_those_of_their_papers(capsys: pytest.Cap
     assert found["unmasked_mfu"] > 1.5 * found["mfu"]
 
 
+@pytest.mark.slow
 def test_a_run_stands_beside_the_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = [60.0, 9.0, 8.0, 6.0, 5.0, 7.0]  # the first three are left out
     records = [{"seconds": value, "mfu": 0.4, "memory_bytes": 15 * 2**30} for value in seconds]
@@ -115,6 +116,7 @@ SHORT: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "micro_batches": 8}  # 
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any], axes: list[str], world: int) -> None:
     """Formulas leave out memory-bound operators that a dry run counts, such as casts of rotary tables."""
     config, hardware = TrainConfig(dtype="bfloat16", **flags), "h100"
@@ -141,6 +143,7 @@ def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any], axes
         ("llama", ["--lora-rank", "4"]),
     ],
 )
+@pytest.mark.slow
 def test_models_without_formulas_are_counted(
     family: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,7 @@ def on_hosts_of(host_size: int) -> dict[str, Any]:
         return contents(plan, "test", replace(measured, times={**times, **large, **slow}))
 
 
+@pytest.mark.slow
 def test_links_by_tier(ranks: RankPool) -> None:
     found = ranks.run(on_hosts_of, 4, 2)
     assert all(other.keys() == found[0].keys() for other in found)
@@ -59,6 +60,7 @@ def test_links_by_tier(ranks: RankPool) -> None:
     assert two_hosts.attention.keys() == {"sdpa"}
 
 
+@pytest.mark.slow
 def test_a_single_process_writes_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

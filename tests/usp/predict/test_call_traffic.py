@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import pytest
 import torch
 
 from tests.harness.ranks import RankPool
@@ -188,6 +189,7 @@ def predicted(job: Job, rank: int, parts: Iterable[Sent]) -> Counts:
     return {key: (nbytes[key], calls[key]) for key in calls}
 
 
+@pytest.mark.slow
 def test_every_byte_of_an_inference_call_is_predicted(ranks: RankPool, exhaustive: bool) -> None:
     cases = INFERENCE if exhaustive else [*INFERENCE[::4], LAST_TWO]
     for rank, found in enumerate(ranks.run(sent_by_inference, 4, cases)):

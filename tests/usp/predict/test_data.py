@@ -75,6 +75,7 @@ def test_the_busiest_rank_has_more_rows_of_experts() -> None:
     assert step_seconds(alone[0], H100).total == step_seconds(alone[1], H100).total  # each rank has all experts
 
 
+@pytest.mark.slow
 def test_flags_say_what_the_data_is(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["time", "--model", "mixtral-8x7b", "--seq-len", "32K", "--world-size", "8", "--ep", "8", "--json"]
 

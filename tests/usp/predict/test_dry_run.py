@@ -95,6 +95,7 @@ def sent_in_dry_run(config: TrainConfig, world: int, rank: int) -> Sent:
     return {(sent.ranks, sent.collective): (sent.nbytes, sent.calls) for sent in dry_run(config, world, rank).sent}
 
 
+@pytest.mark.slow
 def test_bytes_and_calls_of_every_group_equal_those_on_the_wire(
     ranks: RankPool, configs: dict[str, TrainConfig], exhaustive: bool
 ) -> None:
@@ -125,6 +126,7 @@ MORE: list[tuple[int, dict[str, Any]]] = [(1, {"ac": "full"}), (2, {"sp_ulysses"
     [*MEMORY, *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in MORE)],
     ids=[" ".join(map(str, flags)) for _, flags in MEMORY + MORE],
 )
+@pytest.mark.slow
 def test_the_peak_equals_that_of_a_real_step(ranks: RankPool, world_size: int, flags: dict[str, Any]) -> None:
     config = replace(SMALL, **({"seq_len": 1024, "loss_chunk": 256} | flags))
     runs = [dry_run(config, world_size, rank) for rank in range(world_size)]
@@ -139,6 +141,7 @@ def test_the_peak_equals_that_of_a_real_step(ranks: RankPool, world_size: int, f
 # A single rank
 
 
+@pytest.mark.slow
 def test_memory_is_labelled_by_category() -> None:
     parameters = sum(parameter.numel() for parameter in empty_model(load_model_config("tiny")).parameters())
     run = dry_run(replace(SMALL, seq_len=1024, loss_chunk=256), 4, 1)
@@ -150,6 +153,7 @@ def test_memory_is_labelled_by_category() -> None:
     assert kept["activations"] > layers * 10 * hidden
 
 
+@pytest.mark.slow
 def test_flops_equal_the_model_flops_without_recomputation() -> None:
     config = replace(SMALL, device="auto", dtype="auto", seq_len=512, loss_chunk=256)
     model_config = load_model_config("tiny")
@@ -166,6 +170,7 @@ def test_flops_equal_the_model_flops_without_recomputation() -> None:
     assert again.attention_flops == 2 * (2 + 5 + 2) * pairs * hidden * layers
 
 
+@pytest.mark.slow
 def test_offloaded_activations_and_states_count_as_host_memory(tmp_path: Path) -> None:
     model = tiny_model("llama-deep")
     model.config.max_position_embeddings = 4096
@@ -185,6 +190,7 @@ def test_offloaded_activations_and_states_count_as_host_memory(tmp_path: Path) -
     assert here.peak_bytes - optimizer.peak_bytes >= 0.99 * states
 
 
+@pytest.mark.slow
 def test_the_fake_world_is_destroyed() -> None:
     first = dry_run(SMALL, 1024, 1023)
     assert not dist.is_initialized()
@@ -211,6 +217,7 @@ def test_a_process_with_a_process_group_is_refused(ranks: RankPool) -> None:
 # The command line
 
 
+@pytest.mark.slow
 def test_the_example_reads_the_file_of_a_run_on_other_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +231,7 @@ def test_the_example_reads_the_file_of_a_run_on_other_ranks(
     assert "rank 0 of 1024 (dp_shard=64 ring=16)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_line_reads_a_file_and_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,12 +265,14 @@ def test_the_command_line_reads_a_file_and_flags(
         (["nowhere.yaml", "--world-size", "4"], "no such file"),
     ],
 )
+@pytest.mark.slow(but=3)
 def test_invalid_arguments_get_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dry-run", *words]) == 1
     shown = capsys.readouterr()
     assert said in shown.err and "Traceback" not in shown.err
 
 
+@pytest.mark.slow
 def test_keys_of_a_file_that_need_another_engine_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ def test_every_parameter_is_counted_once(model: str) -> None:
     assert job(1, model=model).model.numel == sum(parameter.numel() for parameter in whole.parameters())
 
 
+@pytest.mark.slow
 def test_what_is_trained_beside_adapters_has_gradients() -> None:
     jobs = (
         job(1, model="qwen3-tiny", lora_rank=4, lora_modules_to_save=saved) for saved in ("", "embed_tokens,lm_head")
@@ -79,6 +80,7 @@ def groups_of_the_mesh() -> list[dict[str, tuple[int, ...]]]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_groups_equal_those_of_the_mesh(ranks: RankPool) -> None:
     model = job(1).model
     for rank, found in enumerate(ranks.run(groups_of_the_mesh, 8)):

@@ -57,6 +57,7 @@ OFFLOADED: list[tuple[int, dict[str, Any]]] = [
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
+@pytest.mark.slow
 def test_the_peak_is_near_that_of_the_dry_run(world_size: int, flags: dict[str, Any]) -> None:
     formula = footprint(job(world_size, **flags), 0)
     measured = dry_run(TrainConfig(**flags), world_size, 0)
@@ -68,6 +69,7 @@ def test_the_peak_is_near_that_of_the_dry_run(world_size: int, flags: dict[str, 
 
 
 @pytest.mark.parametrize("rank", range(2))
+@pytest.mark.slow
 def test_the_peak_of_split_backwards_is_near_that_of_the_dry_run(rank: int, tmp_path: Path) -> None:
     """Check zero-bubble, which keeps a micro-batch's graph and output gradients until the weight half."""
     model = tiny_model("llama-deep")
@@ -100,6 +102,7 @@ SIZES |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings"
         pytest.param("glm4_moe", LATENT, {"sp_ring": 2}, "its matrices", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.slow
 def test_an_approximate_peak_is_near_that_of_the_dry_run(
     model_type: str, options: dict[str, Any], flags: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
@@ -116,6 +119,7 @@ def test_an_approximate_peak_is_near_that_of_the_dry_run(
 
 
 @pytest.mark.parametrize("rank", range(2))
+@pytest.mark.slow
 def test_the_last_stage_has_a_copy_of_a_tied_embedding(rank: int, tmp_path: Path) -> None:
     tiny_model("qwen3-tied-deep").save_pretrained(tmp_path)
     flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 256, "pp": 2, "micro_batches": 2, "batch_size": 2}

@@ -72,6 +72,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("world_size", "flags"), CASES, ids=str)
+@pytest.mark.slow
 def test_the_peak_of_inference_is_that_of_its_dry_run(world_size: int, flags: dict[str, Any]) -> None:
     config = replace(GRPO, **flags)
     step = step_of(config, world_size)

@@ -69,6 +69,7 @@ def llama(world_size: int = 16, **flags: object) -> Job:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_flops_equal_those_of_the_dry_run(world_size: int, flags: dict[str, object]) -> None:
     config = TrainConfig(**{"seq_len": 2048, "dtype": "bfloat16", "device": "cpu", **flags})  # type: ignore[arg-type]
     made = job_of(config, load_model_config(config.model), world_size)
@@ -262,6 +263,7 @@ def test_more_takes_longer() -> None:
     assert step_seconds(llama(sp_ulysses=8, sp_ring=2), slow).total > base
 
 
+@pytest.mark.slow
 def test_float8_halves_products_and_adds_casts_which_a_compiler_fuses() -> None:
     h100 = load_hardware("h100")
 
@@ -279,6 +281,7 @@ def test_float8_halves_products_and_adds_casts_which_a_compiler_fuses() -> None:
         step_seconds(llama(8, fp8="tensor"), A800)
 
 
+@pytest.mark.slow
 def test_mxfp8_has_products_of_its_own_and_casts_of_one_kernel() -> None:
     h100, b200 = load_hardware("h100"), load_hardware("b200")
     plain, tensor, mx = (layer_seconds(llama(8, seq_len=8192, fp8=fp8), b200, 0) for fp8 in ("none", "tensor", "mx"))

@@ -159,6 +159,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(2, SINGLE), (4, PAIRS), pytest.param(8, MIXTURES, marks=pytest.mark.exhaustive)],
     ids=["single", "pairs", "mixtures"],
 )
+@pytest.mark.slow
 def test_every_byte_is_predicted(
     ranks: RankPool, models: Path, exhaustive: bool, world_size: int, mixtures: list[Flags]
 ) -> None:
@@ -173,6 +174,7 @@ def test_every_byte_is_predicted(
             assert predicted(job, rank) == wire, f"rank {rank} of {world_size}: {flags}"
 
 
+@pytest.mark.slow
 def test_float8_halves_the_gathers_of_linears_to_the_byte(ranks: RankPool, models: Path, exhaustive: bool) -> None:
     mixtures = FLOAT8 if exhaustive else FLOAT8[2::2]
     configs = [config_of(flags, models) for flags in (*mixtures, {"model": "llama-4kv"})]

@@ -133,6 +133,7 @@ def run_both(names: tuple[str, ...]) -> dict[str, Result]:
     return found | {f"{name} alone": run_alone(name) for name in names}
 
 
+@pytest.mark.slow
 def test_steps_made_ahead_are_those_of_one_process(ranks: RankPool, exhaustive: bool) -> None:
     names = tuple(AHEAD) if exhaustive else CHOSEN
     results = ranks.run(run_both, 8 if exhaustive else 4, names, timeout=1200)

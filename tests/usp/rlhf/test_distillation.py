@@ -66,6 +66,7 @@ def dense_logprobs(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     return torch.cat([rows.gather(1, tokens[1:, None])[:, 0], torch.zeros(1)])
 
 
+@pytest.mark.slow
 def test_the_divergence_falls_and_advantages_follow_from_the_transcript(ranks: RankPool) -> None:
     ((divergences, samples, before, teacher),) = ranks.run(distil, 1)
     student = {name.removeprefix("actor."): weight for name, weight in before.items()}

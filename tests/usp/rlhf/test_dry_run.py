@@ -85,6 +85,7 @@ def beyond_state(run: CallRun) -> int:
     return run.own_bytes - run.by_category[PARAMETERS] - run.by_category[OPTIMIZER]
 
 
+@pytest.mark.slow
 def test_a_train_step_takes_the_memory_of_train_py_and_of_its_dry_run(ranks: RankPool) -> None:
     """One sequence of 4,096 tokens with activation checkpointing."""
     (runs,) = runs_of(replace(GRPO, ac="full"), 1)
@@ -97,6 +98,7 @@ def test_a_train_step_takes_the_memory_of_train_py_and_of_its_dry_run(ranks: Ran
     assert beyond_state(runs_of(GRPO, 1)[0]["actor_train"]) > 1.5 * predicted  # without checkpointing
 
 
+@pytest.mark.slow
 def test_an_engine_has_the_base_of_adapters_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "find_spec", lambda name: object())
     monkeypatch.setattr("usp.rlhf.dry_run._call", lambda *args: None)  # which adds no parameters
@@ -138,6 +140,7 @@ def test_the_peak_of_a_call_equals_that_of_a_real_one(
         assert added == pytest.approx([run.peak_bytes - run.start_bytes for run in runs], rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_what_other_calls_keep_and_the_cache_are_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +186,7 @@ def test_what_other_calls_keep_and_the_cache_are_counted(
         (["--world-size", "2", "--sp-ring", "3"], "must divide the world size 2"),
     ],
 )
+@pytest.mark.slow(but=1)
 def test_invalid_arguments_get_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rlhf-dry-run", *words]) == 1
     shown = capsys.readouterr()

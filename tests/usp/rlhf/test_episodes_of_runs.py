@@ -59,6 +59,7 @@ def metrics_of(config: RlhfConfig) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.slow
 def test_every_plan_trains_on_the_same_episodes(
     ranks: RankPool, data: str, tmp_path: Path, exhaustive: bool, algorithm: str
 ) -> None:
@@ -84,6 +85,7 @@ def ended(config: RlhfConfig) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_failing_environment_stops_the_run_or_leaves_the_sample_out(
     ranks: RankPool, data: str, tmp_path: Path
 ) -> None:
@@ -100,6 +102,7 @@ def test_a_failing_environment_stops_the_run_or_leaves_the_sample_out(
 
 
 @needs_protection
+@pytest.mark.slow
 def test_a_run_warns_where_the_memory_of_programs_is_bounded_for_each_process_alone(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +115,7 @@ def test_a_run_warns_where_the_memory_of_programs_is_bounded_for_each_process_al
         ) == warned
 
 
+@pytest.mark.slow
 def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, data: str, tmp_path: Path) -> None:
     config = replace(CONFIG, data=data, environment=f"{FILE}:Pages", prompts=2, sp_ulysses=2, output=str(tmp_path))
     found = ranks.run(metrics_of, 2, config)[0]
@@ -149,6 +153,7 @@ def test_what_does_not_go_with_an_environment_is_refused(
     assert said in str(refused.value)
 
 
+@pytest.mark.slow
 def test_tools_are_described_in_the_prompt_and_run(ranks: RankPool, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(

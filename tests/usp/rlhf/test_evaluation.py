@@ -89,6 +89,7 @@ def alone() -> Iterator[dict[str, float]]:
             yield evaluation_metrics(numbers, lengths, 4, CONFIG.eval_pass_score)
 
 
+@pytest.mark.slow
 def test_evaluations_are_those_of_one_process_under_every_plan_and_leave_training_alone(
     ranks: RankPool, exhaustive: bool
 ) -> None:

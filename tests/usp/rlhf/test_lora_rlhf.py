@@ -232,13 +232,16 @@ def run_all(folder: Path, plans: tuple[str, ...]) -> dict[str, Run]:
 
 
 def run_broken(folder: Path) -> dict[str, Run]:
-    """And one whose computations round."""
-    found, groups = {}, ProcessGroups()
+    groups = ProcessGroups()
+    found = {"alone": run(folder, "alone", groups)}
     for name, broken in BROKEN.items():
         with broken():
             found[name] = run(folder, "flattening", groups)
-    found["bfloat16"] = run(folder, "zero 0", groups, dtype=torch.bfloat16)
     return found
+
+
+def run_rounded(folder: Path) -> Run:
+    return run(folder, "zero 0", ProcessGroups(), dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +262,8 @@ def results(ranks: RankPool, base: Path, request: pytest.FixtureRequest) -> list
 
 
 @pytest.fixture(scope="module")
-def broken_results(ranks: RankPool, base: Path, results: list[dict[str, Run]]) -> list[dict[str, Run]]:
-    return [whole | broken for whole, broken in zip(results, ranks.run(run_broken, 2, base), strict=False)]
+def broken_results(ranks: RankPool, base: Path) -> list[dict[str, Run]]:
+    return ranks.run(run_broken, 2, base)
 
 
 def peft_model(folder: Path) -> PreTrainedModel:
@@ -279,6 +282,7 @@ def said(model: PreTrainedModel, tokens: Tensor, temperature: float) -> tuple[Te
     return torch.cat((ones, zero)), torch.cat((-(logs.exp() * logs).sum(1), zero))
 
 
+@pytest.mark.slow
 def test_the_steps_are_those_of_peft_in_one_process(results: list[dict[str, Run]], base: Path) -> None:
     """What one rank sampled is trained on by peft; log-probabilities and adapters agree."""
     alone, temperature = results[0]["alone"], GRPO.generate.temperature
@@ -360,15 +364,16 @@ def test_only_adapters_move_and_are_saved(results: list[dict[str, Run]]) -> None
 
 
 def test_the_reference_on_the_layout_of_the_policy_needs_no_weights(
-    results: list[dict[str, Run]], broken_results: list[dict[str, Run]]
+    ranks: RankPool, base: Path, results: list[dict[str, Run]]
 ) -> None:
     for of_rank in results:
         for name in CHOSEN:
             assert set(of_rank[name].roles) <= {"actor"}, name
-    for of_rank in broken_results:
-        assert of_rank["zero 0"].shared == of_rank["bfloat16"].shared == [True]  # also where adapters are rounded
-        assert of_rank["bfloat16"].lacking > 0 and of_rank["bfloat16"].moved[0] == (0, 0, 0)
-    assert broken_results[0]["bfloat16"].told[1][0]["logprob_difference_max"] < 0.1
+    rounded = ranks.run(run_rounded, 2, base)
+    for exact, of_rank in zip(results, rounded, strict=False):
+        assert exact["zero 0"].shared == of_rank.shared == [True]  # also where adapters are rounded
+        assert of_rank.lacking > 0 and of_rank.moved[0] == (0, 0, 0)
+    assert rounded[0].told[1][0]["logprob_difference_max"] < 0.1
 
 
 def test_plans_that_place_the_reference_elsewhere_give_it_weights() -> None:
@@ -464,6 +469,7 @@ def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
+@pytest.mark.slow
 def test_the_adapter_folder_is_the_trained_policy(finished: Path) -> None:
     base, ids = finished.parent / "base", torch.arange(40).unsqueeze(0)
     with torch.no_grad():
@@ -505,11 +511,13 @@ def test_a_run_continues_under_another_plan(finished: Path) -> None:
         ({"lora_rank": 8, "resume": "auto"}, r"--lora-rank = 8 \(checkpoint: 4\), --lora-alpha = 16 \(checkpoint: 8\)"),
     ],
 )
+@pytest.mark.slow(but=1)
 def test_what_cannot_be_trained_is_refused(finished: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         prepare(config_in(finished.parent, **changes), Launch())
 
 
+@pytest.mark.slow
 def test_the_reference_has_weights_only_where_it_is_another_model(finished: Path) -> None:
     folder = finished.parent
     four = Launch(world_size=4, local_world_size=4)

@@ -319,6 +319,7 @@ def check(results: list[dict[str, Result]], name: str, alone: str = "alone") -> 
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.slow
 def test_steps_under_every_plan_are_those_of_one_process(ranks: RankPool, exhaustive: bool, algorithm: str) -> None:
     plans, steps = (PLANS, ALL_STEPS) if exhaustive else (CHOSEN[algorithm], STEPS)
     results = ranks.run(run_all, 8 if exhaustive else 4, algorithm, plans, steps, timeout=1200)
@@ -332,6 +333,7 @@ def run_variants() -> dict[str, Result]:
     return found | {f"{variant} alone": run(variant, "alone", 2, groups) for variant in VARIANTS}
 
 
+@pytest.mark.slow
 def test_variants_of_grpo_are_those_of_one_process(ranks: RankPool, exhaustive: bool) -> None:
     results = ranks.run(run_variants, 4 if exhaustive else 2, timeout=1200)
     for variant in VARIANTS:
@@ -369,6 +371,7 @@ def run_bfloat16() -> Result:
     return run("ppo", APART, 2, ProcessGroups(), torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_with_rounded_weights_and_trains_float32_ones(ranks: RankPool) -> None:
     results = ranks.run(run_bfloat16, 2)
     for metrics, _ in results[0][0]:

@@ -26,6 +26,7 @@ def generate_of(config: RlhfConfig) -> Generate:
     return work
 
 
+@pytest.mark.slow
 def test_responses_end_as_the_tokenizer_the_generation_config_and_the_flags_say(tmp_path: Path) -> None:
     model = drawn_model(LlamaConfig(**SIZES | {"vocab_size": 384, "max_position_embeddings": 2048}))
     model.generation_config = GenerationConfig(eos_token_id=[5, 9])
@@ -51,6 +52,7 @@ def test_responses_end_as_the_tokenizer_the_generation_config_and_the_flags_say(
             prepare(replace(config, **changes), Launch())
 
 
+@pytest.mark.slow
 def test_plans_are_checked_against_the_models_before_anything_runs(tmp_path: Path) -> None:
     config = RlhfConfig(model="mixtral-tiny", output=str(tmp_path / "run"))
     four = Launch(world_size=4, local_world_size=4)
@@ -70,6 +72,7 @@ def test_plans_are_checked_against_the_models_before_anything_runs(tmp_path: Pat
             prepare(replace(config, **changes), four)
 
 
+@pytest.mark.slow
 def test_what_an_engine_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "find_spec", lambda name: object())
     config = RlhfConfig(model="mixtral-tiny", device="cpu", output=str(tmp_path / "run"), plan="separation")

@@ -97,6 +97,7 @@ def check(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None
             assert one[key] == pytest.approx(other[key], rel=1e-5, abs=2e-6), (one["step"], key)
 
 
+@pytest.mark.slow
 def test_updates_are_the_same_under_every_plan_and_after_a_resume(
     ranks: RankPool, data: str, tmp_path: Path, exhaustive: bool
 ) -> None:
@@ -117,6 +118,7 @@ def test_updates_are_the_same_under_every_plan_and_after_a_resume(
         check(after, alone)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_mean_that_was_asked_for(ranks: RankPool, data: str, tmp_path: Path) -> None:
     config = replace(
         CONFIG, data=data, reward_function=reward_of(data), checkpoint_every=0, output=str(tmp_path / "mean")
@@ -135,6 +137,7 @@ def test_the_reference_is_the_mean_that_was_asked_for(ranks: RankPool, data: str
         ({"ref_update_weight": 0.0}, "--ref-update-weight = 0.0 must be above 0 and at most 1"),
     ],
 )
+@pytest.mark.slow(but=1)
 def test_what_cannot_be_updated_is_refused(data: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         prepare(replace(CONFIG, data=data, output=str(tmp_path / "run"), **changes), Launch())

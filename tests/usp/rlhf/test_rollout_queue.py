@@ -25,6 +25,7 @@ def complete_first(begun: tuple[Begun, ...], rules: QueueRules, number: int, ord
     raise AssertionError(f"all of {tickets} do not make a step")
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(SHARES, st.integers(1, 4), st.floats(1, 4), st.booleans(), st.lists(st.integers(0, 99), min_size=8), st.data())
 def test_every_prompt_is_taken_once_and_on_time(

@@ -69,6 +69,7 @@ def asked(folder: Path, **changes: Any) -> RlhfConfig:
 @pytest.mark.parametrize(
     "family", [*FAMILIES[:2], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in FAMILIES[2:])]
 )
+@pytest.mark.slow(but=1)
 def test_tokens_choose_what_they_are_told(family: str) -> None:
     assert not replay_problem(tiny_config(family))
     model = tiny_model(family).train()
@@ -128,6 +129,7 @@ def check(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None
             assert one[key] == pytest.approx(other[key], rel=1e-5, abs=3e-6), (number, key)
 
 
+@pytest.mark.slow
 def test_replayed_steps_are_the_same_in_every_layout(
     ranks: RankPool, folder: Path, tmp_path: Path, exhaustive: bool
 ) -> None:
@@ -144,6 +146,7 @@ def test_replayed_steps_are_the_same_in_every_layout(
         check(shifted, alone)
 
 
+@pytest.mark.slow
 def test_supervised_samples_choose_by_themselves(
     ranks: RankPool, folder: Path, tmp_path: Path, exhaustive: bool
 ) -> None:
@@ -196,6 +199,7 @@ def recorded(config: RlhfConfig) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_recorded_experts_are_those_of_a_whole_forward(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     recorder = ChoiceRecorder(model)
@@ -218,6 +222,7 @@ def test_recorded_experts_are_those_of_a_whole_forward(ranks: RankPool, folder: 
         ({"rollout_engine": "vllm"}, "--router-replay needs the experts that tokens chose"),
     ],
 )
+@pytest.mark.slow(but=2)
 def test_what_cannot_replay_is_refused(folder: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         prepare(asked(folder, output=str(tmp_path / "run"), **changes), Launch())

@@ -55,6 +55,7 @@ def run_with_and_without(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow
 def test_responses_are_those_of_the_model_that_is_trained(
     ranks: RankPool, base: Path, tmp_path: Path, name: str
 ) -> None:
@@ -85,6 +86,7 @@ def test_responses_are_those_of_the_model_that_is_trained(
         ({"sample_prompts": "chats.jsonl"}, "messages need a chat template"),
     ],
 )
+@pytest.mark.slow(but=4)
 def test_what_cannot_be_generated_is_refused(base: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     (tmp_path / "long.txt").write_text("x" * 256)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
@@ -95,6 +97,7 @@ def test_what_cannot_be_generated_is_refused(base: Path, tmp_path: Path, changes
         prepare_sampler(prepare(replace(RUN, **files | changes), Launch()))
 
 
+@pytest.mark.slow
 def test_a_run_that_asks_for_samples_needs_what_generates_them(base: Path, tmp_path: Path) -> None:
     files = {"model": str(base / "model"), "sample_prompts": str(base / "prompts.txt"), "output": str(tmp_path)}
     with pytest.raises(ConfigurationError, match="--sample-every = 2 needs `sample`"):

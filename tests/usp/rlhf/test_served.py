@@ -125,6 +125,7 @@ def same_steps(ranks: RankPool, folder: Path, tmp_path: Path, url: str, toleranc
         assert found[0][0][key] > 0.01
 
 
+@pytest.mark.slow
 def test_a_served_model_gives_the_steps_of_one_in_the_run(
     ranks: RankPool, folder: Path, server: str, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_requests_are_tried_again_and_named(server: str) -> None:
         model.logprobs(tokens)
 
 
+@pytest.mark.slow
 def test_what_a_server_cannot_do_is_refused(folder: Path, server: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     distils = {"algorithm": "distillation", "models": f"teacher={server}"}
@@ -180,6 +182,7 @@ def test_a_run_goes_on_with_servers_elsewhere(folder: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the package vllm is not installed: see .ci/vllm")
+@pytest.mark.slow
 def test_vllm_serves_a_teacher(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     with vllm_server(folder / "teacher", tmp_path / "log", "--max-model-len", "128") as server:
         same_steps(ranks, folder, tmp_path, server.url, 1e-4)

@@ -72,6 +72,7 @@ def metrics_of(config: RlhfConfig, steps: int) -> list[dict[str, float]]:
     return [{**trainer.step(number).metrics, "step": number} for number in range(1, steps + 1)]
 
 
+@pytest.mark.slow
 def test_without_advantages_the_gradient_is_that_of_the_cross_entropy(
     ranks: RankPool, files: dict[str, str], tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def check(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None
             assert one[key] == pytest.approx(other[key], rel=1e-5, abs=2e-6), (one["step"], key)
 
 
+@pytest.mark.slow
 def test_steps_are_the_same_under_every_plan_and_after_a_resume(
     ranks: RankPool, files: dict[str, str], tmp_path: Path, exhaustive: bool
 ) -> None:
@@ -126,6 +128,7 @@ def test_steps_are_the_same_under_every_plan_and_after_a_resume(
         ({"supervised_data": "none.jsonl"}, "--supervised-data = none.jsonl must be"),
     ],
 )
+@pytest.mark.slow(but=2)
 def test_what_cannot_have_supervised_samples_is_refused(
     changes: dict[str, Any], said: str, files: dict[str, str], tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tests.harness.ranks import RankPool
@@ -93,6 +94,7 @@ def run_both(sequences: dict[str, list[tuple[str, ...]]], ahead: tuple[str, ...]
     return found
 
 
+@pytest.mark.slow
 def test_switching_changes_nothing(ranks: RankPool, exhaustive: bool) -> None:
     sequences = MORE if exhaustive else {}
     sequences = {**sequences, "grpo": [SEQUENCE, *sequences.get("grpo", ())]}

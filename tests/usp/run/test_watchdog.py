@@ -59,6 +59,7 @@ def processes(run: Run, state: str) -> list[int]:
     return [pid for pid, path in stats.items() if path.exists() and path.read_text().rpartition(") ")[2][0] == state]
 
 
+@pytest.mark.slow
 def test_what_a_process_does_is_told_while_it_could_be_killed_there(tmp_path: Path) -> None:
     """Anew again and again, because torchrun takes the oldest message for the cause."""
     file = tmp_path / "error.json"
@@ -73,6 +74,7 @@ def test_what_a_process_does_is_told_while_it_could_be_killed_there(tmp_path: Pa
         assert not file.exists(), "nobody renews it"
 
 
+@pytest.mark.slow
 def test_every_hang_is_reported_and_the_ranks_restart(launch: Callable[..., Run], tmp_path: Path) -> None:
     """In one launch: a rank stuck loading data beside one that is stopped, one that skips a collective, then none."""
     script = tmp_path / "hangs.py"
@@ -226,6 +228,7 @@ def test_ranks_agree_on_the_attempt_whatever_torchrun_counts() -> None:
 
 
 @pytest.mark.parametrize("missing", [(2,), (0,), (0, 3), (1, 2)])
+@pytest.mark.slow
 def test_ranks_that_never_come_are_named_by_every_other_one(missing: tuple[int, ...]) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     launches = [Launch(rank, 4, agent_store=("localhost", store.port), run_id="run") for rank in range(4)]
@@ -251,6 +254,7 @@ leave(main(sys.argv[1:], os.environ))
 
 
 @pytest.mark.parametrize(("program", "absent"), [("train", 1), ("rlhf", 0)])
+@pytest.mark.slow
 def test_a_run_ends_where_a_rank_never_comes(
     launch: Callable[..., Run], tmp_path: Path, program: str, absent: int
 ) -> None:

@@ -25,6 +25,7 @@ def gathered(layout: str, dims: ParallelDims, batch: dict[str, Tensor]) -> dict[
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "balanced:0x1,4x2"])
+@pytest.mark.slow(but=1)
 def test_positions_and_labels_match_the_whole_sequence(ranks: RankPool, layout: str) -> None:
     labels = IDS.clone()
     labels[0, 3] = -100
@@ -73,6 +74,7 @@ def test_invalid_batches_raise(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow(but=1)
 def test_a_length_that_no_layout_divides_is_padded(ranks: RankPool, layout: str) -> None:
     ids = IDS[:, :21]
     for boundaries in (None, torch.tensor([0, 5, 20])):

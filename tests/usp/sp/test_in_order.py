@@ -137,6 +137,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.slow(but=1)
 def test_layers_in_order_equal_one_process(ranks: RankPool, exhaustive: bool, number: int) -> None:
     kinds = KINDS if exhaustive else KINDS[number % 3 :: 3]
     assert max(ranks.run(largest_error, CASES[number][0].sp, *CASES[number], None, kinds)) < 1e-10
@@ -160,6 +161,7 @@ TREES = [
 
 
 @pytest.mark.parametrize("number", range(len(TREES)))
+@pytest.mark.slow(but=2)
 def test_documents_continue_the_state_of_their_parent(ranks: RankPool, exhaustive: bool, number: int) -> None:
     dims, seq_len, documents, parents = TREES[number]
     kinds = KINDS if exhaustive else KINDS[number % 3 :: 3]
@@ -214,6 +216,7 @@ def plans(draw: st.DrawFn) -> list[SpanPlan]:
     return [SpanPlan(layout, spec.documents, rows, rank, spec.parents) for rank in range(ring * ulysses)]
 
 
+@pytest.mark.slow
 @given(plans())
 @settings(max_examples=60)
 def test_what_one_rank_sends_another_receives(ranked: list[SpanPlan]) -> None:

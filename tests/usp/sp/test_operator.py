@@ -80,6 +80,7 @@ def differences(dims: ParallelDims, heads: int, kv_heads: int) -> list[tuple[flo
     return found
 
 
+@pytest.mark.slow
 def test_every_option_is_that_of_eager_attention(ranks: RankPool, exhaustive: bool) -> None:
     grids = [(ParallelDims(ulysses=2), 5, 5), (ParallelDims(ulysses=2, ring=2), 5, 5), (ParallelDims(ring=4), 4, 2)]
     for dims, heads, kv_heads in grids if exhaustive else grids[:1]:
@@ -129,10 +130,12 @@ def kept_results() -> float:
     return float((kept - attention(q, k, v)).abs().max())
 
 
+@pytest.mark.slow
 def test_graphs_never_write_over_kept_results(ranks: RankPool) -> None:
     assert ranks.run(kept_results, 1) == [0.0]
 
 
+@pytest.mark.slow
 def test_no_rank_prints_that_a_name_of_torch_is_deprecated() -> None:
     """In an interpreter of its own, because torch says it once, where it is imported."""
     code = """

@@ -73,6 +73,7 @@ def refusals() -> dict[str, str]:
     return messages
 
 
+@pytest.mark.slow
 def test_invalid_calls_raise(ranks: RankPool) -> None:
     found = ranks.run(refusals, 2)[0]
     assert "q must be (batch, tokens, num_heads, head_dim)" in found["dims"]
@@ -140,6 +141,7 @@ def exposed_and_replayed() -> tuple[float, float, int]:
     return waited, max(float((x - y).abs().max()) for x, y in zip(*found, strict=True)), sent.total
 
 
+@pytest.mark.slow
 def test_exposed_time_is_measured_and_groups_are_replayed(ranks: RankPool) -> None:
     for waited, *rest in ranks.run(exposed_and_replayed, 4):
         assert waited > 0
@@ -266,6 +268,7 @@ def refused_on_one_rank() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_call_that_one_rank_refuses_raises_on_every_rank(ranks: RankPool) -> None:
     reasons = (
         "softcap=-1.0 must be a positive number", "window=3 must be None or",
@@ -304,6 +307,7 @@ def refused_transforms() -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_transforms_of_functions_are_refused(ranks: RankPool) -> None:
     for messages in ranks.run(refused_transforms, 2):
         assert len(messages) == 4
@@ -402,6 +406,7 @@ def several_meshes_and_checkpointing() -> float:
     return float((part.grad - shard_sequence(whole.grad, first)).abs().max())
 
 
+@pytest.mark.slow
 def test_several_meshes_in_one_graph(ranks: RankPool) -> None:
     assert all(difference < 1e-12 for difference in ranks.run(several_meshes_and_checkpointing, 4))
 
@@ -437,6 +442,7 @@ def replayed_joint_attention() -> tuple[float, int]:
     return max(float((x - y).abs().max()) for x, y in zip(*found, strict=True)), sent.total
 
 
+@pytest.mark.slow
 def test_replayed_joint_attention_sends_nothing(ranks: RankPool) -> None:
     assert ranks.run(replayed_joint_attention, 4) == [(0.0, 0)] * 4
 

@@ -124,6 +124,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, exhaustive:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ()) for name in LAYOUTS]
 )
+@pytest.mark.slow
 def test_steps_are_those_of_peft_in_one_process(ranks: RankPool, alone: dict[Any, Any], name: str) -> None:
     family, targets, saved, dora, flags = LAYOUTS[name]
     folder, wanted = alone[family, targets, saved, dora]
@@ -154,6 +155,7 @@ def whole(ranks: RankPool, request: pytest.FixtureRequest, tmp_path_factory: pyt
     return folder / "whole"
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
     ranks: RankPool, whole: Path, tmp_path: Path, exhaustive: bool
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
     torch.testing.assert_close(load(whole / "model")(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_dry_run_has_the_optimizer_states_of_all_that_is_trained() -> None:
     options = OPTIONS | {"lora_dora": True, "model": "tiny", "dtype": "float32", "batch_size": 1, "seq_len": 64}
     found = dry_run(replace(RUN, **options), 4)
@@ -209,6 +212,7 @@ def test_a_dry_run_has_the_optimizer_states_of_all_that_is_trained() -> None:
         ),
     ],
 )
+@pytest.mark.slow(but=2)
 def test_what_cannot_be_trained_is_refused(whole: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     if "resume" in changes:
         changes = changes | {"resume": str(whole / CHECKPOINTS / "step-00000004"), "steps": 8}

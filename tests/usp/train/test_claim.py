@@ -78,6 +78,7 @@ def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path: Path, monke
     assert all(folder.is_dir() for folder in folders)
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     with locked(tmp_path):
         for said in ranks.run(train_here, 2, replace(RUN, output=str(tmp_path))):
@@ -102,6 +103,7 @@ def train_in(folders: list[Path]) -> str:
         os.chdir(before)
 
 
+@pytest.mark.slow
 def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(ranks: RankPool, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
@@ -139,6 +141,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)
+@pytest.mark.slow
 def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
     whole: Path, run: Path, name: str, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +157,7 @@ def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_ranks_fall_back_together(ranks: RankPool, whole: Path, run: Path) -> None:
     overwrite(run / CHECKPOINTS / "step-00000006" / "rank-00001.safetensors")
     config = replace(RUN, batch_size=1, output=str(run), resume="auto")
@@ -171,6 +175,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(run: Path, tmp_path: Pat
     assert newest.is_dir()
 
 
+@pytest.mark.slow
 def test_the_damaged_checkpoint_of_another_run_is_left_alone(run: Path, tmp_path: Path) -> None:
     overwrite(run / CHECKPOINTS / "step-00000006" / "rank-00001.safetensors")
     assert train_here(replace(RUN, steps=7, output=str(tmp_path / "new"), resume=str(run))) == ""
@@ -178,6 +183,7 @@ def test_the_damaged_checkpoint_of_another_run_is_left_alone(run: Path, tmp_path
     assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_written_over(run: Path, whole: Path, tmp_path: Path) -> None:
     for path in (run / CHECKPOINTS).iterdir():
         overwrite(path / "checkpoint.json")
@@ -195,6 +201,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_written_over(run: Path, 
     assert train_here(replace(RUN, steps=1, output=str(run), resume="auto")) == ""
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_is_tried_again_and_left_alone(
     run: Path, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +226,7 @@ def test_a_checkpoint_that_cannot_be_read_is_tried_again_and_left_alone(
     assert not list((run / CHECKPOINTS).glob("*.damaged"))
 
 
+@pytest.mark.slow
 def test_rlhf_falls_back_too(ranks: RankPool, tmp_path: Path) -> None:
     config = RlhfConfig(
         prompt_tokens=64,

@@ -48,6 +48,7 @@ def test_what_is_against_it_keeps_layers_eager(plain: TrainConfig) -> None:
     assert compiled_if_possible(replace(plain, model="nowhere"), 4).compile
 
 
+@pytest.mark.slow
 def test_what_is_given_is_known(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("compile: false\n")
     cases = (
@@ -95,6 +96,7 @@ def printed_by_steps(config: TrainConfig) -> list[str]:
     return printed
 
 
+@pytest.mark.slow
 def test_the_log_says_how_long_the_compiling_step_took(ranks: RankPool, tmp_path: Path) -> None:
     config = TrainConfig(seq_len=64, steps=3, device="cpu", hang_timeout=0, output=str(tmp_path))
     for compiles in (True, False):

@@ -120,6 +120,7 @@ def survive_each() -> list[tuple[list[tuple[float, float]], float, bool]]:
     return [survive(0, torch.float32), survive(2, torch.bfloat16)]
 
 
+@pytest.mark.slow
 def test_bfloat16_learns_and_a_broken_step_changes_nothing(alone: torch.Tensor) -> None:
     for of_rank in run_ranks(survive_each, 2):
         for (history, norm, unchanged), bound in zip(of_rank, (1e-5, 0.01), strict=True):

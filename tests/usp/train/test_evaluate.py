@@ -76,6 +76,7 @@ EXPERTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_losses_by_position_are_those_of_plain_transformers_on_every_layout(
     ranks: RankPool, tmp_path: Path, held_out: Path, exhaustive: bool
 ) -> None:
@@ -92,6 +93,7 @@ def test_losses_by_position_are_those_of_plain_transformers_on_every_layout(
             assert len(found) == len(layouts) and all(losses == expected for losses in found)
 
 
+@pytest.mark.slow
 def test_deepspeed_evaluates_alike(tmp_path: Path, held_out: Path) -> None:
     pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
     config = replace(SMALL, eval_data=str(held_out), engine="deepspeed", sp_ring=2)
@@ -116,6 +118,7 @@ def plain_losses(name: str) -> dict[int, float]:
     return {last: sum(found) / len(found) for last, found in losses.items()}
 
 
+@pytest.mark.slow
 def test_completions_are_evaluated_whole_as_they_are_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +165,7 @@ def steps_with_and_without(layouts: list[dict[str, Any]], data: str, folder: str
     return found
 
 
+@pytest.mark.slow
 def test_training_is_not_disturbed(ranks: RankPool, tmp_path: Path, held_out: Path) -> None:
     for found in ranks.run(steps_with_and_without, 2, TRAINED, str(held_out), str(tmp_path)):
         assert found[: len(TRAINED)] == found[len(TRAINED) :]
@@ -190,6 +194,7 @@ def exported(folder: Path) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.detach()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_exported(
     tmp_path: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +229,7 @@ def test_the_best_checkpoint_is_kept_and_exported(
     assert kept(run) == [10] and torch.equal(exported(run / "best"), last.weights[0])
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_at_checkpoints_and_at_the_end(
     tmp_path: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +240,7 @@ def test_it_is_evaluated_at_checkpoints_and_at_the_end(
     assert [record["eval_loss"] for record in records] == [None, 2.0, None, 1.0, 0.5]
 
 
+@pytest.mark.slow
 def test_a_run_ends_early_without_a_lower_loss_and_stays_at_its_end(
     tmp_path: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +283,7 @@ def test_losses_of_other_data_are_forgotten() -> None:
 # The data
 
 
+@pytest.mark.slow
 def test_epochs_of_a_mixture_are_those_of_each_part(
     tmp_path: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -206,6 +206,7 @@ def alone(llama: Path) -> Callable[[str, bool], torch.Tensor]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive) for name in LAYOUTS]
 )
+@pytest.mark.slow(but=1)
 def test_losses_are_those_of_torchao_on_one_process(
     ranks: RankPool, llama: Path, alone: Callable[[str, bool], torch.Tensor], name: str
 ) -> None:
@@ -249,6 +250,7 @@ def casts(config: TrainConfig) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("flags", [{"sp_ring": 2}, {"tp": 2}, {"tp": 2, "pp": 2, "micro_batches": 2}], ids=str)
+@pytest.mark.slow
 def test_gathered_weights_are_torchaos_casts_bit_by_bit(ranks: RankPool, llama: Path, flags: dict[str, Any]) -> None:
     weights = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).state_dict()
     seen = set()
@@ -281,6 +283,7 @@ def test_linears_in_mxfp8_are_torchaos_bit_by_bit() -> None:
     assert 1e-3 < (found[0][0] - exact).norm() / exact.norm() < 0.1
 
 
+@pytest.mark.slow
 def test_parts_of_weights_have_the_blocks_of_the_whole_in_mxfp8(ranks: RankPool, llama: Path) -> None:
     weights = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).state_dict()
     for found in ranks.run(casts, 4, config_of(llama, fp8="mx", tp=2, sp_ring=2)):
@@ -300,6 +303,7 @@ def run(config: TrainConfig) -> None:
     Trainer(prepare(config, Launch(rank=dist.get_rank(), world_size=ranks, local_world_size=ranks))).run()
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_layout_and_its_export_loads(ranks: RankPool, tmp_path: Path) -> None:
     base = TrainConfig(fp8="tensor", seq_len=64, steps=2, checkpoint_every=1, adam_eps=1e-4, device="cpu")
     base = replace(base, global_batch_size=2, export_dtype="bfloat16")
@@ -403,6 +407,7 @@ def mixture_alone(folder: str) -> list[tuple[float, float]]:
     [(1, {}), (4, {"ep": 2, "sp_ring": 2}), pytest.param(4, {"ep": 4, "pp": 1}, marks=pytest.mark.exhaustive)],
     ids=str,
 )
+@pytest.mark.slow
 def test_experts_in_mxfp8_are_torchaos_on_one_process(
     ranks: RankPool, tmp_path: Path, world_size: int, flags: dict[str, Any]
 ) -> None:

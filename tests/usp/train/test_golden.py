@@ -111,6 +111,7 @@ def measured(run: Callable[..., list[Any]], folder: Path) -> dict[str, dict[str,
     return found
 
 
+@pytest.mark.slow
 def test_runs_are_those_recorded(ranks: RankPool, tmp_path: Path) -> None:
     found, recorded = measured(ranks.run, tmp_path), json.loads(RECORDED.read_text())
     assert found.keys() == recorded.keys()

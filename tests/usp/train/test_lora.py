@@ -104,6 +104,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, exhaustive:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ()) for name in LAYOUTS]
 )
+@pytest.mark.slow
 def test_steps_are_those_of_peft_in_one_process(ranks: RankPool, alone: dict[Any, Any], name: str) -> None:
     world_size, family, targets, flags = LAYOUTS[name]
     folder, wanted = alone[family, targets]
@@ -137,6 +138,7 @@ def only_adapters(config: TrainConfig, adapter: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_only_adapters_have_gradients_and_states_and_are_reduced_and_written(
     ranks: RankPool, alone: dict[Any, Any], tmp_path: Path
 ) -> None:
@@ -226,6 +228,7 @@ def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), RESUMED_ON, ids=str)
+@pytest.mark.slow
 def test_a_run_continues_on_any_layout(
     ranks: RankPool, whole: Path, tmp_path: Path, world_size: int, layout: dict[str, Any]
 ) -> None:
@@ -257,6 +260,7 @@ def test_adapter_and_merged_model_are_the_same_model(whole: Path) -> None:
     assert sorted(settings["target_modules"]) == sorted(ALL)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_longer_context_come_with_its_configuration(tmp_path: Path) -> None:
     config = load_model_config("qwen3-tiny")
     config.max_position_embeddings = 64
@@ -279,6 +283,7 @@ def test_adapters_of_a_longer_context_come_with_its_configuration(tmp_path: Path
         ({"lora_targets": "q_proj"}, r"--lora-targets = q_proj \(checkpoint: all-linear\)"),
     ],
 )
+@pytest.mark.slow(but=1)
 def test_other_adapters_cannot_continue_a_run(whole: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     resume, base = str(whole / CHECKPOINTS / "step-00000002"), str(whole.parent / "base")
     with pytest.raises(ConfigurationError, match=said):
@@ -314,11 +319,13 @@ def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
         ({"model": "tiny"}, "--lora-rank = 8 trains adapters .*--model tiny is a preset with random ones"),
     ],
 )
+@pytest.mark.slow(but=2)
 def test_what_cannot_be_trained_is_refused(whole: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         prepare(replace(RUN, **{"model": str(whole.parent / "base")} | changes), Launch())
 
 
+@pytest.mark.slow
 def test_experts_get_no_adapters() -> None:
     config = CONFIGS["qwen3_moe"]()  # its first layer is dense, and peft takes its names for those of experts
     assert lora_targets(config, "all-linear") == ("k_proj", "o_proj", "q_proj", "v_proj")
@@ -357,6 +364,7 @@ def gate_errors() -> tuple[float, float]:
     return relative(gradients(whole[1]), exact), relative(own, exact)
 
 
+@pytest.mark.slow
 def test_small_gradients_of_gates_are_as_exact_as_on_one_process(ranks: RankPool) -> None:
     """Adam with a small epsilon makes full steps of them, and of their rounding: adapters of gates differ between any
     two runs in float32 by more than others."""
@@ -364,6 +372,7 @@ def test_small_gradients_of_gates_are_as_exact_as_on_one_process(ranks: RankPool
         assert alone <= 2e-5 and sharded <= 2e-5
 
 
+@pytest.mark.slow
 def test_targets_leave_out_what_peft_refuses() -> None:
     """Of Mamba layers, out_proj, which kernels of a whole layer read by themselves; with experts and without."""
     for model_type in ("nemotron_h", "falcon_h1"):
@@ -374,11 +383,13 @@ def test_targets_leave_out_what_peft_refuses() -> None:
             lora_targets(config, "out_proj,q_proj")
 
 
+@pytest.mark.slow
 def test_defaults_are_those_of_adapters(whole: Path) -> None:
     config = resolve(replace(RUN, model=str(whole.parent / "base"), learning_rate=TrainConfig.learning_rate), 1).config
     assert (config.learning_rate, config.lora_alpha) == (1e-4, 16)
 
 
+@pytest.mark.slow
 def test_a_dry_run_has_the_optimizer_states_of_the_adapters() -> None:
     found = dry_run(replace(RUN, model="tiny", dtype="float32", batch_size=1, seq_len=64), 4)
     model = drawn_model(load_model_config("tiny"))

@@ -227,6 +227,7 @@ def train_each_with_deepspeed(configs: list[TrainConfig], steps: int) -> list[li
     [pytest.param(case, marks=() if case.always else pytest.mark.exhaustive) for case in MATRIX],
     ids=lambda case: f"{case.family}: {case.name}",
 )
+@pytest.mark.slow(but=1)
 def test_steps_are_those_of_one_process(
     ranks: RankPool, alone: dict[str, Any], case: Row, exhaustive: bool, steps: int, request: pytest.FixtureRequest
 ) -> None:

@@ -69,6 +69,7 @@ def first_ends(config: TrainConfig) -> dict[str, torch.Tensor]:
     return {name: x.full_tensor() for name, x in found.items() if not name.startswith("optimizer.")}
 
 
+@pytest.mark.slow
 def test_new_rows_are_those_of_resize_token_embeddings(ranks: RankPool, base: Path, tmp_path: Path) -> None:
     wanted, rows = resized(base), AutoConfig.from_pretrained(base / "model").vocab_size
     for layout in (TP2_U2, {}):  # with four parts of the vocabulary and with eight
@@ -81,6 +82,7 @@ def test_new_rows_are_those_of_resize_token_embeddings(ranks: RankPool, base: Pa
                 assert expected[rows:].abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_steps_do_not_depend_on_the_layout_and_the_exported_tokenizer_fits(
     ranks: RankPool, base: Path, tmp_path: Path
 ) -> None:
@@ -101,6 +103,7 @@ def test_steps_do_not_depend_on_the_layout_and_the_exported_tokenizer_fits(
         prepare(config_of(base, tmp_path / "one", steps=3, resume="auto", add_tokens=""), Launch())
 
 
+@pytest.mark.slow
 def test_adapters_of_new_tokens_come_with_the_rows(ranks: RankPool, base: Path, tmp_path: Path) -> None:
     config = config_of(base, tmp_path / "run", lora_rank=4, lora_merge=True)
     with pytest.raises(ConfigurationError, match="give --lora-modules-to-save embed_tokens,lm_head"):

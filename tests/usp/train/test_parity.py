@@ -88,6 +88,7 @@ CASES = [  # more: test_matrix.py
 
 
 @pytest.mark.parametrize(("family", "dims", "layout", "size"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.slow
 def test_steps_are_those_of_one_process(
     ranks: RankPool, alone: dict, family: str, dims: ParallelDims, layout: str, size: int, exhaustive: bool
 ) -> None:
@@ -95,6 +96,7 @@ def test_steps_are_those_of_one_process(
     assert largest_difference(found, alone[family]) <= 1e-5
 
 
+@pytest.mark.slow
 def test_steps_of_qwen2_with_a_window_in_some_layers(ranks: RankPool, alone: dict, exhaustive: bool) -> None:
     steps = STEPS if exhaustive else FEW_STEPS
     found = ranks.run(train_sharded, 4, "qwen2", ParallelDims(ulysses=2, ring=2), "zigzag", Break(), steps)
@@ -119,6 +121,7 @@ def wrong_positions() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_wrong_position_ids_never_reach_a_layer(ranks: RankPool) -> None:
     messages = ranks.run(wrong_positions, 2)
     assert all("position_ids do not match layout='zigzag'" in message for message in messages)

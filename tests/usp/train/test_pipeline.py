@@ -106,6 +106,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "dims", "schedule", "zero"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.slow
 def test_steps_are_those_of_one_process(
     ranks: RankPool, alone: dict, family: str, dims: ParallelDims, schedule: str, zero: int
 ) -> None:

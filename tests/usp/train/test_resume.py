@@ -56,6 +56,7 @@ def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+@pytest.mark.slow
 def test_it_continues_on_any_layout(
     ranks: RankPool, whole: Path, tmp_path: Path, world_size: int, layout: dict[str, int]
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, 
         ({"seed": 1}, "seed = 1, but the checkpoint has 0"),
     ],
 )
+@pytest.mark.slow(but=3)
 def test_what_cannot_change_is_refused(whole: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
     old = str(whole / CHECKPOINTS / "step-00000002")
     config = replace(RUN, batch_size=4, resume=old, output=str(tmp_path), **changes)
@@ -224,6 +226,7 @@ def continued(config: TrainConfig, saved: TrainingState, monkeypatch: pytest.Mon
         ({"c": 1, "b": 1}, 8, "cb", "cut"),
     ],
 )
+@pytest.mark.slow
 def test_each_part_of_other_data_begins_an_epoch_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, int], batch: int, kept: str, packing: str
 ) -> None:
@@ -274,6 +277,7 @@ def test_other_data_in_a_stage_of_a_curriculum_begins_an_epoch_that_later_stages
     assert again.begins_in.batches.next_row == 8 and drawn(again.begins_in.batches, 5) == drawn(second, 5)
 
 
+@pytest.mark.slow
 def test_the_log_of_a_changed_mixture_goes_on_with_a_whole_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def biases_of(model: Any) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(BIAS)}
 
 
+@pytest.mark.slow
 def test_biases_and_weights_are_those_of_one_process(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     write("glm4_moe" if exhaustive else "deepseek_v3", tmp_path / "tiny", vocab_size=VOCAB)
     (tmp_path / "text.txt").write_text("".join(f"Line {n} of what is trained on.\n" for n in range(400)))
@@ -98,6 +99,7 @@ def update_by_hand(broken: str = "") -> list[tuple[Tensor, Tensor]]:
     return [(model.get_submodule(name).e_score_correction_bias, value) for name, value in wanted.items()]
 
 
+@pytest.mark.slow
 def test_the_update_is_that_of_the_paper(ranks: RankPool) -> None:
     for broken in ("", "padding counts"):
         (layers,) = ranks.run(update_by_hand, 1, broken)
@@ -113,6 +115,7 @@ def test_the_update_is_that_of_the_paper(ranks: RankPool) -> None:
         ({"engine": "deepspeed"}, "not supported by --engine deepspeed"),
     ],
 )
+@pytest.mark.slow(but=2)
 def test_what_has_no_bias_to_update_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     write("deepseek_v3", tmp_path / "tiny", vocab_size=VOCAB)
     config = TrainConfig(model=str(tmp_path / "tiny"), tokenizer="bytes", seq_len=64, device="cpu")

@@ -76,6 +76,7 @@ def not_saved(folder: Path, step: int) -> str:
     return f"checkpoint {folder / CHECKPOINTS / f'step-{step:08}'} was not saved: rank 1: OSError: [Errno 28] No space"
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_is_said_after_the_next_step_and_tried_again(ranks: RankPool, tmp_path: Path) -> None:
     (end, said), (_, other) = ranks.run(run, 2, tmp_path, [1])
     assert end == "" and other == ""
@@ -86,6 +87,7 @@ def test_a_save_that_fails_is_said_after_the_next_step_and_tried_again(ranks: Ra
     assert [step for step, _, _ in records_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_the_last_save_is_tried_twice(ranks: RankPool, tmp_path: Path) -> None:
     (end, said), _ = ranks.run(run, 2, tmp_path, [2])
     assert end == "" and said.count("warning: ") == 1
@@ -93,6 +95,7 @@ def test_the_last_save_is_tried_twice(ranks: RankPool, tmp_path: Path) -> None:
     assert saved(tmp_path) == ["step-00000003", "step-00000006"]
 
 
+@pytest.mark.slow
 def test_the_model_is_written_whatever_becomes_of_the_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
     ends = [end for end, _ in ranks.run(run, 2, tmp_path, range(100))]
     for end in ends:
@@ -105,6 +108,7 @@ def test_the_model_is_written_whatever_becomes_of_the_checkpoints(ranks: RankPoo
 @pytest.mark.parametrize(
     ("failing", "newest"), [((2, 3), "step-00000003"), ((1, 2, 3, 4), ""), ((2,), "step-00000004")]
 )
+@pytest.mark.slow(but=1)
 def test_a_run_that_is_stopped_says_what_was_saved(
     ranks: RankPool, tmp_path: Path, failing: Collection[int], newest: str
 ) -> None:

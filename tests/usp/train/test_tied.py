@@ -171,6 +171,7 @@ def difference(history: list[tuple[float, float]], alone: torch.Tensor) -> float
     return (torch.tensor(history, dtype=torch.float64) / alone[: len(history)] - 1).abs().max().item()
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_one_process(ranks: RankPool, folder: str, alone: torch.Tensor, exhaustive: bool) -> None:
     meshes = MESHES | MORE if exhaustive else MESHES
     for found in ranks.run(trained, 4, folder, [*meshes.values()]):
@@ -183,10 +184,12 @@ def test_without_the_sum_of_gradients_they_are_not(ranks: RankPool, folder: str,
     assert difference(history, alone) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_role_is_reallocated_between_pipelines_and_one_stage(ranks: RankPool, folder: str) -> None:
     assert all(ranks.run(reallocated, 4, folder))
 
 
+@pytest.mark.slow
 def test_checkpoints_and_exports_hold_one_tensor(
     ranks: RankPool, folder: str, alone: torch.Tensor, tmp_path: Path
 ) -> None:

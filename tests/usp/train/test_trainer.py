@@ -60,6 +60,7 @@ def test_a_run_leaves_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.use_cache
 
 
+@pytest.mark.slow
 def test_the_written_configuration_fits_other_machines_and_the_checkpoint_says_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ EXPORTS = [("float32", "auto", "float32"), ("bfloat16", "auto", "bfloat16"), ("b
 
 
 @pytest.mark.parametrize(("computed", "asked", "written"), EXPORTS)
+@pytest.mark.slow
 def test_a_model_is_exported_in_the_compute_dtype_or_the_one_asked_for(
     tmp_path: Path, computed: str, asked: str, written: str
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_model_is_exported_in_the_compute_dtype_or_the_one_asked_for(
         torch.testing.assert_close(own, weight.to(model.dtype), rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
 def test_the_default_learning_rate_is_that_of_random_or_pretrained_weights(tmp_path: Path) -> None:
     config = load_model_config("tiny")
     save_weights(dict(drawn_model(config).named_parameters()), tmp_path, config=config)
@@ -102,6 +105,7 @@ def test_the_default_learning_rate_is_that_of_random_or_pretrained_weights(tmp_p
         assert prepared.config.learning_rate == prepared.reusable.learning_rate == rate
 
 
+@pytest.mark.slow
 def test_the_written_configuration_repeats_the_run(tmp_path: Path) -> None:
     train(prepare(replace(SMALL, output=str(tmp_path / "a")), Launch()), Launch())
     again = parse(["--config", str(tmp_path / "a" / "config.yaml"), "--output", str(tmp_path / "b")], TrainConfig)
@@ -111,6 +115,7 @@ def test_the_written_configuration_repeats_the_run(tmp_path: Path) -> None:
     assert [r["grad_norm"] for r in first] == [r["grad_norm"] for r in second]
 
 
+@pytest.mark.slow
 def test_a_continued_run_exports_how_its_model_generates(tmp_path: Path) -> None:
     config = load_model_config("tiny")
     weights = dict(drawn_model(config).named_parameters())
@@ -129,6 +134,7 @@ def test_a_run_is_never_written_over(tmp_path: Path) -> None:
         train(prepare(replace(SMALL, output=str(tmp_path)), Launch()), Launch())
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_the_last_good_weights(tmp_path: Path) -> None:
     config = replace(SMALL, learning_rate=1e30, warmup_steps=0, output=str(tmp_path))
     with pytest.raises(TrainingDiverged) as stop:
@@ -184,6 +190,7 @@ def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, Toke
 
 
 @pytest.mark.parametrize("packing", ["cut", "whole", "chats"])
+@pytest.mark.slow
 def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path, packing: str) -> None:
     """Each document alone through the unchanged model; the mean over all their targets. With padding on most ranks."""
     config = replace(SMALL, sp_ulysses=2, sp_ring=2, seq_len=2048)
@@ -239,6 +246,7 @@ LONG_MESHES = {
 @pytest.mark.parametrize(
     "scaling", ["yarn", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("linear", "ntk"))]
 )
+@pytest.mark.slow
 def test_a_longer_context_is_trained_and_exported_as_transformers_computes_it(
     ranks: RankPool, tmp_path: Path, scaling: str
 ) -> None:
@@ -313,6 +321,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[tup
 
 
 @pytest.mark.parametrize(("world_size", "degrees"), MESHES)
+@pytest.mark.slow(but=1)
 def test_every_mesh_trains_as_one_process(
     ranks: RankPool, alone: list[tuple[float, float]], tmp_path: Path, world_size: int, degrees: dict[str, int]
 ) -> None:
@@ -334,6 +343,7 @@ ODD = {"seq_len": 251, "packing": "whole", "lora_rank": 4, "lora_dropout": 0.3}
         ("mixtral-tiny", {"sp_ring": 4, "seq_len": 241, "router_aux_loss_coef": 0.1}),
     ],
 )
+@pytest.mark.slow
 def test_a_length_that_ranks_cannot_divide_trains_as_one_process(
     ranks: RankPool, tmp_path: Path, model: str, degrees: dict[str, Any]
 ) -> None:
@@ -347,6 +357,7 @@ def test_a_length_that_ranks_cannot_divide_trains_as_one_process(
 
 
 @pytest.mark.parametrize("layout", ["balanced", "auto"])
+@pytest.mark.slow
 def test_layers_with_windows_are_balanced_and_train_as_one_process(
     ranks: RankPool, tmp_path: Path, layout: str
 ) -> None:
@@ -387,6 +398,7 @@ SENDING = [
 ]
 
 
+@pytest.mark.slow
 def test_the_bytes_in_a_record_are_those_on_the_wire(ranks: RankPool, tmp_path: Path) -> None:
     configs = [replace(SMALL, **flags) for flags in SENDING]
     counted = ranks.run(sent_in_steps, 4, configs, str(tmp_path))
@@ -409,6 +421,7 @@ def meet_other_data(config: TrainConfig, folder: str) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_ranks_that_read_different_data_all_stop(ranks: RankPool, tmp_path: Path) -> None:
     for said in ranks.run(meet_other_data, 2, replace(SMALL, sp_ring=2), str(tmp_path)):
         assert "the data of step 1 must be the same on all ranks" in said and " on rank 1" in said

@@ -227,6 +227,7 @@ GRIDS = {"dp-ulysses": {"sp_ulysses": 2}, "ring-ulysses": {"sp_ulysses": 2, "sp_
 
 
 @pytest.mark.parametrize(("kind", "grid"), [("qwen2_5_vl", "dp-ulysses"), ("gemma3", "ring-ulysses")])
+@pytest.mark.slow
 def test_steps_are_those_of_transformers(ranks: RankPool, tmp_path: Path, kind: str, grid: str) -> None:
     config = example(tmp_path, kind, **GRIDS[grid])
     batches = ranks.run(run, 4, config, str(tmp_path / "run"))[0]
@@ -244,6 +245,7 @@ def test_ten_steps_of_other_types_and_meshes(ranks: RankPool, tmp_path: Path, ki
         check_steps(tmp_path / f"run-{world_size}", alone(config, batches))
 
 
+@pytest.mark.slow
 def test_a_frozen_encoder_stays_and_the_rest_is_trained(ranks: RankPool, tmp_path: Path) -> None:
     config = example(tmp_path, "qwen3_vl", freeze_encoder=True, steps=3, zero=1, sp_ring=2)
     batches = ranks.run(run, 2, config, str(tmp_path / "run"))[0]
@@ -253,6 +255,7 @@ def test_a_frozen_encoder_stays_and_the_rest_is_trained(ranks: RankPool, tmp_pat
         assert torch.equal(old, new) == ("visual" in name), name
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_adapters_ends_as_one_that_went_through(tmp_path: Path) -> None:
     config = example(tmp_path, "gemma3", lora_rank=2, lora_merge=True, checkpoint_every=1, steps=2)
     config = replace(config, eval_data=config.data, data=write_rows_again(tmp_path))
@@ -296,6 +299,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
+@pytest.mark.slow
 def test_a_bad_image_is_an_error_that_names_file_and_row(tmp_path: Path, what: str) -> None:
     config = example(tmp_path, "gemma3")
     content, said = BAD[what]
@@ -341,6 +345,7 @@ def test_a_configuration_that_cannot_be_read_is_one_error_of_every_program(
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_looks_up_the_images_of_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And knows of images in those of others."""
     prepared = prepare(example(tmp_path, "gemma3", seq_len=112), Launch())
@@ -371,6 +376,7 @@ def changed_image(config: TrainConfig, folder: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_an_image_that_changes_ends_the_run_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     config = example(tmp_path, "gemma3", sp_ring=2)
     said = ranks.run(changed_image, 2, config, str(tmp_path / "run"))
@@ -378,6 +384,7 @@ def test_an_image_that_changes_ends_the_run_on_every_rank(ranks: RankPool, tmp_p
     assert f"{config.data}, line " in said[0]
 
 
+@pytest.mark.slow
 def test_what_has_no_encoder_of_images_and_what_cannot_divide_it_are_refused(tmp_path: Path) -> None:
     config = example(tmp_path, "gemma3")
     with pytest.raises(ConfigurationError) as refused:
@@ -390,6 +397,7 @@ def test_what_has_no_encoder_of_images_and_what_cannot_divide_it_are_refused(tmp
         prepare(replace(config, model="tiny", data="stdlib", freeze_encoder=True), Launch())
 
 
+@pytest.mark.slow
 def test_a_chat_whose_image_would_be_cut_is_left_out(tmp_path: Path) -> None:
     """Of two that are longer than a sequence, and have a target in it."""
     config = example(tmp_path, "qwen2_5_vl", seq_len=80)

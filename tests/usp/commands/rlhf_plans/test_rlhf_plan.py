@@ -22,6 +22,7 @@ PLAN = ["rlhf-plan", "--actor", "llama3-8b", "--world-size", "8", "--max-sp", "1
 SMALL = [*PLAN, "--prompts", "16", "--prompt-tokens", "128", "--response-tokens", "32,128"]
 
 
+@pytest.mark.slow
 def test_the_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "plan.yaml", tmp_path / "plan.png"
     files = ["--out", str(out), "--plot", str(plot), "--options", "mini_batches=1"]
@@ -34,6 +35,7 @@ def test_the_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.Ca
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_plan_for_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def planned(*flags: str) -> str:
         assert main([*PLAN, *flags], {}) == 0
@@ -68,11 +70,13 @@ def test_a_plan_for_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
         (["--world-size", "1"], " ranks, where one fits, or devices with more memory"),
     ],
 )
+@pytest.mark.slow(but=7)
 def test_bad_input_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *flags], {}) == 1
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rollouts_whose_cache_is_too_large_are_told_how_many_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", "1M"], {}) == 1
     told = capsys.readouterr().err
@@ -81,6 +85,7 @@ def test_rollouts_whose_cache_is_too_large_are_told_how_many_fit(capsys: pytest.
     assert slots and int(slots[1]) < 64
 
 
+@pytest.mark.slow
 def test_generation_decodes_as_many_sequences_at_a_time_as_is_fastest() -> None:
     def asked(tokens: str) -> RlhfQuestion:
         flags = [*PLAN[1:], "--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", tokens]
@@ -99,6 +104,7 @@ def test_generation_decodes_as_many_sequences_at_a_time_as_is_fastest() -> None:
     assert with_fastest_slots(long, 0.0) is long
 
 
+@pytest.mark.slow
 def test_steps_and_samples_have_a_price(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--price", "2"], {}) == 0
     assert re.search(r"a step costs [\d.]+, a sample [\d.e-]+, in the unit of --price", capsys.readouterr().out)

@@ -33,6 +33,7 @@ CHOICE = [
 
 
 @pytest.mark.parametrize(("family", "ring", "ulysses", "layouts"), CHOICE)
+@pytest.mark.slow
 def test_hybrids_equal_one_process(
     ranks: RankPool, family: str, ring: int, ulysses: int, layouts: tuple[str, ...]
 ) -> None:
@@ -41,6 +42,7 @@ def test_hybrids_equal_one_process(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(but=1)
 def test_all_hybrids_on_all_layouts(ranks: RankPool, family: str, exhaustive: bool) -> None:
     degrees = [(r, u) for r in (1, 2, 4) for u in (1, 2, 4)] if exhaustive else [(1, 1)]
     for ring, ulysses in degrees:
@@ -87,6 +89,7 @@ STATES = {"qwen3_next": 4 * 6 * 8, "bamba": 6 * 8 * 4}  # numbers in a state of 
         for number, layout in enumerate(LAYOUTS)
     ],
 )
+@pytest.mark.slow
 def test_bytes_on_the_wire_equal_the_plan(ranks: RankPool, family: str, layout: str) -> None:
     by_length = [ranks.run(sent_and_planned, 4, family, seq_len, layout) for seq_len in (32, 96)]
     for found in by_length:
@@ -125,6 +128,7 @@ def copied_and_checkpointed() -> list[float]:
     return [relative(torch.cat([x.flatten() for x in kept]), torch.cat([x.flatten() for x in want]))]
 
 
+@pytest.mark.slow
 def test_copies_and_checkpoints_keep_the_results(ranks: RankPool) -> None:
     assert max(map(max, ranks.run(copied_and_checkpointed, 2))) < 1e-6
 
@@ -170,6 +174,7 @@ def test_unsupported_calls_and_models_raise(ranks: RankPool) -> None:
     assert "already" in found["again"]
 
 
+@pytest.mark.slow
 def test_mixers_are_found_by_what_they_call() -> None:
     kinds = {family: set(sharded_mixers(hybrid(family)).values()) for family in FAMILIES}
     assert kinds["olmo_hybrid"] == {"gated delta rule"}

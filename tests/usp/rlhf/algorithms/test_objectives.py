@@ -283,6 +283,7 @@ def test_the_papers_formula(case: Case) -> None:
 
 
 @each_case
+@pytest.mark.slow(but=3)
 def test_gradients_are_finite_differences_of_the_oracle(case: Case) -> None:
     objective, samples, oracle = case
     output, entropy = (x.requires_grad_() for x in said())
@@ -304,6 +305,7 @@ def test_gradients_are_finite_differences_of_the_oracle(case: Case) -> None:
 
 
 @each_case
+@pytest.mark.slow(but=3)
 def test_results_do_not_depend_on_ranks_or_padding(case: Case) -> None:
     objective, samples, _ = case
 

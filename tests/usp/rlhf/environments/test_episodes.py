@@ -44,6 +44,7 @@ def answer(processes: Processes, numbers: set[int]) -> dict[int, Answer]:
     return found
 
 
+@pytest.mark.slow
 def test_a_fault_costs_its_own_episode(processes: Processes) -> None:
     kinds = [*FAULTS, "print", ""]
     for number, fault in enumerate(kinds):
@@ -59,6 +60,7 @@ def test_a_fault_costs_its_own_episode(processes: Processes) -> None:
             assert found == (number, *(("", 2.0, True) if kinds[number] else ("go on", 1.0, False)), "", "", "")
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_ended(processes: Processes) -> None:
     for number, fault in enumerate(HANGS):
         processes.ask(number, "a turn", {"answer": fault})
@@ -70,6 +72,7 @@ def test_what_takes_too_long_is_ended(processes: Processes) -> None:
     assert not processes._of_episode
 
 
+@pytest.mark.slow
 def test_a_process_takes_one_episode_after_another(processes: Processes) -> None:
     for number in range(3):
         processes.ask(number, "a turn", {"answer": ""})

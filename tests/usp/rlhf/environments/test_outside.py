@@ -108,6 +108,7 @@ def test_every_reply_of_a_server_is_answered(exhaustive: bool) -> None:
     print(f"slowest reply: {slowest:.2f} seconds")
 
 
+@pytest.mark.slow
 def test_a_server_is_answered_and_bounded() -> None:
     server = Mcp(f"{sys.executable} -I -S {SERVER}", timeout=30.0)
     try:
@@ -163,6 +164,7 @@ def test_a_page_of_any_length_is_cut_before_it_is_sent_and_read(episodes: Episod
     assert episodes.exceeds(found.observation) and not episodes.exceeds("x" * 32 * 1024)
 
 
+@pytest.mark.slow
 def test_what_a_response_says_scores_0_and_stops_nothing(tmp_path: Path) -> None:
     pool = Processes("reward", 1.5, {"reward": r"regex=(a|aa)+\Z"})
     function = ScoreWith(

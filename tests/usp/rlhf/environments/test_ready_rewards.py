@@ -29,6 +29,7 @@ def test_match_and_patterns() -> None:
     assert Pattern(r"^OK$")("", "so\nOK\n", "") == 1 and Pattern(r"^OK$")("", "not OK", "") == 0
 
 
+@pytest.mark.slow
 def test_mathematical_equality() -> None:
     pytest.importorskip("math_verify")
     equal = load_reward_function("math")
@@ -43,6 +44,7 @@ def test_mathematical_equality() -> None:
 
 
 @needs_protection
+@pytest.mark.slow
 def test_code_is_tested_in_the_sandbox() -> None:
     reward = CodeTests(seconds=20.0)
     block = "Like this:\n```python\n{}\n```\nDone."
@@ -121,6 +123,7 @@ def alone(x: Any) -> Any:
     return x
 
 
+@pytest.mark.slow
 def test_slow_functions_are_called_in_processes(tmp_path: Path) -> None:
     alone_: Reduce = alone
     file = tmp_path / "slow.py"

@@ -58,6 +58,7 @@ def test_a_program_runs_with_its_input_in_a_folder_of_its_own() -> None:
 
 @needs_protection
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow(but=1)
 def test_what_a_program_cannot_do(fault: str) -> None:
     code, said = FAULTS[fault]
     ran = run_python(code, limits=Limits(seconds=20, cpu_seconds=4, files=1 << 24, processes=4))
@@ -75,6 +76,7 @@ def test_no_network() -> None:
 
 
 @needs_protection
+@pytest.mark.slow
 def test_time_and_output_are_bounded_by_the_caller() -> None:
     ran = run_python("import time; print('begun', flush=True); time.sleep(99)", limits=Limits(seconds=1.5))
     assert ran.ended == "it took longer than 1.5 seconds" and ran.output in ("begun\n", "")
@@ -107,6 +109,7 @@ def missing_for(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", attacks.KINDS)
+@pytest.mark.slow
 def test_attacks_see_nothing_of_the_machine_and_are_bounded(kind: str) -> None:
     if why := missing_for(kind):
         pytest.skip(why)
@@ -121,6 +124,7 @@ def test_attacks_see_nothing_of_the_machine_and_are_bounded(kind: str) -> None:
 
 
 @needs_protection
+@pytest.mark.slow
 def test_what_programs_need_is_there() -> None:
     program = """
 import multiprocessing, subprocess, torch
@@ -145,6 +149,7 @@ def cgroups_in(tmp_path: Path, own: str, **controls: str) -> tuple[Path, Path]:
     return tmp_path / "own", tmp_path / "root"
 
 
+@pytest.mark.slow
 def test_the_nearest_cgroup_that_gives_memory_is_found_and_limited(tmp_path: Path) -> None:
     own, root = cgroups_in(tmp_path, "/user/run", user="cpu memory pids\n", user__run="")
     assert cgroup(own, [str(root)]) == root / "user"
@@ -165,6 +170,7 @@ def test_the_nearest_cgroup_that_gives_memory_is_found_and_limited(tmp_path: Pat
 
 
 @needs_protection
+@pytest.mark.slow
 def test_the_guard_enters_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, root = cgroups_in(tmp_path, "/", user="memory pids")
     entered: list[str] = []
@@ -204,6 +210,7 @@ for mode in ("r", "w"):
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_without_namespaces_a_program_is_refused_unless_it_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

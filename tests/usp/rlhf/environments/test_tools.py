@@ -117,6 +117,7 @@ def test_what_is_wrong_with_a_call_is_its_answer(turn: str, said: str) -> None:
 
 
 @needs_protection
+@pytest.mark.slow
 def test_programs_of_a_policy_cost_their_episode_alone() -> None:
     programs = {
         "print(6 * 7)": "42",
@@ -131,6 +132,7 @@ def test_programs_of_a_policy_cost_their_episode_alone() -> None:
         assert said in message["content"] and not done
 
 
+@pytest.mark.slow
 def test_a_server_of_the_model_context_protocol() -> None:
     server = Mcp(f"{sys.executable} {SERVER}", timeout=20.0)
     try:

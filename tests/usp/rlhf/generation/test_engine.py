@@ -62,6 +62,7 @@ def updated(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.slow
 def test_an_update_renews_what_is_derived_from_weights(ranks: RankPool, tied: bool) -> None:
     ranks.run(updated, 1, tied)
 
@@ -104,6 +105,7 @@ def started(refusal: str, by_transformers: bool = False) -> tuple[str, list[str]
     raise AssertionError("it started")
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_start_says_so_on_all_ranks_and_leaves_nothing(ranks: RankPool) -> None:
     wanted = (
         "--rollout-cache = 0.125 GiB has no room for the longest sequence, of 96 tokens (prompt, --max-new-tokens and "

@@ -90,6 +90,7 @@ def alone(family: str) -> Found:
     return generated(family, ParallelMesh.create(ParallelDims()), len(LENGTHS))
 
 
+@pytest.mark.slow
 def test_every_grid_generates_what_one_process_does(ranks: RankPool, exhaustive: bool) -> None:
     wanted = {family: ranks.run(alone, 1, family)[0] for family in ON_GRIDS}
     for family, found in wanted.items():
@@ -131,6 +132,7 @@ def rows_sent(dims: ParallelDims) -> int:
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(tp=2, ring=2, ep=4), ParallelDims(tp=2, ulysses=2, ep=2)], ids=str)
+@pytest.mark.slow(but=1)
 def test_a_token_that_ranks_share_goes_to_its_experts_once(ranks: RankPool, dims: ParallelDims) -> None:
     # two layers, two experts of each token, two matrices of an expert
     assert sum(ranks.run(rows_sent, 4, dims)) == 2 * 2 * 2

@@ -192,6 +192,7 @@ def refused_switch() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_would_grow_past_the_switch_of_its_rotary_positions_is_refused(ranks: RankPool) -> None:
     found = ranks.run(refused_switch, 2)
     assert all(text.startswith("prompt 1 has 28 tokens and its response up to 5: beyond 32 tokens") for text in found)
@@ -248,6 +249,7 @@ def generated(model_type: str) -> bool:
     return not reason(model_type) and not generation_problems(tiny_config(model_type))
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_transformers(ranks: RankPool, exhaustive: bool) -> None:
     chosen = {name: list(GRIDS) for name in TYPES if generated(name)} if exhaustive else CHOSEN
     wrong: dict[tuple[str, str], Any] = {}

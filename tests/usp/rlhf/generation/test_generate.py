@@ -108,6 +108,7 @@ def stopped(response: Tensor, stop: int) -> Tensor:
     return response[: int(places[0]) + 1] if len(places) else response
 
 
+@pytest.mark.slow
 def test_every_grid_matches_transformers(ranks: RankPool, exhaustive: bool) -> None:
     wanted = {}
     for family in ON_GRIDS:
@@ -155,6 +156,7 @@ def alone(slots: int, order: tuple[int, ...]) -> dict[int, list[int]]:
     return dict(zip(order, [r.tokens.tolist() for r in generator.generate(given, SAMPLED, order)], strict=True))
 
 
+@pytest.mark.slow
 def test_slots_and_order_change_nothing_and_equal_prompts_differ_by_seed(ranks: RankPool) -> None:
     order = tuple(range(len(LENGTHS)))
     few, many = (ranks.run(alone, 1, slots, order)[0] for slots in (1, 64))
@@ -179,6 +181,7 @@ def refused_budget() -> int:
     return int(numbers[1])
 
 
+@pytest.mark.slow
 def test_a_budget_of_the_cache_changes_its_size_and_no_token(ranks: RankPool) -> None:
     (needed, _), (unbounded, all_bytes) = ranks.run(refused_budget, 2), ranks.run(with_budget, 2, 0)[0]
     for slots in (1, 2):
@@ -204,6 +207,7 @@ def cache_bytes(grids: tuple[ParallelDims, ...]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_cache_memory_falls_with_every_axis(ranks: RankPool) -> None:
     grids = tuple(GRIDS[number] for number in ON_RANKS[4])
     per_rank = ranks.run(cache_bytes, 4, grids)
@@ -234,6 +238,7 @@ def continue_long_prompt() -> list[int]:
     return generator.generate([long_prompt()], work, [0])[0].tokens.tolist()
 
 
+@pytest.mark.slow
 def test_a_prompt_of_32k_tokens(ranks: RankPool) -> None:
     ids = long_prompt().unsqueeze(0)
     options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
@@ -297,6 +302,7 @@ def refusals() -> dict[str, str]:
     return messages
 
 
+@pytest.mark.slow
 def test_invalid_arguments_are_rejected_on_every_rank(ranks: RankPool) -> None:
     wanted = {
         "none": "[]",

@@ -188,6 +188,7 @@ def on_ranks(cases: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return {(kind, name): replayed(kind, name, meshes[name], works[kind == "llama"]) for kind, name in cases}
 
 
+@pytest.mark.slow
 def test_replayed_steps_give_the_same_responses(ranks: RankPool, exhaustive: bool) -> None:
     cases = [(kind, name) for kind, names in CAPTURED.items() for name in names]
     if exhaustive:
@@ -199,6 +200,7 @@ def test_replayed_steps_give_the_same_responses(ranks: RankPool, exhaustive: boo
     assert not [(case, problem) for of_rank in found for case, problem in of_rank.items() if problem]
 
 
+@pytest.mark.slow
 def test_what_runs_eagerly_could_not_be_captured(ranks: RankPool) -> None:
     (found,) = ranks.run(on_ranks, 1, [(kind, "alone") for kind in EAGER])
     assert all(found.values()), found
@@ -343,6 +345,7 @@ def lengths_read(own: bool) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_that_communicate_capture_the_same_shapes(ranks: RankPool) -> None:
     for own in (False, True):
         first, second = ranks.run(lengths_read, 2, own)
@@ -413,6 +416,7 @@ FAKE_FAULTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(tp=2), ParallelDims(ring=2, ulysses=2)], ids=str)
 @pytest.mark.parametrize("work", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.slow
 def test_steps_on_a_gpu_repeat_the_same_operators_on_the_same_memory(dims: ParallelDims, work: Generate) -> None:
     found = steps("mistral", dims, work, nullcontext)
     assert len(found[0]) > 100
@@ -436,6 +440,7 @@ def reason_of(model_type: str) -> str:
     return eager_reason(empty_model(tiny_config(model_type), causal=True), ParallelDims())
 
 
+@pytest.mark.slow
 def test_what_no_graph_can_have_is_named() -> None:
     assert not any(reason_of(model_type) for model_type in CAPTURED)
     assert all(text in reason_of(model_type) for model_type, text in EAGER.items() if model_type != "dynamic")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
@@ -61,6 +62,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return len(ours) == len(theirs) and torch.allclose(ours.double(), theirs.double(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(ranks: RankPool) -> None:
     whole, *_ = ranks.run(in_parts, 2, "")[0]
     longest = max(whole["tokens"][:2], key=len).tolist()[LENGTHS[0] :]

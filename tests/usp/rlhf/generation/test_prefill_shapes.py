@@ -75,6 +75,7 @@ def planned(shapes: list[tuple[int, int]], many_lengths: bool) -> Counter[str]:
     return Counter(name for name, _ in seen.found)
 
 
+@pytest.mark.slow
 def test_no_plans_are_made_for_prompts_of_many_lengths() -> None:
     shapes = sorted(set(prefilled()))
     assert len(shapes) > 30
@@ -101,6 +102,7 @@ def asked_for(longest: int) -> set[bool]:
 
 
 @pytest.mark.parametrize(("longest", "wanted"), [(_MANY_LENGTHS, {True}), (32, {False, True}), (1, {False})])
+@pytest.mark.slow(but=1)
 def test_prefills_of_short_prompts_ask_for_kernels_without_plans(
     ranks: RankPool, longest: int, wanted: set[bool]
 ) -> None:

@@ -55,6 +55,7 @@ WORKS = [
 
 
 @pytest.mark.parametrize("work", WORKS, ids=str)
+@pytest.mark.slow(but=2)
 def test_samples_follow_the_distribution(work: Generate) -> None:
     wanted = torch.tensor([direct(row.tolist(), work) for row in LOGITS], dtype=torch.float64)
     probs = (LOGITS.double() / work.temperature).softmax(-1)
@@ -81,6 +82,7 @@ def chi_square(counts: Tensor, wanted: Tensor) -> float:
     return float(((counts - expected) ** 2 / expected).sum() - freedom) / max(2 * freedom, 1) ** 0.5
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_follows_the_distribution() -> None:
     logits = 2 * torch.randn(32000, generator=torch.Generator().manual_seed(1))
     probs, bins = logits.double().softmax(-1), 200
@@ -131,6 +133,7 @@ def test_noise_is_exponential_and_independent(dtype: torch.dtype) -> None:
     assert torch.equal(exponential(rows[7:8], token_keys(400)[3:5], dtype), noise[7:8, 3:5])
 
 
+@pytest.mark.slow
 def test_rounding_changes_few_draws() -> None:
     logits = torch.randn(2000, 5000, generator=torch.Generator().manual_seed(3))
     moved = logits + 1e-3 * torch.randn(2000, 5000, generator=torch.Generator().manual_seed(4))

@@ -357,6 +357,7 @@ def own(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow(but=1)
 def test_steps_are_those_of_our_own_decoding(
     ranks: RankPool, folder: Path, own: Own, tmp_path: Path, name: str
 ) -> None:
@@ -374,6 +375,7 @@ def test_steps_are_those_of_our_own_decoding(
     assert all(asked["stop_token_ids"] for asked in server.asked), "else it would decode what is thrown away"
 
 
+@pytest.mark.slow
 def test_a_head_that_is_the_embedding_is_that_of_each_update(
     ranks: RankPool, folder: Path, own: Own, tmp_path: Path
 ) -> None:
@@ -406,6 +408,7 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
+@pytest.mark.slow
 def test_workers_are_sent_what_has_changed(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     """Training and the two workers have other layouts; most weights keep their bits in a step."""
     updates, steps, left = [], [], []
@@ -430,6 +433,7 @@ IN_TWO = [pytest.param("one rank", marks=pytest.mark.exhaustive), "tp 2 on ranks
 
 
 @pytest.mark.parametrize("name", IN_TWO)
+@pytest.mark.slow
 def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, own: Own, tmp_path: Path, name: str) -> None:
     size, tp, options = LAYOUTS[name]
     lora: dict[str, Any] = {"lora_rank": 4, "lora_targets": "q_proj,down_proj", "learning_rate": 3e-2}
@@ -446,6 +450,7 @@ def test_workers_are_sent_adapters_alone(ranks: RankPool, folder: Path, own: Own
 
 
 @pytest.mark.parametrize("name", IN_TWO)
+@pytest.mark.slow
 def test_experts_of_a_server_are_replayed(ranks: RankPool, folder: Path, own: Own, tmp_path: Path, name: str) -> None:
     size, tp, options = LAYOUTS[name]
     replay: dict[str, Any] = {"model": str(folder / "experts"), "router_replay": True, "router_aux_loss_coef": 0.0}
@@ -463,6 +468,7 @@ def test_experts_of_a_server_are_replayed(ranks: RankPool, folder: Path, own: Ow
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.slow
 def test_pieces_have_the_bits_that_were_sent(dtype: torch.dtype) -> None:
     """And their bytes are at most those of all values, after a hundred updates."""
     draw = torch.Generator().manual_seed(3)
@@ -495,6 +501,7 @@ def evaluated(config: RlhfConfig) -> tuple[dict[str, float], list[list[int]]]:
     return {key: value for key, value in metrics.items() if not key.endswith("seconds")}, responses
 
 
+@pytest.mark.slow
 def test_turns_go_on_and_stop_strings_end(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     """At temperature 0, where noise does not matter. Turns on ranks of their own, and strings on one rank."""
     turns = {"environment": f"{folder / 'lengths.py'}:Lengths", "max_observation_tokens": 40}
@@ -511,6 +518,7 @@ def test_turns_go_on_and_stop_strings_end(ranks: RankPool, folder: Path, tmp_pat
         assert all(metrics == pytest.approx(wanted) for metrics, _ in found)
 
 
+@pytest.mark.slow
 def test_partial_rollouts_go_on(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     with stub(2) as server:
         server.breaks = "slow"
@@ -547,6 +555,7 @@ def answers(server: Stub, prompts: int = 1) -> Tensor:
     return torch.tensor(list(found.values()))
 
 
+@pytest.mark.slow
 def test_requests_are_tried_again_and_go_on_where_they_broke() -> None:
     with stub() as server:
         wanted = answers(server, 5)
@@ -574,6 +583,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("breaks", BREAKS)
+@pytest.mark.slow
 def test_a_server_that_fails_is_named(ranks: RankPool, folder: Path, tmp_path: Path, breaks: str) -> None:
     with stub() as server:
         server.breaks = breaks
@@ -590,6 +600,7 @@ def refused(config: RlhfConfig, said: str, size: int = 1) -> None:
         prepare(config, Launch(0, size, local_world_size=size))
 
 
+@pytest.mark.slow
 def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> None:
     def check(said: str, tp: int = 1, size: int = 1, **changes: Any) -> None:
         with stub() as server:
@@ -640,6 +651,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.slow
 def test_a_server_of_another_model_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
     changes, said = OTHERS[name]
     with stub() as server:
@@ -651,6 +663,7 @@ def test_a_server_of_another_model_is_refused(folder: Path, tmp_path: Path, name
             prepare(config, Launch())
 
 
+@pytest.mark.slow
 def test_a_server_of_other_numbers_is_refused(folder: Path, tmp_path: Path) -> None:
     """And not one whose files repeat a tied head, or whose cache is of the dtype by name."""
     with stub(config=TIED) as server:
@@ -672,6 +685,7 @@ def drifts(config: RlhfConfig) -> dict[str, float]:
     return begun(config).step(1).metrics
 
 
+@pytest.mark.slow
 def test_rollouts_of_other_weights_stop_the_run(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     """Before anything is saved, whether log-probabilities are recomputed or not; at low temperatures, too."""
     spread = LlamaConfig(**OF_BYTES, initializer_range=0.2)
@@ -695,6 +709,7 @@ def test_the_drift_that_rounding_explains() -> None:
     assert most_drift(torch.float16, 1.0) == most_drift(torch.float32, 2.0) == most_drift(torch.float32, 0.0) == 1 / 16
 
 
+@pytest.mark.slow
 def test_ranks_need_no_memory_for_a_server(folder: Path, tmp_path: Path) -> None:
     """But what updates keep: the values that are compared, or the base of adapters."""
 
@@ -715,6 +730,7 @@ def test_ranks_need_no_memory_for_a_server(folder: Path, tmp_path: Path) -> None
     assert adapters.own_bytes == whole + 2 * 2 * 4 * 32 * 4
 
 
+@pytest.mark.slow
 def test_workers_need_torch_alone() -> None:
     """An environment of vLLM has neither the packages of a trainer nor its versions of them."""
     code = "import sys, usp.rlhf.served; print({'transformers', 'tyro', 'safetensors'} & {*sys.modules})"

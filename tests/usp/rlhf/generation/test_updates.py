@@ -56,5 +56,6 @@ def own_decoding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-tied-deep", "qwen3_moe"])
+@pytest.mark.slow(but=1)
 def test_own_decoding_is_that_of_the_new_weights(ranks: RankPool, name: str) -> None:
     ranks.run(own_decoding, 2, name)

@@ -71,6 +71,7 @@ def test_cycles_are_reported() -> None:
         DataflowGraph((function("a", "", "x"), function("b", "x z", "y"), function("c", "y", "z")), ())
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_order_puts_producers_first_and_each_call_as_early_as_possible(data: st.DataObject) -> None:
     number = data.draw(st.integers(1, 8))

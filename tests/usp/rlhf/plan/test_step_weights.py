@@ -69,6 +69,7 @@ DEGREES = {
 
 @pytest.mark.parametrize("degrees", DEGREES)
 @pytest.mark.parametrize("name", NAMED_PLANS)
+@pytest.mark.slow
 def test_a_step_sends_what_its_ranks_lack_once(name: str, degrees: str) -> None:
     graph = ppo()
     plan = named_plan(name, graph, replace(FACTS, **DEGREES[degrees]))
@@ -143,6 +144,7 @@ def three_layouts(gap: str) -> tuple[DataflowGraph, ExecutionPlan]:
 
 
 @pytest.mark.parametrize("gap", ["", "with less memory", "with as much memory"])
+@pytest.mark.slow(but=1)
 def test_a_copy_stays_past_other_calls_only_where_these_need_no_more_memory_than_before(gap: str) -> None:
     graph, plan = three_layouts(gap)
     weights = plan_weights(graph, plan, layouts_of(graph, plan), **OPTIONS)

@@ -190,6 +190,7 @@ def deltas(ranks: RankPool, exhaustive: bool) -> list[dict[str, list[Any]]]:
 
 
 @pytest.mark.parametrize("name", [*FEW, pytest.param(DELTAS[1], marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_an_engine_is_sent_what_has_changed(deltas: list[dict[str, list[Any]]], name: str) -> None:
     (told, _), (others, _) = deltas[0][name]
     sizes = [(step.pop(SENT_BYTES), step.pop(WHOLE_BYTES)) for step, _ in others]
@@ -218,6 +219,7 @@ def differences(wanted: Any, found: Any) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_steps_with_an_engine_are_those_with_our_own_decoding(results: list[dict[str, list[Any]]], name: str) -> None:
     (own, _), (engine, _) = results[0][name]
     assert differences(own, engine) < 1e-5

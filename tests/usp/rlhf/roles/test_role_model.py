@@ -391,6 +391,7 @@ def test_responses_are_samples_aligned_with_their_tokens() -> None:
     assert first != second and len(generate_samples(Samples((), {}), Generate(), 11, Echo())) == 0
 
 
+@pytest.mark.slow
 def test_every_layout_matches_a_single_process(ranks: RankPool, exhaustive: bool) -> None:
     chosen = CASES + MORE if exhaustive else [replace(case, dims=case.few, ranks=4) for case in CASES]
     wanted = {case.alone: train_alone(*case.alone) for case in chosen}

@@ -21,6 +21,7 @@ def samples_of(lengths: list[int], first: int = 0) -> Samples:
     return Samples(tuple(range(first, first + len(lengths))), {"tokens": tokens, "x": [t / 2 for t in tokens]})
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(1, 40), max_size=24).map(lambda lengths: lengths[: len(lengths) // 2 * 2]),
     unit=st.sampled_from([1, 2]),
@@ -86,10 +87,12 @@ def _check_sums(batch: dict[str, Tensor], whole: Tensor, mesh: ParallelMesh) -> 
     assert torch.allclose(x.grad, of_token)
 
 
+@pytest.mark.slow
 def test_rows_and_sums_on_ranks(ranks: RankPool) -> None:
     ranks.run(rows_on_ranks, 8)
 
 
+@pytest.mark.slow
 def test_values_that_are_not_per_token_are_rejected(ranks: RankPool) -> None:
     ranks.run(refuse_short_values, 1)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -55,6 +56,7 @@ def saved(families: tuple[Family, ...]) -> int:
 texts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=0, max_size=7)
 
 
+@pytest.mark.slow
 @given(texts, st.integers(0, 12), st.booleans(), st.data())
 def test_families_share_equal_tokens_and_save_most(texts, budget: int, counting: bool, data: st.DataObject) -> None:
     lengths = list(map(len, texts))
@@ -149,6 +151,7 @@ def largest(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(errors, default=0.0)
 
 
+@pytest.mark.slow
 def test_shared_prefixes_change_no_result(ranks: RankPool, exhaustive: bool) -> None:
     """Without --exhaustive without the first case, of which each other one has a part, and the last on two ranks."""
     every = {4: CASES} if exhaustive else {4: CASES[1:-1], 2: [replace(CASES[-1], dims=ParallelDims(ring=2))]}

@@ -103,6 +103,7 @@ def run_plans(folder: Path, names: tuple[str, ...]) -> list[Run]:
     return runs
 
 
+@pytest.mark.slow
 def test_every_plan_matches_a_single_process(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     graph, alone = ppo(), Alone()
     every = [plan for plan in plans(graph) if exhaustive or plan.name in ("one rank", "separation", "mixed")]
@@ -172,6 +173,7 @@ def run_meeting(folder: Path) -> None:
     made.run_step(prompts(PROMPTS, 1), number=1, seed=1)
 
 
+@pytest.mark.slow
 def test_calls_on_disjoint_ranks_run_at_the_same_time(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(run_meeting, 8, tmp_path)
 

@@ -109,6 +109,7 @@ def run_plans() -> tuple[list[Run], dict[str, float]]:
     return runs, result.metrics
 
 
+@pytest.mark.slow
 def test_samples_are_made_with_the_weights_before_the_last_train_steps(ranks: RankPool) -> None:
     graph, alone = ppo(), Alone()
     values = [alone.roll_out(graph, asked(1).given, derived_seed(1, "actor_generate"))]

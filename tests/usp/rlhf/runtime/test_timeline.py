@@ -142,6 +142,7 @@ def offset_of_late_rank(apart: float) -> float:
         return clock_offset()
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_have_one_clock_however_late_they_are(ranks: RankPool) -> None:
     first, *others = ranks.run(offset_of_late_rank, 3, 0.0)
     assert others == [first] * 2
@@ -182,6 +183,7 @@ def test_totals_sum_over_ranks_and_average_over_steps() -> None:
     assert (reward.seconds, reward.share, reward.ratio) == (pytest.approx(1.7), pytest.approx(1.7 / 8), None)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_writes_a_trace_and_a_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ def ends(draw: st.DrawFn, keys: tuple[str, ...], weights: list[int]) -> Transfer
     return TransferEnd(CallLayout(tuple(sorted(ranks)), dims), balance(range(len(weights)), weights, dims.batch), keys)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_each_rank_receives_exactly_the_inputs_that_it_lacks(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))

@@ -79,6 +79,7 @@ def metrics_of(folder: Path) -> torch.Tensor:
     return torch.tensor([[record[name] for name in names] for record in records], dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_stages_are_those_of_one_process_and_resume_anywhere(
     ranks: RankPool, base: TrainConfig, tmp_path: Path, exhaustive: bool
 ) -> None:
@@ -128,6 +129,7 @@ def test_stages_are_those_of_one_process_and_resume_anywhere(
             prepare(replace(last, curriculum=stages), Launch(world_size=2, local_world_size=2))
 
 
+@pytest.mark.slow
 def test_a_curriculum_is_read_from_a_file_or_a_configuration(base: TrainConfig, tmp_path: Path) -> None:
     text = "- {steps: 2, seq-len: 8K, data: 'a=0.7,b=0.3', sp_ulysses: 2}\n- {steps: 3, batch_size: 4}\n"
     (tmp_path / "stages.yaml").write_text(text)

@@ -147,6 +147,7 @@ def each(configs: list[TrainConfig]) -> list[tuple[dict[str, Tensor], int, int, 
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.slow
 def test_steps_are_those_of_torch_in_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     wanted, losses = Alone(tmp_path).updated(), torch.tensor(Alone(tmp_path).trained(), dtype=torch.float64)
@@ -162,6 +163,7 @@ def test_steps_are_those_of_torch_in_one_process(ranks: RankPool, tmp_path: Path
         assert (torch.tensor(found[0][number][3]) / losses - 1).abs().max() <= 1e-4, flags
 
 
+@pytest.mark.slow
 def test_adapters_are_matrices_too(ranks: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     tiny_model("llama").save_pretrained(tmp_path)
@@ -172,6 +174,7 @@ def test_adapters_are_matrices_too(ranks: RankPool, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.slow
 def test_the_dry_run_knows_one_moment_per_weight_and_the_exchange() -> None:
     adamw, muon = (dry_run(TrainConfig(seq_len=256, device="cpu", optimizer=kind), 4) for kind in ("adamw", "muon"))
     matrices = sum(p.numel() for p in hidden_matrices_of("tiny"))

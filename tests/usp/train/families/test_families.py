@@ -178,6 +178,7 @@ def cases(exhaustive: bool) -> dict[str, list[str]]:
     return {name: list(MESHES | EXPERT_MESHES if name in experts else MESHES) for name in trained}
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     exhaustive = request.config.getoption("--exhaustive")
     wrong: dict[tuple[str, str], Any] = {}
@@ -201,6 +202,7 @@ def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, 
     assert trained >= set(CHOSEN) and (not exhaustive or len(trained) >= 105)
 
 
+@pytest.mark.slow
 def test_a_residual_in_float32_passes_on_in_bfloat16(ranks: RankPool, tmp_path: Path) -> None:
     write("mamba", tmp_path)
     (expected,) = plain_steps("mamba", 1)
@@ -218,6 +220,7 @@ def test_a_residual_in_float32_passes_on_in_bfloat16(ranks: RankPool, tmp_path: 
         ("modernbert-decoder", "ModernBertDecoderForCausalLM lacks an embedding of ids"),
     ],
 )
+@pytest.mark.slow
 def test_other_models_are_refused_before_anything_else(tmp_path: Path, model_type: str, why: str) -> None:
     tiny_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=f"model_type='{model_type}', which is not trained: .*{why}"):
@@ -232,6 +235,7 @@ def test_a_model_that_cannot_be_divided_into_stages_is_refused_with_pp_only(tmp_
     assert any("cannot be divided into pipeline stages" in said for said in resolve(replace(asked, pp=2), 2).problems)
 
 
+@pytest.mark.slow
 def test_dropout_is_disabled_by_a_flag_and_refused_without(tmp_path: Path) -> None:
     write("gpt2", tmp_path, resid_pdrop=0.1, attn_pdrop=0.2)
     asked = TrainConfig(model=str(tmp_path), seq_len=64)
@@ -241,6 +245,7 @@ def test_dropout_is_disabled_by_a_flag_and_refused_without(tmp_path: Path) -> No
     assert not found.problems and found.model_config.resid_pdrop == found.model_config.attn_pdrop == 0.0
 
 
+@pytest.mark.slow
 def test_experts_are_balanced_only_as_transformers_does(tmp_path: Path) -> None:
     tiny_model("deepseek_v3").save_pretrained(tmp_path)
     for asked, refused in ((0.1, True), (0.0, False), (-1, False)):

@@ -139,6 +139,7 @@ def difference(found: Any, wanted: Any) -> float:
     return (found / wanted - 1).abs().max().item()
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     cases = {family: list(MIXTURES) for family in DENSE} if exhaustive else CHOSEN
     found: dict[tuple[str, str], float] = {}
@@ -177,6 +178,7 @@ def watch_engines(patch: pytest.MonkeyPatch) -> list[Fsdp2Engine]:
     return engines
 
 
+@pytest.mark.slow
 def test_messages_are_not_repeated_and_bfloat16_is_near(ranks: RankPool, tmp_path: Path) -> None:
     write("qwen3_5_text", tmp_path)
     found = ranks.run(modes, 4, str(tmp_path))
@@ -185,6 +187,7 @@ def test_messages_are_not_repeated_and_bfloat16_is_near(ranks: RankPool, tmp_pat
     assert sum(sent[2] for sent, *_ in found) > 1.4 * sum(sent[0] for sent, *_ in found)
 
 
+@pytest.mark.slow
 def test_recurrent_layers_are_refused_under_tp(ranks: RankPool, tmp_path: Path) -> None:
     write("qwen3_5_text", tmp_path)
     flags = {"tp": 2, "sp_ring": 2, "batch_size": 4}
@@ -195,6 +198,7 @@ def test_recurrent_layers_are_refused_under_tp(ranks: RankPool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", [*DENSE, "bamba", "falcon_h1", "lfm2", "zamba2"])
+@pytest.mark.slow(but=2)
 def test_every_parameter_and_buffer_is_initialised(family: str) -> None:
     config = (tiny if family in DENSE else hybrid)(family).config
     ours, theirs = drawn_model(config), AutoModelForCausalLM.from_config(config)
@@ -204,6 +208,7 @@ def test_every_parameter_and_buffer_is_initialised(family: str) -> None:
         assert torch.equal(buffer, other), name
 
 
+@pytest.mark.slow
 def test_layers_without_attention_attend_to_nothing() -> None:
     facts = model_facts("", tiny("qwen3_5_text").config)
     assert facts.windows == (NO_ATTENTION, NO_ATTENTION, 0, NO_ATTENTION)
