@@ -100,8 +100,8 @@ NORM_LAUNCHES = 8
 LAYER_LAUNCHES = 2 * NORM_LAUNCHES + 2 * 5 + 2 + 1 + 2  # norms, rotations, an MLP's activation, attention, additions
 EXPERT_LAUNCHES = 20  # choosing experts, sorting rows by expert and back
 RING_LAUNCHES = 8  # per step after the first: two messages, attention, merging its output and lse
-# Time of the host in operators, about as `benchmarks/host_time` measures: of a collective that FSDP2 or DTensor issues,
-# without its message, and of a training step besides its layers (embedding, head, gradients' norm, optimizer).
+# Time of the host in operators, about as on a CPU under gloo: of a collective that FSDP2 or DTensor issues, without its
+# message, and of a training step besides its layers (embedding, head, gradients' norm, optimizer).
 COLLECTIVE_LAUNCHES, STEP_LAUNCHES = {"fsdp": 45.0, "efsdp": 45.0, "tp": 30.0}, 200
 # Bytes per element: gradient read for the norm; read and written by clipping; parameter and both states likewise.
 OPTIMIZER_BYTES = 4 + 8 + 3 * 8

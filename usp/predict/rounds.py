@@ -2,7 +2,7 @@
 
 A burst of other work then reaches one turn of several calls, rather than all turns of one call. Other work can only
 slow a call down, so the estimate is the mean of its fastest eighth of turns, which differs less between runs under load
-than the median or the mean do (`benchmarks/calibration`). A turn lasts until the slowest rank has made its calls, as a
+than the median or the mean do. A turn lasts until the slowest rank has made its calls, as a
 step of training does. Each third of the rounds, every third one, gives an estimate as well; the spread is of these. A
 turn is read from the clock of torch.utils.benchmark, which waits for the device."""
 

@@ -1,1 +1,0 @@
-"""Token stores: how fast they are written, and what reading them costs a training step."""
