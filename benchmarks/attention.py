@@ -8,25 +8,17 @@ the last rank's end.
     python -m benchmarks.attention            # about half an hour on two cores
     python -m benchmarks.attention --quick    # about a minute; saves nothing
     python -m benchmarks.attention --cluster  # two emulated hosts of four ranks, connected by 1 Gbit/s
-    python -m benchmarks.attention --cluster --timed-kernels  # on kernels that only take time; saves nothing
-    python -m benchmarks.attention --processor  # time of the processor, in kernels and outside; saves nothing
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,8 +27,7 @@ from torch import Tensor
 from benchmarks.baselines import yunchang_cpu
 from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import Runner, median_milliseconds, peak_bytes, sent_bytes, time_in_turns
-from benchmarks.harness.record import Record, finish
-from benchmarks.harness.timed_kernels import timed_kernels
+from benchmarks.harness.record import Record, finish, parser_of
 from tests.harness.ranks import RankPool
 from usp import Mask, UnifiedSPAttention, shard_sequence
 from usp.parallel import ParallelDims, ParallelMesh
@@ -45,7 +36,6 @@ BATCH, HEAD_DIM = 1, 64
 RATE = "1gbit"  # between the hosts of --cluster
 SYSTEMS = ("ours", "yunchang", "one process")
 GROUPED = "ours in head groups"
-FORWARD = "_scaled_dot_product_flash_attention_for_cpu"  # the kernel of all systems
 
 
 @dataclass(frozen=True)
@@ -82,32 +72,28 @@ def one_process(q_BSNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, *, causal: bool)
 # On each rank
 
 
-def measure(case: Case, warmups: int, iterations: int, peer: bool, single: bool = True) -> dict[str, Any]:
-    """Return this rank's spans, bytes, peak memory and differences from one process, by system.
-
-    Args:
-        peer: also measure yunchang, where it supports the case.
-        single: also measure one process, and compare with it.
-    """
+def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, Any]:
+    """Return this rank's spans, bytes, peak memory and differences from one process, by system. peer: also measure
+    yunchang, where it supports the case."""
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator().manual_seed(0)
     counts = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     whole = [torch.randn(BATCH, case.seq_len, n, HEAD_DIM, generator=generator).to(dtype) for n in counts]
     mesh = ParallelMesh.create(ParallelDims(ulysses=case.ulysses, ring=case.ring), device_type="cpu")
     attention = UnifiedSPAttention(mesh, layout=case.layout, kernel="auto")
-    runners: dict[str, Runner | None] = {
-        "ours": Runner.make(attention, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole),
-        **({"one process": None} if single else {}),
-    }
+
+    def runner(system: Callable[..., Tensor]) -> Runner:
+        return Runner.make(system, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole)
+
+    runners: dict[str, Runner | None] = {"ours": runner(attention), "one process": None}
     exposed = {"ours": attention.time_exposed()}
     if groups := case.head_groups:
         grouped = UnifiedSPAttention(mesh, layout=case.layout, head_groups=groups)
-        exposed[GROUPED] = grouped.time_exposed()
-        runners[GROUPED] = Runner.make(grouped, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole)
+        exposed[GROUPED], runners[GROUPED] = grouped.time_exposed(), runner(grouped)
     if peer and case.kv_heads % case.ulysses == 0:  # otherwise yunchang fails in a reshape
         theirs = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
         runners["yunchang"] = Runner.make(theirs.attention, theirs.shard, whole)
-    if single and dist.get_rank() == 0:
+    if dist.get_rank() == 0:
         alone = Runner.make(one_process, torch.clone, whole)
         runners["one process"] = replace(alone, threads=os.cpu_count() or 1)
     sizes = (torch.Size((BATCH, case.seq_len // attention.ranks, n, HEAD_DIM)) for n in (case.heads, case.kv_heads))
@@ -118,65 +104,12 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool, single: bool 
         "predicted": {"forward": predicted.forward, "backward": predicted.backward},
         "sent": {name: sent_bytes(runner) for name, runner in distributed.items()},
         "peak": {name: peak_bytes(runner) for name, runner in runners.items() if runner},
-        "difference": differences(runners, distributed) if single else dict.fromkeys(distributed, math.nan),
+        "difference": differences(runners, distributed),
     }
 
 
-def processor_milliseconds(case: Case, iterations: int) -> dict[str, list[float]]:
-    """Return the time of this rank's processor for a step, and of it in the forward and in the backward kernels; by
-    system, medians."""
-    dtype, generator = getattr(torch, case.dtype), torch.Generator().manual_seed(0)
-    counts = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    whole = [torch.randn(BATCH, case.seq_len, n, HEAD_DIM, generator=generator).to(dtype) for n in counts]
-    mesh = ParallelMesh.create(ParallelDims(ulysses=case.ulysses, ring=case.ring), device_type="cpu")
-    attention = UnifiedSPAttention(mesh, layout=case.layout, kernel="auto")
-    runners = {"ours": Runner.make(attention, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole)}
-    theirs = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
-    runners["yunchang"] = Runner.make(theirs.attention, theirs.shard, whole)
-    spent = [0.0, 0.0]
-
-    def timed(number: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            begin = time.thread_time()
-            results = kernel(*args, **options)
-            spent[number] += time.thread_time() - begin
-            return results
-
-        return call
-
-    aten, backward = torch.ops.aten, f"{FORWARD}_backward"
-    kernels = timed(0, getattr(aten, FORWARD)), timed(1, getattr(aten, backward))
-    times: dict[str, list[list[float]]] = {name: [] for name in runners}
-    with mock.patch.object(aten, FORWARD, kernels[0]), mock.patch.object(aten, backward, kernels[1]):
-        for _ in range(2 + iterations):
-            for name, runner in runners.items():
-                dist.barrier()
-                spent[:], begin = [0.0, 0.0], time.thread_time()
-                runner.step()
-                times[name].append([1e3 * x for x in (time.thread_time() - begin, *spent)])
-    return {name: [statistics.median(each) for each in zip(*of[2:], strict=True)] for name, of in times.items()}
-
-
-def print_processor(chosen: Sequence[Case], iterations: int) -> None:
-    """Print the time of all ranks' processors, which other work on the machine changes less than that of the clock."""
-    with RankPool() as ranks:
-        for case in chosen:
-            by_rank = ranks.run(processor_milliseconds, case.ranks, case, iterations, timeout=600.0)
-            sums = {name: [sum(each) for each in zip(*(r[name] for r in by_rank), strict=True)] for name in by_rank[0]}
-            print(
-                f"{case.ulysses} x {case.ring}  {case.seq_len:,}  {case.heads}/{case.kv_heads}  {case.dtype}", end="  "
-            )
-            for name, (total, forward, backward) in sums.items():
-                rest = total - forward - backward
-                print(f"{name}: {total:.0f} ms, kernels {forward:.0f} + {backward:.0f}, rest {rest:.0f}", end="  ")
-            (ours, *in_kernels), (theirs, *_) = sums.values()
-            print(f"ours of yunchang's: {ours / theirs:.2f}, kernels alone {sum(in_kernels) / theirs:.2f}", flush=True)
-
-
-def measure_all(chosen: Sequence[Case], warmups: int, iterations: int, peer: bool, timed: bool) -> list[dict[str, Any]]:
-    """Return `measure` of each case; `timed`: on `timed_kernels`."""
-    with timed_kernels() if timed else nullcontext():
-        return [measure(case, warmups, iterations, peer, single=not timed) for case in chosen]
+def measure_all(chosen: Sequence[Case], warmups: int, iterations: int, peer: bool) -> list[dict[str, Any]]:
+    return [measure(case, warmups, iterations, peer) for case in chosen]
 
 
 def differences(runners: dict[str, Runner | None], distributed: dict[str, Runner]) -> dict[str, float]:
@@ -240,20 +173,12 @@ def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 COLUMNS = (
-    "u x r",
-    "layout",
-    "tokens",
-    "heads",
-    "dtype",
-    "forward ms",
-    "fwd + bwd ms",
-    "of yunchang",
-    "of 1 process",
-    "in head groups",
-    "exposed ms",
-    "units sent",
-    "peak MiB",
-    "difference",
+    "u x r", "layout", "tokens", "heads", "dtype", "forward ms", "fwd + bwd ms", "of yunchang", "of 1 process",
+    "in head groups", "exposed ms", "units sent", "peak MiB", "difference",
+)  # fmt: skip
+QUESTIONS = (
+    "Is attention faster than yunchang's, and does it send less?",
+    "And on two hosts with 1 Gbit/s between them?",
 )
 READING = (
     "u x r: ulysses x ring ranks. Times: medians of ours / yunchang / one process. Units sent and peak MiB: ours / "
@@ -289,33 +214,34 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Return how to read the table, the headline ratios, and the patches of the baseline."""
-    found = list(READING)
-    peered = [row for row in rows if "yunchang" in row["units"]]
-    standard = [
-        r
-        for r in peered
-        if "one process" in r["milliseconds"] and _is(r, ranks=4, layout="zigzag", dtype="float32", heads=8, kv_heads=8)
-    ]
+def of_systems(rows: Sequence[dict[str, Any]], peer: str) -> list[float]:
+    """Return our time of forward and backward over that of another system."""
+    times = [row["milliseconds"] for row in rows if peer in row["milliseconds"]]
+    return [each["ours"]["step"] / each[peer]["step"] for each in times]
+
+
+def answer(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the headline ratios: of 8 ranks' grids on two hosts, or of the standard cases on 4 ranks."""
+    standard = [r for r in rows if _is(r, ranks=4, layout="zigzag", dtype="float32", heads=8, kv_heads=8)]
+    if not standard:
+        ratios = of_systems(rows, "yunchang") or [math.nan]
+        return f"It takes {min(ratios):.2f} to {max(ratios):.2f} of yunchang's time over four grids of 8 ranks."
+    found = []
     for seq_len in sorted({row["seq_len"] for row in standard}):
         group = [row for row in standard if row["seq_len"] == seq_len]
-        of_peer = [r["milliseconds"]["ours"]["step"] / r["milliseconds"]["yunchang"]["step"] for r in group]
-        of_limit = [r["milliseconds"]["ours"]["step"] / r["milliseconds"]["one process"]["step"] for r in group]
-        found.append(
-            f"4 ranks, zigzag, float32, {seq_len:,} tokens, forward + backward: geometric mean "
-            f"{statistics.geometric_mean(of_peer):.2f} of yunchang (worst {max(of_peer):.2f}) and "
-            f"{statistics.geometric_mean(of_limit):.2f} of one process (worst {max(of_limit):.2f})."
+        each = " and ".join(
+            f"{statistics.geometric_mean(ratios):.2f} of {whose} (worst {max(ratios):.2f})"
+            for name, whose in (("yunchang", "yunchang's time"), ("one process", "one process's on the same cores"))
+            if (ratios := of_systems(group, name))
         )
-    rings = [row for row in standard if row["ring"] == 4]
-    if rings:
-        ours, peer = rings[0]["units"]["ours"], rings[0]["units"]["yunchang"]
-        found.append(f"Ring of 4, zigzag: {ours:.2f} units sent per rank, yunchang {peer:.2f}.")
+        found.append(f"{each} at {seq_len:,} tokens")
     exact = sum(row["sent_as_predicted"] for row in rows)
-    found.append(f"Bytes counted on the wire equal the predicted bytes on every rank in {exact} of {len(rows)} cases.")
-    if peered:
-        found += [f'yunchang patch "{name}": {reason}.' for name, reason in yunchang_cpu.PATCHES.items()]
-    return tuple(found)
+    rings = [" and yunchang ".join(f"{n:.2f}" for n in row["units"].values()) for row in standard if row["ring"] == 4]
+    sent = f" In a ring of 4, ours sends {rings[0]} times the activations of a sequence per rank." if rings else ""
+    return (
+        f"A forward and backward pass on 4 ranks takes {'; '.join(found)}.{sent} Bytes on the wire equal the predicted "
+        f"ones in {exact} of {len(rows)} cases."
+    )
 
 
 def _is(row: dict[str, Any], *, ranks: int, **fields: Any) -> bool:
@@ -347,56 +273,42 @@ def on_one_host(chosen: Sequence[Case], iterations: int, peer: bool) -> Iterator
             yield summarise(case, ranks.run(measure, case.ranks, case, 2, iterations, peer, timeout=1800.0))
 
 
-def on_two_hosts(chosen: Sequence[Case], iterations: int, peer: bool, timed: bool = False) -> Iterator[dict[str, Any]]:
+def on_two_hosts(chosen: Sequence[Case], iterations: int, peer: bool) -> Iterator[dict[str, Any]]:
     with cluster(2, RATE) as hosts:
-        by_rank = hosts.call(measure_all, 4, tuple(chosen), 2, iterations, peer, timed, timeout=3600.0)
-    yield from (
-        summarise(case, list(results)) for case, results in zip(chosen, zip(*by_rank, strict=True), strict=True)
-    )
+        by_rank = hosts.call(measure_all, 4, tuple(chosen), 2, iterations, peer, timeout=3600.0)
+    for case, results in zip(chosen, zip(*by_rank, strict=True), strict=True):
+        yield summarise(case, list(results))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time, bytes and memory of unified attention, against yunchang.")
-    parser.add_argument("--quick", action="store_true", help="4 ranks, 2,048 tokens, 3 iterations; save nothing")
+    parser = parser_of(__doc__ or "", quick="2,048 tokens, 3 iterations")
     parser.add_argument("--cluster", action="store_true", help=f"two emulated hosts of four ranks, connected by {RATE}")
-    parser.add_argument(
-        "--iterations", type=int, default=None, help="timed rounds per case (default 7, or 3 with --quick)"
-    )
-    parser.add_argument(
-        "--timed-kernels", action="store_true", help="with --cluster: kernels only take time; save nothing"
-    )
-    parser.add_argument(
-        "--processor", action="store_true", help="time of the processors of one host's ranks, and of it in kernels"
-    )
+    parser.add_argument("--iterations", type=int, help="timed rounds per case (default 7, or 3 with --quick)")
     parser.add_argument("--no-peer", action="store_true", help="skip yunchang")
-    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
     if not args.no_peer and find_spec("yunchang") is None:
         raise SystemExit('yunchang is not installed: pip install -c constraints.txt -e ".[bench]", or pass --no-peer')
-    if args.timed_kernels and not args.cluster:
-        raise SystemExit("--timed-kernels needs --cluster: without a slow link, there is little to hide")
-    if args.processor and (args.cluster or args.no_peer):
-        raise SystemExit("--processor compares with yunchang on one host: remove --cluster and --no-peer")
-    reason = unavailable() if args.cluster else None
-    if reason:
+    if args.cluster and (reason := unavailable()):
         raise SystemExit(f"--cluster is not available: {reason}")
-    iterations = args.iterations or (3 if args.quick else 7)
-    if args.processor:
-        chosen = [case for case in cases(quick=args.quick) if case.kv_heads % case.ulysses == 0]
-        print_processor([case for case in chosen if case.layout == "zigzag"], iterations)
-        return
     os.environ["KINETO_LOG_LEVEL"] = "99"  # silences the profiler that tracks memory
-    on_ranks = partial(on_two_hosts, timed=args.timed_kernels) if args.cluster else on_one_host
+    on_ranks = on_two_hosts if args.cluster else on_one_host
     rows = []
-    for row in on_ranks(cases(quick=args.quick, hosts=args.cluster), iterations, not args.no_peer):
+    for row in on_ranks(
+        cases(quick=args.quick, hosts=args.cluster), args.iterations or (3 if args.quick else 7), not args.no_peer
+    ):
         rows.append(row)
         print(*cells(row), sep="  ", flush=True)
-    name = "attention_cluster" if args.cluster else "attention"
-    where = f"two hosts of four CPU ranks, {RATE} between them" if args.cluster else "CPU ranks"
-    question = f"Unified attention on {where}: time, bytes sent and memory"
-    command = f"python -m benchmarks.attention{' --cluster' if args.cluster else ''}"
-    record = Record.of(name, question, COLUMNS, map(cells, rows), notes(rows), rows, command=command)
-    finish(record, args.output, save=not (args.quick or args.timed_kernels))
+    patches = () if args.no_peer else (f'yunchang patch "{name}": {why}.' for name, why in yunchang_cpu.PATCHES.items())
+    record = Record.of(
+        "attention_cluster" if args.cluster else "attention",
+        QUESTIONS[args.cluster],
+        answer(rows),
+        COLUMNS,
+        map(cells, rows),
+        (*READING, *patches),
+        command=f"python -m benchmarks.attention{' --cluster' if args.cluster else ''}",
+    )
+    finish(record, args)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,21 @@
-"""Host time of one attention call, what it launches besides the attention kernels, and host time of a training step.
+"""Host time of one attention call, and what it launches besides the attention kernels.
 
 One process takes the place of a rank: messages go to torch's fake process group, and the attention kernels of all
 systems allocate their results and compute nothing. What remains is the time in which the host prepares a call, which a
-GPU hides only where its kernels take longer. Systems alternate; each figure is the least CPU time of a call. Training
-steps of few tokens tell what a layer takes the host, and what FSDP2 and DTensor add for each of their collectives: the
-constants of `usp/predict/compute.py`.
+GPU hides only where its kernels take longer. Systems alternate; each figure is the least CPU time of a call.
 
-    python -m benchmarks.host_time            # about three minutes
-    python -m benchmarks.host_time --quick    # counts, and times of few calls, no steps; saves nothing
+    python -m benchmarks.host_time            # about two minutes
+    python -m benchmarks.host_time --quick    # counts, and times of few calls
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,30 +24,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.baselines import yunchang_cpu
-from benchmarks.fitted_rates import ROOT, called
-from benchmarks.harness.record import Record, finish
+from benchmarks.harness.record import Record, finish, parser_of
 from usp import Mask, UnifiedSPAttention
 from usp.attention import DecodeStep, Kernel, KVCache
 from usp.attention.kernels.varlen import lower_varlen
 from usp.parallel import ParallelDims, ParallelMesh
-from usp.planning.step_report import measured
-from usp.predict.compute import LAYER_LAUNCHES
 from usp.sp import sp_attention
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 16, 8, 8, 8  # of a rank: small, so that the host's time is all there is
 CACHED, SLOTS = 64, 4
 PLANNED_TOKENS, PLANNED_RANKS, DOCUMENTS, SAMPLES = 2**20, 64, 16_000, 16  # of planning; samples and their prefix
 PLANNED = (("zigzag", False), ("balanced", False), ("striped", False), ("zigzag", True), ("striped", True))
-FEW, MORE = 2, 8  # layers
-OPERATORS = 3 * (7 + LAYER_LAUNCHES)  # of a layer's forward and backward, products among them
-STEPS: dict[str, tuple[int, tuple[str, ...], int]] = {  # of training: ranks, flags, collectives of a layer
-    "alone": (0, (), 0),
-    "FSDP2": (2, ("--zero", "3"), 3),
-    "DTensor": (2, ("--tp", "2"), 4),
-}
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "_local_scalar_dense", "detach", "alias")
 
 
@@ -133,7 +117,7 @@ def systems(case: Case) -> dict[str, Callable[..., Tensor]]:
     if case.ranks > 1 and find_spec("yunchang"):
         chosen["yunchang"] = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout="zigzag").attention
     if case.ranks == 1:
-        chosen["torch's SDPA"] = sdpa
+        chosen[SDPA] = sdpa
     return chosen
 
 
@@ -230,32 +214,6 @@ def measure_decoding(ranks: int, rounds: int, repeats: int) -> dict[str, Any]:
     return {"case": {"name": f"decode step, sp {ranks}"}, "systems": {"ours": figures}}
 
 
-def measure_steps() -> dict[str, float]:
-    """Return the microseconds of an operator of a layer, and the operators that take as long as a collective of each
-    library with its message, and as the step besides its layers."""
-    seconds: dict[tuple[str, int], float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for layers in (FEW, MORE):
-            model = f"{folder}/{layers}"
-            sizes: dict[str, Any] = {
-                "hidden_size": 128,
-                "intermediate_size": 352,
-                "num_attention_heads": 8,
-                "vocab_size": 384,
-            }
-            LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes)).save_pretrained(model)
-            for name, (ranks, flags, _) in STEPS.items():
-                run = Path(f"{model}-{name}")
-                options = ["--seq-len", "64", "--steps", "63", "--device", "cpu", "--dtype", "float32", *flags]
-                command = [str(ROOT / "train.py"), "--model", model, "--tokenizer", "bytes", *options]
-                called([*command, "--output", str(run)], ranks)
-                seconds[name, layers] = measured(run).seconds
-    layer = {name: (seconds[name, MORE] - seconds[name, FEW]) / (MORE - FEW) for name in STEPS}
-    operator = layer["alone"] / OPERATORS
-    found = {name: (layer[name] - layer["alone"]) / operator / number for name, (*_, number) in STEPS.items() if number}
-    return {"operator": 1e6 * operator, **found, "step": (seconds["alone", FEW] - FEW * layer["alone"]) / operator}
-
-
 def rows(data: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for result in data:
         for name, figures in result["systems"].items():
@@ -266,20 +224,13 @@ def rows(data: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             yield result["case"]["name"], name, *cells
 
 
+QUESTION, SDPA = "How long does the host prepare a call?", "torch's SDPA"
 COLUMNS = ("call", "system", "us forward", "us backward", "launches fwd", "bwd", "bytes fwd", "bwd")
 NOTES = (
     f"{TOKENS} tokens of a rank, {HEADS} query and {KV_HEADS} KV heads, head dim {HEAD_DIM}, bfloat16; zigzag",
     "launches and bytes: operators besides attention kernels and messages, and what they read and write",
     "a merge takes the operators of torch here; where Triton is, one launch and 10 bytes an element of out",
 )
-
-
-def step_note(found: dict[str, float]) -> str:
-    return (
-        f"a training step of 64 tokens: {found['operator']:.0f} us for each of the {OPERATORS} operators of a layer; "
-        f"in operators, {found['FSDP2']:.0f} for a collective of FSDP2 and {found['DTensor']:.0f} for one of DTensor, "
-        f"a message by gloo included, and {found['step']:.0f} for the step besides its layers"
-    )
 
 
 def planning_note(found: dict[str, Any]) -> str:
@@ -290,20 +241,28 @@ def planning_note(found: dict[str, Any]) -> str:
     )
 
 
+def answer(data: list[dict[str, Any]]) -> str:
+    def microseconds(call: str, system: str) -> str:
+        (found,) = (result["systems"] for result in data if result["case"]["name"] == call)
+        if system not in found:
+            return "unknown"
+        first, both = found[system]["microseconds"].values()
+        return f"{first:.0f} and {both - first:.0f}"
+
+    return (
+        f"{microseconds('ring 1', 'ours')} us of CPU time on one rank for forward and backward "
+        f"({microseconds('ring 1', SDPA)} us for {SDPA}, whose kernel is included), {microseconds('ring 8', 'ours')} "
+        f"us in a ring of 8 ({microseconds('ring 8', 'yunchang')} us for yunchang)."
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few calls; saves nothing")
-    parser.add_argument("--output", type=Path, help="where to save the results")
-    options = parser.parse_args()
+    options = parser_of(__doc__ or "", quick="few calls").parse_args()
     torch.set_num_threads(1)
     turns = (2, 2) if options.quick else (40, 10)
     data = [*(measure(case, *turns) for case in CASES), *(measure_decoding(ranks, *turns) for ranks in (1, 2))]
-    planned = [measure_planning(*case) for case in PLANNED]
-    steps = [] if options.quick else [measure_steps()]
-    question = "How long does the host prepare an attention call, and what does it launch?"
-    notes = (*NOTES, *map(planning_note, planned), *map(step_note, steps))
-    record = Record.of("host_time", question, COLUMNS, rows(data), notes, [*data, *planned, *steps])
-    finish(record, options.output, save=not options.quick)
+    notes = (*NOTES, *(planning_note(measure_planning(*case)) for case in PLANNED))
+    finish(Record.of("host_time", QUESTION, answer(data), COLUMNS, rows(data), notes), options)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,22 @@ Only activations grow with the sequence length. The growth per token between two
 gradients, gathered layers and chunks, which are equal for both.
 
     python -m benchmarks.memory            # about ten minutes on two cores
-    python -m benchmarks.memory --quick    # about a minute; saves nothing
+    python -m benchmarks.memory --quick    # about a minute
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.harness.record import Record, finish
+from benchmarks.harness.record import Record, finish, parser_of
 from tests.harness.memory import track_memory
 from tests.harness.ranks import RankPool
 from usp import apply_unified_sp, shard_batch
@@ -40,7 +38,8 @@ from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
 
 HIDDEN, LAYERS, HEADS, HEAD_DIM, VOCAB = 256, 2, 8, 8, 4096
 CHUNK = 64  # tokens per chunk of the loss and per tile of an MLP
-OURS, SAVING, PLAIN, PLAIN_CHECKPOINTING = "ours", "ours, saving", "plain", "plain, checkpointing"
+OURS, SAVING, *PLAINS = "ours", "ours, saving", "plain", "plain, checkpointing"
+QUESTION = "How much longer may sequences be in the same memory?"
 COLUMNS = ("system", "u x r", "tokens", "peak MiB per rank", "largest tensor MiB", "all its logits MiB")
 
 
@@ -54,7 +53,7 @@ class Case:
     @property
     def plain(self) -> bool:
         """Return whether each rank has a whole sequence instead of a shard of one."""
-        return self.system in (PLAIN, PLAIN_CHECKPOINTING)
+        return self.system in PLAINS
 
     @property
     def ranks(self) -> int:
@@ -97,7 +96,7 @@ def measure(case: Case) -> tuple[int, int]:
 
 def _plain(model: Any, case: Case) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     mesh = ParallelMesh.create(ParallelDims(dp_shard=case.ranks))
-    if case.system == PLAIN_CHECKPOINTING:
+    if case.system == PLAINS[1]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     apply_fsdp(model, mesh, decoder_layers(model))
@@ -148,14 +147,21 @@ def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
                 f"{u} x {r}, {short:,} to {long:,}: activations grow by {each:,.0f} bytes per token on each rank, "
                 f"{each * u * r / by_grid[1, 1]:.2f}x the ideal (one rank's / {u * r})."
             )
-    ranks = max(row["ulysses"] * row["ring"] for row in rows)
-    for plain in (PLAIN, PLAIN_CHECKPOINTING):
-        budget, its, ours = longest(rows, plain, ranks=ranks)
-        found.append(
-            f"{ranks} ranks with {budget / 2**20:,.0f} MiB each: transformers + FSDP2 ({plain}) fits {its:,} tokens, "
-            f"ours at least {ours:,} ({ours / its:.0f}x)."
-        )
     return tuple(found)
+
+
+def answer(rows: list[dict[str, Any]]) -> str:
+    ranks = max(row["ulysses"] * row["ring"] for row in rows)
+    (_, its, ours), (_, saving_its, saving) = (longest(rows, plain, ranks=ranks) for plain in PLAINS)
+    long = max(row["seq_len"] for row in rows if row["system"] == OURS and row["ulysses"] * row["ring"] == ranks)
+    before = max(row["seq_len"] for row in rows if row["system"] == OURS and row["seq_len"] < long)
+    by_grid = growth(rows, before, long)
+    share = max(each * u * r / by_grid[1, 1] for (u, r), each in by_grid.items() if u * r == ranks)
+    return (
+        f"Where transformers with FSDP2 fits a sequence of {its:,} tokens on each of {ranks} ranks, one of at least "
+        f"{ours:,} over all ranks fits, {ours / its:.0f} times as long; {saving:,} and {saving / saving_its:.0f} times "
+        f"with recomputation in both. Activations per token and rank are {share:.2f} of one rank's / {ranks}."
+    )
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -169,22 +175,19 @@ def cases(*, quick: bool) -> list[Case]:
         return [
             *(Case(u, r, n) for u, r in ((1, 1), (2, 2)) for n in (4096, 8192)),
             Case(2, 2, 16384, SAVING),
-            *(Case(2, 2, 1024, system) for system in (PLAIN, PLAIN_CHECKPOINTING)),
+            *(Case(2, 2, 1024, system) for system in PLAINS),
         ]
     grids = ((1, 1), (2, 1), (1, 2), (2, 2), (8, 1), (4, 2), (2, 4), (1, 8))
     return [
         *(Case(u, r, n) for u, r in grids for n in (4096, 16384)),
         *(Case(u, r, 65536) for u, r in ((1, 1), (4, 2))),
         *(Case(4, 2, n, SAVING) for n in (16384, 32768, 65536)),
-        *(Case(4, 2, n, system) for system in (PLAIN, PLAIN_CHECKPOINTING) for n in (1024, 2048)),
+        *(Case(4, 2, n, system) for system in PLAINS for n in (1024, 2048)),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory of a training step by sequence length and grid.")
-    parser.add_argument("--quick", action="store_true", help="4 ranks and short sequences; save nothing")
-    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
-    args = parser.parse_args()
+    args = parser_of(__doc__ or "", quick="4 ranks and short sequences").parse_args()
     os.environ["KINETO_LOG_LEVEL"] = "99"  # silences the profiler that tracks memory
     rows: list[dict[str, Any]] = []
     with RankPool() as ranks:
@@ -193,10 +196,7 @@ def main() -> None:
             derived = {"peak_bytes": max(peaks), "largest_bytes": max(largest), "logits_bytes": case.logits_bytes}
             rows.append({**asdict(case), **derived})
             print(*cells(rows[-1]), sep="  ", flush=True)
-    question = "Memory of a training step by sequence length and grid"
-    finish(
-        Record.of("memory", question, COLUMNS, map(cells, rows), notes(rows), rows), args.output, save=not args.quick
-    )
+    finish(Record.of("memory", QUESTION, answer(rows), COLUMNS, map(cells, rows), notes(rows), rows), args)
 
 
 if __name__ == "__main__":

@@ -8,24 +8,21 @@ are predictions. `CONSTANTS` names what is fitted, `ASSUMED` what the paper does
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.baselines.paper_rows import OUT_OF_MEMORY, ROWS, TABLES, Row, calibrated, job
-from benchmarks.harness.record import Record, finish
+from benchmarks.baselines.paper_rows import ROWS, TABLES, Row, calibrated, job
+from benchmarks.harness.record import Record, finish, parser_of
 from usp.parallel import Hardware, Tier, load_hardware, overlap_of
 from usp.parallel.cluster.hardware import Curve
 from usp.predict import compute
 from usp.predict.compute import merge_bytes
 from usp.predict.job import Job
-from usp.predict.memory import footprint
 from usp.predict.seconds import attention_passes, sent_seconds, step_seconds
 from usp.predict.traffic import attention_traffic
 
@@ -119,89 +116,14 @@ START = {"matmul": 0.7, "attention": 1.0, "links": 0.8, "L20 attention": 1.0, "L
 LIMITS = {"matmul": 1.0, "attention": 1.6, "links": 1.0, "L20 attention": 1.6, "L20 exchange": 1.0}
 
 
-def calibrate(jobs: Mapping[Row, Job], read_as: Mapping[Row, Row]) -> dict[str, float]:
-    """Fit the constants to the least mean absolute relative error on the `calibrated` rows, as `read_as` gives them."""
-    chosen = [read_as[row] for row in ROWS if calibrated(row)]
-    jobs = {read_as[row]: made for row, made in jobs.items()}
+def calibrate(jobs: Mapping[Row, Job]) -> dict[str, float]:
+    """Fit the constants to the least mean absolute relative error on the `calibrated` rows."""
+    chosen = [row for row in ROWS if calibrated(row)]
     constants = dict(START)
     for names in (("L20 attention", "L20 exchange"), ("matmul", "attention", "links")):
         rows = [row for row in chosen if (row.node == "l20") == (names[0] == "L20 attention")]
         constants = fit(partial(mean_error, rows, jobs), constants, names)
     return constants
-
-
-def megatron_bytes(made: Job, gradient: int = 4, logits: int = 8) -> float:
-    """Return the peak memory of a GPU under Megatron-LM, the paper's system: bfloat16, ZeRO-1, no recomputation.
-
-    Each parameter takes 2 bytes, its gradient, and 12 bytes of optimizer state divided over the ranks that share a
-    copy. Each token and layer takes what Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) count for a gated MLP,
-    fused norms and attention that does not save scores: the inputs of two norms, of the projections into and out of
-    attention and into the MLP; q, k and v; both halves of the MLP's hidden layer and their product.
-
-    Args:
-        gradient: bytes per element; Megatron-LM's default for bfloat16 is float32.
-        logits: bytes per logit: bfloat16, float32, and its gradient.
-    """
-    model, dims = made.model, made.dims
-    facts, parameters = model.facts, made.model.numel / made.dims.tp
-    tokens = made.tokens / dims.tp
-    heads = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
-    kept = 2 * (5 * model.hidden_size + heads + 3 * facts.intermediate_size)
-    state = parameters * (2 + gradient + 12 / made.degree("loss"))
-    return state + tokens * kept * len(model.layers) + logits * tokens * facts.vocab_size
-
-
-def verdicts() -> list[dict[str, Any]]:
-    """Return whether each training row and each out-of-memory configuration fits: the paper's and both predictions."""
-    found = []
-    for row in (*(row for row in ROWS if not row.attention_only), *OUT_OF_MEMORY):
-        made, capacity = job(row), load_hardware(row.node).memory_bytes
-        megatron, ours = megatron_bytes(made), footprint(made, 0).peak.total
-        sizes = {"megatron_bytes": megatron, "our_bytes": ours}
-        fits = {"fits": row not in OUT_OF_MEMORY, "megatron": megatron <= capacity, "ours": ours <= capacity}
-        found.append({"table": "memory", "name": row.name, **sizes, **fits})
-    return found
-
-
-def sensitivity() -> str:
-    """Return how much the verdicts of Megatron-LM's formula depend on its assumptions."""
-    rows = (*(row for row in ROWS if not row.attention_only), *OUT_OF_MEMORY)
-    jobs = {row: job(row) for row in rows}
-
-    def right(usable_gib: int, **terms: int) -> int:
-        return sum(
-            (megatron_bytes(made, **terms) <= usable_gib * 2**30) == (row not in OUT_OF_MEMORY)
-            for row, made in jobs.items()
-        )
-
-    tried = [
-        *((f"{gib} GiB usable", right(gib)) for gib in (76, 78, 79, 82)),
-        ("6 bytes per logit", right(80, logits=6)),
-        ("10 bytes per logit", right(80, logits=10)),
-        ("bfloat16 gradients", right(80, gradient=2)),
-    ]
-    return (
-        "Megatron-LM's formula was written with the verdicts known, and some pass by 1 GiB. Correct under other "
-        "assumptions: "
-        + ", ".join(f"{what} {number}" for what, number in tried)
-        + f"; predicting that everything fits, {len(rows) - len(OUT_OF_MEMORY)} of {len(rows)}."
-    )
-
-
-def memory_notes(found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    words = {True: "fits", False: "out of memory"}
-    lines = []
-    for key, size, what in (
-        ("megatron", "megatron_bytes", "Megatron-LM, the paper's system, by the formula of `megatron_bytes`"),
-        ("ours", "our_bytes", "this toolkit at the same degrees with ZeRO-1 and no recomputation (its footprint)"),
-    ):
-        wrong = [row for row in found if row["fits"] != row[key]]
-        lines.append(f"Memory of {what}: {len(found) - len(wrong)} of {len(found)} verdicts on 80 GiB match the paper.")
-        lines += [
-            f"Memory differs, {key}: {row['name']}: paper {words[row['fits']]}, predicted {row[size] / 2**30:.1f} GiB."
-            for row in wrong
-        ]
-    return (*lines, sensitivity())
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -216,15 +138,8 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 COLUMNS = (
-    "table",
-    "rows",
-    "fitted on",
-    "error, predicted rows",
-    "error, all",
-    "tau, predicted",
-    "tau, all",
-    "beyond 10%",
-)
+    "table", "rows", "fitted on", "error, predicted rows", "error, all", "tau, predicted", "tau, all", "beyond 10%",
+)  # fmt: skip
 
 
 def summary(table: str, data: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -253,48 +168,29 @@ def notes(constants: Mapping[str, float], data: Sequence[dict[str, Any]]) -> tup
     return tuple(found)
 
 
-def as_printed() -> str:
-    """Return the errors if Table 4's 128K rows are read as forward only and the constants are refitted."""
-    jobs = {row: job(row) for row in ROWS}
-    forwards = {row: replace(row, backward=False) for row in ROWS}
-    constants = calibrate(jobs, forwards)
-    found = errors([forwards[row] for row in ROWS], {forwards[row]: jobs[row] for row in ROWS}, constants)
-    by_table = {
-        table: statistics.mean(
-            abs(error) for row, error in zip(ROWS, found, strict=True) if row.table == table and not calibrated(row)
-        )
-        for table in TABLES
-    }
-    listed = ", ".join(f"{table} {error:.1%}" for table, error in by_table.items())
-    return f"With Table 4's 128K rows read as forward only, as printed, the errors of predicted rows are {listed}."
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The time model against the USP paper's Tables 3 to 7.")
-    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
-    args = parser.parse_args()
+    args = parser_of(__doc__ or "").parse_args()
     jobs = {row: job(row) for row in ROWS}
-    constants = calibrate(jobs, {row: row for row in ROWS})
+    constants = calibrate(jobs)
     data = [
         {
-            **asdict(row),
+            "table": row.table,
             "name": row.name,
+            "measured": row.measured,
             "calibrated": calibrated(row),
             "predicted": row.measured * (1 + error),
             "error": error,
         }
         for row, error in zip(ROWS, errors(ROWS, jobs, constants), strict=True)
     ]
-    memory = verdicts()
-    record = Record.of(
-        "paper_tables",
-        "The time model against the USP paper's measured tables",
-        COLUMNS,
-        (summary(table, data) for table in TABLES),
-        (*notes(constants, data), as_printed(), *memory_notes(memory)),
-        [*data, *memory],
+    cells = [summary(table, data) for table in TABLES]
+    answer = (
+        "Mean errors, with five constants fitted on a third of the rows and the rest predicted: "
+        + ", ".join(f"{table} {error}" for table, _, _, error, *_ in cells)
+        + "."
     )
-    finish(record, args.output)
+    question = "How far are they from the USP paper's Tables 3 to 7?"
+    finish(Record.of("paper_tables", question, answer, COLUMNS, cells, notes(constants, data)), args)
 
 
 if __name__ == "__main__":

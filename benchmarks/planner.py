@@ -6,19 +6,17 @@ step's time is that of its fastest rounds. The processor time of all ranks, divi
 at least, and hardly depends on other work.
 
     python -m benchmarks.planner            # about half an hour on two otherwise idle cores
-    python -m benchmarks.planner --quick    # two combinations on two ranks; saves nothing
+    python -m benchmarks.planner --quick    # two combinations on two ranks
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import calibrated
-from benchmarks.harness.record import Record, finish
+from benchmarks.harness.record import Record, finish, parser_of
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.parallel import ParallelMesh, ProcessGroups
@@ -136,6 +134,7 @@ def predicted(config: TrainConfig, hardware: Hardware, world_size: int) -> StepT
     return step_seconds(job_of(config, load_model_config(config.model), world_size), hardware)
 
 
+QUESTION = "How far are they from measured steps, and is the chosen layout the fastest?"
 COLUMNS = ("mixture", "measured ms", "spread", "processor ms", "predicted ms", "error", "compute ms", "exposed ms")
 
 
@@ -152,13 +151,19 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def notes(rows: Sequence[dict[str, Any]], other_load: float) -> tuple[str, ...]:
+def answer(rows: Sequence[dict[str, Any]]) -> str:
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
     pick, best = min(rows, key=lambda row: row["predicted"]), min(rows, key=lambda row: row["measured"])
     return (
-        f"Mean absolute error over {len(rows)} mixtures: {statistics.mean(errors):.1%}, worst {max(errors):.1%}.",
-        f"The predicted fastest, {pick['mixture']}, takes {pick['measured'] / best['measured']:.2f}x the time of the "
-        f"measured fastest, {best['mixture']}.",
+        f"On two calibrated CPU hosts, steps of {len(rows)} combinations of degrees are predicted within "
+        f"{statistics.mean(errors):.1%} on average and {max(errors):.1%} at worst. The predicted fastest, "
+        f"{pick['mixture']}, takes {pick['measured'] / best['measured']:.2f} times the time of the measured fastest, "
+        f"{best['mixture']}."
+    )
+
+
+def notes(rows: Sequence[dict[str, Any]], other_load: float) -> tuple[str, ...]:
+    return (
         f"Other programs used {other_load:.0%} of the processors. "
         f"Thirds of a step's rounds differ by up to {max(row['spread'] for row in rows):.0%}.",
         "No constant is fitted to these rows; the model's terms were chosen after earlier runs of them.",
@@ -166,13 +171,10 @@ def notes(rows: Sequence[dict[str, Any]], other_load: float) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Predicted and measured steps on two emulated hosts.")
-    parser.add_argument("--quick", action="store_true", help="two combinations on two ranks; save nothing")
+    parser = parser_of(__doc__ or "", quick="two combinations on two ranks")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of each combination")
-    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
-    reason = unavailable()
-    if reason:
+    if reason := unavailable():
         raise SystemExit(f"emulated hosts are not available: {reason}")
     host_size = 1 if args.quick else 4
     world_size = HOSTS * host_size
@@ -184,8 +186,7 @@ def main() -> None:
     rows = []
     for number, config in enumerate(configs):
         found = predicted(config, hardware, world_size)
-        slowest = [max(step) for step in zip(*(rank.seconds[number] for rank in by_rank), strict=True)]
-        steps = Estimate.of(slowest)
+        steps = Estimate.of([max(step) for step in zip(*(rank.seconds[number] for rank in by_rank), strict=True)])
         used = [sum(step) for step in zip(*(rank.processor[number] for rank in by_rank), strict=True)]
         rows.append(
             {
@@ -196,18 +197,10 @@ def main() -> None:
                 "predicted": found.total,
                 "compute": found.compute.total,
                 "exposed": found.exposed,
-                "bound": found.bound,
             }
         )
-    record = Record.of(
-        "planner",
-        f"Training steps on two hosts of four ranks, {RATE} between them: predicted and measured",
-        COLUMNS,
-        map(cells, rows),
-        (*notes(rows, load), *cautions(calibration)),
-        [*rows, {"calibration": calibration}],
-    )
-    finish(record, None if args.quick else args.output, save=not args.quick)
+    every = (*notes(rows, load), *cautions(calibration))
+    finish(Record.of("planner", QUESTION, answer(rows), COLUMNS, map(cells, rows), every), args)
 
 
 if __name__ == "__main__":

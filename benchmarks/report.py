@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
-from benchmarks.harness.headlines import SECTIONS, Headline
-from benchmarks.harness.plots import plot_learning, plot_long_rollouts, plot_long_tails, plot_memory
-from benchmarks.harness.record import RESULTS, Record
+from benchmarks.harness.plots import plot_learning, plot_memory
+from benchmarks.harness.record import RESULTS, ROOT, Record
 
-ROOT = Path(__file__).parents[1]
-DOCUMENT, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
-TABLES = ROOT / "docs" / "benchmarks"
-PLOTS: dict[str, Callable[[Record, Path], None]] = {
-    "learning": plot_learning,
-    "long_rollouts": plot_long_rollouts,
-    "long_tails": plot_long_tails,
-    "memory": plot_memory,
-    "tool_use": partial(plot_learning, level=0.8),
+DOCUMENT, README, TABLES = ROOT / "docs" / "benchmarks.md", ROOT / "README.md", ROOT / "docs" / "benchmarks"
+SECTIONS = {
+    "Attention and memory": ("attention", "attention_cluster", "host_time", "memory", "throughput"),
+    "Data": ("data",),
+    "Predictions": ("published", "planner", "paper_tables"),
+    "RLHF": ("learning", "searched_plans", "real_figure"),
 }
+PLOTS: dict[str, Callable[[Record, Path], None]] = {"learning": plot_learning, "memory": plot_memory}
 BENCHMARKS = "## Benchmarks\n"
 GUIDE = """# Benchmarks
 
@@ -37,18 +33,18 @@ Written by `python -m benchmarks.report` from `benchmarks/results`.
 
 
 def document(records: Mapping[str, Record]) -> str:
-    """Return docs/benchmarks.md: the headlines by section."""
+    """Return docs/benchmarks.md: questions and answers by section."""
     sections = (
-        "\n".join([f"## {title}\n", *(_paragraph(records[name], line) for name, line in lines.items())])
-        for title, lines in SECTIONS.items()
+        "\n".join([f"## {title}\n", *(_paragraph(records[name]) for name in names)])
+        for title, names in SECTIONS.items()
     )
     return "\n".join([GUIDE, *sections])
 
 
-def _paragraph(record: Record, headline: Headline) -> str:
+def _paragraph(record: Record) -> str:
     figures = "table and plot" if record.name in PLOTS else "table"
     sources = f"([{figures}](benchmarks/{record.name}.md), `{record.command}`)"
-    said = f"**{headline.question}** {headline.answer(record)} {sources}"
+    said = f"**{record.question}** {record.answer} {sources}"
     return textwrap.fill(said, 120, break_on_hyphens=False, break_long_words=False) + "\n"
 
 
@@ -58,13 +54,14 @@ def table(record: Record) -> str:
     lines = [
         f"# {record.question}",
         "",
+        textwrap.fill(record.answer, 120, break_on_hyphens=False, break_long_words=False),
+        "",
         f"`{record.command}` ({machine}). [All benchmarks](../benchmarks.md)",
         "",
         _row(record.columns),
         _row(["---"] * len(record.columns)),
         *map(_row, record.rows),
-        "",
-        *(f"- {note}" for note in record.notes),
+        *(["", *(f"- {note}" for note in record.notes)] if record.notes else []),
         *(["", f"![{record.question}](../images/{record.name}.png)"] if record.name in PLOTS else []),
     ]
     return "\n".join(lines) + "\n"

@@ -3,29 +3,17 @@
 All systems train the same llama on the same global batch with AdamW and clipping, on the same ranks in one run,
 alternating step by step. Plain transformers cannot shard a sequence and gets one sequence per rank, as does `ours, dp4`
 for comparison; ALST and the others shard every sequence over all ranks. The table also compares every system's loss and
-gradient norm of the first step. `--compile` adds our steps with compiled layers; they compile before the timed steps.
+gradient norm of the first step.
 
     python -m benchmarks.throughput
-    python -m benchmarks.throughput --against REVISION
-
-The second compares our steps with those of another revision of this repository: this file runs in both trees in turn,
-and counts the processor seconds of all ranks, which other work on the machine changes little.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,13 +26,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from benchmarks.baselines import deepspeed_alst
 from benchmarks.harness.measure import in_turns
-from benchmarks.harness.record import Record, finish
+from benchmarks.harness.record import Record, finish, parser_of
 from tests.harness.ranks import RankPool
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
-from usp.model.recompute import compile_layers
 from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
 from usp.train.engines.base import AdamW
 from usp.train.engines.fsdp2 import Fsdp2Engine
@@ -58,21 +45,12 @@ OURS = {
     "ours, u2 r2": ParallelDims(ulysses=2, ring=2),
     "ours, r4": ParallelDims(ring=4),
 }
-COMPILED = ("ours, dp4", "ours, u2 r2")
 COLUMNS = (
-    "tokens",
-    "system",
-    "step ms",
-    "tokens/s",
-    "throughput of plain",
-    "throughput of ALST",
-    "loss",
-    "gradient norm",
-)
-AGAINST = ("tokens", "system", "processor s", "quartiles", "there", "quartiles there", "this / there")
-SEQUENCES, LENGTHS, TREE = 4, (1024, 4096), Path(__file__).parents[1]
+    "tokens", "system", "step ms", "tokens/s", "throughput of plain", "throughput of ALST", "loss", "gradient norm",
+)  # fmt: skip
+QUESTION = "Is a training step as fast as that of other systems?"
+SEQUENCES, LENGTHS = 4, (1024, 4096)
 Step = Callable[[], tuple[float, float]]
-Seconds = dict[str, list[float]]  # by system
 
 
 @dataclass(frozen=True)
@@ -106,11 +84,9 @@ def model_of(size: Size) -> Any:
     return AutoModelForCausalLM.from_config(llama(size.seq_len), attn_implementation=PLAIN_SDPA)
 
 
-def ours(size: Size, dims: ParallelDims, compiled: bool = False) -> Step:
+def ours(size: Size, dims: ParallelDims) -> Step:
     mesh = ParallelMesh.create(dims)
     model = apply_unified_sp(model_of(size), mesh, layout="zigzag")
-    if compiled:
-        compile_layers(decoder_layers(model), "inductor")
     stage = CausalLMStage(model, mesh, loss_chunk=2048)
     apply_fsdp(stage, mesh, decoder_layers(model), zero=ZERO)
     optimizer = AdamW(DECAY, (0.9, 0.999))
@@ -149,11 +125,9 @@ def plain(size: Size) -> Step:
     return step
 
 
-def run(size: Size, rounds: int, compiled: bool = False) -> dict[str, tuple[float, float, list[float]]]:
+def run(size: Size, rounds: int) -> dict[str, tuple[float, float, list[float]]]:
     """Return by system the loss and gradient norm of the first step, and the seconds of every timed step."""
     steps: dict[str, Step] = {name: ours(size, dims) for name, dims in OURS.items()}
-    if compiled:
-        steps |= {f"{name}, compiled": ours(size, OURS[name], compiled=True) for name in COMPILED}
     steps[PLAIN] = plain(size)
     torch.manual_seed(0)
     steps[ALST] = deepspeed_alst.build(llama(size.seq_len), size.ids(), zero=ZERO, learning_rate=LEARNING_RATE)
@@ -169,94 +143,6 @@ def run(size: Size, rounds: int, compiled: bool = False) -> dict[str, tuple[floa
     return {name: (*first[name], seconds[name]) for name in steps}
 
 
-def processor_seconds(size: Size, rounds: int) -> Seconds:
-    """Return by system of ours the processor seconds of all ranks in every timed step."""
-    steps = {name: ours(size, dims) for name, dims in OURS.items()}
-    seconds: Seconds = {name: [] for name in steps}
-    for round_, name in in_turns(sorted(steps), rounds + 1):
-        dist.barrier()
-        begin = time.process_time()
-        steps[name]()
-        spent = torch.tensor(time.process_time() - begin, dtype=torch.float64)
-        dist.all_reduce(spent)
-        if round_:  # the first round warms up
-            seconds[name].append(spent.item())
-    return seconds
-
-
-def against(revision: str, lengths: Sequence[int], rounds: int, turns: int) -> Record:
-    """Compare our steps with those of another revision, whose tree is checked out beside this one for the time."""
-    git = ("git", "-C", str(TREE), "worktree")
-    with tempfile.TemporaryDirectory() as folder:
-        there = Path(folder) / "tree"
-        subprocess.run([*git, "add", "--quiet", "--detach", there, revision], check=True)
-        try:
-            shutil.copy(__file__, there / "benchmarks")
-            both = [[_in_tree(tree, lengths, rounds) for tree in (TREE, there)] for _ in range(turns)]
-        finally:
-            subprocess.run([*git, "remove", "--force", there], check=True)
-    rows, data = [], []
-    for index, length in enumerate(lengths):
-        for name in OURS:
-            here, other = ([s for turn in both for s in turn[tree][index][name]] for tree in (0, 1))
-            data.append({"rows": SEQUENCES, "seq_len": length, "system": name, "here": here, "there": other})
-            (_, own, _), (_, old, _) = quarters = [statistics.quantiles(each, n=4) for each in (here, other)]
-            spread = [f"{low:.2f} to {high:.2f}" for low, _, high in quarters]
-            tokens = f"{SEQUENCES} x {length:,}"
-            rows.append((tokens, name, f"{own:.2f}", spread[0], f"{old:.2f}", spread[1], f"{own / old:.3f}"))
-    notes = (f"Processor seconds of a step, all {RANKS} ranks together: medians of {turns} x {rounds} steps in turns.",)
-    command = f"python -m benchmarks.throughput --against {revision}"
-    return Record.of("throughput_against", f"Our steps against {revision}", AGAINST, rows, notes, data, command=command)
-
-
-def _in_tree(tree: Path, lengths: Sequence[int], rounds: int) -> list[Seconds]:
-    """Return `processor_seconds` of each length in a tree."""
-    command = [sys.executable, "-m", "benchmarks.throughput", "--processor-seconds", "--rounds", str(rounds)]
-    command += ["--seq-len", *map(str, lengths)]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Training steps against plain transformers + FSDP2, and ALST.")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each system")
-    parser.add_argument("--compile", action="store_true", help="also our steps with compiled layers")
-    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
-    parser.add_argument("--against", metavar="REVISION", help="compare our steps with those of a revision")
-    parser.add_argument("--seq-len", nargs="+", type=int, default=LENGTHS, help="lengths of sequences")
-    parser.add_argument("--turns", type=int, default=3, help="of --against: how often both trees run")
-    parser.add_argument("--processor-seconds", action="store_true", help="print those of our steps as JSON")
-    args = parser.parse_args()
-    if args.against:
-        return finish(against(args.against, args.seq_len, args.rounds, args.turns), args.output, save=False)
-    data, sizes = [], [Size(SEQUENCES, length) for length in args.seq_len]
-    if args.processor_seconds:
-        with RankPool() as ranks:
-            print(json.dumps([ranks.run(processor_seconds, RANKS, size, args.rounds)[0] for size in sizes]))
-        return None
-    for size in sizes:
-        with RankPool() as ranks:  # DeepSpeed never destroys its process groups
-            found = ranks.run(run, RANKS, size, args.rounds, args.compile, timeout=1800)[0]
-        for name, (loss, norm, seconds) in found.items():
-            median = statistics.median(seconds)
-            data.append({**asdict(size), "system": name, "seconds": median, "loss": loss, "norm": norm})
-    record = Record.of(
-        "throughput",
-        "Throughput of a training step",
-        COLUMNS,
-        (cells(row, data) for row in data),
-        (
-            f"{RANKS} ranks, float32, ZeRO-{ZERO}, llama with 4 layers of width 256 (8 heads), vocabulary 4,096, no "
-            f"recomputation. Medians of {args.rounds} rounds of alternating steps.",
-            *(f"ALST, {name}: {reason}." for name, reason in deepspeed_alst.PATCHES.items()),
-        ),
-        data,
-        command="python -m benchmarks.throughput" + " --compile" * args.compile,
-    )
-    return finish(record, args.output)
-
-
 def cells(row: dict[str, Any], data: list[dict[str, Any]]) -> tuple[str, ...]:
     peers = {other["system"]: other["seconds"] for other in data if other["seq_len"] == row["seq_len"]}
     tokens = row["rows"] * row["seq_len"]
@@ -269,6 +155,37 @@ def cells(row: dict[str, Any], data: list[dict[str, Any]]) -> tuple[str, ...]:
         f"{row['loss']:.6f}",
         f"{row['norm']:.5f}",
     )
+
+
+def answer(data: list[dict[str, Any]]) -> str:
+    own = [cells(row, data) for row in data if row["system"] in OURS]
+    plain, alst = (sorted(row[column] for row in own) for column in (4, 5))
+    by_length = [[row["loss"] for row in data if row["seq_len"] == length] for length in LENGTHS]
+    differences = [max(losses) / min(losses) - 1 for losses in by_length if losses]
+    return (
+        f"Tokens per second on {RANKS} ranks under ZeRO-{ZERO} are {plain[0]} to {plain[-1]} of transformers with "
+        f"FSDP2, and {alst[0]} to {alst[-1]} of DeepSpeed's ALST. Losses differ by at most {max(differences):.0e}."
+    )
+
+
+def main() -> None:
+    parser = parser_of(__doc__ or "", quick="one step of the shorter sequences")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each system")
+    args = parser.parse_args()
+    rounds, lengths = (1, LENGTHS[:1]) if args.quick else (args.rounds, LENGTHS)
+    data = []
+    for size in (Size(SEQUENCES, length) for length in lengths):
+        with RankPool() as ranks:  # DeepSpeed never destroys its process groups
+            found = ranks.run(run, RANKS, size, rounds, timeout=1800)[0]
+        for name, (loss, norm, seconds) in found.items():
+            median = statistics.median(seconds)
+            data.append({**asdict(size), "system": name, "seconds": median, "loss": loss, "norm": norm})
+    notes = (
+        f"{RANKS} ranks, float32, ZeRO-{ZERO}, llama with 4 layers of width 256 (8 heads), vocabulary 4,096, no "
+        f"recomputation. Medians of {rounds} rounds of alternating steps.",
+        *(f"ALST, {name}: {reason}." for name, reason in deepspeed_alst.PATCHES.items()),
+    )
+    finish(Record.of("throughput", QUESTION, answer(data), COLUMNS, [cells(row, data) for row in data], notes), args)
 
 
 if __name__ == "__main__":

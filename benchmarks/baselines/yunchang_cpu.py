@@ -3,26 +3,19 @@
 The published package does not run there: its kernels require CUDA, and its float32 gradients are wrong on any device.
 `PATCHES` lists every change; none adds work. The kernel is the fastest in torch for CPUs (aten's flash attention, with
 grouped heads read in place), which our backend uses as well.
-
-    python -m benchmarks.baselines.yunchang_cpu        # errors against float64 on 4 ranks
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
-
-from tests.harness.ranks import RankPool
 
 VERSION = "0.6.4"
 LAYOUTS = {"contiguous": "basic", "zigzag": "zigzag", "striped": "strip"}  # ours -> ring_impl_type
@@ -132,45 +125,3 @@ def _without_self_send(ring_comm: Any) -> Any:
                 super().wait()
 
     return RingComm
-
-
-# Validation of the baseline
-
-
-def errors(ulysses: int, ring: int, layout: str, kv_heads: int, dtype: torch.dtype) -> list[float]:
-    """Return the relative L2 errors of out, dq, dk, dv against dense float64, over this rank's share of 256 tokens."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 256, heads, 32) for heads in (8, kv_heads, kv_heads, 8)]
-    q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    dense = [x.double().requires_grad_() for x in (q, k, v)]
-    q64, k64, v64 = (x.transpose(1, 2) for x in dense)
-    expected = torch.nn.functional.scaled_dot_product_attention(q64, k64, v64, is_causal=True, enable_gqa=True)
-    expected = expected.transpose(1, 2)
-    expected.backward(dout.double())
-    peer = build(ulysses=ulysses, ring=ring, layout=layout)
-    local = [peer.shard(x).requires_grad_() for x in (q, k, v)]
-    out = peer.attention(*local, causal=True)
-    out.backward(peer.shard(dout))
-    wanted = [peer.shard(x) for x in (expected, *(x.grad for x in dense if x.grad is not None))]
-    got = [out, *(x.grad for x in local if x.grad is not None)]
-    return [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)]
-
-
-def main() -> None:
-    table = Table("layout", "ulysses x ring", "kv heads", "dtype", "out", "dq", "dk", "dv", title="Relative L2 error")
-    degrees, kv_heads = ((4, 1), (2, 2), (1, 4)), (8, 4)
-    with RankPool() as ranks:
-        for layout, (ulysses, ring), kv, dtype in itertools.product(
-            LAYOUTS, degrees, kv_heads, (torch.float32, torch.bfloat16)
-        ):
-            by_rank = ranks.run(errors, 4, ulysses, ring, layout, kv, dtype)
-            worst = [f"{max(column):.1e}" for column in zip(*by_rank, strict=True)]
-            table.add_row(layout, f"{ulysses} x {ring}", str(kv), str(dtype).removeprefix("torch."), *worst)
-    console = Console()
-    console.print(table)
-    for name, reason in PATCHES.items():
-        console.print(f"[bold]{name}[/]: {reason}")
-
-
-if __name__ == "__main__":
-    main()

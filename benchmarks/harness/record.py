@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -16,22 +17,31 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path(__file__).parents[1] / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 _PACKAGES = ("torch", "transformers", "yunchang", "deepspeed", "flash-attn", "numpy")
 
 
 @dataclass(frozen=True)
 class Record:
-    """The result of one benchmark: a table of `rows` with `notes` below, for reading, and `data` for computing."""
+    """The result of one benchmark.
+
+    Attributes:
+        question, answer: a user's question, and a sentence or two with the figures that answer it.
+        command: reproduces the benchmark.
+        rows: of a table with `columns`, below which `notes` stand.
+        data: what a plot shows.
+    """
 
     name: str
     question: str
+    answer: str
     command: str
     machine: dict[str, str]
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
-    data: list[dict[str, Any]]
+    data: list[dict[str, Any]] = field(default_factory=list)
 
     def print(self) -> None:
         table = Table(*self.columns, title=self.question, box=box.SIMPLE_HEAD)
@@ -40,21 +50,25 @@ class Record:
         console = Console()
         console = Console(width=max(console.width, 150))  # log files report 80 columns
         console.print(table)
+        console.print(self.answer)
         for note in self.notes:
             console.print(f"- {note}")
 
     def save(self, path: Path) -> None:
+        """Write JSON with a line for each row, note and element of data."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        parts = [f"{json.dumps(name)}: {_lines(value)}" for name, value in asdict(self).items() if value]
+        path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
     @staticmethod
     def of(
         name: str,
         question: str,
+        answer: str,
         columns: tuple[str, ...],
         rows: Iterable[tuple[str, ...]],
-        notes: Iterable[str],
-        data: list[dict[str, Any]],
+        notes: Iterable[str] = (),
+        data: Sequence[dict[str, Any]] = (),
         *,
         command: str = "",
         extra: Sequence[tuple[str, str]] = (),
@@ -62,24 +76,39 @@ class Record:
         """Make a record of this machine, today.
 
         Args:
-            command: reproduces the benchmark; by default `python -m benchmarks.NAME`.
+            command: by default `python -m benchmarks.NAME`.
             extra: further facts about the machine, such as the name of its GPU.
         """
         command = command or f"python -m benchmarks.{name}"
-        return Record(name, question, command, machine(extra), columns, tuple(rows), tuple(notes), data)
+        return Record(name, question, answer, command, machine(extra), columns, tuple(rows), tuple(notes), list(data))
 
     @staticmethod
     def load(path: Path) -> Record:
         fields = json.loads(path.read_text())
-        rows = tuple(tuple(row) for row in fields.pop("rows"))
-        columns, notes = tuple(fields.pop("columns")), tuple(fields.pop("notes"))
-        return Record(**fields, columns=columns, notes=notes, rows=rows)
+        for name in ("columns", "notes"):
+            fields[name] = tuple(fields.get(name, ()))
+        return Record(**{**fields, "rows": tuple(map(tuple, fields["rows"]))})
 
 
-def finish(record: Record, output: Path | None = None, *, save: bool = True) -> None:
-    """Print a record, and save it at `output`; without `output`, under its name in `RESULTS` if `save` is set."""
+def _lines(value: Any) -> str:
+    whole = json.dumps(value)
+    nested = isinstance(value, list | tuple) and len(whole) > 100
+    return "[\n " + ",\n ".join(map(json.dumps, value)) + "\n]" if nested else whole
+
+
+def parser_of(description: str, quick: str = "") -> argparse.ArgumentParser:
+    """Return a parser with the flags of all benchmarks; quick: what --quick measures, which then exists."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="path of the JSON file")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=f"{quick}; saves nothing without --output")
+    return parser
+
+
+def finish(record: Record, options: argparse.Namespace) -> None:
+    """Print a record, and save it at --output; without it under its name in `RESULTS`, but for --quick."""
     record.print()
-    path = output or (RESULTS / f"{record.name}.json" if save else None)
+    path = options.output or (None if getattr(options, "quick", False) else RESULTS / f"{record.name}.json")
     if path:
         record.save(path)
 

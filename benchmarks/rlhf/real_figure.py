@@ -5,26 +5,21 @@ are from sources, and everything else is predicted: ReaL's plan is the one that 
 estimates, and its seconds are ours. Nothing is fitted to the seconds of ReaL's plans.
 
     python -m benchmarks.rlhf.real_figure            # on one core, some minutes
-    python -m benchmarks.rlhf.real_figure --quick    # the cells of up to 16 devices at one length; saves nothing
+    python -m benchmarks.rlhf.real_figure --quick    # the cells of up to 16 devices at one length
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.record import Record, finish
+from benchmarks.harness.record import Record, finish, parser_of
 from benchmarks.rlhf.real_rows import LENGTHS, Cell, cells
 from benchmarks.rlhf.real_search import reals_plan
 from benchmarks.rlhf.real_system import Constants, fit, heuristic, published, runtime
-from usp.parallel import format_ranks
-from usp.rlhf.plan.plan import ExecutionPlan
 
 CALIBRATED = LENGTHS[:2]
 MISS = 0.15  # of the heuristic's seconds, and of the ratio: what the goal allows on average
@@ -56,14 +51,12 @@ class Result:
 
     Attributes:
         heuristic: seconds of the heuristic's step.
-        searched, guessed, plans: of each plan that ReaL's search finds, seconds by our estimates and by ReaL's.
+        searched: seconds of each plan that ReaL's search finds.
     """
 
     cell: Cell
     heuristic: float
     searched: tuple[float, ...]
-    guessed: tuple[float, ...]
-    plans: tuple[ExecutionPlan, ...]
 
     @property
     def error(self) -> float:
@@ -81,11 +74,11 @@ class Result:
 
 def result(cell: Cell, constants: Constants) -> Result:
     timed = runtime(cell, constants)
-    guessed, plans = zip(*(reals_plan(cell, timed.estimates, seed) for seed in range(SEARCHES)), strict=True)
+    plans = [reals_plan(cell, timed.estimates, seed)[1] for seed in range(SEARCHES)]
     seconds, *searched = (timed.seconds(plan) for plan in (heuristic(cell), *plans))
     each = ", ".join(f"{took:.1f}" for took in searched)
     print(f"{cell.name} on {cell.devices}, {cell.response}: {seconds:.1f} s; {each}", flush=True)
-    return Result(cell, seconds, tuple(searched), guessed, plans)
+    return Result(cell, seconds, tuple(searched))
 
 
 COLUMNS = ("actor + critic", "GPUs", "response", "heuristic s", "predicted", "error", "ReaL's gain", "predicted", "off")
@@ -144,7 +137,6 @@ def notes(results: Sequence[Result], constants: Constants) -> Iterable[str]:
                 f"Heuristic at {length} tokens: mean absolute error {mean(errors):.1%}, worst {max(errors):.1%}"
                 f"{' (fitted)' if length in CALIBRATED else ''}."
             )
-    yield of_gains(results)
     yield "With the heuristic's seconds as measured: " + of_gains(
         [replace(one, heuristic=one.cell.heuristic) for one in results]
     )
@@ -199,44 +191,37 @@ def line(seconds: Sequence[float]) -> tuple[float, float]:
     return float(rest.mean()), float(slopes.mean())
 
 
-def data(one: Result) -> dict[str, Any]:
-    found = {"predicted": one.heuristic, "searched": one.searched, "guessed": one.guessed}
-    plans = [
-        {
-            name: f"ranks {format_ranks(layout.ranks)} {layout.dims.tp, layout.dims.pp, layout.dims.batch} (tp, pp, dp)"
-            for name, layout in plan.calls.items()
-        }
-        for plan in one.plans
-    ]
-    return asdict(one.cell) | found | {"plans": plans}
+def answer(results: Sequence[Result]) -> str:
+    def error(fitted: bool) -> str:
+        errors = [abs(one.error) for one in results if (one.cell.response in CALIBRATED) == fitted]
+        return f"{mean(errors):.1%}" if errors else "unknown"
+
+    return (
+        f"Its heuristic plan is predicted within {error(False)} after a fit at shorter lengths ({error(True)}). "
+        + of_gains(results)
+    )
 
 
 def record_of(results: Sequence[Result], constants: Constants) -> Record:
     return Record.of(
         "real_figure",
-        "ReaL's figure: a PPO step under its heuristic plan, and its gain by search, as published and as predicted",
+        "How far are predictions from ReaL's published steps?",
+        answer(results),
         COLUMNS,
         map(row, results),
         (*notes(results, constants), *WHY),
-        [asdict(constants), *map(data, results)],
         command="python -m benchmarks.rlhf.real_figure",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few cells; save nothing")
-    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__ or "", quick="few cells").parse_args()
     every = list(cells())
     if arguments.quick:
         every = [cell for cell in every if cell.devices <= 16 and cell.response == LENGTHS[0]]
-    calibrated = [cell for cell in every if cell.response in CALIBRATED]
-    constants = fit(calibrated)
+    constants = fit([cell for cell in every if cell.response in CALIBRATED])
     print(constants, flush=True)
-    results = [result(cell, constants) for cell in every]
-    record = record_of(results, constants)
-    finish(record, None if arguments.quick else arguments.output, save=not arguments.quick)
+    finish(record_of([result(cell, constants) for cell in every], constants), arguments)
 
 
 if __name__ == "__main__":
