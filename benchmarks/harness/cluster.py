@@ -1,7 +1,5 @@
 """Emulated hosts on one machine: network namespaces with a slow link between them, and torchrun across them.
 
-    python -m benchmarks.harness.cluster --hosts 2 --ranks 4 --rate 1gbit -- train.py --sp-ulysses 4 --sp-ring 2
-
 Each host is a namespace with one shaped device (`tbf`, both directions) on a bridge, which has its own namespace. No
 device is created outside of them and none has a route out, so no packet leaves the machine. Ranks of the same host
 communicate over its loopback at full speed. Requires Linux, root, and iproute2.
@@ -9,7 +7,6 @@ communicate over its loopback at full speed. Requires Linux, root, and iproute2.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import pickle
@@ -52,21 +49,9 @@ class Cluster:
     namespaces: tuple[str, ...]
     addresses: tuple[str, ...]
 
-    def torchrun(
-        self,
-        command: Sequence[str],
-        ranks: int,
-        timeout: float = 600.0,
-        echo: Callable[[str], None] | None = None,
-    ) -> tuple[HostOutput, ...]:
-        """Run a command on `ranks` ranks of every host, and return the output of each host.
-
-        If a host fails or the timeout expires, the remaining hosts are stopped.
-
-        Args:
-            command: the arguments that follow torchrun's options.
-            echo: called with each line of output as it arrives, prefixed with its host's number.
-        """
+    def torchrun(self, command: Sequence[str], ranks: int, timeout: float) -> tuple[HostOutput, ...]:
+        """Run a command, the arguments that follow torchrun's options, on `ranks` ranks of every host, and return the
+        output of each host. If a host fails or the timeout expires, the remaining hosts are stopped."""
         started: list[subprocess.Popen[str]] = []
         texts: list[list[str]] = [[] for _ in self.namespaces]
         readers = []
@@ -74,7 +59,7 @@ class Cluster:
             for host in range(len(self.namespaces)):
                 process = self._start(host, command, ranks)
                 started.append(process)
-                reader = threading.Thread(target=_read, args=(process.stdout, host, texts[host], echo), daemon=True)
+                reader = threading.Thread(target=_read, args=(process.stdout, texts[host]), daemon=True)
                 reader.start()
                 readers.append(reader)
             _wait(started, timeout)
@@ -97,7 +82,7 @@ class Cluster:
             spec = sys.modules["__main__"].__spec__  # None for plain scripts and under a debugger
             Path(folder, "main").write_text(spec.name if spec else "")
             Path(folder, "call").write_bytes(pickle.dumps((fn, args, timeout)))
-            outputs = self.torchrun(["-m", "benchmarks.harness.cluster", "--serve", folder], ranks, timeout)
+            outputs = self.torchrun(["-m", "benchmarks.harness.cluster", folder], ranks, timeout)
             # Of several that failed some only lost a peer: all are shown.
             if failed := [(host, output) for host, output in enumerate(outputs) if output.returncode]:
                 texts = [f"host {host} failed ({output.returncode}):\n{output.text}" for host, output in failed]
@@ -245,11 +230,8 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-def _read(stream: IO[str], host: int, text: list[str], echo: Callable[[str], None] | None) -> None:
-    for line in stream:
-        text.append(line)
-        if echo:
-            echo(f"[host {host}] {line}")
+def _read(stream: IO[str], text: list[str]) -> None:
+    text.extend(stream)
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float) -> None:
@@ -262,7 +244,7 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float) -> None:
 
 
 def _serve(folder: Path) -> None:
-    """Run one rank of `Cluster.call`."""
+    """Run one rank of `Cluster.call`: `python -m benchmarks.harness.cluster FOLDER`."""
     main = (folder / "main").read_text()
     if main:  # functions of the caller's __main__ are pickled under that name
         sys.modules["__main__"] = importlib.import_module(main)
@@ -274,40 +256,5 @@ def _serve(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _print(line: str) -> None:
-    print(line, end="", flush=True)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2, help="number of hosts")
-    parser.add_argument("--ranks", type=int, default=4, help="ranks per host")
-    parser.add_argument("--rate", default="1gbit", help="rate of each host's link per direction, in tc's notation")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="limit for the whole run in seconds")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("command", nargs="*", help="after --: a script and its arguments, or -m MODULE")
-    args = parser.parse_args()
-    if args.serve:
-        _serve(args.serve)
-        return 0
-    if not args.command or args.ranks < 1:
-        parser.error(f"expected --ranks of at least 1 and a command after --, got --ranks {args.ranks}")
-    for number in (signal.SIGINT, signal.SIGTERM):  # background jobs of a shell ignore SIGINT by default
-        signal.signal(number, _interrupt)
-    try:
-        with cluster(args.hosts, args.rate) as hosts:
-            outputs = hosts.torchrun(args.command, args.ranks, args.timeout, _print)
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return max((abs(output.returncode) for output in outputs), default=0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    _serve(Path(sys.argv[1]))

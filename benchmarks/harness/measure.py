@@ -1,4 +1,4 @@
-"""Measurements: alternating timings of systems on the same ranks, bytes sent, peak memory, calls on a device."""
+"""Measurements: alternating timings of systems on the same ranks, bytes sent, peak memory."""
 
 from __future__ import annotations
 
@@ -123,31 +123,3 @@ def peak_bytes(runner: Runner) -> int:
     with track_memory() as use:
         runner.step()
     return use.peak_bytes
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Timer of calls on a device, with a deadline for the whole run."""
-
-    device: torch.device
-    deadline: float
-
-    def milliseconds(self, fn: Callable[[], Any], repeats: int = 10) -> float:
-        """Return the median time of a call, after two warm-up calls."""
-        times = []
-        for index in range(2 + repeats):
-            self.synchronize()
-            start = time.perf_counter()
-            fn()
-            self.synchronize()
-            if index >= 2:
-                times.append(time.perf_counter() - start)
-        return sorted(times)[len(times) // 2] * 1e3
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    @property
-    def expired(self) -> bool:
-        return time.monotonic() > self.deadline
