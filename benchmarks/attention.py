@@ -133,7 +133,7 @@ def differences(runners: dict[str, Runner | None], distributed: dict[str, Runner
 
 
 def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row of data: medians in ms, bytes per rank (mean and busiest), units, peak, worst difference."""
+    """Return one row of data: medians in ms, units sent, peak, worst difference."""
     first = by_rank[0]
     milliseconds = {
         name: {
@@ -147,14 +147,7 @@ def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         for name in ("ours", GROUPED)
         if name in first["spans"]
     }
-    sent = {
-        name: {
-            "forward_mean": statistics.mean(rank["sent"][name]["forward"] for rank in by_rank),
-            "step_mean": statistics.mean(rank["sent"][name]["step"] for rank in by_rank),
-            "step_busiest": max(rank["sent"][name]["step"] for rank in by_rank),
-        }
-        for name in first["sent"]
-    }
+    sent = {name: statistics.mean(rank["sent"][name]["step"] for rank in by_rank) for name in first["sent"]}
     exact = all(
         rank["sent"]["ours"] == {"forward": p["forward"], "step": p["forward"] + p["backward"]}
         for rank in by_rank
@@ -164,8 +157,7 @@ def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         **asdict(case),
         "milliseconds": milliseconds,
         "exposed_milliseconds": exposed,
-        "sent_bytes": sent,
-        "units": {name: sent[name]["step_mean"] / case.unit_bytes for name in sent},
+        "units": {name: sent[name] / case.unit_bytes for name in sent},
         "sent_as_predicted": exact,
         "peak_bytes": {name: max(rank["peak"].get(name, 0) for rank in by_rank) for name in first["peak"]},
         "difference": {name: max(rank["difference"][name] for rank in by_rank) for name in first["sent"]},

@@ -168,27 +168,6 @@ def notes(results: Sequence[Result], constants: Constants) -> Iterable[str]:
             "The one plan that ReaL's history states, of 7B + 34B (rollouts with tp 2, pp 2 and dp 8, all else as the "
             f"heuristic), gains {gains}."
         )
-    if len(results) % len(LENGTHS) == 0:
-        lines = {
-            "the heuristic": [one.cell.heuristic for one in results],
-            "the heuristic, predicted": [one.heuristic for one in results],
-            "ReaL's plans": [one.cell.real for one in results],
-            "ReaL's plans, predicted": [mean(one.searched) for one in results],
-        }
-        yield (
-            "Straight lines over the lengths, mean of all pairs: "
-            + ", ".join(
-                f"{name} {rest:.1f} s and {1e3 * token:.0f} ms a token"
-                for name, (rest, token) in zip(lines, map(line, lines.values()), strict=True)
-            )
-            + "."
-        )
-
-
-def line(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the mean over pairs of models of (seconds besides tokens, seconds of a token), by least squares."""
-    slopes, rest = np.polyfit(LENGTHS, np.reshape(seconds, (-1, len(LENGTHS))).T, 1)
-    return float(rest.mean()), float(slopes.mean())
 
 
 def answer(results: Sequence[Result]) -> str:

@@ -44,8 +44,7 @@ def test_the_cells_have_the_published_gain() -> None:
     assert "off by 0.00 on average" in real_figure.answer(found) and "correlation 1.00" in real_figure.answer(found)
     assert "Gains that are off by more than 0.30: none." in notes
     assert "Heuristic seconds that are off by more than 15%: none." in notes
-    assert "gains 1.15 at 128 tokens" in notes[-2]
-    assert "heuristic 25.0 s and 64 ms a token" in notes[-1] and "plans, predicted 22.1 s and 44 ms" in notes[-1]
+    assert "gains 1.15 at 128 tokens" in notes[-1]
 
 
 def test_reals_micro_batches_its_baseline_and_collectives() -> None:
