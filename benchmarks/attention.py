@@ -170,7 +170,7 @@ COLUMNS = (
 )  # fmt: skip
 QUESTIONS = (
     "Is attention faster than yunchang's, and does it send less?",
-    "And on two hosts with 1 Gbit/s between them?",
+    "Is it faster on two hosts with 1 Gbit/s between them, too?",
 )
 READING = (
     "u x r: ulysses x ring ranks. Times: medians of ours / yunchang / one process. Units sent and peak MiB: ours / "

@@ -189,7 +189,7 @@ def main() -> None:
         + ", ".join(f"{table} {error}" for table, _, _, error, *_ in cells)
         + "."
     )
-    question = "How far are they from the USP paper's Tables 3 to 7?"
+    question = "How far are predictions from the USP paper's Tables 3 to 7?"
     finish(Record.of("paper_tables", question, answer, COLUMNS, cells, notes(constants, data)), args)
 
 

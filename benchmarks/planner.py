@@ -134,7 +134,7 @@ def predicted(config: TrainConfig, hardware: Hardware, world_size: int) -> StepT
     return step_seconds(job_of(config, load_model_config(config.model), world_size), hardware)
 
 
-QUESTION = "How far are they from measured steps, and is the chosen layout the fastest?"
+QUESTION = "How far are predictions from measured steps, and is the chosen layout the fastest?"
 COLUMNS = ("mixture", "measured ms", "spread", "processor ms", "predicted ms", "error", "compute ms", "exposed ms")
 
 
