@@ -434,11 +434,11 @@ def _attention_forward(
         kv_cache.store(module, *(cached[1:2] if compressed else cached[1:]))
     sides = None if window is None else (window - 1, -1)
     if compressor is not None:
-        seen = attention.masks(causal, sides, cu_seqlens, None, None, chunk)
+        seen = attention.masks(causal, sides, chunk, cu_seqlens)
         return compressor.attend(q, k, v, seen, **options), None
     if latents is not None and indices is not None:
         given, expand = absorbed(module, given, latents, attention.axes)
-    seen = attention.masks(causal, sides, cu_seqlens, prefix if mask.prefixes else None, prefix_tree, chunk)
+    seen = attention.masks(causal, sides, chunk, cu_seqlens, prefix if mask.prefixes else None, prefix_tree)
     indexer: ShardedIndexer | None = getattr(module, "sharded_indexer", None)
     trains = indexer is not None and indexer.trains
     if indices is None:

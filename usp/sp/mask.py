@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -98,23 +98,16 @@ class LastMasks:
         self._versions: list[int | None] = []
         self._masks: dict[tuple[Any, ...], Mask] = {}
 
-    def __call__(
-        self,
-        causal: bool,
-        window: tuple[int, int] | None,
-        cu_seqlens: Tensor | None,
-        prefix: Tensor | None,
-        tree: Tensor | None,
-        chunk: int | None,
-    ) -> Mask:
-        rows, key = (cu_seqlens, prefix, tree), (causal, window, chunk)
+    def __call__(self, causal: bool, window: tuple[int, int] | None, chunk: int | None, *rows: Tensor | None) -> Mask:
+        """rows: cu_seqlens, prefix and tree."""
+        key = causal, window, chunk
         if torch.compiler.is_compiling():
-            return Mask(causal, window, *rows, chunk)
+            return Mask(causal, window, *cast(Any, (*rows, chunk)))
         versions = [None if x is None or x.is_inference() else x._version for x in rows]
         if self._versions != versions or not all(map(operator.is_, rows, self._rows)):
             self._rows, self._versions, self._masks = rows, versions, {}
         if key not in self._masks:
-            self._masks[key] = Mask(causal, window, *rows, chunk)
+            self._masks[key] = Mask(causal, window, *cast(Any, (*rows, chunk)))
         return self._masks[key]
 
 

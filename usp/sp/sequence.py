@@ -34,16 +34,17 @@ class SpAxes:
         """Read the axes named ring and ulysses; if a torch DeviceMesh lacks one, its degree is 1. Raises TypeError for
         any other type of mesh, and ValueError for a DeviceMesh with neither axis."""
         if isinstance(mesh, ParallelMesh):
-            return SpAxes(_group(mesh.device_mesh("ring")), _group(mesh.device_mesh("ulysses")), mesh.device_type)
-        if not isinstance(mesh, DeviceMesh):
+            axes: list[DeviceMesh | None] = [mesh.device_mesh(name) for name in ("ring", "ulysses")]
+        elif not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh must be a ParallelMesh or a torch DeviceMesh, got {type(mesh).__name__}")
-        names = mesh.mesh_dim_names or ()
-        if not {"ring", "ulysses"} & set(names):
+        elif not {"ring", "ulysses"} & set(names := mesh.mesh_dim_names or ()):
             raise ValueError(
                 f"DeviceMesh has axes {names or 'without names'}, but must name at least one of ring and ulysses: "
                 f"init_device_mesh(device, (2, 4), mesh_dim_names=('ring', 'ulysses'))"
             )
-        ring, ulysses = (_group(mesh[axis]) if axis in names else None for axis in ("ring", "ulysses"))
+        else:
+            axes = [mesh[name] if name in names else None for name in ("ring", "ulysses")]
+        ring, ulysses = (axis.get_group() if axis is not None and axis.size() > 1 else None for axis in axes)
         return SpAxes(ring, ulysses, mesh.device_type)
 
     @property
@@ -91,8 +92,11 @@ class SpAxes:
         agree(value, self.groups, what, self.device_type)
 
 
-def _group(axis: DeviceMesh) -> dist.ProcessGroup | None:
-    return axis.get_group() if axis.size() > 1 else None
+def _grid(mesh: ParallelMesh | DeviceMesh) -> tuple[list[str], DeviceMesh]:
+    """Return the axes of a sequence in the order of the mesh, and the mesh of these."""
+    names = mesh.dims.degrees() if isinstance(mesh, ParallelMesh) else mesh.mesh_dim_names or ()
+    axes = [axis for axis in names if axis in ("ring", "ulysses")]
+    return axes, mesh.device_mesh(*axes) if isinstance(mesh, ParallelMesh) else mesh[tuple(axes)]
 
 
 class GridChannel(Channel):
@@ -110,25 +114,21 @@ class GridChannel(Channel):
     @staticmethod
     def of(mesh: ParallelMesh | DeviceMesh) -> GridChannel:
         """Return the channel of a mesh with the axes of `SpAxes`. Collective for a torch DeviceMesh of both axes."""
+        axes, grid = _grid(mesh)
         if isinstance(mesh, ParallelMesh):
-            names = tuple(axis for axis in mesh.dims.degrees() if axis in ("ring", "ulysses"))
-            grid, group = mesh.device_mesh(*names), mesh.group("sp")
+            group = mesh.group("sp")
         else:
-            names = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("ring", "ulysses"))
-            grid = mesh[names]
-            group = (grid if len(names) == 1 else grid._flatten("sp")).get_group()
+            group = (grid if len(axes) == 1 else grid._flatten("sp")).get_group()
         if grid.size() == 1:
             return GridChannel(None, (0,))
-        ranks = grid.mesh.t() if names == ("ulysses", "ring") else grid.mesh
+        ranks = grid.mesh.t() if axes == ["ulysses", "ring"] else grid.mesh
         in_group = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
         return GridChannel(group, [in_group[rank] for rank in torch.flatten(ranks).tolist()])
 
 
 def ulysses_ranks(mesh: ParallelMesh | DeviceMesh) -> list[list[int]]:
     """Return the global ranks of each ulysses group of this rank's grid."""
-    names = mesh.dims.degrees() if isinstance(mesh, ParallelMesh) else mesh.mesh_dim_names or ()
-    axes = [axis for axis in names if axis in ("ring", "ulysses")]
-    grid = mesh.device_mesh(*axes) if isinstance(mesh, ParallelMesh) else mesh[tuple(axes)]
+    axes, grid = _grid(mesh)
     return grid.mesh.movedim(axes.index("ulysses"), -1).reshape(-1, grid.mesh.shape[axes.index("ulysses")]).tolist()
 
 
@@ -336,9 +336,9 @@ def _check(batch: Mapping[str, Tensor]) -> None:
         raise ValueError("; ".join(violations))
 
 
-def documents_of(cu_seqlens: Tensor | None, name: str = "cu_seqlens") -> tuple[tuple[int, ...], ...] | None:
+def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
     """Return `AttentionSpec.documents` for a `cu_seqlens` tensor; raises ValueError for an invalid one."""
-    return rows_of(cu_seqlens, name, "documents + 1")
+    return rows_of(cu_seqlens, "cu_seqlens", "documents + 1")
 
 
 def rows_of(x: Tensor | None, name: str, columns: str) -> tuple[tuple[int, ...], ...] | None:

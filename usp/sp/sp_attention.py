@@ -163,7 +163,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         """
         if torch.compiler.is_compiling():
             mask = Mask(causal, window, cu_seqlens) if mask is None else mask
-            return _in_graph(self._handle, (q, k, v), mask, scale, softcap, sinks, return_lse)
+            return _in_graph(self._handle, (q, k, v, sinks), mask, (scale, softcap), return_lse)
         given = partial(_one_mask, mask, causal, window, cu_seqlens)
         return self.run(Call((q, k, v, None, None, None), scale, softcap, sinks, return_lse), given)
 
@@ -525,21 +525,17 @@ def attend(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    cu_seqlens: Tensor | None,
-    prefix: Tensor | None,
-    prefix_tree: Tensor | None,
-    causal: bool,
+    rows: list[Tensor | None],
+    mask: list[int],
     scale: float | None,
-    window: list[int],
     softcap: float | None,
-    chunk: int,
 ) -> list[Tensor]:
-    """Return attention's output (B, S, N, V), and what `attend_backward` needs besides the arguments."""
+    """Return attention's output (B, S, N, V), and what `attend_backward` needs besides the arguments. rows, mask: of
+    `_in_graph`."""
     layer: UnifiedSPAttention = handle.layer
     if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
-    mask = partial(_mask, cu_seqlens, prefix, prefix_tree, causal, window, chunk)
-    plan, program = layer.prepared(Call((q, k, v, None, None, None), scale, softcap, sinks), mask)
+    plan, program = layer.prepared(Call((q, k, v, None, None, None), scale, softcap, sinks), partial(_mask, rows, mask))
     assert isinstance(program, RingProgram)
     out, *saved = unified_forward(q, k, v, plan, program, layer._ulysses, layer._ring, sinks, layer.keep)
     # The graph may write over what the operator returns.
@@ -569,14 +565,10 @@ def attend_backward(
     head_dim: int,
     kv_heads: int,
     sinks: Tensor | None,
-    cu_seqlens: Tensor | None,
-    prefix: Tensor | None,
-    prefix_tree: Tensor | None,
-    causal: bool,
+    rows: list[Tensor | None],
+    mask: list[int],
     scale: float | None,
-    window: list[int],
     softcap: float | None,
-    chunk: int,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v and, if given, sinks; `saved` as in `usp.attention.unified_backward`."""
     layer: UnifiedSPAttention = handle.layer
@@ -584,8 +576,7 @@ def attend_backward(
     sizes = ((num_heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim))
     shapes = [(torch.Size((batch, tokens, *size)), dout.dtype, dout.device) for size in sizes]
     call = Described((*shapes, None, None, None), None if sinks is None else sinks.shape, scale, softcap)
-    mask = _mask(cu_seqlens, prefix, prefix_tree, causal, window, chunk)
-    plan, program = layer._programs(mask, call, (True, 0), False)
+    plan, program = layer._programs(_mask(rows, mask), call, (True, 0), False)
     assert isinstance(program, RingProgram)
     if plan.heads.groups > 1:
         saved = _parted(saved, plan.heads, layer.axes.ulysses_rank, head_dim)
@@ -626,18 +617,18 @@ def _(handle, dout, saved, head_dim, kv_heads, sinks, *options):
 
 
 def _save(ctx, inputs, output):
-    handle, q, k, v, sinks, cu_seqlens, prefix, prefix_tree, *ctx.options = inputs
+    handle, q, k, v, sinks, rows, *ctx.options = inputs
     ctx.handle, ctx.sizes = handle, (q.shape[-1], k.shape[2])
     out, lse, *exchanged = output
     saved = (lse, *exchanged) if exchanged else (out, lse, q, k, v)
-    ctx.save_for_backward(sinks, cu_seqlens, prefix, prefix_tree, *saved)
+    ctx.save_for_backward(sinks, *rows, *saved)
 
 
 def _backward(ctx, grads):
-    sinks, cu_seqlens, prefix, prefix_tree, *saved = ctx.saved_tensors
-    tensors = (sinks, cu_seqlens, prefix, prefix_tree)
-    dq, dk, dv, *dsinks = attend_backward(ctx.handle, grads[0], saved, *ctx.sizes, *tensors, *ctx.options)
-    return None, dq, dk, dv, *(dsinks or [None]), *[None] * 8
+    sinks, *tensors = ctx.saved_tensors
+    rows, saved = tensors[:3], tensors[3:]
+    dq, dk, dv, *dsinks = attend_backward(ctx.handle, grads[0], saved, *ctx.sizes, sinks, rows, *ctx.options)
+    return None, dq, dk, dv, *(dsinks or [None]), [None] * 3, None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_save)
@@ -700,24 +691,15 @@ def _one_mask(
     return mask
 
 
-def _in_graph(
-    handle: Handle,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Any,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-) -> Tensor:
-    """Return the operator's output, if a graph supports the call."""
-    q, k, _ = tensors
+def _in_graph(handle: Handle, tensors: Any, mask: Any, scaling: tuple[float | None, ...], return_lse: bool) -> Tensor:
+    """Return the operator's output for q, k, v and sinks, if a graph supports the call."""
+    q, k, *_ = tensors
     if return_lse or isinstance(mask, AttentionPlan) or k.shape[1] != q.shape[1] or mask.function is not None:
         raise ValueError(NOT_IN_GRAPHS)
     given = mask.cu_seqlens, mask.prefix, mask.tree
     rows = [x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in given]
-    window = [-1, -1] if mask.window is None else list(mask.window)
-    options = mask.causal, scale, window, softcap, 0 if mask.chunk is None else mask.chunk
-    return attend(handle, *tensors, sinks, *rows, *options)[0]
+    numbers = [int(mask.causal), *(mask.window or (-1, -1)), mask.chunk or 0]
+    return attend(handle, *tensors, rows, numbers, *scaling)[0]
 
 
 def _sparse(call: Call) -> tuple[int, ...]:
@@ -744,12 +726,7 @@ def _sparse(call: Call) -> tuple[int, ...]:
     return *indices.shape[2:], block
 
 
-def _mask(
-    cu_seqlens: Tensor | None,
-    prefix: Tensor | None,
-    tree: Tensor | None,
-    causal: bool,
-    window: Sequence[int],
-    chunk: int,
-) -> Mask:
-    return Mask(causal, (window[0], window[1]), cu_seqlens, prefix, tree, chunk or None)
+def _mask(rows: Sequence[Tensor | None], numbers: Sequence[int]) -> Mask:
+    """Return the mask that an operator of `_in_graph` gets."""
+    causal, left, right, chunk = numbers
+    return Mask(bool(causal), (left, right), *rows, chunk or None)
