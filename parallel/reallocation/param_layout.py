@@ -125,7 +125,10 @@ def gather_layout(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
             kinds.setdefault(name, {}).setdefault(kind, []).append(rank)
             boxes.setdefault(name, {})[rank] = box
     violations = list(dict.fromkeys(text for _, texts in gathered for text in texts))
-    violations += [f"{name} is {_shown(found)}" for name, found in kinds.items() if len(found) > 1]
+    for name, found in kinds.items():
+        if len(found) > 1:
+            words = " and ".join(f"{shape} {dtype} on ranks {ranks}" for (shape, dtype), ranks in found.items())
+            violations.append(f"{name} is {words}")
     if violations:
         raise ValueError(f"ranks must hold boxes of the same parameters: {'; '.join(violations)}")
     return ParamLayout({name: next(iter(found)) for name, found in kinds.items()}, boxes)
@@ -133,7 +136,3 @@ def gather_layout(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
 
 def _merged(ranks: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*ranks, *others}))
-
-
-def _shown(found: Mapping[Kind, Iterable[int]]) -> str:
-    return " and ".join(f"{shape} {dtype} on ranks {list(ranks)}" for (shape, dtype), ranks in found.items())

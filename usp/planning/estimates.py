@@ -86,7 +86,10 @@ class Estimates:
         self._elements = cache(lambda role, at: weight_elements(at, models[role], self.options))
         # Searches ask for the same very often.
         self.call_seconds, self.fill_seconds = cache(self._call_seconds), cache(self._fill_seconds)
-        self.weight_bytes = cache(self._weight_bytes)
+        # Of a copy's weights in the dtype of untrained ones.
+        self.weight_bytes = cache(
+            lambda copy: self._elements(copy.role, self._placed(copy.layout)) * self.options.dtype.itemsize
+        )
 
     def with_factors(self, factors: Factors) -> Estimates:
         """Return the same estimates with other factors."""
@@ -102,10 +105,6 @@ class Estimates:
     def call_bytes(self, call: str, layout: CallLayout) -> float:
         """Return the memory that a call takes beside weights and optimizer: activations, gradients, KV cache."""
         return self._cost(self._like[call], self._placed(layout)).work_bytes if call in self._like else 0.0
-
-    def _weight_bytes(self, copy: WeightCopy) -> float:
-        """Return the memory of a copy's weights in the dtype of untrained ones."""
-        return self._elements(copy.role, self._placed(copy.layout)) * self.options.dtype.itemsize
 
     def state_bytes(self, copy: WeightCopy) -> float:
         """Return the memory of a trained copy's moments, and what its float32 weights take beyond `weight_bytes`."""

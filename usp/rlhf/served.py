@@ -424,11 +424,8 @@ class Requests:
                 for choice in told["choices"]:
                     logprobs = [math.nan if each is None else each for each in choice["logprobs"]["token_logprobs"]]
                     tokens = list(zip(choice["token_ids"], logprobs, strict=True))
-                    routed = _experts(choice["routed_experts"]) if self._routed else None
+                    routed = None
+                    if self._routed:  # a file of numpy's, (tokens, layers, experts per token)
+                        experts = np.load(BytesIO(base64.b64decode(choice["routed_experts"])))
+                        routed = torch.from_numpy(experts.astype(np.int16)).flatten(1) + 1
                     yield Written(request, tokens, choice.get("finish_reason"), routed=routed)
-
-
-def _experts(encoded: str) -> Tensor:
-    """Return the experts in a file of numpy's, (tokens, layers, experts per token), as `Rollout.routed`."""
-    chosen = np.load(BytesIO(base64.b64decode(encoded)))
-    return torch.from_numpy(chosen.astype(np.int16)).flatten(1) + 1
