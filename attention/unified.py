@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -190,17 +190,24 @@ class UnifiedPlan:
         )
 
 
+class Operation(NamedTuple):
+    """What a rank does in calls of attention: a plan, its ring lowered for a kernel or the attention to chosen keys
+    (sparse.py), the channels of both axes, and what saves or replays results for activation checkpointing (keep.py)."""
+
+    plan: UnifiedPlan
+    program: RingProgram | SparseProgram
+    ulysses: Channel
+    ring: Channel
+    keep: Keep = compute_now
+
+
 def unified_attention(
     q_BSNH: Tensor,
     k_BSKH: Tensor | None,
     v_BSKV: Tensor | None,
+    operation: Operation,
     *,
-    plan: UnifiedPlan,
-    program: RingProgram | SparseProgram,
-    ulysses: Channel,
-    ring: Channel,
     sinks: Tensor | None = None,
-    keep: Keep = compute_now,
     joint: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     return_lse: bool = False,
     indices: Tensor | None = None,
@@ -208,9 +215,8 @@ def unified_attention(
 ) -> list[Tensor]:
     """Compute exact, differentiable attention of this rank's queries over the whole sequence.
 
-    `program` is `plan.ring` lowered for a kernel, or, with `indices`, that of attention to chosen keys (sparse.py).
     `sinks` (N,) are logits added to every row's softmax without a value; each rank gets a partial gradient of them, to
-    be summed over ranks. `keep` saves or replays results for activation checkpointing (keep.py).
+    be summed over ranks.
 
     joint: q (B, J, N, H), k and v of the joint tokens, for those that `plan.spec.joint` has; each rank gets a partial
         gradient of them as well, and gradients of their results are summed over the ranks. Without other keys, `k_BSKH`
@@ -222,15 +228,15 @@ def unified_attention(
         weights (B, S, k) of the keys at `indices`, summed over the heads and blocks, in that dtype and without a
         gradient; a key of several indices counts for one of them.
     """
+    plan, program, ulysses, ring, keep = operation
     if not len(q_BSNH):
         tensors = q_BSNH, k_BSKH, v_BSKV, *joint, sinks
         return _no_rows(tensors, plan.joint_queries, return_lse, indices if return_weights else None)
     if isinstance(program, RingProgram) and plan.of_itself and not return_lse:
         assert k_BSKH is not None and v_BSKV is not None
-        call = plan, program, ulysses, ring
         if not torch.is_grad_enabled():
-            return [unified_forward(q_BSNH, k_BSKH, v_BSKV, *call, sinks, keep)[0]]
-        return [SelfAttention.apply(q_BSNH, k_BSKH, v_BSKV, sinks, *call, keep)]
+            return [unified_forward(q_BSNH, k_BSKH, v_BSKV, operation, sinks)[0]]
+        return [SelfAttention.apply(q_BSNH, k_BSKH, v_BSKV, sinks, operation)]
     batch, heads, rank = len(q_BSNH), plan.heads, plan.ulysses_rank
     given = _heads_contiguous(*(x for x in (q_BSNH, k_BSKH, v_BSKV) if x is not None))
     if heads.ulysses == 1:
@@ -313,37 +319,25 @@ def _with_joint(x_TNH: Tensor | None, joint_BJNH: Tensor | None, batch: int, hea
 
 
 class SelfAttention(torch.autograd.Function):
-    """`unified_attention` of a sequence to itself.
-
-    `apply(q_BSNH, k_BSKH, v_BSKV, sinks_N, plan, program, ulysses, ring, keep)` -> out_BSNV.
-    """
+    """`unified_attention` of a sequence to itself: `apply(q_BSNH, k_BSKH, v_BSKV, sinks_N, operation)` -> out_BSNV."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, plan: UnifiedPlan, program: RingProgram, ulysses: Channel, ring: Channel, keep):
-        out, *saved = unified_forward(q, k, v, plan, program, ulysses, ring, sinks, keep)
-        ctx.save_for_backward(sinks, *(saved if ulysses.size > 1 else (out, *saved, q, k, v)))
-        ctx.rest = q.shape[-1], plan, program, ulysses, ring
+    def forward(ctx, q, k, v, sinks, operation: Operation):
+        out, *saved = unified_forward(q, k, v, operation, sinks)
+        ctx.save_for_backward(sinks, *(saved if operation.ulysses.size > 1 else (out, *saved, q, k, v)))
+        ctx.head_dim, ctx.operation = q.shape[-1], operation._replace(keep=compute_now)  # which holds results
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         sinks, *saved = ctx.saved_tensors
-        head_dim, plan, program, ulysses, ring = ctx.rest
-        grads = unified_backward(dout, saved, head_dim, plan, program, ulysses, ring, sinks)
-        return *grads, *[None] * (9 - len(grads))
+        grads = unified_backward(dout, saved, ctx.head_dim, ctx.operation, sinks)
+        return *grads, *[None] * (5 - len(grads))
 
 
 def unified_forward(
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKV: Tensor,
-    plan: UnifiedPlan,
-    program: RingProgram,
-    ulysses: Channel,
-    ring: Channel,
-    sinks: Tensor | None = None,
-    keep: Keep = compute_now,
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, operation: Operation, sinks: Tensor | None = None
 ) -> Sequence[Tensor]:
     """Compute `unified_attention` of a sequence to itself for a caller that saves tensors itself. While one group of
     heads computes, the next one's q, k and v arrive, and the previous one's results leave.
@@ -353,6 +347,8 @@ def unified_forward(
         this rank, its q, k and v (T, X), and its part of out (T, w, V). None shares memory with another or with the
         arguments.
     """
+    plan, program, ulysses, ring, keep = operation
+    assert isinstance(program, RingProgram)
 
     def compute() -> tuple[Tensor, ...]:
         batch, tensors = q_BSNH.shape[0], _heads_contiguous(q_BSNH, k_BSKH, v_BSKV)
@@ -387,19 +383,14 @@ def unified_forward(
 
 
 def unified_backward(
-    dout_BSNV: Tensor,
-    saved: Sequence[Tensor],
-    head_dim: int,
-    plan: UnifiedPlan,
-    program: RingProgram,
-    ulysses: Channel,
-    ring: Channel,
-    sinks: Tensor | None = None,
+    dout_BSNV: Tensor, saved: Sequence[Tensor], head_dim: int, operation: Operation, sinks: Tensor | None = None
 ) -> list[Tensor]:
     """Return the gradients of q, k, v and, if given, of sinks, without shared memory.
 
     saved: with ulysses all results of `unified_forward` but the first, else both results and its arguments q, k and v.
     """
+    plan, program, ulysses, ring, _ = operation
+    assert isinstance(program, RingProgram)
     batch, tokens, v_head_dim = dout_BSNV.shape[0], dout_BSNV.shape[1], dout_BSNV.shape[-1]
     (dout_BSNV,) = _heads_contiguous(dout_BSNV)
     if ulysses.size == 1:

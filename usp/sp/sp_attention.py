@@ -32,6 +32,7 @@ from usp.attention import (
     HeadPlan,
     Joint,
     KeepResults,
+    Operation,
     RingProgram,
     SparseProgram,
     UnifiedPlan,
@@ -177,21 +178,15 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         """Return the results of a call. Collective; raises as `forward`. mask: returns that of the call, or refuses."""
         if torch.compiler.is_compiling():
             raise ValueError(NOT_IN_GRAPHS)
-        plan, program = self.prepared(call, mask)
         q, k, v, *joint = call.tensors
-        assert q is not None
-        results = unified_attention(
-            q, k, v, plan=plan, program=program, ulysses=self._ulysses, ring=self._ring, sinks=call.sinks,
-            keep=self.keep, joint=(joint[0], joint[1], joint[2]), return_lse=call.return_lse, indices=call.indices,
-            return_weights=call.return_weights,
-        )  # fmt: skip
+        of_sparse = {"indices": call.indices, "return_weights": call.return_weights}
+        more: Any = {"sinks": call.sinks, "joint": tuple(joint), "return_lse": call.return_lse, **of_sparse}
+        results = unified_attention(q, k, v, self.prepared(call, mask), **more)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def prepared(
-        self, call: Call, mask: Callable[[], Mask | AttentionPlan]
-    ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
-        """Check a call and count it; return its plan and program. If only some ranks refuse it, raise RanksDisagree on
-        every rank."""
+    def prepared(self, call: Call, mask: Callable[[], Mask | AttentionPlan]) -> Operation:
+        """Check a call and count it; return what it runs. If only some ranks refuse it, raise RanksDisagree on every
+        rank."""
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             raise RuntimeError(
                 "attention over several ranks supports neither transforms of torch.func (vmap, grad, jvp) nor "
@@ -206,7 +201,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
         counts["trees"] += plan.spec.parents is not None
-        return plan, program
+        return Operation(plan, program, self._ulysses, self._ring, self.keep)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
@@ -472,7 +467,7 @@ class Call:
     """A call of an attention layer, but for its mask. tensors: q, k, v, and the joint ones. front, every: of
     `JointAttention`."""
 
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Any, ...]
     scale: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -525,7 +520,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    rows: list[Tensor | None],
+    rows: list[Tensor],
     mask: list[int],
     scale: float | None,
     softcap: float | None,
@@ -535,11 +530,10 @@ def attend(
     layer: UnifiedSPAttention = handle.layer
     if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
-    plan, program = layer.prepared(Call((q, k, v, None, None, None), scale, softcap, sinks), partial(_mask, rows, mask))
-    assert isinstance(program, RingProgram)
-    out, *saved = unified_forward(q, k, v, plan, program, layer._ulysses, layer._ring, sinks, layer.keep)
+    operation = layer.prepared(Call((q, k, v, None, None, None), scale, softcap, sinks), partial(_mask, rows, mask))
+    out, *saved = unified_forward(q, k, v, operation, sinks)
     # The graph may write over what the operator returns.
-    results = [out, *(saved if plan.heads.groups == 1 else _joined(saved))]
+    results = [out, *(saved if operation.plan.heads.groups == 1 else _joined(saved))]
     kept = isinstance(layer.keep, KeepResults)
     return [x.clone(memory_format=torch.contiguous_format) if kept else x.contiguous() for x in results]
 
@@ -565,7 +559,7 @@ def attend_backward(
     head_dim: int,
     kv_heads: int,
     sinks: Tensor | None,
-    rows: list[Tensor | None],
+    rows: list[Tensor],
     mask: list[int],
     scale: float | None,
     softcap: float | None,
@@ -577,10 +571,9 @@ def attend_backward(
     shapes = [(torch.Size((batch, tokens, *size)), dout.dtype, dout.device) for size in sizes]
     call = Described((*shapes, None, None, None), None if sinks is None else sinks.shape, scale, softcap)
     plan, program = layer._programs(_mask(rows, mask), call, (True, 0), False)
-    assert isinstance(program, RingProgram)
     if plan.heads.groups > 1:
         saved = _parted(saved, plan.heads, layer.axes.ulysses_rank, head_dim)
-    grads = unified_backward(dout, saved, head_dim, plan, program, layer._ulysses, layer._ring, sinks)
+    grads = unified_backward(dout, saved, head_dim, Operation(plan, program, layer._ulysses, layer._ring), sinks)
     return [x.contiguous() for x in grads]
 
 
@@ -618,7 +611,7 @@ def _(handle, dout, saved, head_dim, kv_heads, sinks, *options):
 
 def _save(ctx, inputs, output):
     handle, q, k, v, sinks, rows, *ctx.options = inputs
-    ctx.handle, ctx.sizes = handle, (q.shape[-1], k.shape[2])
+    ctx.handle, ctx.sizes, ctx.rows = handle, (q.shape[-1], k.shape[2]), len(rows)
     out, lse, *exchanged = output
     saved = (lse, *exchanged) if exchanged else (out, lse, q, k, v)
     ctx.save_for_backward(sinks, *rows, *saved)
@@ -626,9 +619,9 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grads):
     sinks, *tensors = ctx.saved_tensors
-    rows, saved = tensors[:3], tensors[3:]
+    rows, saved = tensors[: ctx.rows], tensors[ctx.rows :]
     dq, dk, dv, *dsinks = attend_backward(ctx.handle, grads[0], saved, *ctx.sizes, sinks, rows, *ctx.options)
-    return None, dq, dk, dv, *(dsinks or [None]), [None] * 3, None, None, None
+    return None, dq, dk, dv, *(dsinks or [None]), [None] * len(rows), None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_save)
@@ -697,8 +690,8 @@ def _in_graph(handle: Handle, tensors: Any, mask: Any, scaling: tuple[float | No
     if return_lse or isinstance(mask, AttentionPlan) or k.shape[1] != q.shape[1] or mask.function is not None:
         raise ValueError(NOT_IN_GRAPHS)
     given = mask.cu_seqlens, mask.prefix, mask.tree
-    rows = [x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in given]
-    numbers = [int(mask.causal), *(mask.window or (-1, -1)), mask.chunk or 0]
+    rows = [x if isinstance(x, Tensor) else torch.tensor(x) for x in given if x is not None]
+    numbers = [int(mask.causal), *(mask.window or (-1, -1)), mask.chunk or 0, *(int(x is not None) for x in given)]
     return attend(handle, *tensors, rows, numbers, *scaling)[0]
 
 
@@ -726,7 +719,8 @@ def _sparse(call: Call) -> tuple[int, ...]:
     return *indices.shape[2:], block
 
 
-def _mask(rows: Sequence[Tensor | None], numbers: Sequence[int]) -> Mask:
+def _mask(rows: Sequence[Tensor], numbers: Sequence[int]) -> Mask:
     """Return the mask that an operator of `_in_graph` gets."""
-    causal, left, right, chunk = numbers
-    return Mask(bool(causal), (left, right), *rows, chunk or None)
+    (causal, left, right, chunk, *given), tensors = numbers, iter(rows)
+    cu_seqlens, prefix, tree = (next(tensors) if each else None for each in given)
+    return Mask(bool(causal), (left, right), cu_seqlens, prefix, tree, chunk or None)
