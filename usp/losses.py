@@ -228,35 +228,21 @@ def vocab_loss(
     if isinstance(global_tokens, int) and global_tokens < 1:
         raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target")
     rows, local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, group)
-    loss: Tensor = _VocabLoss.apply(
-        hidden_BSH.flatten(0, 1),
-        local,
-        labels,
-        1 / global_tokens,
-        chunk_tokens,
-        transform,
-        rows,
-        torch.is_grad_enabled(),
-    )
+    chunks, scale = (chunk_tokens, transform, rows), 1 / global_tokens
+    loss: Tensor = _VocabLoss.apply(hidden_BSH.flatten(0, 1), local, labels, chunks, scale, torch.is_grad_enabled())
     return loss.masked_fill(outside.any(), float("nan"))
 
 
+# Tokens of a chunk, what is done to their logits, and the vocabulary of these.
+Chunks: TypeAlias = tuple[int, LogitTransform, VocabularyRows]
+
+
 class _VocabLoss(torch.autograd.Function):
-    """`apply(hidden_TH, weight_VH, labels_T, scale, chunk_tokens, transform, rows, differentiate)` -> sum of losses *
-    scale."""
+    """`apply(hidden_TH, weight_VH, labels_T, chunks, scale, differentiate)` -> sum of losses * scale."""
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden,
-        weight,
-        labels,
-        scale,
-        chunk_tokens: int,
-        transform: LogitTransform,
-        rows: VocabularyRows,
-        differentiate: bool,
-    ):
+    def forward(ctx, hidden, weight, labels, chunks: Chunks, scale, differentiate: bool):
+        chunk_tokens, transform, rows = chunks
         total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
         gradients = HeadGradients(hidden, weight, *(differentiate and wanted for wanted in ctx.needs_input_grad[:2]))
         for start in range(0, len(labels), chunk_tokens):
@@ -282,7 +268,7 @@ class _VocabLoss(torch.autograd.Function):
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = torch.mul(grad_weight, grad, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunk(
@@ -344,29 +330,19 @@ def vocab_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0: for greedy decoding, use 1")
     rows, local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, group)
-    logprobs, entropies = _VocabLogprobs.apply(
-        hidden_BSH.flatten(0, 1), local, labels, temperature, chunk_tokens, transform, rows, entropy
-    )
+    chunks = chunk_tokens, transform, rows
+    logprobs, entropies = _VocabLogprobs.apply(hidden_BSH.flatten(0, 1), local, labels, chunks, temperature, entropy)
     logprobs = logprobs.masked_fill(outside, float("nan"))
     return logprobs.view_as(shift_labels_BS), entropies.view_as(shift_labels_BS) if entropy else None
 
 
 class _VocabLogprobs(torch.autograd.Function):
-    """`apply(hidden_TH, weight_VH, labels_T, temperature, chunk_tokens, transform, rows, entropy)` -> logprobs_T and
-    entropies_T, which is 0 without `entropy`."""
+    """`apply(hidden_TH, weight_VH, labels_T, chunks, temperature, entropy)` -> logprobs_T and entropies_T, which is 0
+    without `entropy`."""
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden,
-        weight,
-        labels,
-        temperature: float,
-        chunk_tokens: int,
-        transform: LogitTransform,
-        rows: VocabularyRows,
-        entropy: bool,
-    ):
+    def forward(ctx, hidden, weight, labels, chunks: Chunks, temperature: float, entropy: bool):
+        chunk_tokens, transform, rows = chunks
         dtype = softmax_dtype(hidden)
         logprobs, normalizers, entropies = torch.zeros(3, len(labels), dtype=dtype, device=hidden.device)
         targets = (labels != IGNORED_LABEL).nonzero().squeeze(1)
@@ -419,7 +395,7 @@ class _VocabLogprobs(torch.autograd.Function):
         grad_hidden, grad_weight = gradients.reduce(rows)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _labelled_chunks(targets_N: Tensor, chunk_tokens: int, entropy: bool) -> tuple[Tensor, ...]:
