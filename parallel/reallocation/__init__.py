@@ -1,5 +1,4 @@
 """Resharding of parameters: which rank holds which part of each tensor, and moving weights between two such layouts.
 
-Each file imports only earlier ones: boxes, param_layout, described_layout, realloc_plan, reallocation,
-delta.
+Each file imports only earlier ones: boxes, param_layout, realloc_plan, reallocation, delta.
 """

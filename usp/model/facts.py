@@ -16,8 +16,7 @@ import torch
 
 from usp.attention import band_pairs
 from usp.parallel import ParallelDims, ParamLayout, divisors, stage_layers
-from usp.parallel.reallocation.described_layout import Described, described_layout
-from usp.parallel.reallocation.param_layout import Kind
+from usp.parallel.reallocation.param_layout import Described, Kind, described_layout
 
 NO_ATTENTION = -1
 FLOAT8_DIMS = {"tensor": 16, "row": 16, "mx": 32}  # by --fp8: what dims of a product must be multiples of

@@ -12,8 +12,7 @@ from torch import Tensor
 from tests.harness.ranks import RankPool
 from usp.parallel import DeltaReallocation, ParallelDims, ParamLayout, ProcessGroups, plan_realloc
 from usp.parallel.reallocation.delta import apply, delta_size, encode
-from usp.parallel.reallocation.described_layout import Described, described_layout
-from usp.parallel.reallocation.param_layout import Kind
+from usp.parallel.reallocation.param_layout import Described, Kind, described_layout
 from usp.parallel.wire import SentBytes
 
 CPU = torch.device("cpu")

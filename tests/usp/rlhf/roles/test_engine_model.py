@@ -23,8 +23,7 @@ from usp.hf.disk import DiskTensor, disk_layout, stored_tensors
 from usp.hf.lora import Lora
 from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups, plan_realloc
 from usp.parallel.reallocation.boxes import Box
-from usp.parallel.reallocation.described_layout import Described, described_layout
-from usp.parallel.reallocation.param_layout import Kind
+from usp.parallel.reallocation.param_layout import Described, Kind, described_layout
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.generation import vllm
 from usp.rlhf.generation.decoding import GeneratedResponse
