@@ -246,8 +246,17 @@ def write_folder(
     if violations:
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError("; ".join(violations))
-    rounds = plan(holders)
-    failure = _write_files(rounds, weights, carried, partial, rank, group)
+    rounds, failure = plan(holders), ""
+    for files in rounds:  # a rank that cannot write keeps sending, because other ranks wait for it
+        content: dict[str, Tensor] = {}
+        for step in zip_longest(*(file.tensors for file in files)):
+            content.update(_exchange([assembly for assembly in step if assembly], weights, carried, rank, group))
+        for file in files:
+            if file.writer == rank and not failure:
+                try:
+                    save_file(content, partial / file.name, metadata={"format": "pt"})
+                except (OSError, SafetensorError) as error:
+                    failure = f"{partial / file.name}: {error}"
     _raise_failures(failure, group)
     if rank == 0:
         try:
@@ -272,29 +281,6 @@ def _held(
         except ValueError as error:
             unknown.append(f"{name}: {error}")
     return held, "; ".join(unknown)
-
-
-def _write_files(
-    rounds: Sequence[Sequence[FilePlan]],
-    weights: Mapping[str, Tensor],
-    carried: Mapping[str, Any],
-    partial: Path,
-    rank: int,
-    group: dist.ProcessGroup | None,
-) -> str:
-    """Write this rank's files; return the error if that failed. It keeps sending, because other ranks wait for it."""
-    failure = ""
-    for files in rounds:
-        content: dict[str, Tensor] = {}
-        for step in zip_longest(*(file.tensors for file in files)):
-            content.update(_exchange([assembly for assembly in step if assembly], weights, carried, rank, group))
-        for file in files:
-            if file.writer == rank and not failure:
-                try:
-                    save_file(content, partial / file.name, metadata={"format": "pt"})
-                except (OSError, SafetensorError) as error:
-                    failure = f"{partial / file.name}: {error}"
-    return failure
 
 
 def _exchange(
