@@ -132,7 +132,7 @@ def prepare(
     algorithms = attempt(lambda: with_outside(config.algorithm, ALGORITHMS)) or {}
     problems.check()
     problems += violations(config, algorithms)
-    prologue = Prologue(config, launch, problems)
+    prologue = Prologue(config, launch, problems, parse_special=True)
     device, tokenizer, algorithm = prologue.device, prologue.tokenizer, algorithms.get(config.algorithm)
     config = replace(config, tokenizer=tokenizer.name if tokenizer else config.tokenizer)
     if algorithm is None:  # one of the problems

@@ -268,16 +268,7 @@ class PassStates(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        local: Tensor,
-        final: Tensor,
-        transition: Tensor | None,
-        program: ScanProgram,
-        channel: Channel,
-        mixing: bool,
-        keep: Keep,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, local, final, transition, program: ScanProgram, channel: Channel, mixing: bool, keep: Keep):
         ctx.program, ctx.channel, ctx.mixing = program, channel, mixing
         (incoming,) = keep(("states", final.shape), lambda: (_receive(final, transition, program, channel, mixing),))
         ctx.save_for_backward(incoming, transition)

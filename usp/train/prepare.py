@@ -105,12 +105,10 @@ class Prologue:
         config: CommonConfig,
         launch: Launch,
         problems: Problems,
-        bos: str = "auto",
-        parse_special: bool = True,
-        train_on: str = "assistant",
-        add_tokens: str = "",
         images: Callable[[], Images | None] = lambda: None,
+        **reading: Any,
     ) -> None:
+        """images, reading: of `load_tokenizer`."""
         self._config, self.problems = config, problems
         attempt = problems.attempt
         self.device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
@@ -119,8 +117,8 @@ class Prologue:
         name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
         self.tokenizer: Tokenizer | None = None
         if name is not None:
-            options = (bos, parse_special, config.chat_template, train_on, add_tokens)
-            self.tokenizer = attempt(lambda: load_tokenizer(name, *options, images(), config.model))
+            reading |= {"chat_template": config.chat_template, "model": config.model}
+            self.tokenizer = attempt(lambda: load_tokenizer(name, images=images(), **reading))
         problems += filter(None, [wandb_problem(config.wandb_project)])
 
     def choose_kernel(self, facts: ModelFacts) -> str:
@@ -167,9 +165,9 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     attempt = problems.attempt
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(lambda: read_state(start, strict, TrainingState.from_extra))
-    bos = config.bos if config.bos in BOS else "auto"
-    reading = config.parse_special_tokens, config.train_on, config.add_tokens
-    prologue = Prologue(config, launch, problems, bos, *reading, images=partial(load_images, config.model))
+    reading = {"bos": config.bos if config.bos in BOS else "auto", "parse_special": config.parse_special_tokens}
+    reading |= {"train_on": config.train_on, "add_tokens": config.add_tokens}
+    prologue = Prologue(config, launch, problems, partial(load_images, config.model), **reading)
     device, tokenizer, kernel_choice = prologue.device, prologue.tokenizer, ""
     ids = tokenizer.vocab_size if config.add_tokens and tokenizer else 0
     resolved = resolve(
