@@ -295,8 +295,10 @@ class Mcp:
             for each in message if isinstance(message, list) else [message]:
                 if not isinstance(each, dict):
                     raise ValueError(f"a message is no object: {each!r:.100}")
-                if "method" in each:
-                    self._reply(each)
+                if "method" in each:  # of the server: a ping is all that a client without capabilities knows
+                    if each.get("id") is not None:
+                        unknown = {"error": {"code": -32601, "message": "Method not found"}}
+                        self._send({"id": each["id"], **({"result": {}} if each["method"] == "ping" else unknown)})
                 elif "error" in each and each.get("id") in (self._requests, None):
                     error = each["error"]
                     said = str(error.get("message") if isinstance(error, dict) else error)
@@ -305,12 +307,6 @@ class Mcp:
                     if not isinstance(each.get("result"), dict):
                         raise ValueError(f"the result is no object: {each.get('result')!r:.100}")
                     return each["result"]
-
-    def _reply(self, asked: Mapping[str, Any]) -> None:
-        """Answer a request of the server: a ping, which is all that a client without capabilities knows."""
-        if asked.get("id") is not None:
-            unknown = {"error": {"code": -32601, "message": "Method not found"}}
-            self._send({"id": asked["id"], **({"result": {}} if asked["method"] == "ping" else unknown)})
 
     def _line(self, until: float) -> bytearray:
         """Return the server's next line, after sending what waits. Raises OSError if that fails or takes too long."""

@@ -316,8 +316,12 @@ class VllmEngine:
         if self._mesh.device_type != "cpu":
             self._engine.sleep(level=2)
             return
+        # Pages go back to the system. Addresses stay, and read as zeros: attention reads beyond the end of a sequence,
+        # where a nan is not hidden by its weight of 0.
         for storage in self._storages():
-            _give_back(storage)
+            begin, end = -(-storage.data_ptr() // PAGESIZE), (storage.data_ptr() + storage.nbytes()) // PAGESIZE
+            if begin < end:
+                call("madvise", begin * PAGESIZE, (end - begin) * PAGESIZE, MADV_DONTNEED)
         forget_kernels(self._model())  # loading makes others
 
     def wake(self) -> None:
@@ -571,11 +575,3 @@ def _join(config: Any, job: str) -> None:
     os.environ["VLLM_DIST_IDENT"], backend = job, current_platform.dist_backend
     with set_current_vllm_config(config):
         init_worker_distributed_environment(config, dist.get_rank(), f"run:{job}", _local_rank(), backend)
-
-
-def _give_back(storage: torch.UntypedStorage) -> None:
-    """Give the pages of a storage in the host's memory back to the system. Its address stays, and it reads as zeros:
-    attention reads beyond the end of a sequence, where a nan is not hidden by its weight of 0."""
-    begin, end = -(-storage.data_ptr() // PAGESIZE), (storage.data_ptr() + storage.nbytes()) // PAGESIZE
-    if begin < end:
-        call("madvise", begin * PAGESIZE, (end - begin) * PAGESIZE, MADV_DONTNEED)
