@@ -245,7 +245,7 @@ def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Ten
     ("ulysses", "ring", "order"),
     [pytest.param(*grid, marks=() if grid in TURNS else pytest.mark.exhaustive) for grid in GRIDS[::-1]],
 )
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=2)
 def test_matches_dense_attention_and_its_own_byte_count(
     ranks: RankPool, oracle: Callable, tmp_path: Path, exhaustive: bool, ulysses: int, ring: int, order: str
 ) -> None:
