@@ -15,7 +15,7 @@ from usp.rlhf.roles.role_model import RoleModel
 
 SIZES = ["--layers", "2", "--samples", "2", "--tokens", "16,32", "--rounds", "3", "--device", "cpu"]
 PLAN = ["rlhf-plan", "--actor", "tiny", "--world-size", "1", "--prompts", "2", "--prompt-tokens", "16", "--budget", "0"]
-PLAN += ["--response-tokens", "8", "--options", "mini_batches=1"]
+PLAN += ["--response-tokens", "8", "--options", "mini_batches=1", "--repeatable"]
 
 
 @pytest.mark.slow

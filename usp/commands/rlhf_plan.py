@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,6 +85,8 @@ class RlhfPlanConfig:
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
     """Seconds of the whole command. What is not predicted by then is left out, first all but the named plans."""
+    repeatable: bool = False
+    """Count 1,000 steps of work as a second of --budget: the plan depends on neither the machine nor its load."""
     seed: int = 0
     """Seed of the search."""
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
@@ -114,53 +116,46 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
 
 def _plan(
-    asked: RlhfPlanConfig,
-    end: float,
-    out: Path | None,
-    picture: Path | None,
-    prices: Mapping[str, float],
-    progress: Progress,
+    asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None, prices: dict[str, float], progress: Progress
 ) -> None:
     """Search until `end`, and print, write and draw the plan."""
     progress.say("reading the models")
     from usp.planning.job_cost import Terms, step_cost_text
     from usp.planning.rlhf_question import answer, rate_lines, render_choice, suppose, what_ifs, with_fastest_slots
+    from usp.planning.rlhf_search import work_clock
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
 
     question = _question(asked)
-
-    def report(seconds: float, simulated: int, best: float) -> None:
-        progress.say(f"searching: {simulated} plans simulated, a step takes {best:.2f} s")
-
-    def predicted(tried: int, every: int) -> None:
-        progress.say(f"predicting: {tried} of {every} layouts of calls")
-
-    now = time.monotonic()
-    question = with_fastest_slots(question, now + _SLOTS * (end - now))
-    budget = _SEARCHED * (end - time.monotonic())
-    choice = answer(question, seed=asked.seed, budget=budget, report=report, predicted=predicted)
-    plan = choice.plan
+    if asked.repeatable:
+        question, end = replace(question, clock=work_clock()), asked.budget
+    question = with_fastest_slots(question, end - (1 - _SLOTS) * (end - question.clock()))
+    choice = answer(
+        question,
+        seed=asked.seed,
+        budget=_SEARCHED * (end - question.clock()),
+        report=lambda _, plans, best: progress.say(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
+        predicted=lambda tried, every: progress.say(f"predicting: {tried} of {every} layouts of calls"),
+    )
     progress.say("searching: with other memory, lengths and links")
-    others = list(what_ifs(question, choice.problem))
-    supposed = list(suppose(others, choice, seed=asked.seed, budget=end - time.monotonic()))
+    others = [*what_ifs(question, choice.problem)]
+    supposed = list(suppose(others, choice, seed=asked.seed, budget=end - question.clock()))
     progress.status.stop()
     Console().print(render_choice(choice, supposed))
     if question.options.slots < asked.slots:
         print(f"generation is faster with fewer sequences at a time: --slots {question.options.slots}")
     if prices:
-        name, samples = question.hardware.name, len(question.workload.sequences)
-        price = Terms(prices=prices).price(name)
-        print(step_cost_text(choice.simulation.seconds, asked.world_size, samples, name, price))
-    not_measured = question.not_measured(plan) if question.measurements else ()
+        name, samples, terms = question.hardware.name, len(question.workload.sequences), Terms(prices=prices)
+        print(step_cost_text(choice.simulation.seconds, asked.world_size, samples, name, terms.price(name)))
+    not_measured = question.not_measured(choice.plan) if question.measurements else ()
     for line in (*rate_lines(question, choice), *not_measured):
         print(line)
     if out:
-        out.write_text(yaml.safe_dump(to_mapping(plan), sort_keys=False))
+        out.write_text(yaml.safe_dump(to_mapping(choice.plan), sort_keys=False))
         print(f"written: {out} (torchrun ... rlhf.py --plan {out})")
-    if picture:
-        draw(list(choice.simulation.events), picture)
-        print(f"written: {picture}")
+    if plot:
+        draw(list(choice.simulation.events), plot)
+        print(f"written: {plot}")
 
 
 class Progress:

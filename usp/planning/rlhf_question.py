@@ -37,7 +37,7 @@ _SLOWER = 0.03  # of generation, up to which it decodes as many sequences at a t
 _MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
 _REMEDY_SECONDS, _LEAST_SECONDS = 1.0, 10.0  # to search a plan with each remedy; for all, whatever the budget
 _PREDICTING, _NAMING, _SEARCHING = 0.45, 0.3, 0.8  # shares of a budget; the later two of what is left
-Supposed = Callable[[float], Problem]  # makes the problem until a time of `time.monotonic`
+Supposed = Callable[[float], Problem]  # makes the problem until a time of its clock
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
 
 
@@ -53,6 +53,7 @@ class RlhfQuestion(Devices):
     staleness: int = 0  # as --staleness of rlhf.py
     allowed: Callable[[ModelCall, CallLayout], bool] = lambda call, layout: True  # whether a model can have a layout
     measurements: Measurements | None = None  # of calls on these devices
+    clock: Callable[[], float] = time.monotonic  # of every `until` and budget
 
     @cached_property
     def space(self) -> OptionSpace:
@@ -97,7 +98,7 @@ class RlhfQuestion(Devices):
         simulator = Simulator(self.graph, estimates or self.estimates, self.world_size, min(1, self.staleness))
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
-        return Problem(simulator, self.layouts, self.usable.device, offload).that_fit(until, report)
+        return Problem(simulator, self.layouts, self.usable.device, offload, self.clock).that_fit(until, report)
 
     def not_measured(self, plan: ExecutionPlan) -> Iterator[str]:
         """Yield which calls of a plan were not measured in its layouts, and how many layouts were not."""
@@ -135,13 +136,13 @@ def answer(
 ) -> RlhfChoice:
     """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, as `predicted` is told.
     Raise as `Question.problem`, and NothingFits with the plan that needs least memory and what would help."""
-    begin = time.monotonic()
+    begin = question.clock()
     try:
         problem = question.problem(until=begin + _PREDICTING * budget, report=predicted)
-        left = begin + budget - time.monotonic()
+        left = begin + budget - question.clock()
         return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
     except NothingFits as error:
-        now = time.monotonic()
+        now = question.clock()
         remedies = ["a larger --budget"] if budget > 0 and now >= begin + _PREDICTING * budget else []
         until = max(begin + budget, now + _LEAST_SECONDS)
         generates = math.isfinite(_generation_seconds(question, until)[0])
@@ -175,11 +176,11 @@ def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
 
 def with_fastest_slots(question: RlhfQuestion, until: float) -> RlhfQuestion:
     """Return the question with as many sequences decoded at a time as asked, or half of that, and so on as long as not
-    all layouts fit and generation alone becomes faster by `_SLOWER`, until a time of `time.monotonic`: fewer caches
+    all layouts fit and generation alone becomes faster by `_SLOWER`, until a time of its clock: fewer caches
     take fewer ranks for each sequence. The same question if generation never fits."""
     best, (least, all_fit) = question, _generation_seconds(question, until)
     slots = question.options.slots
-    while not all_fit and (slots := slots // 2) and time.monotonic() < until:
+    while not all_fit and (slots := slots // 2) and question.clock() < until:
         other = replace(question, options=replace(question.options, slots=slots))
         took, all_fit = _generation_seconds(other, until)
         if took * (1 + _SLOWER) < least:
@@ -196,7 +197,7 @@ def _generation_seconds(question: RlhfQuestion, until: float) -> tuple[float, bo
     calls = {call.name: list(options(call, question.space)) for call in generating}
     simulator = Simulator(question.graph, question.estimates, question.world_size)
     try:
-        fitting = Problem(simulator, calls, question.usable.device).that_fit(until).options
+        fitting = Problem(simulator, calls, question.usable.device, clock=question.clock).that_fit(until).options
     except NothingFits:
         return math.inf, False
     took = sum(min(question.estimates.call_seconds(name, each) for each in of) for name, of in fitting.items())
@@ -205,14 +206,14 @@ def _generation_seconds(question: RlhfQuestion, until: float) -> tuple[float, bo
 
 def _fits(question: RlhfQuestion, until: float) -> bool:
     """Return whether a plan is found that fits; nothing is tried after the time `until`."""
-    if (now := time.monotonic()) >= until:
+    if (now := question.clock()) >= until:
         return False
     try:
         problem = question.problem(until=min(until, now + _REMEDY_SECONDS))
     except NothingFits:
         return False
     named = [one.plan for one in baselines(problem, question.space, question.facts, until) if one.plan]
-    return bool(search(problem, budget=min(_REMEDY_SECONDS, until - time.monotonic()), starts=named).best)
+    return bool(search(problem, budget=min(_REMEDY_SECONDS, until - question.clock()), starts=named).best)
 
 
 def choose_plan(
@@ -220,9 +221,9 @@ def choose_plan(
 ) -> RlhfChoice:
     """Measure the named plans and search from them in `budget` seconds, and simulate the best plan in full, which no
     change of one call that it knows of improves; raise NothingFits with the plan that needs least memory."""
-    begin = time.monotonic()
+    begin = problem.clock()
     named = baselines(problem, space, facts, begin + _NAMING * budget)
-    starts, left = [one.plan for one in named if one.plan], begin + budget - time.monotonic()
+    starts, left = [one.plan for one in named if one.plan], begin + budget - problem.clock()
     found = search(problem, seed=seed, budget=_SEARCHING * left, starts=starts, progress=report)
     if found.best:
         found, others = _settled(problem, found, begin + budget)
@@ -254,7 +255,7 @@ def _next_best(problem: Problem, plan: ExecutionPlan, until: float) -> Iterator[
     for name in problem.options:
         least, best = math.inf, plan[name]
         for bound, other in problem.alternatives(plan, name):
-            if bound >= least or time.monotonic() >= until:
+            if bound >= least or problem.clock() >= until:
                 break
             same = (len(other[name].ranks), other[name].dims) == (len(plan[name].ranks), plan[name].dims)
             if not same and not problem.shared_ranks(other):
@@ -280,18 +281,18 @@ def suppose(
     """Yield (what is supposed, the best plan then or None, its seconds, how much slower the chosen plan would be than
     that one). Plans whose gain is below 1% are the chosen one. Each supposition makes the problem until a time, or
     raises NothingFits; without time for one, as after `budget` seconds for all but the first, nothing is said of it."""
-    end = time.monotonic() + budget
+    end = choice.problem.clock() + budget
     for number, (words, make) in enumerate(suppositions):
-        if (begin := time.monotonic()) >= end and number:
+        if (begin := choice.problem.clock()) >= end and number:
             return
         until = begin + (end - begin) / (len(suppositions) - number)
         predicted = (begin + until) / 2
         try:
             problem = make(predicted)
-            rest = until - time.monotonic()
+            rest = until - problem.clock()
             best, plan = search(problem, seed=seed, budget=rest, starts=[choice.plan]).best[0]
         except (NothingFits, IndexError):
-            if time.monotonic() < predicted:
+            if choice.problem.clock() < predicted:
                 yield words, None, math.inf, 0.0
             continue
         stays, peak = problem.simulator.measure(choice.plan)

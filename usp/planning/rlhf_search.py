@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, product, zip_longest
+from itertools import chain, count, product, zip_longest
 from operator import itemgetter
 
 import numpy as np
@@ -151,10 +151,11 @@ class Problem:
     options: Mapping[str, Sequence[CallLayout]] = field(hash=False)  # layouts by call
     memory_bytes: float  # of a rank
     offload: tuple[str, ...] = ()  # names that may be offloaded: see `ExecutionPlan.offload`
+    clock: Callable[[], float] = time.monotonic  # of every `until` and budget; read once a step of work: `work_clock`
 
     def that_fit(self, until: float = math.inf, report: Tried = silent) -> Problem:
         """Return the problem without layouts that alone need too much, and without those that are not predicted by the
-        time `until` of `time.monotonic`; tell `report` how many are, of all. Calls take turns, each with its simplest
+        time `until` of `clock`; tell `report` how many are, of all. Calls take turns, each with its simplest
         layouts and its most sharded ones first. Raise NothingFits naming calls without any."""
         if missing := [name for name, layouts in self.options.items() if not layouts]:
             raise NothingFits(
@@ -167,7 +168,7 @@ class Problem:
         tried, late, every = 0, Counter[str](), sum(map(len, self.options.values()))
         while waiting:
             for name in list(waiting):
-                late[name] += time.monotonic() >= until
+                late[name] += self.clock() >= until
                 if (late[name] and (fitting[name] or late[name] > _MOST_LATE)) or not waiting[name]:
                     del waiting[name]
                     continue
@@ -239,6 +240,11 @@ class Problem:
         return math.prod(map(len, self.options.values())) * 2 ** len(self.offload)
 
 
+def work_clock() -> Callable[[], float]:
+    """Return a clock that goes on by a thousandth of a second whenever it is read, so that a budget counts work."""
+    return (step / 1000 for step in count()).__next__
+
+
 @dataclass(frozen=True)
 class Found:
     """The result of a search."""
@@ -257,7 +263,6 @@ def search(
     budget: float = 60.0,
     starts: Sequence[ExecutionPlan] = (),
     progress: Progress = silent,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """Search for the fastest plan that fits, until `budget` seconds are up or no change of a call helps, from every
     call's fastest layout and from `starts`, be they outside of the options; where none of these fits, first from the
@@ -266,7 +271,7 @@ def search(
     fastest = {name: min(layouts, key=partial(seconds, name)) for name, layouts in problem.options.items()}
     plans = [ExecutionPlan("search", {name: plan[name] for name in fastest}, plan.offload) for plan in starts]
     plans.append(ExecutionPlan("search", fastest))
-    descents, chance = _Descents(problem, budget, progress, clock, clock()), random.Random(seed)
+    descents, chance = _Descents(problem, budget, progress, problem.clock()), random.Random(seed)
     for plan in plans:
         descents.energy(plan)
     if not descents.best:  # several calls may have to change at once until one fits
@@ -282,7 +287,7 @@ def search(
         descents.descend(replace(best, calls={**best.calls, **changed}), chance)
         number += 1
         last = number if len(descents.history) > before else last
-    nearest, took = None if descents.best else descents.nearest, clock() - descents.begin
+    nearest, took = None if descents.best else descents.nearest, problem.clock() - descents.begin
     return Found(tuple(descents.best), nearest, len(descents.energies), took, tuple(descents.history))
 
 
@@ -293,8 +298,7 @@ class _Descents:
     problem: Problem
     budget: float
     progress: Progress
-    clock: Callable[[], float]
-    begin: float  # by the clock
+    begin: float  # by the problem's clock
     energies: dict[object, float] = field(default_factory=dict)
     best: list[tuple[float, ExecutionPlan]] = field(default_factory=list)
     nearest: tuple[float, ExecutionPlan] | None = None
@@ -320,7 +324,7 @@ class _Descents:
     @property
     def over(self) -> bool:
         """Whether the time is up."""
-        return self.clock() - self.begin > self.budget
+        return self.problem.clock() - self.begin > self.budget
 
     def energy(self, plan: ExecutionPlan) -> float:
         """Return the energy of a plan, and remember it if it is among the best."""
@@ -337,7 +341,7 @@ class _Descents:
             self.nearest = min(self.nearest or (peak, plan), (peak, plan), key=itemgetter(0))
             return _OVER_MEMORY * peak / self.problem.memory_bytes
         if not self.best or seconds < self.best[0][0]:
-            self.history.append((self.clock() - self.begin, seconds))
+            self.history.append((self.problem.clock() - self.begin, seconds))
             self.progress(self.history[-1][0], len(self.energies), seconds)
         self.best = sorted([*self.best, (seconds, plan)], key=itemgetter(0))[:_BEST]
         return seconds
@@ -357,7 +361,7 @@ class Baseline:
 def baselines(problem: Problem, space: OptionSpace, facts: Facts, until: float = math.inf) -> tuple[Baseline, ...]:
     """Return every named plan with its fastest degrees and memory options, of those that are predicted by the time
     `until`; where none fit, those that need least."""
-    begin, number = time.monotonic(), len(NAMED_PLANS)
+    begin, number = problem.clock(), len(NAMED_PLANS)
     ends = [begin + (until - begin) * place / number for place in range(1, number + 1)]
     return tuple(_at_its_best(name, problem, space, facts, end) for name, end in zip(NAMED_PLANS, ends, strict=True))
 
@@ -372,7 +376,7 @@ def _at_its_best(name: str, problem: Problem, space: OptionSpace, facts: Facts, 
     def best(variants: Iterable[Facts]) -> tuple[Facts, Baseline] | None:
         measured: list[tuple[Facts, Baseline]] = []
         for facts in variants:
-            if measured and time.monotonic() >= until:
+            if measured and problem.clock() >= until:
                 break
             if one := _measured(name, facts, problem, space):
                 measured.append((facts, one))

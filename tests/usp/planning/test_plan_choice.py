@@ -12,7 +12,7 @@ from tests.usp.planning.estimates import Simple
 from tests.usp.rlhf.toy import ppo
 from usp.model.facts import ModelFacts
 from usp.planning.rlhf_question import RlhfChoice, _next_best, _settled, choose_plan, render_choice, suppose
-from usp.planning.rlhf_search import Found, OptionSpace, Problem, baselines, options
+from usp.planning.rlhf_search import Found, OptionSpace, Problem, baselines, options, work_clock
 from usp.planning.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts
 from usp.rlhf.plan.plan import from_mapping, to_mapping
@@ -27,7 +27,7 @@ def problem(memory: float) -> Problem:
     estimates = Simple({"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0})
     layouts = {call.name: list(options(call, SPACE)) for call in GRAPH.calls}
     simulator = Simulator(GRAPH, estimates, 4)  # type: ignore[arg-type]
-    return Problem(simulator, layouts, memory, ("ref", "reward")).that_fit()
+    return Problem(simulator, layouts, memory, ("ref", "reward"), work_clock()).that_fit()
 
 
 def choose(memory: float) -> RlhfChoice:

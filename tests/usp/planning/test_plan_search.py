@@ -8,7 +8,7 @@ import pytest
 
 from tests.usp.planning.estimates import Simple, every_plan
 from tests.usp.rlhf.toy import ppo
-from usp.planning.rlhf_search import OptionSpace, Problem, options, search
+from usp.planning.rlhf_search import OptionSpace, Problem, options, search, work_clock
 from usp.planning.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts, named_plan
 from usp.rlhf.plan.plan import staleness_violations
@@ -24,7 +24,7 @@ def problem(memory: float, smallest: int = 2) -> Problem:
     found["advantages"] = found["advantages"][-1:]
     for name in ("critic_train", "critic_inference", "reward_inference", "ref_inference", "actor_inference"):
         found[name] = [o for o in found[name] if o.dims.tp == 2]
-    return Problem(Simulator(GRAPH, Simple(SIZES), 4), found, memory)  # type: ignore[arg-type]
+    return Problem(Simulator(GRAPH, Simple(SIZES), 4), found, memory, clock=work_clock())  # type: ignore[arg-type]
 
 
 def optimum(of: Problem) -> float:

@@ -11,6 +11,7 @@ import yaml
 
 from usp.parallel.cluster.hardware import NODES
 from usp.planning.rlhf_question import answer
+from usp.planning.rlhf_search import work_clock
 from usp.planning.run_plan import SearchedPlan, question_of, run_planner
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
@@ -33,7 +34,7 @@ SMALL = RlhfConfig(
 
 
 def searched(run: PreparedRlhf) -> ExecutionPlan:
-    question = question_of(run)
+    question = replace(question_of(run), clock=work_clock())
     samples = {"prompts": 16, "pairs": 8, "answers": 4}
     assert len(question.workload.prompts) == samples[run.algorithm.data]
     assert question.ranks_per_host == 2 and question.hardware.memory_bytes < 80 * 2**30
@@ -127,7 +128,7 @@ def test_the_plan_is_searched_once_and_kept_by_a_resumed_run(
 def test_a_model_that_is_too_large_is_told_what_the_nearest_needs(tmp_path: Path) -> None:
     def little(run: PreparedRlhf) -> ExecutionPlan:
         question = question_of(run)
-        small = replace(question, hardware=replace(question.hardware, memory_bytes=2**20))
+        small = replace(question, clock=work_clock(), hardware=replace(question.hardware, memory_bytes=2**20))
         return answer(small, budget=0.1, report=lambda seconds, simulated, best: None).plan
 
     with pytest.raises(ConfigurationError, match=r"The nearest: .*actor_train needs .* GiB on ranks .*devices with"):

@@ -18,7 +18,7 @@ from usp.planning.rlhf_question import RlhfQuestion, _generation_seconds, with_f
 from usp.rlhf.plan.plan import from_mapping
 from usp.rlhf.runtime.measure import LENGTHS_FILE, StepLengths
 
-PLAN = ["rlhf-plan", "--actor", "llama3-8b", "--world-size", "8", "--max-sp", "1", "--budget", "0"]
+PLAN = ["rlhf-plan", "--actor", "llama3-8b", "--world-size", "8", "--max-sp", "1", "--budget", "0", "--repeatable"]
 SMALL = [*PLAN, "--prompts", "16", "--prompt-tokens", "128", "--response-tokens", "32,128"]
 
 
@@ -78,7 +78,8 @@ def test_bad_input_is_refused(flags: list[str], said: str, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_rollouts_whose_cache_is_too_large_are_told_how_many_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, "--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", "1M"], {}) == 1
+    flags = ["--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", "1M"]
+    assert main([*PLAN, *flags], {}) == 1
     told = capsys.readouterr().err
     assert told.startswith("reading the models") and "with which rollouts fit" in told
     slots = re.search(r"Use --slots (\d+),", told)
