@@ -99,7 +99,13 @@ class Checkpointer:
         )
         self.stager = DefaultStager(self.options)
         self.saving: tuple[Path, Future[Any]] | None = None
-        errors = _gather_errors(lambda: self._remove_leftovers() if dist.get_rank() == 0 else None, self.group)
+
+        def remove_leftovers() -> None:
+            for path in self.folder.glob("*") if dist.get_rank() == 0 else ():
+                if _LEFTOVER.fullmatch(path.name):
+                    shutil.rmtree(path)
+
+        errors = _gather_errors(remove_leftovers, self.group)
         if errors:
             raise RuntimeError(f"an incomplete checkpoint in {folder} cannot be removed: {'; '.join(errors)}")
 
@@ -183,12 +189,6 @@ class Checkpointer:
         except CheckpointException as error:
             raise RuntimeError(f"checkpoint {path} cannot be read: {_causes(error)}") from error
         return storage.read_extra(path)
-
-    def _remove_leftovers(self) -> None:
-        if self.folder.is_dir():
-            for path in self.folder.iterdir():
-                if _LEFTOVER.fullmatch(path.name):
-                    shutil.rmtree(path)
 
     def _remove_old(self, best_first: Sequence[int]) -> None:
         found = complete_checkpoints(self.folder)

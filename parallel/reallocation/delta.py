@@ -117,7 +117,7 @@ def apply(delta: Delta, part: Tensor, dtype: torch.dtype) -> None:
 class DeltaReallocation(Reallocation):
     """Executes a plan, after the first time by sending changed elements. Must be created as `Reallocation`.
 
-    A sender keeps what it sent last, in the dtype in which it is sent, for comparison: `reference_bytes`, none of
+    A sender keeps what it sent last, in the dtype in which it is sent, for comparison, but none of
     pieces that lie in its own box of `dst`, which has these values until the end of a run.
     """
 
@@ -129,11 +129,6 @@ class DeltaReallocation(Reallocation):
         self._references: dict[BoxPiece, Tensor] = {}
         self._dense: set[_Link] = set()  # where the next update sends all values without counts
         self._filled = False
-
-    @property
-    def reference_bytes(self) -> int:
-        """Memory of the values kept for comparison on this rank; 0 before the first run."""
-        return sum(reference.nbytes for reference in self._references.values())
 
     def update(
         self,

@@ -157,11 +157,6 @@ class ReallocPlan:
         first = self.host(rank) * self.ranks_per_host
         return self._lacking_bytes(rank, range(first, first + self.ranks_per_host), range(first, rank))
 
-    @property
-    def minimum_bytes(self) -> int:
-        """Minimum that any plan has to send, computed from the layouts without the transfers."""
-        return sum(map(self.lacking_bytes, self.dst.ranks))
-
     def host(self, rank: int) -> int:
         return rank // self.ranks_per_host
 
@@ -187,12 +182,6 @@ class ReallocPlan:
     @property
     def total_bytes(self) -> int:
         return sum(self.links.values())
-
-    @property
-    def extra_bytes(self) -> int:
-        """Maximum additional memory of a rank: messages of up to two rounds, sent and received."""
-        message = min(self.bucket_bytes, max((*self.sent_bytes.values(), *self.received_bytes.values()), default=0))
-        return message * 2 * min(self.rounds, 2)
 
     def source(self, name: str, rank: int, box: Box) -> int:
         """Return the index of the first layout in which a rank that sends a box holds all of it.

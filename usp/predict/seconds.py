@@ -64,6 +64,7 @@ from .traffic import (
 if TYPE_CHECKING:
     from .meter import Work
 
+_LINKS = itemgetter("fsdp", "efsdp", "dp_replicate", "loss", "tp")  # extents that parameters travel over
 PUBLISHED_ERROR = 0.11  # mean absolute error of the published steps in benchmarks/results/published.json
 OVERLAPPED_WAITS = 0.5  # part of `wait_fraction` where messages within layers overlap: in traces of runs on two CPUs
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
@@ -587,13 +588,7 @@ def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> flo
     return most
 
 
-def _parameter_links(job: Job, hardware: Hardware, rank: int) -> Hashable:
-    """Return what determines the seconds of a rank's traffic of parameters."""
-    links = [job.extents[axis] for axis in ("fsdp", "efsdp", "dp_replicate", "loss", "tp")]
-    return id(hardware), gathering(job, rank), *links, job.placed or job.world_size, rank
-
-
-@shared(_parameter_links)
+@shared(lambda job, of, rank: (id(of), gathering(job, rank), _LINKS(job.extents), job.placed or job.world_size, rank))
 def _parameter_seconds(job: Job, hardware: Hardware, rank: int) -> list[tuple[Pass, int, float, int, float]]:
     """Return a rank's traffic of parameters: the pass, how many micro-batches have it, the seconds in each, the pieces
     that overlap, and the part of what overlaps that slows down the compute."""

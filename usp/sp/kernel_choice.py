@@ -67,7 +67,7 @@ def kernel_on(
 
 
 def choose_head_groups(
-    hardware: Hardware | None,
+    hardware: Hardware,
     plan: UnifiedPlan,
     kernel: Kernel,
     head_dim: int,
@@ -81,30 +81,29 @@ def choose_head_groups(
     One group is exchanged, computed and exchanged back. With more, only the first one's arrival and the last one's
     results are exposed, and what takes longer than the compute of a group; every group adds messages and launches.
 
-    exchanging: the global ranks of each group of ulysses ranks, which exchange at once. hardware: None if unknown,
-    which gives 1.
+    exchanging: the global ranks of each group of ulysses ranks, which exchange at once.
     """
     heads, name = plan.heads, str(dtype).removeprefix("torch.")
     most = min(width for width in map(heads.kv_width, range(heads.ulysses)) if width)
     together = not plan.of_itself or (plan.spec.function is not None and plan.spec.function.by_head)
-    if hardware is None or heads.ulysses == 1 or most == 1 or name not in hardware.peak_flops or together:
+    if heads.ulysses == 1 or most == 1 or name not in hardware.peak_flops or together:
         return 1
-    known, layout, ranks = hardware, plan.layout, range(world_size)
+    layout, ranks = plan.layout, range(world_size)
     wire = replace(plan, ulysses_rank=0).wire_bytes(head_dim, dtype, v_head_dim)
     passes = (wire.seq_to_heads, wire.heads_to_seq), (wire.dout_to_heads, wire.grads_to_seq)
     per_pair = 2.0 * max(head_dim, v_head_dim) * heads.q_width(0)
-    flops, free = per_pair * _pairs(plan) / layout.ring, min(overlap_of(known, each) for each in exchanging)
+    flops, free = per_pair * _pairs(plan) / layout.ring, min(overlap_of(hardware, each) for each in exchanging)
 
     def exchange(nbytes: float) -> float:
         steps = heads.ulysses - 1
-        return max(transfer_seconds(known, each, "exchange", nbytes, steps, ranks) for each in exchanging)
+        return max(transfer_seconds(hardware, each, "exchange", nbytes, steps, ranks) for each in exchanging)
 
     def seconds(groups: int) -> float:
-        total = groups * GROUP_LAUNCHES * known.launch_seconds
+        total = groups * GROUP_LAUNCHES * hardware.launch_seconds
         for number, (arriving, leaving) in enumerate(passes):
             late, full = bool(number), layout.ring > 1 or not plan.spec.causal
             work = PRODUCTS[number] * flops / groups
-            compute = known.attention_seconds(
+            compute = hardware.attention_seconds(
                 kernel.rated_as or kernel.name, work, layout.ring_len, name, backward=late, full=full
             )
             first, last = exchange(arriving / groups), exchange(leaving / groups)

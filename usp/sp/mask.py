@@ -74,28 +74,22 @@ class Mask:
             self.__dict__["_hash"] = hash(tuple(getattr(self, each.name) for each in fields(self)))
         return self.__dict__["_hash"]
 
-    def rows(self, name: str) -> Rows | None:
-        """Return the numbers of a field that was given as a tensor, or None. Not in a graph."""
-        return getattr(self, name)
-
     def spec(self, seq_len: int, key_len: int | None, joint: Joint | None) -> AttentionSpec:
         """Return the mask of `seq_len` tokens for the kernels, without a function of pairs.
 
         key_len: None if the keys are of the queries' tokens, 0 if there are only joint ones.
         """
-        documents, prefixes, parents, keys = map(self.rows, ("cu_seqlens", "prefix", "tree", "cu_seqlens_k"))
-        rows: Any = {"documents": documents, "prefixes": prefixes, "parents": parents}
-        keys = keys or ((0, key_len),) if key_len else keys
+        rows: Any = {"documents": self.cu_seqlens, "prefixes": self.prefix, "parents": self.tree}
+        keys: Any = self.cu_seqlens_k or ((0, key_len),) if key_len else self.cu_seqlens_k
         spec = AttentionSpec(self.causal, self.window or (-1, -1), **rows, key_documents=keys, joint=joint)
         return spec if self.chunk is None else _in_chunks(spec, seq_len, self.chunk)
 
 
 class LastMasks:
-    """Makes masks, each once for the same tensors: those of a batch are read in its first layer."""
+    """Makes the masks of a forward, each once for the same tensors: they are read in its first layer."""
 
     def __init__(self) -> None:
-        self._rows: tuple[Tensor | None, ...] = ()
-        self._versions: list[int | None] = []
+        self._rows: tuple[Tensor | None, ...] = (None,) * 3
         self._masks: dict[tuple[Any, ...], Mask] = {}
 
     def __call__(self, causal: bool, window: tuple[int, int] | None, chunk: int | None, *rows: Tensor | None) -> Mask:
@@ -103,9 +97,8 @@ class LastMasks:
         key = causal, window, chunk
         if torch.compiler.is_compiling():
             return Mask(causal, window, *cast(Any, (*rows, chunk)))
-        versions = [None if x is None or x.is_inference() else x._version for x in rows]
-        if self._versions != versions or not all(map(operator.is_, rows, self._rows)):
-            self._rows, self._versions, self._masks = rows, versions, {}
+        if not all(map(operator.is_, rows, self._rows)):
+            self._rows, self._masks = rows, {}
         if key not in self._masks:
             self._masks[key] = Mask(causal, window, *cast(Any, (*rows, chunk)))
         return self._masks[key]

@@ -296,9 +296,12 @@ class PassStates(torch.autograd.Function):
                 grad_final.index_add_(0, hop.finals, gradients)
                 for final, passed, place in hop.through:
                     factor, state = transition[passed], incoming[place]  # pyright: ignore[reportOptionalSubscript]
-                    into_state, into_factor = _retreat(factor, state, grad_final[final], ctx.mixing)
+                    grad = grad_final[final]
+                    if ctx.mixing:  # the gradients of `_advance`
+                        into_state, grad_transition[passed] = factor.mT @ grad, grad @ state.mT
+                    else:
+                        into_state, grad_transition[passed] = factor * grad, (grad * state).sum_to_size(factor.shape)
                     grad_incoming[place] += into_state
-                    grad_transition[passed] = into_factor
             for message in pending:
                 message.wait()
         return grad_local, grad_final, None if transition is None else grad_transition, None, None, None, None
@@ -340,10 +343,3 @@ def _receive(final: Tensor, transition: Tensor | None, program: ScanProgram, cha
 
 def _advance(transition: Tensor, state: Tensor, mixing: bool) -> Tensor:
     return transition @ state if mixing else transition * state
-
-
-def _retreat(transition: Tensor, state: Tensor, grad: Tensor, mixing: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `_advance` in the state and the transition."""
-    if mixing:
-        return transition.transpose(-1, -2) @ grad, grad @ state.transpose(-1, -2)
-    return transition * grad, (grad * state).sum_to_size(transition.shape)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         # Calls repeat from layer to layer and, without documents, from step to step.
         self._plans, self._programs = lru_cache(maxsize=16)(self._plan), lru_cache(maxsize=16)(self._lower)
         self._logged: set[str] = set()
-        self.masks = LastMasks()  # of a model's forwards
+        self.masks = LastMasks()  # of a model's forward
         # Whether few calls have the same length: kernels that need no plan for one come first.
         self.many_lengths = False
         self.calls, self.trees = 0, 0  # trees: calls with a prefix tree
@@ -241,7 +241,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             key_len = k[1] * self.ranks
         of_joint, kv_heads = joint or (None, 0)
         spec = mask.spec(seq_len, key_len, of_joint)
-        layout = self.axes.layout(self.layout, seq_len, mask.rows("cu_seqlens"))
+        layout = self.axes.layout(self.layout, seq_len, cast(Any, mask.cu_seqlens))
         key_layout = self.axes.layout(self.layout, key_len, spec.key_documents) if key_len else None
         if mask.function is not None:
             spec = with_mask_mod(spec, mask.function, q[0], q[2], seq_len, device)
@@ -274,22 +274,18 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         kv_index = heads.kv_index(unified.ulysses_rank)
         if call.sparse:
             return unified, self._lower_sparse(unified, device, (q[3], v_head_dim, dtype, call.sparse), kv_index)
-        widened = v_head_dim + LSE_COLUMNS * call.lse_gradient
-        kernel, choice, slow = choose_kernel(
-            self.kernel, spec, device, dtype, q[3], widened, unified.layout, many_lengths
-        )
+        attends = spec, device, dtype, q[3], v_head_dim + LSE_COLUMNS * call.lse_gradient
+        kernel, choice, slow = choose_kernel(self.kernel, *attends, unified.layout, many_lengths)
         self.kernels.add(kernel.name)
         here = node_here(device) if self.head_groups is None and self.axes.ulysses > 1 else None
         if here is not None:
             sizes, exchanging = (q[3], v_head_dim, dtype), ulysses_ranks(self._mesh)
             groups = choose_head_groups(here, unified, kernel, *sizes, exchanging, dist.get_world_size())
-            heads = replace(heads, groups=groups)
-            unified = replace(unified, heads=heads)
+            unified = replace(unified, heads=(heads := replace(heads, groups=groups)))
         by_group = [each.kv_index(unified.ulysses_rank) for each in heads.by_group] if heads.groups > 1 else ()
         program = RingProgram.lower(unified.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype, by_group)
-        layouts = unified.layout, unified.key_layout
-        compared = *layouts, spec, heads, unified.batch, q[3], v_head_dim, str(dtype), kernel.name, self.dkv_dtype
-        self.axes.agree(compared, CALL)
+        of_kernel = q[3], v_head_dim, str(dtype), kernel.name, self.dkv_dtype
+        self.axes.agree((unified.layout, unified.key_layout, spec, heads, unified.batch, *of_kernel), CALL)
         self._log(logging.INFO, choice)
         for warning in (slow, *ulysses_violations(heads.num_heads, heads.ulysses)):
             self._log(logging.WARNING, warning)
@@ -303,7 +299,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         front, every = of_joint
         if joint_k is None and every:
             raise ValueError(f"every={every} is of joint keys: give joint_k and joint_v")
-        rows = mask.rows("joint_cu_seqlens") if isinstance(mask, Mask) else None
+        rows: Any = mask.joint_cu_seqlens if isinstance(mask, Mask) else None
         joint = None if joint_k is None else Joint(joint_k[1], bool(joint_q), not k, front, rows, every)
         if isinstance(mask, Mask):
             return self._plans(mask, q, k, joint and (joint, joint_k[2]), call.shapes[0][2])  # type: ignore[index]
@@ -407,7 +403,7 @@ class JointAttention(nn.Module):
     ) -> AttentionPlan:
         """Return the plan of calls of these sizes, as `UnifiedSPAttention.plan`."""
         front, every = self._of_joint
-        joint = Joint(joint_k[1], joint_queries, k is None, front, mask.rows("joint_cu_seqlens"), every)
+        joint = Joint(joint_k[1], joint_queries, k is None, front, cast(Any, mask.joint_cu_seqlens), every)
         return self.attention._plans(mask, q, k, (joint, joint_k[2]), torch.device(self.attention.axes.device_type))
 
 
@@ -445,8 +441,7 @@ class SparseAttention(nn.Module):
 
         Returns (B, S, N, V) in q's dtype, with return_weights a tuple of it and these; raises as `UnifiedSPAttention`.
         """
-        sparse = indices, index_block, return_weights
-        call = Call((q, k, v, None, None, None), scale, softcap, sinks, False, True, 0, *sparse)
+        call = Call((q, k, v, *[None] * 3), scale, softcap, sinks, False, True, 0, indices, index_block, return_weights)
         return self.attention.run(call, partial(_one_mask, mask))
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from usp.parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups
+from usp.parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, ReallocPlan
 from usp.parallel.reallocation.boxes import Box
 from usp.parallel.reallocation.param_layout import Kind
 
@@ -164,3 +164,14 @@ def _fully_sharded(tensors: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Te
     module = nn.ParameterList([nn.Parameter(tensor) for tensor in tensors.values()])
     fully_shard(module, mesh=mesh)
     return dict(zip(tensors, module.parameters(), strict=True))
+
+
+def minimum_bytes(plan: ReallocPlan) -> int:
+    """Return what any plan has to send at least, computed from the layouts without the transfers."""
+    return sum(map(plan.lacking_bytes, plan.dst.ranks))
+
+
+def extra_bytes(plan: ReallocPlan) -> int:
+    """Return the largest additional memory of a rank: messages of up to two rounds, sent and received."""
+    message = min(plan.bucket_bytes, max((*plan.sent_bytes.values(), *plan.received_bytes.values()), default=0))
+    return message * 2 * min(plan.rounds, 2)

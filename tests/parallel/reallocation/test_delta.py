@@ -119,7 +119,8 @@ def run_pairs(pairs: list[int]) -> list[tuple[str, int, int, int, int, int]]:
             needed = sum(box.numel for _, box in sent)
             assert counted.by_op["send"] == traffic.sent
             counts = 4 * sum(len(ps) for r in reallocation._pieces for ps in r.sends.values())
-            assert reallocation.reference_bytes <= 2 * needed
+            kept = sum(reference.nbytes for reference in reallocation._references.values())
+            assert kept <= 2 * needed
             rows.append((f"{steps} at {rate}", counted.total, counts if steps else 0, changed, needed, wrong))
     return rows
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.harness.memory import track_memory
 from tests.harness.ranks import RankPool
-from tests.parallel.reallocation.layouts import GRIDS, KINDS, REAL, dtensors, plain_tensors
+from tests.parallel.reallocation.layouts import GRIDS, KINDS, REAL, dtensors, extra_bytes, minimum_bytes, plain_tensors
 from usp.parallel import (
     ParamLayout,
     ProcessGroups,
@@ -40,7 +40,7 @@ BUCKET = 16_000
 def minimum_by_tier(plan: ReallocPlan) -> tuple[int, int]:
     """Return what hosts lack, which has to cross between them, and the rest of what ranks lack, which need not."""
     between = sum(map(plan.host_lacking_bytes, plan.dst.ranks))
-    return between, plan.minimum_bytes - between
+    return between, minimum_bytes(plan) - between
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -251,10 +251,10 @@ def test_random_layouts_are_exact_and_send_the_minimum(
     plan = plan_realloc(src, dst, copies=copies, bucket_bytes=bucket_bytes, ranks_per_host=ranks_per_host)
     total, between, wrong = interpret(plan)
     assert not wrong
-    assert total == plan.total_bytes == plan.minimum_bytes
+    assert total == plan.total_bytes == minimum_bytes(plan)
     assert plan.tier_bytes == minimum_by_tier(plan) == (between, total - between)
     assert sum(plan.sent_bytes.values()) == sum(plan.received_bytes.values()) == total
-    assert plan.extra_bytes <= 5 * bucket_bytes
+    assert extra_bytes(plan) <= 5 * bucket_bytes
 
 
 def test_missing_and_repeated_transfers_are_detected() -> None:
@@ -293,7 +293,7 @@ def uniform(pp: int, dp: int, tp: int) -> ParamLayout:
 @pytest.mark.parametrize(("src", "dst", "units"), UNITS)
 def test_the_minimum_matches_the_formula(src: tuple[int, int, int], dst: tuple[int, int, int], units: str) -> None:
     plan = plan_realloc(uniform(*src), uniform(*dst), bucket_bytes=1 << 20, ranks_per_host=8)
-    assert plan.total_bytes == plan.minimum_bytes == Fraction(units) * 8 * 64 * 3 * 4
+    assert plan.total_bytes == minimum_bytes(plan) == Fraction(units) * 8 * 64 * 3 * 4
 
 
 def whole_on(ranks: tuple[int, ...], names: int = 12) -> ParamLayout:
@@ -307,7 +307,7 @@ def test_the_nearest_and_then_the_least_loaded_holder_sends() -> None:
     assert plan.links[4, 5] == model and (0, 5) not in plan.links  # from the same host, although that rank is busiest
     assert plan.sent_bytes == {0: 4 / 3 * model, 1: 4 / 3 * model, 4: 4 / 3 * model}
     assert plan.received_bytes == {2: model, 3: model, 5: model, 8: model}
-    assert plan.rounds == 1 and plan.extra_bytes == 2 * 4 / 3 * model
+    assert plan.rounds == 1 and extra_bytes(plan) == 2 * 4 / 3 * model
     inter = sum(size for (sender, receiver), size in plan.links.items() if sender // 4 != receiver // 4)
     assert inter == model  # to rank 8
 
@@ -315,10 +315,10 @@ def test_the_nearest_and_then_the_least_loaded_holder_sends() -> None:
 def test_equal_boxes_need_no_message() -> None:
     layout = GRIDS["tp4 dp2"].layout()
     plan = plan_realloc(layout, layout, bucket_bytes=1, ranks_per_host=8)
-    assert plan.ranks == () and plan.rounds == plan.extra_bytes == plan.minimum_bytes == 0
+    assert plan.ranks == () and plan.rounds == extra_bytes(plan) == minimum_bytes(plan) == 0
     sharded = GRIDS["zero8"].layout()
     plan = plan_realloc(GRIDS["dp8"].layout(), sharded, bucket_bytes=BUCKET, ranks_per_host=8)
-    assert plan.minimum_bytes == 0
+    assert minimum_bytes(plan) == 0
     assert plan.kept(3) == [(name, 0, boxes[3]) for name, boxes in sharded.boxes.items() if 3 in boxes]
 
 
@@ -356,7 +356,7 @@ def in_many_rounds(plan: ReallocPlan) -> str:
     for repeat in range(2):
         with track_memory() as use:
             reallocation.run(src, dst)
-        assert use.peak_bytes <= plan.extra_bytes
+        assert use.peak_bytes <= extra_bytes(plan)
         assert all(torch.equal(dst[name], torch.full((4, 5), n + 9.0 * repeat)) for n, name in enumerate(names) if dst)
         for tensor in src.values():
             tensor += 9
@@ -370,7 +370,7 @@ def in_many_rounds(plan: ReallocPlan) -> str:
 @pytest.mark.measures_memory
 def test_memory_is_bounded_and_wrong_tensors_are_refused(ranks: RankPool) -> None:
     plan = plan_realloc(whole_on((0, 1), names=3), whole_on((1, 2, 3), names=3), bucket_bytes=60, ranks_per_host=8)
-    assert plan.rounds > 4 and plan.extra_bytes == 240
+    assert plan.rounds > 4 and extra_bytes(plan) == 240
     first, _, third, _ = ranks.run(in_many_rounds, 4, plan)
     assert first == "src on rank 0 must match its layout: p0 is missing; p1 is missing; p2 is missing"
     assert third == (
@@ -403,7 +403,7 @@ def between_dtypes() -> list[bool]:
             with SentBytes() as counted:
                 reallocation.run(held, got, [kept for _ in copies])
             found.append(counted.total == plan.sent_bytes.get(rank, 0))
-            found.append(plan.tier_bytes == minimum_by_tier(plan) and plan.total_bytes == plan.minimum_bytes)
+            found.append(plan.tier_bytes == minimum_by_tier(plan) and plan.total_bytes == minimum_bytes(plan))
             found.append(any(route.onward for route in plan.routes) and bool(plan.kept(3)) == bool(copies))
             found += [torch.equal(part, whole[wanted[rank].slices()].to(after)) for part in got.values()]
     return found
@@ -428,7 +428,7 @@ def large_pieces() -> tuple[int, bool]:
     reallocation = Reallocation(plan, ProcessGroups(), CPU)
     with track_memory() as use:
         reallocation.run(before, after)
-    assert use.peak_bytes <= plan.extra_bytes
+    assert use.peak_bytes <= extra_bytes(plan)
     return use.peak_bytes, all(torch.equal(tensor, whole[dst[rank].slices()]) for tensor in after.values())
 
 

@@ -60,7 +60,6 @@ def test_head_groups_are_taken_where_they_pay(
         plan = UnifiedPlan.make(layout, AttentionSpec(), HeadPlan(heads, kv_heads, ulysses), 1, 0, rank)
         call = plan, CudnnKernel(), 128, 128, torch.bfloat16, exchanging, ulysses * ring
         assert choose_head_groups(hardware, *call) == groups
-        assert choose_head_groups(None, *call) == 1
 
 
 def test_a_gpu_without_a_node_has_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:

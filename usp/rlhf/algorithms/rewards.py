@@ -90,8 +90,7 @@ class ScoreWith:
 
     def take_failures(self) -> list[dict[str, Any]]:
         """Return `failures`, and forget them."""
-        taken = list(self.failures)
-        self.failures.clear()
+        taken, self.failures[:] = [*self.failures], []
         return taken
 
     @property

@@ -240,8 +240,7 @@ class Episodes:
 
     def take_failures(self) -> list[dict[str, Any]]:
         """Return `failures`, and forget them."""
-        taken = list(self.failures)
-        self.failures.clear()
+        taken, self.failures[:] = [*self.failures], []
         return taken
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness.ranks import RankPool
+from tests.parallel.reallocation.layouts import minimum_bytes
 from tests.usp.rlhf.test_numerics import ALGORITHMS, alone, builder, given
 from usp.hf.disk import DiskTensor, disk_layout, stored_tensors
 from usp.hf.lora import Lora
@@ -250,7 +251,7 @@ def test_the_plans_of_layers_send_what_the_whole_plan_sends() -> None:
     whole = plan_realloc(src, dst, bucket_bytes=1 << 20, ranks_per_host=4)
     plans = layer_plans(whole)
     assert [len(plan.dst.parameters) for plan in plans] == [2, 2, 2, 1]
-    assert sum(plan.total_bytes for plan in plans) == whole.total_bytes == whole.minimum_bytes > 0
+    assert sum(plan.total_bytes for plan in plans) == whole.total_bytes == minimum_bytes(whole) > 0
 
 
 def test_only_a_ranks_part_has_values() -> None:
