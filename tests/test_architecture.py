@@ -23,18 +23,18 @@ MAX_FUNCTION_LINES = 80
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
     "attention": 5358,
-    "parallel": 3983,
+    "parallel": 3958,
     "usp/commands": 1277,
-    "usp/data": 2900,
+    "usp/data": 2896,
     "usp/hf": 7105,
     "usp/model": 675,
     "usp/planning": 3890,
     "usp/predict": 3460,
-    "usp/rlhf": 13290,
+    "usp/rlhf": 13330,
     "usp/run": 1315,
     "usp/sp": 2354,
     "usp/train": 3970,
-    "usp": 41615,
+    "usp": 41640,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
