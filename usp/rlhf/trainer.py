@@ -40,6 +40,7 @@ from usp.rlhf.generation.vllm import ServedEngine, VllmEngine, most_drift
 from usp.rlhf.plan.plan import OWN, PLAN_FILE, CallLayout, optimizer_of, to_mapping
 from usp.rlhf.roles.engine_model import EngineModel
 from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.copies import CopyOptions
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
 from usp.rlhf.runtime.measure import STALEST
 from usp.rlhf.runtime.rollouts import RolloutOptions, Rollouts
@@ -162,10 +163,9 @@ class RlhfTrainer(TrainingLoop):
             self.executor = Executor(
                 prepared.graph,
                 prepared.plan,
-                self.groups,
-                self._build_role,
-                self.device,
-                ranks_per_host=launch.local_world_size,
+                CopyOptions(
+                    self.groups, self._build_role, self.device, launch.local_world_size, self.config.delta_updates
+                ),
                 folder=self.folder,
                 progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
                 before_changes=lambda: self.samples.check_rewards(self._scored),
@@ -173,7 +173,6 @@ class RlhfTrainer(TrainingLoop):
                 first=SHOWN,
                 staleness=min(1, self.config.staleness),
                 rollouts=rollouts if config.begins_ahead else None,
-                delta_updates=self.config.delta_updates,
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error

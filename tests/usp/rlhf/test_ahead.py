@@ -30,6 +30,7 @@ from usp.rlhf.graph import DataflowGraph, TrainStep
 from usp.rlhf.plan.named_plans import policy_as_reference
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.copies import CopyOptions
 from usp.rlhf.runtime.executor import Executor, StepInput
 from usp.rlhf.samples import Samples
 
@@ -54,8 +55,8 @@ SHOWN = ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs"
 def executor_of(
     graph: DataflowGraph, plan: ExecutionPlan, trained: dict[str, RoleModel], staleness: int, lora: Lora | None = None
 ) -> Executor:
-    options: dict[str, Any] = {"ranks_per_host": 4, "collect": shown_of(graph), "staleness": staleness}
-    return Executor(graph, plan, ProcessGroups(), builder(trained, lora=lora), torch.device("cpu"), **options)
+    copies = CopyOptions(ProcessGroups(), builder(trained, lora=lora), torch.device("cpu"), 4)
+    return Executor(graph, plan, copies, collect=shown_of(graph), staleness=staleness)
 
 
 def begun(name: str, plan_name: str, staleness: int) -> tuple[Executor, DataflowGraph, dict[str, RoleModel]]:

@@ -23,6 +23,7 @@ from usp.rlhf.graph import Generate, ModelCall
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.prepare import prepare
 from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.copies import CopyOptions
 from usp.rlhf.runtime.executor import Executor
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -49,7 +50,7 @@ def distil() -> tuple[list[float], dict[str, list[Tensor]], dict[str, Tensor], d
         return model
 
     device = torch.device("cpu")
-    executor = Executor(graph, alone(graph), ProcessGroups(), kept, device, ranks_per_host=1, collect=SHOWN)
+    executor = Executor(graph, alone(graph), CopyOptions(ProcessGroups(), kept, device, 1), collect=SHOWN)
     before = {name: weight.clone() for name, weight in weights_of(trained).items()}
     teacher = {name: weight.clone() for name, weight in models["teacher"].weights().items()}
     steps = [executor.run_step(given("distillation", 1), number, seed=number) for number in range(1, 1 + STEPS)]

@@ -47,6 +47,7 @@ from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.prepare import prepare
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
+from usp.rlhf.runtime.copies import CopyOptions
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.trainer import RlhfTrainer
 from usp.run.failures import ConfigurationError
@@ -156,7 +157,7 @@ def run(
 
     keys = {*graph.given, *graph.producers}
     shown = tuple(key for key in SHOWN if key in keys)
-    made = Executor(graph, plan, groups, build, torch.device("cpu"), ranks_per_host=2, collect=shown)
+    made = Executor(graph, plan, CopyOptions(groups, build, torch.device("cpu"), 2), collect=shown)
     told, moved = [], []
     for number in range(1, STEPS + 1):
         wire: Counter[str] = Counter()

@@ -32,6 +32,7 @@ from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.roles.rows import micro_batches
+from usp.rlhf.runtime.copies import CopyOptions
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.samples import Samples
 from usp.sp.sequence import IGNORED_LABEL
@@ -215,7 +216,7 @@ def run(
         key for key in ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs") if key in keys
     )
     plan = alone(graph) if plan_name == "alone" else plan_of(plan_name, graph)
-    executor = Executor(graph, plan, groups, build, torch.device("cpu"), ranks_per_host=4, collect=shown)
+    executor = Executor(graph, plan, CopyOptions(groups, build, torch.device("cpu"), 4), collect=shown)
     told: Steps = []
     for number in range(1, steps + 1):
         result = executor.run_step(given(algorithm, number), number, seed=number)

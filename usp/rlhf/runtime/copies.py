@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -34,6 +35,22 @@ from .timeline import Event
 BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, per rank
 
 
+@dataclass(frozen=True)
+class CopyOptions:
+    """How the copies of any plan are built and filled.
+
+    ranks_per_host: for reallocation, which prefers sources on the same host.
+    delta_updates: copies keep their memory from step to step, and receive what has changed; for an engine the values
+        stay here that it was given last.
+    """
+
+    groups: ProcessGroups
+    build_role: BuildRole
+    device: torch.device
+    ranks_per_host: int
+    delta_updates: bool = False
+
+
 class RoleCopies:
     """A model for each role and layout, and the reallocations that fill copies from others of their role.
 
@@ -41,13 +58,10 @@ class RoleCopies:
     shares them with the trained copy. Collective over the world.
 
     Args:
-        ranks_per_host: for reallocation, which prefers sources on the same host.
         before: the copies of another plan, between two steps. What both plans have stays, and from the others weights
             and optimizer states move here, exactly, so that `before` cannot be used afterwards. Of one role at a time,
             a rank holds what it had and what it gets.
         event: is filled in with what this rank sends and receives then; given with `before`.
-        delta_updates: copies keep their memory from step to step, and receive what has changed; for an engine the
-            values stay here that it was given last.
 
     aliases: copies that share the memory of their role's trained copy.
     """
@@ -56,17 +70,13 @@ class RoleCopies:
         self,
         graph: DataflowGraph,
         plan: ExecutionPlan,
-        groups: ProcessGroups,
-        build_role: BuildRole,
-        device: torch.device,
-        ranks_per_host: int,
+        options: CopyOptions,
         before: RoleCopies | None = None,
         event: Event | None = None,
-        delta_updates: bool = False,
     ) -> None:
-        self._device, self._groups = device, groups
-        self._limits: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "ranks_per_host": ranks_per_host}
-        self._plan, self._event, self.delta_updates = plan, event, delta_updates
+        self._device, self._groups = device, groups = options.device, options.groups
+        self._limits: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "ranks_per_host": options.ranks_per_host}
+        self._plan, self._event, self.delta_updates = plan, event, options.delta_updates
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], list[Reallocation]] = {}
         # By which reallocation each copy was last filled, or each round of an engine's; what delta updates gave it.
         self._filled: dict[tuple[WeightCopy, int], Reallocation] = {}
@@ -85,7 +95,7 @@ class RoleCopies:
                 if meshes[place].member:
                     train = graph.train_call(role) if copy == self._trained.get(role) else None
                     call = train or self._uses[copy][0]
-                    self._models[copy] = build_role(call, plan[call.name], meshes[place])
+                    self._models[copy] = options.build_role(call, plan[call.name], meshes[place])
                     if before is None and self._holds_values(copy):
                         self._models[copy].fill()
             if before:

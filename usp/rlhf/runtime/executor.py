@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from usp.parallel import ProcessGroups, agree
+from usp.parallel import agree
 from usp.parallel.groups import gather_objects
 from usp.rlhf.algorithms.algorithm import stateful
 from usp.rlhf.algorithms.policy import SPARE
 from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, TrainStep, canonical, tokens_key
 from usp.rlhf.plan.operations import Operation, copy_of, schedule
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
-from usp.rlhf.roles.role_model import BuildRole, RoleModel
+from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.samples import Samples, derived_seed, fingerprint
 from usp.run.failures import UserCodeFailed
 
-from .copies import RoleCopies
+from .copies import CopyOptions, RoleCopies
 from .measure import SENT_BYTES, WHOLE_BYTES, Summary, merge, numbers_of, summarize, with_measures
 from .rollouts import RolloutOptions, Rollouts
 from .timeline import Event, Timeline, clock_offset
@@ -199,7 +199,6 @@ class Executor:
     """Executor of steps with the models of a plan. Construction is collective over the world.
 
     Args:
-        ranks_per_host: for reallocation, which prefers sources on the same host.
         folder: of the run, for its timeline; None: no files.
         collect: keys whose values are collected on rank 0 after every step, of the `first` samples; None: of all.
         progress: called with every operation of this rank as it begins.
@@ -209,7 +208,6 @@ class Executor:
         copies: those of another executor, which hold all that this plan needs; None: built here.
         staleness: by how many steps samples are made ahead of the training on them; see `schedule`.
         rollouts: prompts are begun before their step, which takes those that are complete first. No change of plans.
-        delta_updates: see `RoleCopies`.
 
     graph, plan, operations: of a step, with what is measured. copies: the models of this rank. copy_of: which of them
     each call uses.
@@ -225,11 +223,8 @@ class Executor:
         self,
         graph: DataflowGraph,
         plan: ExecutionPlan,
-        groups: ProcessGroups,
-        build_role: BuildRole,
-        device: torch.device,
+        options: CopyOptions,
         *,
-        ranks_per_host: int,
         folder: Path | None = None,
         collect: tuple[str, ...] = (),
         first: int | None = None,
@@ -238,11 +233,10 @@ class Executor:
         copies: RoleCopies | None = None,
         staleness: int = 0,
         rollouts: RolloutOptions | None = None,
-        delta_updates: bool = False,
     ) -> None:
         self._rank, self._staleness = dist.get_rank(), staleness
-        self._asked, self.groups, self._collect, self._first = graph, groups, collect, first
-        self.device, self._build_role, self._ranks_per_host = device, build_role, ranks_per_host
+        self._asked, self._options, self._collect, self._first = graph, options, collect, first
+        self.groups, self.device = options.groups, options.device
         self._progress, self._before_changes = progress, before_changes
         self._failure: UserCodeFailed | None = None
         self._checked: Mapping[str, float] = {}
@@ -251,10 +245,9 @@ class Executor:
         assert dist.group.WORLD
         self._world = [dist.group.WORLD]
         graph, plan = self._agreed(plan)
-        place = (groups, build_role, device, ranks_per_host)
-        self.copies = copies or RoleCopies(graph, plan, *place, delta_updates=delta_updates)
+        self.copies = copies or RoleCopies(graph, plan, options)
         self.rollouts = None if rollouts is None else Rollouts(rollouts, graph, plan)
-        self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
+        self.timeline = Timeline(self._rank, clock_offset(device=self.device), self.device, folder)
         self._get_ready(graph, plan)
         for operation in self.operations if copies is None else ():
             if operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
@@ -273,8 +266,7 @@ class Executor:
             for name, state in self.function_states().items():
                 stateful(self._asked)[name].load_state_dict(state)
             in_flight = self.in_flight and (self.in_flight.to_extra(), self.in_flight.whole(self.device))
-            place = (self.groups, self._build_role, self.device, self._ranks_per_host)
-            self.copies = RoleCopies(graph, plan, *place, self.copies, event, self.copies.delta_updates)
+            self.copies = RoleCopies(graph, plan, self._options, self.copies, event)
             self._get_ready(graph, plan)
             if in_flight:
                 extra, whole = in_flight
@@ -305,7 +297,7 @@ class Executor:
         graph, plan = with_measures(self._asked, plan, self._collect, self._collected.append, self._first)
         calls = {call.name: fingerprint(call) for call in graph.calls}
         compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": self._collect}
-        options = {"ranks_per_host": self._ranks_per_host, "staleness": self._staleness}
+        options = {"ranks_per_host": self._options.ranks_per_host, "staleness": self._staleness}
         agree({**compared, **options}, self._world, "the graph and the plan", self.device)
         return graph, plan
 
@@ -334,10 +326,8 @@ class Executor:
 
         plan: needs no other copies.
         """
-        place = (self.groups, self._build_role, self.device)
-        shared: dict[str, Any] = {"ranks_per_host": self._ranks_per_host, "first": self._first, "copies": self.copies}
-        shared["before_changes"] = self._before_changes
-        return Executor(graph, plan, *place, **shared, collect=collect, progress=progress)
+        shared: dict[str, Any] = {"first": self._first, "copies": self.copies, "before_changes": self._before_changes}
+        return Executor(graph, plan, self._options, **shared, collect=collect, progress=progress)
 
     def run_step(self, given: Samples, number: int, seed: int) -> StepResult:
         """Make the samples of step `number` and train on them: `run` with staleness 0."""

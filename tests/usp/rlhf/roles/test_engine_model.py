@@ -35,7 +35,7 @@ from usp.rlhf.plan.plan import OWN, VLLM, CallLayout, ExecutionPlan, with_engine
 from usp.rlhf.roles import engine_model
 from usp.rlhf.roles.engine_model import EngineModel
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
-from usp.rlhf.runtime.copies import layer_plans
+from usp.rlhf.runtime.copies import CopyOptions, layer_plans
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.runtime.measure import SENT_BYTES, WHOLE_BYTES
 from usp.rlhf.served import WeightPiece
@@ -133,12 +133,8 @@ def steps_of(
     executor = Executor(
         graph,
         plan,
-        groups,
-        build_role,
-        torch.device("cpu"),
-        ranks_per_host=RANKS,
+        CopyOptions(groups, build_role, torch.device("cpu"), RANKS, delta),
         collect=("tokens", "advantages"),
-        delta_updates=delta,
     )
     told, moved = [], [0, 0]
     for number in range(1, STEPS + 1):

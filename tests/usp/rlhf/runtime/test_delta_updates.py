@@ -14,6 +14,7 @@ from usp.parallel import ProcessGroups
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.copies import CopyOptions
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.runtime.measure import SENT_BYTES, WHOLE_BYTES
 from usp.rlhf.runtime.timeline import Event
@@ -31,12 +32,8 @@ def run(plan_name: str, delta_updates: bool, groups: ProcessGroups) -> Result:
     executor = Executor(
         graph,
         plan,
-        groups,
-        build,
-        torch.device("cpu"),
-        ranks_per_host=2,
+        CopyOptions(groups, build, torch.device("cpu"), 2, delta_updates),
         collect=COLLECTED,
-        delta_updates=delta_updates,
     )
     metrics, collected = [], []
     for number in range(1, STEPS + 1):

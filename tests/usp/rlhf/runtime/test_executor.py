@@ -22,6 +22,7 @@ from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCal
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.runtime.copies import CopyOptions
 from usp.rlhf.runtime.executor import Executor, StepResult
 from usp.rlhf.runtime.timeline import Event
 from usp.rlhf.runtime.trace import totals
@@ -77,7 +78,7 @@ class Run:
 
 def executor(graph: DataflowGraph, plan: ExecutionPlan, groups: ProcessGroups, **options: object) -> Executor:
     build_role = options.pop("build_role", SharingModel)
-    return Executor(graph, plan, groups, build_role, torch.device("cpu"), ranks_per_host=4, **options)  # type: ignore[arg-type]
+    return Executor(graph, plan, CopyOptions(groups, build_role, torch.device("cpu"), 4), **options)  # type: ignore[arg-type]
 
 
 def steps(made: Executor, number: int = STEPS) -> list[StepResult]:

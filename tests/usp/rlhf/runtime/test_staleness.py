@@ -19,6 +19,7 @@ from usp.rlhf.graph import DataflowGraph, Generate, ModelCall, TrainStep
 from usp.rlhf.plan.named_plans import Facts, flattening, separation
 from usp.rlhf.plan.operations import schedule
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.runtime.copies import CopyOptions
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
 from usp.rlhf.runtime.measure import merge
 from usp.rlhf.samples import Samples, derived_seed
@@ -74,8 +75,8 @@ def made(plan: ExecutionPlan, trained: dict[str, ToyModel], **options: Any) -> E
             trained[call.role] = model
         return model
 
-    options = {"build_role": build_role, **options}
-    return Executor(ppo(), plan, ProcessGroups(), device=torch.device("cpu"), ranks_per_host=4, staleness=1, **options)
+    copies = CopyOptions(ProcessGroups(), options.pop("build_role", build_role), torch.device("cpu"), 4)
+    return Executor(ppo(), plan, copies, staleness=1, **options)
 
 
 def iterate(executor: Executor, first: int, steps: int) -> list[StepResult]:
