@@ -25,4 +25,4 @@ from .schedule import Message, RingSchedule, ring_schedule
 from .sparse import KeyChoice, SparseProgram, attend_to_rows, chosen_rows, token_tiles
 from .spec import AttentionSpec, Joint, MaskMod
 from .tiles import with_mask_mod
-from .unified import Operation, UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward
+from .unified import AttentionOp, UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward

@@ -190,7 +190,7 @@ class UnifiedPlan:
         )
 
 
-class Operation(NamedTuple):
+class AttentionOp(NamedTuple):
     """What a rank does in calls of attention: a plan, its ring lowered for a kernel or the attention to chosen keys
     (sparse.py), the channels of both axes, and what saves or replays results for activation checkpointing (keep.py)."""
 
@@ -205,7 +205,7 @@ def unified_attention(
     q_BSNH: Tensor,
     k_BSKH: Tensor | None,
     v_BSKV: Tensor | None,
-    operation: Operation,
+    operation: AttentionOp,
     *,
     sinks: Tensor | None = None,
     joint: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
@@ -322,7 +322,7 @@ class SelfAttention(torch.autograd.Function):
     """`unified_attention` of a sequence to itself: `apply(q_BSNH, k_BSKH, v_BSKV, sinks_N, operation)` -> out_BSNV."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, operation: Operation):
+    def forward(ctx, q, k, v, sinks, operation: AttentionOp):
         out, *saved = unified_forward(q, k, v, operation, sinks)
         ctx.save_for_backward(sinks, *(saved if operation.ulysses.size > 1 else (out, *saved, q, k, v)))
         ctx.head_dim, ctx.operation = q.shape[-1], operation._replace(keep=compute_now)  # which holds results
@@ -337,7 +337,7 @@ class SelfAttention(torch.autograd.Function):
 
 
 def unified_forward(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, operation: Operation, sinks: Tensor | None = None
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, operation: AttentionOp, sinks: Tensor | None = None
 ) -> Sequence[Tensor]:
     """Compute `unified_attention` of a sequence to itself for a caller that saves tensors itself. While one group of
     heads computes, the next one's q, k and v arrive, and the previous one's results leave.
@@ -383,7 +383,7 @@ def unified_forward(
 
 
 def unified_backward(
-    dout_BSNV: Tensor, saved: Sequence[Tensor], head_dim: int, operation: Operation, sinks: Tensor | None = None
+    dout_BSNV: Tensor, saved: Sequence[Tensor], head_dim: int, operation: AttentionOp, sinks: Tensor | None = None
 ) -> list[Tensor]:
     """Return the gradients of q, k, v and, if given, of sinks, without shared memory.
 

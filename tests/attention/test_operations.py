@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from usp.attention import (
+    AttentionOp,
     AttentionSpec,
     Channel,
     HeadPlan,
-    Operation,
     RingProgram,
     SequenceLayout,
     UnifiedPlan,
@@ -66,7 +66,7 @@ def test_one_launch_converts_nothing() -> None:
     program = RingProgram.lower(plan.ring, spec, CpuFlashKernel(), q.device, q.dtype)
     alone = Channel(None)
     out: list[Tensor] = []
-    forward = counted(lambda: out.extend(unified_attention(q, k, v, Operation(plan, program, alone, alone))))
+    forward = counted(lambda: out.extend(unified_attention(q, k, v, AttentionOp(plan, program, alone, alone))))
     backward = counted(lambda: out[0].backward(torch.ones_like(out[0])))
     assert forward["_to_copy"] == 0, forward
     assert backward["_to_copy"] == 0, backward

@@ -46,7 +46,7 @@ _MEDIA = ("pixel_values", "image", "video", "audio", "input_features")
 
 
 @dataclass(frozen=True)
-class LayerMask:
+class ModuleMask:
     """The mask of an attention module. width: tokens of a sliding window, the query included, or of a chunk: tokens
     attend within their chunk, counted from the document's first token. prefixes: whether the `prefix` of a forward,
     such as its images, is seen in both directions."""
@@ -157,7 +157,7 @@ def _set_implementation(model: PreTrainedModel, attending: Sequence[nn.Module]) 
         config._attn_implementation = implementation
 
 
-def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict[str, LayerMask]:
+def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict[str, ModuleMask]:
     """Return the mask of each attention module by its name in the backbone."""
     config, text = model.config, model.config.get_text_config()
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
@@ -173,7 +173,7 @@ def _check_model(model: PreTrainedModel, known: Structure, ulysses: int) -> dict
         raise ValueError("; ".join(violations))
     blocks = bidirectional(config) if config.model_type in TYPES else ()
     return {
-        name: LayerMask(mask.kind, getattr(text, mask.field) if mask.field else 0, not blocks or mask.kind in blocks)
+        name: ModuleMask(mask.kind, getattr(text, mask.field) if mask.field else 0, not blocks or mask.kind in blocks)
         for name, mask in known.masks.items()
     }
 
@@ -401,7 +401,7 @@ def _attention_forward(
     if dropout:
         violations.append(f"attention dropout={dropout} is not supported: set it to 0")
     attention, mask = module.unified_sp, module.unified_sp_mask
-    assert isinstance(attention, UnifiedSPAttention) and isinstance(mask, LayerMask)
+    assert isinstance(attention, UnifiedSPAttention) and isinstance(mask, ModuleMask)
     causal = mask.kind != "bidirectional"
     if kv_cache is not None and not causal:
         violations.append(f"kv_cache supports only causal masks, not {mask.kind} attention")

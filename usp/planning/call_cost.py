@@ -134,7 +134,7 @@ def _prefill_multiple(layout: CallLayout) -> int:
     return row_multiple(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
 
 
-class PackedRows(NamedTuple):
+class CallRows(NamedTuple):
     """Micro-batches of packed sequences."""
 
     number: int
@@ -142,18 +142,18 @@ class PackedRows(NamedTuple):
     visible: float  # the part of a causal row's attention that is inside sequences
 
 
-def packed_rows(samples: tuple[Sample, ...], layout: CallLayout, unit: int = 1, *, share: bool = False) -> PackedRows:
+def packed_rows(samples: tuple[Sample, ...], layout: CallLayout, unit: int = 1, *, share: bool = False) -> CallRows:
     """Return the rows of the data-parallel rank with most tokens, as `usp.rlhf.roles.rows` packs them."""
     share &= unit == 1
     number, longest, pairs = _rows(samples, layout.dims.batch, unit, layout.token_budget, layout.dims.pp, share)
     multiple = layout.dims.tp * SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
     row_len = -(-longest // multiple) * multiple
-    return PackedRows(number, row_len, min(1.0, pairs / (number * row_len**2)))
+    return CallRows(number, row_len, min(1.0, pairs / (number * row_len**2)))
 
 
 def mini_batch_rows(
     work: TrainStep, layout: CallLayout, workload: Workload, *, share: bool = False
-) -> Counter[PackedRows]:
+) -> Counter[CallRows]:
     """Return the rows of a train step's mini-batches, and how many mini-batches have them."""
     unit, samples = work.objective.unit, workload.samples
     each = -(-len(samples) // unit // work.mini_batches) * unit
@@ -272,7 +272,7 @@ class _Calls:
     def _job(self, output: Output, trained: bool = False, **sizes: int) -> Job:
         return _job(self.layout, self.model, self.options, output, trained, **sizes)
 
-    def _of_rows(self, output: Output, rows: PackedRows, trained: bool = False) -> Job:
+    def _of_rows(self, output: Output, rows: CallRows, trained: bool = False) -> Job:
         job = self._job(output, trained, seq_len=rows.tokens, batch_size=rows.number, micro_batches=rows.number)
         return replace(job, visible=rows.visible)
 

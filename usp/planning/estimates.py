@@ -29,7 +29,7 @@ from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainS
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
 
-from .call_cost import CallOptions, PackedRows, batchings, call_cost, mini_batch_rows, packed_rows, weight_elements
+from .call_cost import CallOptions, CallRows, batchings, call_cost, mini_batch_rows, packed_rows, weight_elements
 from .workload import Batching, Workload
 
 PREFILL, DECODE, UPDATE = "prefill", "decode", "update of "
@@ -250,7 +250,7 @@ class Measurements:
             return call.work.epochs * sum(self._rows(part, depth, rows, layout, workload) for rows in mini_batches)
         return self._rows(part, depth, packed_rows(workload.samples, layout, share=share), layout, workload)
 
-    def _rows(self, part: TimedPart, depth: int, rows: PackedRows, layout: CallLayout, workload: Workload) -> float:
+    def _rows(self, part: TimedPart, depth: int, rows: CallRows, layout: CallLayout, workload: Workload) -> float:
         """Return the seconds of rows of packed sequences: of the fewest that the layout allows, and of the others."""
         least, tokens = layout.dims.pp, sum(workload.sequences) / len(workload.sequences)
         seconds = self.at(part, depth, least * rows.tokens / tokens, tokens)

@@ -27,12 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from usp.attention import (
     LSE_COLUMNS,
+    AttentionOp,
     Channel,
     Exposed,
     HeadPlan,
     Joint,
     KeepResults,
-    Operation,
     RingProgram,
     SparseProgram,
     UnifiedPlan,
@@ -184,7 +184,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         results = unified_attention(q, k, v, self.prepared(call, mask), **more)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def prepared(self, call: Call, mask: Callable[[], Mask | AttentionPlan]) -> Operation:
+    def prepared(self, call: Call, mask: Callable[[], Mask | AttentionPlan]) -> AttentionOp:
         """Check a call and count it; return what it runs. If only some ranks refuse it, raise RanksDisagree on every
         rank."""
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -201,7 +201,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         counts = self.__dict__  # assignment to a module's attribute takes microseconds
         counts["calls"] += 1
         counts["trees"] += plan.spec.parents is not None
-        return Operation(plan, program, self._ulysses, self._ring, self.keep)
+        return AttentionOp(plan, program, self._ulysses, self._ring, self.keep)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
@@ -260,7 +260,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         return sizes | {"layout": self.layout, "ring, ulysses and this rank of both": ranks}
 
     def _lower(
-        self, mask: Mask | AttentionPlan, call: Described, of_joint: tuple[bool, int], many_lengths: bool
+        self, mask: Mask | AttentionPlan, call: CallFacts, of_joint: tuple[bool, int], many_lengths: bool
     ) -> tuple[UnifiedPlan, RingProgram | SparseProgram]:
         """Check a call, and return its plan and program. Collective."""
         plan = self._plan_of(mask, call, of_joint)
@@ -291,7 +291,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             self._log(logging.WARNING, warning)
         return unified, program
 
-    def _plan_of(self, mask: Mask | AttentionPlan, call: Described, of_joint: tuple[bool, int]) -> AttentionPlan:
+    def _plan_of(self, mask: Mask | AttentionPlan, call: CallFacts, of_joint: tuple[bool, int]) -> AttentionPlan:
         """Return the plan of a call. Raises ValueError for tensors that do not fit each other, or another's plan."""
         _check_tensors(call.shapes, call.sinks)
         q, k, _, joint_q, joint_k, _ = (None if x is None else x[0] for x in call.shapes)
@@ -445,7 +445,7 @@ class SparseAttention(nn.Module):
         return self.attention.run(call, partial(_one_mask, mask))
 
 
-class Described(NamedTuple):
+class CallFacts(NamedTuple):
     """What the program of a call depends on beside its mask."""
 
     shapes: Shapes
@@ -473,13 +473,13 @@ class Call:
     index_block: int = 1
     return_weights: bool = False
 
-    def described(self) -> Described:
+    def described(self) -> CallFacts:
         """Raises ValueError for indices that do not fit."""
         shapes = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in self.tensors])
         trained = self.return_lse and any(x is not None and x.requires_grad for x in (*self.tensors, self.sinks))
         sinks, lse_gradient = None if self.sinks is None else self.sinks.shape, trained and torch.is_grad_enabled()
         sparse = () if self.indices is None else _sparse(self)
-        return Described(shapes, sinks, self.scale, self.softcap, self.return_lse, lse_gradient, sparse)
+        return CallFacts(shapes, sinks, self.scale, self.softcap, self.return_lse, lse_gradient, sparse)
 
 
 class Handle(_CustomClass):
@@ -564,11 +564,11 @@ def attend_backward(
     batch, tokens, num_heads, v_head_dim = dout.shape
     sizes = ((num_heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim))
     shapes = [(torch.Size((batch, tokens, *size)), dout.dtype, dout.device) for size in sizes]
-    call = Described((*shapes, None, None, None), None if sinks is None else sinks.shape, scale, softcap)
+    call = CallFacts((*shapes, None, None, None), None if sinks is None else sinks.shape, scale, softcap)
     plan, program = layer._programs(_mask(rows, mask), call, (True, 0), False)
     if plan.heads.groups > 1:
         saved = _parted(saved, plan.heads, layer.axes.ulysses_rank, head_dim)
-    grads = unified_backward(dout, saved, head_dim, Operation(plan, program, layer._ulysses, layer._ring), sinks)
+    grads = unified_backward(dout, saved, head_dim, AttentionOp(plan, program, layer._ulysses, layer._ring), sinks)
     return [x.contiguous() for x in grads]
 
 

@@ -12,7 +12,7 @@ from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
 from usp.parallel import Hardware, ParallelDims, load_hardware
-from usp.planning.call_cost import CallCost, CallOptions, PackedRows, call_cost, packed_rows
+from usp.planning.call_cost import CallCost, CallOptions, CallRows, call_cost, packed_rows
 from usp.planning.workload import Ahead, Sample, Workload, batching, batchings_ahead
 from usp.rlhf.generation.decoding import Rollout, Slots
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
@@ -85,7 +85,7 @@ def test_equal_responses_fill_all_slots() -> None:
     assert [(stretch.steps, stretch.active) for stretch in full.stretches] == [(16, 4), (16, 4)]
 
 
-def packed(load: Workload, layout: CallLayout) -> PackedRows:
+def packed(load: Workload, layout: CallLayout) -> CallRows:
     """Pack samples with tokens as the ranks of a run do that share prefixes."""
     tokens = [
         torch.tensor([*range(-s.prompt, 0), *[number] * s.response]).add(1000 * s.group)
@@ -106,7 +106,7 @@ def packed(load: Workload, layout: CallLayout) -> PackedRows:
         rows.append([sum(lengths[index] for index in row) for row in places])
         pairs.append(sum(squares))
     number, longest = max(map(len, rows)), max(map(max, rows))
-    return PackedRows(number, longest, min(1.0, max(pairs) / (number * longest**2)))
+    return CallRows(number, longest, min(1.0, max(pairs) / (number * longest**2)))
 
 
 @pytest.mark.parametrize("budget", [0, 400])
