@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -20,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("attention", "parallel", "usp")
 CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 12
+INTERFACES = {"_attention_forward", "_merge_kernel"}  # of transformers, and of a Triton kernel, which has no structs
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
     "attention": 5358,
@@ -173,6 +176,15 @@ def short_functions(source: Source) -> Iterator[str]:
                 yield f"{source.path}:{node.lineno} {node.name} has {lines} lines, more than {MAX_FUNCTION_LINES}"
 
 
+def few_parameters(source: Source) -> Iterator[str]:
+    """What belongs together is one argument."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and in_package(source.path, *PACKAGES):
+            number = len((*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+            if number > MAX_PARAMETERS and node.name not in INTERFACES:
+                yield f"{source.path}:{node.lineno} {node.name} has {number} parameters, more than {MAX_PARAMETERS}"
+
+
 def names_of_files(source: Source) -> Iterator[str]:
     if source.path in ("usp/attention.py", "usp/parallel.py"):
         yield f"{source.path} shadows the package of that name where usp/ is on the path: choose another name"
@@ -210,6 +222,7 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     environment,
     no_globals,
     short_functions,
+    few_parameters,
     names_of_files,
     bounded_caches,
 )
@@ -382,6 +395,21 @@ def test_children_of_a_folder_form_a_line(package: str) -> None:
     assert not broken, "\n".join(broken)
 
 
+def doubled_classes(parsed: Iterable[Source]) -> Iterator[str]:
+    """Yield the names that several classes of the packages have: one name is one thing."""
+    places = defaultdict[str, list[str]](list)
+    for source in parsed:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and in_package(source.path, *PACKAGES):
+                places[node.name].append(f"{source.path}:{node.lineno}")
+    yield from (f"class {name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1)
+
+
+def test_classes_have_names_of_their_own() -> None:
+    assert not list(doubled_classes(sources()))
+    assert list(doubled_classes([parse("usp/x.py", "class A: ..."), parse("attention/y.py", "class A: ...")]))
+
+
 def test_rooms_keep_their_budgets() -> None:
     paths = [source.path for source in sources() if in_package(source.path, *PACKAGES)]
     broken = list(over_budget({path: len((ROOT / path).read_text().splitlines()) for path in paths}, BUDGETS))
@@ -423,6 +451,7 @@ BAD_FILES = [
     (environment, "usp/x.py", "import os\nrank = os.getenv('RANK')"),
     (no_globals, "benchmarks/x.py", "def f():\n    global state\n    state = 1"),
     (short_functions, "usp/x.py", "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES),
+    (few_parameters, "usp/x.py", f"def f({', '.join(f'x{n}' for n in range(MAX_PARAMETERS))}, *, last):\n    pass"),
     (names_of_files, "usp/attention.py", ""),
     (bounded_caches, "usp/x.py", "same = lru_cache(maxsize=None)(lambda key: object())"),
     (bounded_caches, "usp/x.py", "@lru_cache(None)\ndef f(x: int):\n    pass"),
@@ -441,6 +470,7 @@ GOOD_FILES = [
     (optional_packages, "attention/kernels/flash.py", "def load():\n    import flash_attn"),
     (environment, "parallel/x.py", "import os\nos.environ['GLOO_SOCKET_IFNAME'] = 'lo'"),
     (short_functions, "usp/x.py", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
+    (few_parameters, "usp/x.py", f"def f({', '.join(f'x{n}' for n in range(MAX_PARAMETERS))}, **rest):\n    pass"),
     (bounded_caches, "usp/x.py", "@cache\ndef f(name: str, kind: type):\n    pass"),
     (bounded_caches, "usp/x.py", "def f(x):\n    @cache\n    def g(y: int):\n        pass"),
     (bounded_caches, "usp/x.py", "@lru_cache(maxsize=64)\ndef f(x: int):\n    cache = x\n    return cache"),
