@@ -340,6 +340,8 @@ def missing_paths(document: str) -> Iterator[str]:
 # Slow tests
 
 SHOWN_ELSEWHERE = {  # files whose tests are all slow, and where the fast lane shows their subject
+    "tests/e2e/test_survival.py": "tests/usp/train/test_resume.py",
+    "tests/usp/rlhf/generation/test_families.py": "tests/usp/rlhf/generation/test_graphs.py",
     "tests/usp/rlhf/runtime/test_delta_updates.py": "tests/parallel/reallocation/test_delta.py",
     "tests/usp/rlhf/test_ahead.py": "tests/usp/rlhf/runtime/test_staleness.py",
     "tests/usp/rlhf/test_switching.py": "tests/usp/rlhf/replan/test_replan_decision.py",

@@ -94,6 +94,7 @@ def test_sigterm_ends_a_process_that_has_no_launcher(tmp_path: Path) -> None:
     check_stopped(ended, tmp_path)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_a_checkpoint_and_exits(ranks: RankPool, tmp_path: Path) -> None:
     args = [*TINY, "--sp-ulysses", "1", "--checkpoint-every", "0", "--steps", "100000"]
     (ended,) = ranks.run(stopped_in_step_3, 1, args, tmp_path)

@@ -264,6 +264,7 @@ def test_shards_may_stay_on_a_part_of_the_ranks() -> None:
     assert sharded == {(replicas, 8 // replicas, zero) for replicas in (1, 2, 4) for zero in (1, 2, 3)}
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_the_smallest_is_named() -> None:
     nothing = question(DENSE, device=1)
     search = Search(nothing, made_up(), tuple(layouts(nothing)))

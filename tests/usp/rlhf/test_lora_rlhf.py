@@ -329,6 +329,7 @@ def error_of(results: list[dict[str, Run]], name: str) -> float:
     return max(errors + [distance(adapters[key], value) for key, value in wanted.adapters.items()])
 
 
+@pytest.mark.slow
 def test_every_plan_trains_the_adapters_of_one_process(results: list[dict[str, Run]], exhaustive: bool) -> None:
     errors = {name: error_of(results, name) for name in (PLANS if exhaustive else CHOSEN)}
     assert all(error < TOLERANCE for error in errors.values()), errors
@@ -342,6 +343,7 @@ def test_what_is_broken_on_purpose_is_noticed(broken_results: list[dict[str, Run
     assert error_of(broken_results, broken) > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_only_adapters_move_and_are_saved(results: list[dict[str, Run]]) -> None:
     """Reallocations move the bytes that the plan says, of the adapters that a rank lacks; the base is never sent."""
     sizes = {name: weight.nbytes for name, weight in results[0]["alone"].adapters.items()}
@@ -482,6 +484,7 @@ def test_the_adapter_folder_is_the_trained_policy(finished: Path) -> None:
     assert sorted(settings["target_modules"]) == ["down_proj", "q_proj", "v_proj"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapters_and_their_states_alone(finished: Path) -> None:
     adapter = load_file(finished / "adapter" / "adapter_model.safetensors")
     sizes: Counter[str] = Counter()
@@ -490,6 +493,7 @@ def test_a_checkpoint_holds_the_adapters_and_their_states_alone(finished: Path) 
     assert sum(sizes.values()) == 3 * sum(tensor.numel() for tensor in adapter.values()) + len(adapter)
 
 
+@pytest.mark.slow
 def test_a_run_continues_under_another_plan(finished: Path) -> None:
     again = finished.with_name("again")
     wanted = load_file(finished / "adapter" / "adapter_model.safetensors")
@@ -512,7 +516,7 @@ def test_a_run_continues_under_another_plan(finished: Path) -> None:
         ({"lora_rank": 8, "resume": "auto"}, r"--lora-rank = 8 \(checkpoint: 4\), --lora-alpha = 16 \(checkpoint: 8\)"),
     ],
 )
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_what_cannot_be_trained_is_refused(finished: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         prepare(config_in(finished.parent, **changes), Launch())

@@ -238,6 +238,7 @@ def broken_on_ranks() -> dict[str, Responses | str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_broken_on_purpose_is_noticed(ranks: RankPool) -> None:
     found = ranks.run(broken_on_ranks, 2)[0]
     wanted = {model_type: expected(model_type) for model_type, _ in BROKEN.values()}

@@ -222,6 +222,7 @@ def test_steps_with_an_engine_are_those_with_our_own_decoding(results: list[dict
     assert own[0][0]["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_wrong_weight_is_noticed(results: list[dict[str, list[Any]]], ranks: RankPool) -> None:
     broken = ranks.run(run_all, RANKS, True)[0]["broken"][0][0]
     assert differences(results[0][next(iter(CASES))][0][0], broken) > 1e-2
@@ -229,6 +230,7 @@ def test_a_wrong_weight_is_noticed(results: list[dict[str, list[Any]]], ranks: R
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_a_rank_receives_what_it_lacks(results: list[dict[str, list[Any]]], name: str) -> None:
     moved = [result[name][1][1] for result in results]
     assert all(received == minimum for received, minimum in moved)
