@@ -339,6 +339,7 @@ def test_every_plan_trains_the_adapters_of_one_process(results: list[dict[str, R
 
 
 @pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.slow
 def test_what_is_broken_on_purpose_is_noticed(broken_results: list[dict[str, Run]], broken: str) -> None:
     assert error_of(broken_results, broken) > 100 * TOLERANCE
 
@@ -366,6 +367,7 @@ def test_only_adapters_move_and_are_saved(results: list[dict[str, Run]]) -> None
             assert sent == 3 * total
 
 
+@pytest.mark.slow
 def test_the_reference_on_the_layout_of_the_policy_needs_no_weights(
     ranks: RankPool, base: Path, results: list[dict[str, Run]]
 ) -> None:
