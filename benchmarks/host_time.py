@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.baselines import yunchang_cpu
 from benchmarks.harness.record import Record, finish, parser_of
-from usp import Mask, UnifiedSPAttention
+from usp import UnifiedSPAttention
 from usp.attention import DecodeStep, Kernel, KVCache
 from usp.attention.kernels.varlen import lower_varlen
 from usp.parallel import ParallelDims, ParallelMesh
@@ -200,7 +200,7 @@ def measure_planning(layout: str, tree: bool) -> dict[str, Any]:
 
         def plan() -> None:
             call = sp_attention.Call((x, x, x, None, None, None))
-            attention.prepared(call, lambda: Mask(cu_seqlens=cu_seqlens, tree=prefix_tree))
+            attention.prepared(call, lambda: attention.masks(True, None, None, cu_seqlens, None, prefix_tree))
 
         first = least_microseconds({"first": plan}, 1, 1)
         return {"layout": layout, "tree": tree, **first, **least_microseconds({"again": plan}, 20, 10)}

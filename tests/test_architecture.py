@@ -33,9 +33,9 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/model": 673,
     "usp/planning": 3897,
     "usp/predict": 3456,
-    "usp/rlhf": 13330,
+    "usp/rlhf": 13329,
     "usp/run": 1310,
-    "usp/sp": 2354,
+    "usp/sp": 2355,
     "usp/train": 3971,
     "usp": 41640,
 }

@@ -309,7 +309,7 @@ class _ForwardGuard:
         shape = position_ids.shape if ids is None else ids.shape
         axes, cu_seqlens, self.tree = self.attention.axes, named.get("cu_seqlens"), named.get("prefix_tree")
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
-        self.attention.masks = LastMasks()  # the tensors of the forward before may have changed
+        self.attention.masks = LastMasks()  # inference tensors do not tell whether they have changed
         self.attention.many_lengths = self.cache is not None and seq_len <= _MANY_LENGTHS
         local = axes.positions(axes.layout(self.attention.layout, seq_len, documents_of(cu_seqlens)))
         self.starts, self.local = partial(document_starts, cu_seqlens, rows, seq_len), local

@@ -35,9 +35,8 @@ def choose_kernel(
 
     `auto` and `flash` take the fastest that can, by the rates of this kind of GPU (`parallel/cluster/nodes`); devices
     without a node have a fixed order. layout: of the sequence, None for a long one on a single rank.
-    many_lengths: of `select_kernel`.
 
-    Raises ValueError as `select_kernel`.
+    many_lengths, and the ValueError that is raised: as `select_kernel`.
     """
     call = spec, device, dtype, head_dim, v_head_dim
     here = node_here(device)

@@ -86,10 +86,11 @@ class Mask:
 
 
 class LastMasks:
-    """Makes the masks of a forward, each once for the same tensors: they are read in its first layer."""
+    """Makes masks, each once for the same tensors: those of a batch are read in its first layer."""
 
     def __init__(self) -> None:
         self._rows: tuple[Tensor | None, ...] = (None,) * 3
+        self._versions: list[int | None] = []
         self._masks: dict[tuple[Any, ...], Mask] = {}
 
     def __call__(self, causal: bool, window: tuple[int, int] | None, chunk: int | None, *rows: Tensor | None) -> Mask:
@@ -97,8 +98,9 @@ class LastMasks:
         key = causal, window, chunk
         if torch.compiler.is_compiling():
             return Mask(causal, window, *cast(Any, (*rows, chunk)))
-        if not all(map(operator.is_, rows, self._rows)):
-            self._rows, self._masks = rows, {}
+        versions = [None if not isinstance(x, Tensor) or x.is_inference() else x._version for x in rows]
+        if self._versions != versions or not all(map(operator.is_, rows, self._rows)):
+            self._rows, self._versions, self._masks = rows, versions, {}
         if key not in self._masks:
             self._masks[key] = Mask(causal, window, *cast(Any, (*rows, chunk)))
         return self._masks[key]

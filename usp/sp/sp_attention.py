@@ -115,7 +115,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         # Calls repeat from layer to layer and, without documents, from step to step.
         self._plans, self._programs = lru_cache(maxsize=16)(self._plan), lru_cache(maxsize=16)(self._lower)
         self._logged: set[str] = set()
-        self.masks = LastMasks()  # of a model's forward
+        self.masks = LastMasks()  # of a model's forward, and of calls in the short form
         # Whether few calls have the same length: kernels that need no plan for one come first.
         self.many_lengths = False
         self.calls, self.trees = 0, 0  # trees: calls with a prefix tree
@@ -163,9 +163,9 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
                 others repeat a call, which only a model's forward compares, who refuses raises a ValueError after 30 s.
         """
         if torch.compiler.is_compiling():
-            mask = Mask(causal, window, cu_seqlens) if mask is None else mask
+            mask = mask or Mask(causal, window, cu_seqlens)
             return _in_graph(self._handle, (q, k, v, sinks), mask, (scale, softcap), return_lse)
-        given = partial(_one_mask, mask, causal, window, cu_seqlens)
+        given = partial(_one_mask, mask, causal, window, cu_seqlens, self.masks)
         return self.run(Call((q, k, v, None, None, None), scale, softcap, sinks, return_lse), given)
 
     def plan(self, mask: Mask, q: torch.Size, k: torch.Size) -> AttentionPlan:
@@ -357,10 +357,8 @@ class JointAttention(nn.Module):
 
     Args:
         attention: the layer that it runs on.
-        strategy: under a causal mask, joint tokens precede all others ("front") or follow them ("rear").
+        strategy: under a causal mask, joint tokens precede all others ("front") or follow ("rear"), else ValueError.
         every: if not 0, joint key j is seen from its document's token (j + 1) * every - 1 on.
-
-    Raises ValueError for another strategy.
     """
 
     def __init__(self, attention: UnifiedSPAttention, strategy: str = "front", every: int = 0) -> None:
@@ -668,10 +666,12 @@ def _one_mask(
     causal: bool = True,
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
+    masks: LastMasks | None = None,
 ) -> Mask | AttentionPlan:
     """Return the mask of a call, or that of its short form."""
-    if mask is None:
-        return Mask(causal, window, cu_seqlens)
+    if mask is None:  # inference tensors do not tell whether they have changed
+        again = masks is None or (isinstance(cu_seqlens, Tensor) and cu_seqlens.is_inference())
+        return Mask(causal, window, cu_seqlens) if again else masks(causal, window, None, cu_seqlens, None, None)  # type: ignore[misc]
     if not isinstance(mask, Mask | AttentionPlan):
         raise TypeError(f"mask must be a Mask or a plan, got {type(mask).__name__}")
     if not causal or window is not None or cu_seqlens is not None:

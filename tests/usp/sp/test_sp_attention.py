@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from usp import JointAttention, Mask, SparseAttention, UnifiedSPAttention, shard
 from usp.attention import KeepResults
 from usp.parallel import ParallelDims, ParallelMesh, RanksDisagree, groups
 from usp.parallel.wire import SentBytes
+from usp.sp.sequence import rows_of
 
 
 def refusals() -> dict[str, str]:
@@ -472,3 +474,32 @@ def test_kernel_and_idle_ranks_are_logged_once(ranks: RankPool) -> None:
         "attention kernel: sdpa; flash-attn-4, flash-attn-3, flash-attn-2, aten-flash refused: runs on cuda"
     )
     assert "ulysses=4 exceeds the 3 query heads: 1 of 4 ulysses ranks have no head" in first[1]
+
+
+def reads_of_boundaries() -> None:
+    attention, x, cu = (
+        UnifiedSPAttention(ParallelMesh.create(ParallelDims())),
+        torch.randn(1, 6, 2, 8),
+        torch.tensor([0, 6]),
+    )
+    with patch("usp.sp.mask.rows_of", wraps=rows_of) as reads:
+
+        def call() -> torch.Tensor:
+            return attention(x, x, x, cu_seqlens=cu)
+
+        def read() -> int:
+            return sum(args.args[0] is not None for args in reads.call_args_list)
+
+        first = call()
+        assert torch.equal(call(), first) and read() == 1  # of a copy to the host, which a GPU would wait for
+        cu[-1] = 3
+        assert not torch.equal(call(), first) and read() == 2
+    with torch.inference_mode():  # whose tensors do not tell that they have changed
+        cu = torch.tensor([0, 6])
+        first = call()
+        cu[-1] = 3
+        assert not torch.equal(call(), first)
+
+
+def test_boundaries_are_read_once_until_they_change(ranks: RankPool) -> None:
+    ranks.run(reads_of_boundaries, 1)
