@@ -163,7 +163,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
                 others repeat a call, which only a model's forward compares, who refuses raises a ValueError after 30 s.
         """
         if torch.compiler.is_compiling():
-            mask = mask or Mask(causal, window, cu_seqlens)
+            mask = _one_mask(mask, causal, window, cu_seqlens)
             return _in_graph(self._handle, (q, k, v, sinks), mask, (scale, softcap), return_lse)
         given = partial(_one_mask, mask, causal, window, cu_seqlens, self.masks)
         return self.run(Call((q, k, v, None, None, None), scale, softcap, sinks, return_lse), given)

@@ -61,6 +61,9 @@ def refusals() -> dict[str, str]:
         "compiled indices": lambda: torch.compile(SparseAttention(attention), backend="eager", fullgraph=True)(
             q, k, k, torch.zeros(1, 4, 2, dtype=torch.int64)
         ),
+        "two compiled": lambda: torch.compile(UnifiedSPAttention(mesh), backend="eager", fullgraph=True)(
+            q, k, k, Mask(), causal=False
+        ),
         "compiled": lambda: torch.compile(UnifiedSPAttention(mesh), backend="eager", fullgraph=True)(
             q, k, k, return_lse=True
         ),
@@ -97,7 +100,8 @@ def test_invalid_calls_raise(ranks: RankPool) -> None:
     assert "must be the same (1 without boundaries): cu_seqlens 2, joint_cu_seqlens 1" in found["pairs"]
     assert "cu_seqlens_k ends at 9, past the 4 tokens of a row" in found["boundaries"]
     assert "torch.compile supports attention of a sequence to itself" in found["compiled"]
-    assert "are the short form of a mask: give either these or a mask" in found["two masks"]
+    for name in ("two masks", "two compiled"):
+        assert "are the short form of a mask: give either these or a mask" in found[name]
     assert "the plan is for layout zigzag, and the call has contiguous: make" in found["another layout"]
     assert "the plan is for joint tokens Joint(tokens=4" in found["other tokens"]
     assert "cu_seqlens must be an integer tensor, got tuple" in found["sequence"]
