@@ -158,9 +158,8 @@ class _Row:
     def divisions(self, pool: list[DocumentPiece], ring: int) -> Iterator[tuple[list[DocumentPiece], ...]]:
         """Yield divisions, as the pieces of each rank."""
         width = max(1, min(WIDTH, EFFORT // (len(pool) * ring)))
-        begun: list[
-            tuple[float, int, list[DocumentPiece], tuple[list[DocumentPiece], ...]]
-        ]  # keys, pairs, pool; what ranks have
+        # Keys, pairs, pool; what ranks have.
+        begun: list[tuple[float, int, list[DocumentPiece], tuple[list[DocumentPiece], ...]]]
         begun = [(0.0, sum(map(self.work, pool)), pool, ())]
         for left in range(ring, 0, -1):
             found: list[tuple[float, int, Mixture]] = []

@@ -25,9 +25,8 @@ from .schedule import Message, RingSchedule, Step
 from .spec import AttentionSpec
 
 Slices = tuple[tuple[int, int], ...]
-Blocks = Iterator[
-    tuple[tuple[KernelLaunch, ...], tuple[Tensor, Tensor]]
-]  # of each step: its launches, and keys and values
+# Of each step: its launches, and keys and values.
+Blocks = Iterator[tuple[tuple[KernelLaunch, ...], tuple[Tensor, Tensor]]]
 Between = Callable[[int], None]
 
 
