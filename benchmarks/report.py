@@ -17,7 +17,7 @@ SECTIONS = {
     "Attention and memory": ("attention", "attention_cluster", "host_time", "memory", "throughput"),
     "Data": ("data",),
     "Predictions": ("published", "planner", "paper_tables"),
-    "RLHF": ("learning", "searched_plans", "real_figure"),
+    "RLHF": ("learning", "real_figure"),
 }
 PLOTS: dict[str, Callable[[Record, Path], None]] = {"learning": plot_learning, "memory": plot_memory}
 BENCHMARKS = "## Benchmarks\n"
