@@ -141,15 +141,13 @@ class RlhfTrainer(TrainingLoop):
         stop: StopRequest,
         watchdog: Watchdog,
         replanner: Replanner | None = None,
-        groups: ProcessGroups | None = None,
     ) -> None:
-        """groups: to share with other trainers of this process."""
         begin = time.perf_counter()
         assert prepared.start.folder is not None
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         super().__init__(self.config, self.config.steps, prepared.start.folder, self.device.type, stop, watchdog)
         self.schedule = LearningRate.of(self.config, self.config.steps, self.config.warmup_steps)
-        self.groups = groups or ProcessGroups()
+        self.groups = ProcessGroups()
         if self.config.lora_rank:
             self.result = ADAPTER
         self._warned: set[str] = set()
