@@ -16,7 +16,7 @@ DOCUMENT, README, TABLES = ROOT / "docs" / "benchmarks.md", ROOT / "README.md", 
 SECTIONS = {
     "Attention and memory": ("attention", "attention_cluster", "host_time", "memory", "throughput"),
     "Data": ("data",),
-    "Predictions": ("published", "planner", "paper_tables"),
+    "Predictions": ("published", "planner"),
     "RLHF": ("learning", "real_figure"),
 }
 PLOTS: dict[str, Callable[[Record, Path], None]] = {"learning": plot_learning, "memory": plot_memory}

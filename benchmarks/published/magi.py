@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.paper_tables import attention_seconds
-from usp.parallel import Hardware, load_hardware
+from usp.parallel import Hardware, load_hardware, overlap_of
+from usp.predict.job import Job
+from usp.predict.seconds import attention_passes, sent_seconds
+from usp.predict.traffic import attention_traffic
 
 from .row import K, Row, Source, step_job
 
@@ -40,6 +42,18 @@ def source() -> Source:
     return Source("MagiAttention's study", reference, tuple(rows), NOTES)
 
 
+def attention_seconds(job: Job, hardware: Hardware) -> tuple[float, float]:
+    """Return the time of the first layer's attention and Ulysses on the slowest rank: in the forward, the backward."""
+    rank = job.slowest_ranks[0]
+    traffic = attention_traffic(job, rank, job.model.facts.windows[0])
+    free = overlap_of(hardware, job.linked("ring", rank))
+    once, back = (
+        kernels + messages.with_free_part(free).exposed + sent_seconds(job, hardware, exchange, rank)
+        for (kernels, messages), (exchange, *_) in zip(attention_passes(job, hardware, rank, 0), traffic, strict=True)
+    )
+    return once, back
+
+
 def _rates(hardware: Hardware, devices: int, ulysses: int) -> tuple[float, float]:
     """Return TFLOP/s of a GPU in the forward and in the backward."""
     tokens = devices * LOCAL
@@ -52,8 +66,8 @@ def _rates(hardware: Hardware, devices: int, ulysses: int) -> tuple[float, float
         zero=3,
         attention_kernel="flash3",
     )
-    once, both = (attention_seconds(job, hardware, backward=backward) for backward in (False, True))
+    once, back = attention_seconds(job, hardware)
     elements = LOCAL * HEADS * HEAD_DIM * devices // ulysses  # of all steps
     copies, copies_back = (hardware.memory_seconds(nbytes * elements) for nbytes in COPIES)
     flops = 4 * tokens * (tokens + 1) / 2 * HEADS * HEAD_DIM / devices / 1e12
-    return flops / (once + copies), 2.5 * flops / (both - once + copies_back)
+    return flops / (once + copies), 2.5 * flops / (back + copies_back)

@@ -1,17 +1,41 @@
-"""Tables 6 and 7 of the USP paper with the plain node file, and how well the order of Table 6 is predicted."""
+"""Tables 6 and 7 of the USP paper: Llama3-8B on 16 A800, tensor parallelism beside Ulysses and ring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from unittest.mock import patch
 
-from benchmarks.baselines.paper_rows import ROWS, job
-from benchmarks.baselines.paper_rows import Row as PaperRow
-from benchmarks.paper_tables import kendall_tau, predict
 from usp.parallel import load_hardware
+from usp.predict import compute
+from usp.predict.compute import merge_bytes
+from usp.predict.seconds import step_seconds
 
-from .row import Row, Source
+from .row import K, Row, Source, step_job
 
-CHOSEN = tuple(row for row in ROWS if row.table in ("Table 6", "Table 7"))
+STEPS: tuple[tuple[str, int, int, tuple[tuple[int, int, int, float], ...]], ...] = (
+    # table, tokens in units of 1,024, sequences of a step, (tp, ulysses, ring, TFLOP/s of a GPU)
+    (
+        "Table 6", 64, 1,
+        (
+            (1, 8, 2, 136.31), (1, 4, 4, 137.48), (1, 2, 8, 129.44), (1, 1, 16, 121.83), (8, 1, 2, 129.75),
+            (4, 2, 2, 122.45), (2, 4, 2, 87.67), (2, 2, 4, 89.35), (4, 1, 4, 122.57), (2, 1, 8, 101.35),
+        ),
+    ),
+    ("Table 6", 64, 2, ((8, 1, 1, 141.20),)),
+    (
+        "Table 6", 80, 1,
+        (
+            (1, 8, 2, 147.46), (1, 4, 4, 148.90), (1, 2, 8, 140.13), (1, 1, 16, 132.86), (8, 1, 2, 136.16),
+            (4, 2, 2, 137.49), (2, 4, 2, 111.05), (2, 2, 4, 110.81), (4, 1, 4, 130.27), (2, 1, 8, 121.14),
+        ),
+    ),
+    ("Table 6", 80, 2, ((8, 1, 1, 144.40),)),
+    ("Table 6", 120, 1, ((4, 2, 2, 152.51), (2, 4, 2, 136.63), (8, 1, 2, 145.92), (4, 1, 4, 150.96))),
+    ("Table 7", 160, 1, ((4, 2, 2, 158.64), (8, 1, 2, 156.63))),
+    ("Table 7", 208, 1, ((8, 1, 2, 147.26),)),
+    ("Table 7", 160, 1, ((4, 1, 4, 159.37),)),
+    ("Table 7", 190, 1, ((4, 1, 4, 157.08),)),
+)  # fmt: skip
+GPUS = 16
 WHY = (
     "USP, Table 6: tp 2 alone breaks the order, and is lowest at every length. From tp 1 to 2 to 4 the traffic of tp "
     "grows by 1 and 2 parts, that of Ulysses shrinks by 1 and 2, that of parameters by 2 and 1, and the ring's stays: "
@@ -21,25 +45,26 @@ WHY = (
 )
 
 
-def tau(rows: Iterable[PaperRow], predicted: dict[PaperRow, float]) -> float:
-    return kendall_tau([(row.measured, predicted[row]) for row in rows])
-
-
 def source() -> Source:
-    node = load_hardware("a800")
-    predicted = {row: predict(row, job(row), node) for row in CHOSEN}
-    rows = tuple(Row(row.name, "TFLOP/s", row.measured, predicted[row]) for row in CHOSEN)
-    notes = (_order(predicted), WHY)
-    return Source("USP, Llama3-8B on 16 x A800", "arXiv 2405.07719v5, Tables 6 and 7", rows, notes)
-
-
-def _order(predicted: dict[PaperRow, float]) -> str:
-    six = [row for row in CHOSEN if row.table == "Table 6"]
-    parts: tuple[tuple[str, Callable[[PaperRow], bool]], ...] = (
-        ("all rows", lambda row: True),
-        ("without tp 2", lambda row: row.tp != 2),
-        ("tp 1", lambda row: row.tp == 1),
-        ("tp above 2", lambda row: row.tp > 2),
-    )
-    taus = ", ".join(f"{name} {tau(filter(chosen, six), predicted):.2f}" for name, chosen in parts)
-    return f"USP, Table 6's order, Kendall's tau of measured and predicted: {taus}."
+    node, rows = load_hardware("a800"), []
+    for table, length, sequences, measured in STEPS:
+        for tp, ulysses, ring, rate in measured:
+            size = f"{length}K" + (f" batch {sequences}" if sequences > 1 else "")
+            job = step_job(
+                "llama3-8b",
+                GPUS,
+                seq_len=length * K,
+                sp_ulysses=ulysses,
+                sp_ring=ring,
+                tp=tp,
+                tp_sequence_parallel=tp > 1,
+                batch_size=sequences * tp * ulysses * ring // GPUS,
+                zero=1,
+            )
+            # the paper's system, yunchang, casts outputs before it adds them up (`update_out_and_lse`)
+            with patch.object(compute, "merge_bytes", lambda size, back, _: merge_bytes(size, back, fused=False)):
+                step = step_seconds(job, node, prefetches=False)
+            name = f"{table}, {size}, tp {tp} x ulysses {ulysses} x ring {ring}"
+            rows.append(Row(name, "TFLOP/s", rate, step.causal_flops / step.total / 1e12))
+    reference = "arXiv 2405.07719v5, Tables 6 and 7"
+    return Source("USP, Llama3-8B on 16 x A800", reference, tuple(rows), (WHY,))

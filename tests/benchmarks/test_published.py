@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from benchmarks.published import alst, foundry, magi, torchtitan, usp_paper
+from benchmarks.published import foundry, magi, torchtitan, usp_paper
 from benchmarks.published.__main__ import record
 from benchmarks.published.row import Row, Source
 from usp.parallel import load_hardware
@@ -20,18 +22,8 @@ def test_partial_recomputation_lies_between_none_and_full() -> None:
 
 
 @pytest.mark.slow
-def test_tables_6_and_7_are_whole_and_their_order_is_judged() -> None:
-    assert len(usp_paper.CHOSEN) == 26 + 5
-    found = usp_paper.source()
-    assert len(found.rows) == 31 and "without tp 2" in found.notes[0] and "tp 2" in found.notes[1]
-    six = usp_paper.CHOSEN[:5]
-    assert usp_paper.tau(six, {row: row.measured for row in six}) == 1.0
-
-
-def test_the_longest_sequence_fits_and_no_longer_one() -> None:
-    longest = alst.longest_sequence(8)
-    assert longest % (8 * alst.TILE) == 0
-    assert alst._step(8, longest).fits and not alst._step(8, longest + 1).fits
+def test_tables_6_and_7_are_whole() -> None:
+    assert Counter(row.name.split(",")[0] for row in usp_paper.source().rows) == {"Table 6": 26, "Table 7": 5}
 
 
 def test_every_system_of_the_study_has_all_its_rows() -> None:
