@@ -1,7 +1,7 @@
 """Parallelization methods by name, translated to train.py's flags, and their cost in the convention of the USP paper.
 
 A name such as `ulysses`, `usp+zero1` or `tp-sp8+ring2+zero3` has parts: each is an axis and its degree, which one part
-may omit to take the remaining ranks. `benchmarks/cost_tables.py` derives the paper's costs from its collectives."""
+may omit to take the remaining ranks. docs/cost.md has the collectives of each."""
 
 from __future__ import annotations
 
