@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu.model import Shape
 from benchmarks.harness.record import Record, finish, parser_of
 from tests.harness.memory import track_memory
 from tests.harness.ranks import RankPool
@@ -71,17 +72,8 @@ class Case:
 def measure(case: Case) -> tuple[int, int]:
     """Return the peak bytes of a forward and backward, excluding sharded parameters, and the largest allocation."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=case.seq_len,
-        use_cache=False,
-    )
+    config = Shape(HIDDEN, 2 * HIDDEN, VOCAB, LAYERS, HEADS, HEADS).config()
+    config.head_dim, config.use_cache = HEAD_DIM, False
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     root, loss_of = _plain(model, case) if case.plain else _ours(model, case)
     short = 2 * CHUNK * case.ranks

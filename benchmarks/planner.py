@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,10 +63,8 @@ def mixtures(world_size: int, *, quick: bool) -> list[TrainConfig]:
 
 def mixture(flags: dict[str, Any], world_size: int) -> TrainConfig:
     config = TrainConfig(model=MODEL, seq_len=SEQ_LEN, dtype="float32", device="cpu", **flags)
-    rows = SEQUENCES // parallel_dims(config).resolve(world_size).batch
-    options = {**flags, "batch_size": rows, "micro_batches": 2 if config.pp > 1 else 1}
-    options["tp_sequence_parallel"] = config.tp > 1
-    return TrainConfig(model=MODEL, seq_len=SEQ_LEN, dtype="float32", device="cpu", **options)
+    rows, parts = SEQUENCES // parallel_dims(config).resolve(world_size).batch, 2 if config.pp > 1 else 1
+    return replace(config, batch_size=rows, micro_batches=parts, tp_sequence_parallel=config.tp > 1)
 
 
 def name(config: TrainConfig) -> str:

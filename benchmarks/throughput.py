@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from benchmarks.baselines import deepspeed_alst
+from benchmarks.gpu.model import Shape
 from benchmarks.harness.measure import in_turns
 from benchmarks.harness.record import Record, finish, parser_of
 from tests.harness.ranks import RankPool
@@ -62,31 +63,23 @@ class Size:
         return torch.randint(0, 4096, (self.rows, self.seq_len), generator=torch.Generator().manual_seed(0))
 
 
-def llama(seq_len: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=seq_len,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+def llama() -> LlamaConfig:
+    config = Shape(256, 704, 4096, layers=4, heads=8, kv_heads=8).config()
+    config.use_cache = False
+    return config
 
 
-def model_of(size: Size) -> Any:
+def model_of() -> Any:
     """Build the model with transformers' sdpa under another name, because ALST replaces "sdpa" for every model."""
     AttentionInterface.register(PLAIN_SDPA, sdpa_attention_forward)
     AttentionMaskInterface.register(PLAIN_SDPA, sdpa_mask)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(llama(size.seq_len), attn_implementation=PLAIN_SDPA)
+    return AutoModelForCausalLM.from_config(llama(), attn_implementation=PLAIN_SDPA)
 
 
 def ours(size: Size, dims: ParallelDims) -> Step:
     mesh = ParallelMesh.create(dims)
-    model = apply_unified_sp(model_of(size), mesh, layout="zigzag")
+    model = apply_unified_sp(model_of(), mesh, layout="zigzag")
     stage = CausalLMStage(model, mesh, loss_chunk=2048)
     apply_fsdp(stage, mesh, decoder_layers(model), zero=ZERO)
     optimizer = AdamW(DECAY, (0.9, 0.999))
@@ -105,7 +98,7 @@ def ours(size: Size, dims: ParallelDims) -> Step:
 
 def plain(size: Size) -> Step:
     """Train one sequence per rank. FSDP2 averages gradients, which is exact as all ranks have equally many targets."""
-    model = model_of(size)
+    model = model_of()
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -130,7 +123,7 @@ def run(size: Size, rounds: int) -> dict[str, tuple[float, float, list[float]]]:
     steps: dict[str, Step] = {name: ours(size, dims) for name, dims in OURS.items()}
     steps[PLAIN] = plain(size)
     torch.manual_seed(0)
-    steps[ALST] = deepspeed_alst.build(llama(size.seq_len), size.ids(), zero=ZERO, learning_rate=LEARNING_RATE)
+    steps[ALST] = deepspeed_alst.build(llama(), size.ids(), zero=ZERO, learning_rate=LEARNING_RATE)
     first = {name: step() for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_, name in in_turns(sorted(steps), rounds + 1):

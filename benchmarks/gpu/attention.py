@@ -1,4 +1,4 @@
-"""Rates of attention, forward and backward: the toolkit's kernels on one block, torch's choice, and flex attention.
+"""Rates of attention, forward and backward: the toolkit's kernels on one block, and torch's choice.
 
 FLOPs count only the visible half of a causal mask: 2 products in the forward, 5 in the backward.
 """
@@ -11,19 +11,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from usp.attention import SequenceLayout
+from usp.attention import AttentionSpec, Kernel, RingProgram, SequenceLayout, compute_now, ring_schedule
+from usp.attention.ring import RingAttention
 from usp.parallel import peak_flops
 
-from .ring import time_ring_rank
-from .setup import CAUSAL, FULL, Setup, kernels, on_device, tried
+from .setup import CAUSAL, FULL, Setup, SilentChannel, kernels, on_device, tried
 
 LENGTHS = ("2K", "8K", "32K", "128K")
 MASKS = {"causal": (CAUSAL, LENGTHS), "full": (FULL, LENGTHS[:3])}  # and the lengths at which it is measured
-FLEX = "32K"
 PASSES = ("forward", "backward")
 Times = Callable[[], tuple[float, float]]  # ms of the forward, and of both passes
 NodeRates = dict[str, dict[str, list[tuple[int, float]]]]
@@ -39,8 +36,6 @@ def rates(setup: Setup) -> Iterator[tuple[str, float] | str]:
         tokens = setup.tokens(length)
         timed = partial(sdpa_times, setup, tokens)
         yield from both_rates(setup, f"torch's choice, causal, {length}", timed, causal_pairs(tokens))
-        if length == FLEX:
-            yield from flex_rates(setup, length)
     yield f"rates for a node file: {json.dumps(node)}"
 
 
@@ -54,7 +49,7 @@ def kernel_rates(setup: Setup, length: str, node: NodeRates) -> Iterator[tuple[s
         for what, (spec, lengths) in MASKS.items():
             if length not in lengths:
                 continue
-            timed = partial(time_ring_rank, setup, kernel, SequenceLayout("contiguous", tokens), spec)
+            timed = partial(block_times, setup, kernel, tokens, spec)
             pairs = causal_pairs(tokens) if what == "causal" else float(tokens**2)
             found = list(both_rates(setup, f"{name}, {what}, {length}", timed, pairs))
             for passed, item in zip(PASSES, found, strict=False):
@@ -62,6 +57,15 @@ def kernel_rates(setup: Setup, length: str, node: NodeRates) -> Iterator[tuple[s
                     key = passed if what == "causal" else f"{passed}_full"
                     node[kernel.rated_as or name][key].append((tokens, round(1e12 * item[1] / peak, 3)))
             yield from found
+
+
+def block_times(setup: Setup, kernel: Kernel, tokens: int, spec: AttentionSpec) -> tuple[float, float]:
+    """Time one kernel on a block."""
+    schedule = ring_schedule(SequenceLayout("contiguous", tokens), spec, 1, 0)
+    program = RingProgram.lower(schedule, spec, kernel, setup.device, setup.dtype)
+    q, k, v, dout = setup.qkv(tokens, tokens)
+    leaves, channel = [x.requires_grad_() for x in (q, k, v)], SilentChannel(1)
+    return setup.passes(lambda: RingAttention.apply(q, k, v, None, program, channel, compute_now)[0], leaves, dout)
 
 
 def causal_pairs(tokens: int) -> float:
@@ -82,49 +86,9 @@ def both_rates(setup: Setup, what: str, timed: Times, pairs: float) -> Iterator[
         yield f"{what}, backward", 2.5 * flops / max(found[1] - found[0], 1e-9) / 1e9
 
 
-def batched(setup: Setup, tokens: int) -> list[Tensor]:
-    """Return random q, k, v, dout of shape (1, heads, tokens, head dim)."""
-    q, k, v, dout = (x.unsqueeze(0).transpose(1, 2) for x in setup.qkv(tokens, tokens))
-    return [*(x.requires_grad_() for x in (q, k, v)), dout]
-
-
 def sdpa_times(setup: Setup, tokens: int) -> tuple[float, float]:
     """Time what torch chooses."""
-    q, k, v, dout = batched(setup, tokens)
+    q, k, v, dout = (x.unsqueeze(0).transpose(1, 2) for x in setup.qkv(tokens, tokens))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
     call = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    return setup.passes(lambda: call(q, k, v), (q, k, v), dout)
-
-
-def flex_rates(setup: Setup, length: str) -> Iterator[tuple[str, float] | str]:
-    """Yield the rates of compiled flex attention, causal and in four documents; on a CPU of its eager forward."""
-    tokens = setup.tokens(length)
-    each = tokens // 4
-
-    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return i >= j
-
-    def packed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & (i // each == j // each)
-
-    for name, function, pairs in (
-        ("causal", causal, causal_pairs(tokens)),
-        ("4 documents", packed, 4 * causal_pairs(each)),
-    ):
-        timed = partial(flex_times, setup, tokens, function)
-        yield from both_rates(setup, f"flex, {name}, {length}", timed, pairs)
-
-
-def flex_times(setup: Setup, tokens: int, function: Callable[..., Tensor]) -> tuple[float, float]:
-    q, k, v, dout = batched(setup, tokens)
-    mask = create_block_mask(function, None, None, tokens, tokens, device=setup.device.type)
-    if not setup.cuda:  # where it has no backward, and inductor would compile for half a minute
-        q, k, v = (x.detach() for x in (q, k, v))
-        once = setup.milliseconds(lambda: flex_attention(q, k, v, block_mask=mask, enable_gqa=True))
-        return once, 3 * once
-    call = torch.compile(flex_attention, dynamic=False)
-
-    def forward() -> Tensor:
-        return call(q, k, v, block_mask=mask, enable_gqa=True)
-
-    once = setup.milliseconds(forward)  # with gradients, as without them it would be compiled again
-    return once, setup.milliseconds(lambda: torch.autograd.grad(forward(), (q, k, v), dout))
+    return setup.passes(lambda: call(q, k, v), leaves, dout)

@@ -51,14 +51,6 @@ def error(value: float, source: str = HALF, tiny: float | None = None) -> Expect
     return Expected(value, "", source, 0.0, 1.0, exact=True, tiny=tiny)
 
 
-def exactly(value: float, source: str) -> Expected:
-    return Expected(value, "", source, 1.0, 1.0, exact=True)
-
-
-def at_most(value: float, unit: str, source: str) -> Expected:
-    return Expected(value, unit, source, 0.0, 1.0)
-
-
 MASKS = (
     "causal", "full", "documents", "one-token documents", "window", "band", "window in documents", "softcap", "sinks",
     "lse with a gradient",
@@ -78,7 +70,7 @@ LENGTHS = ("2K", "8K", "32K", "128K")
 
 
 def correctness() -> Iterator[tuple[str, Expected]]:
-    yield "a product of ones, of what it is", exactly(1.0, "arithmetic")
+    yield "a product of ones, of what it is", Expected(1.0, "", "arithmetic", 1.0, 1.0, exact=True)
     for kernel in KERNELS:
         for mask in MASKS:
             yield f"{kernel}, {mask}: error", error(1e-2, tiny=1e-6)
@@ -97,9 +89,6 @@ def correctness() -> Iterator[tuple[str, Expected]]:
     yield "tokens decoded one by one, decoded in graphs", Expected(1.0, "", "the same operators", 0.98, 1.0, exact=True)
     for dtype in ("float32", "bfloat16"):
         yield f"steps replayed, {dtype}", Expected(280, "", "9 prompts of 100 tokens in 4 slots", 0.5, 1.5, exact=True)
-    yield "tests marked gpu that failed", exactly(0, "the tests")
-    yield "exit code of pytest", exactly(0, "the tests")
-    yield "tests marked gpu that passed", Expected(180, "", "the tests of kernels that need no package", 0.5, 3.0)
 
 
 def ceilings() -> Iterator[tuple[str, Expected]]:
@@ -108,9 +97,6 @@ def ceilings() -> Iterator[tuple[str, Expected]]:
     yield "copy on the device, read and written", Expected(4.1, "TB/s", f"{DATASHEET}: 4.8 TB/s, 85% of it", 0.9, 1.12)
     yield "copy to the host", Expected(55, "GB/s", NODE, 0.75, 1.15)
     yield "copy from the host", Expected(55, "GB/s", NODE, 0.75, 1.15)
-    yield "copies in both directions at once, each", Expected(50, "GB/s", ESTIMATE, 0.7, 1.2)
-    for how in ("with a bound device", "made when it is used"):
-        yield f"a process group of one rank, {how}", Expected(50, "ms", ESTIMATE, 0.01, 4)
 
 
 def attention() -> Iterator[tuple[str, Expected]]:
@@ -123,44 +109,16 @@ def attention() -> Iterator[tuple[str, Expected]]:
         for passed, rate in zip(("forward", "backward"), row, strict=False):
             name = f"torch's choice, causal, {length}, {passed}"
             yield name, Expected(rate, "TFLOP/s", f"{NODE}, cuDNN; FA2 would have half", 0.45)
-    source = "flex attention, pytorch.org/blog/flexattention: 90% of FA2, 400 on Hopper"
-    for mask, factor in (("causal", 1.0), ("4 documents", 0.9)):
-        yield f"flex, {mask}, 32K, forward", Expected(380 * factor, "TFLOP/s", source, 0.6, 1.4)
-        yield f"flex, {mask}, 32K, backward", Expected(280 * factor, "TFLOP/s", source, 0.6, 1.4)
-
-
-def ring() -> Iterator[tuple[str, Expected]]:
-    moved = "10 bytes an element at 85% of the bandwidth"
-    yield "merge of a hop, 8K x 32 heads", Expected(0.083, "ms", moved, 0.8, 1.4)
-    yield "merge of a hop, bytes read and written", Expected(4.1, "TB/s", moved, 0.7, 1.15)
-    yield "merge of a hop, of an addition", Expected(1.05, "", ESTIMATE, 0.8, 1.3)
-    for kernel in ("aten-flash", "cudnn", "flash-attn-3", "flash-attn-4"):
-        for length, ratio in (("8K", 1.1), ("32K", 1.05)):
-            for passed in ("forward", "both passes"):
-                name = f"ring of 4, {kernel}, {length} a rank, {passed}, of one kernel"
-                yield name, Expected(ratio, "", "merges of 10 bytes an element", 0.85, 1.15)
-    for priority in ("normal", "high"):
-        yield f"a kernel beside attention, {priority} priority", at_most(100, "us", "it starts while attention runs")
 
 
 def decoding() -> Iterator[tuple[str, Expected]]:
-    few = "split keys fill 132 SMs"
-    for slots, length, share in (
-        (1, "2K", 0.1), (1, "16K", 0.5), (1, "128K", 0.75), (8, "2K", 0.4), (8, "16K", 0.75), (8, "128K", 0.8),
-        (64, "2K", 0.7), (64, "16K", 0.8), (64, "128K", 0.8),
-    ):  # fmt: skip
-        source = few if slots < 64 else "as flash decoding"
-        yield f"attention of {slots} x {length}, of the bandwidth", Expected(share, "", source, 0.7, 1.3)
-    for slots, length, layer in ((64, "2K", 0.24), (8, "16K", 0.24), (1, "128K", 0.24)):
+    for slots, length in ((64, "2K"), (8, "16K"), (1, "128K")):
         what = f"decoding {slots} x {length}"
         source = "436 MB of weights and 537 MB of cache at 85% of the bandwidth"
-        yield f"{what}, a layer", Expected(1e3 * layer, "us", source, 0.8, 1.5)
+        yield f"{what}, a layer", Expected(240, "us", source, 0.8, 1.5)
         yield f"{what}, layers, of the bandwidth", Expected(0.85, "", source, 0.65, 1.1)
         source = "1.05 GB of head at 85% of the bandwidth, and sampling"
         yield f"{what}, embedding, head and sampling", Expected(450, "us", source, 0.6, 2.5)
-    yield "a prompt of a length seen before", Expected(14, "ms", "2 layers and host work of a call", 0.2, 2.5)
-    yield "a prompt of a new length, more", at_most(10, "ms", "no kernel plans for a length; cuDNN takes 50 to 300")
-    yield "24 prompts in one call, the first time, of the second", Expected(1.1, "", ESTIMATE, 0.8, 1.4)
 
 
 def step() -> Iterator[tuple[str, Expected]]:
@@ -170,38 +128,23 @@ def step() -> Iterator[tuple[str, Expected]]:
         yield f"step, {name}", Expected(milliseconds, "ms", "the MFU below", 0.75, 1.15)
         yield f"MFU, {name}", Expected(share, "%", layers, 0.9, 1.3)
     yield "kernels launched in a step", Expected(1100, "", "about 130 a layer and pass, and the head's chunks", 0.5, 2)
-    yield "stops of the host in a step", at_most(10, "", "docs/gpu.md: no dense layer stops the host")
+    yield "stops of the host in a step", Expected(10, "", "docs/gpu.md: no dense layer stops the host", 0.0, 1.0)
     yield "the device is busy, of a step", Expected(0.97, "", ESTIMATE, 0.95, 1.2)
     yield "peak memory of a step, of the dry run's", Expected(1.0, "", "the dry run", 0.95, 1.1, exact=True)
     yield "first step with torch.compile", Expected(40, "s", ESTIMATE, 0.1, 2)
-    yield (
-        "step with torch.compile, of eager",
-        Expected(0.84, "", "0.80 to 0.87: elementwise kernels are fused", 0.85, 1.1),
-    )
+    yield "step with torch.compile, of eager", Expected(0.84, "", "elementwise kernels are fused", 0.85, 1.1)
     yield "MFU with torch.compile", Expected(44, "%", "the two above", 0.85, 1.2)
-    yield (
-        "transformers with FSDP2, a step",
-        Expected(460, "ms", "the toolkit's, and logits of all tokens in float32", 0.75, 1.4),
-    )
-    yield (
-        "transformers with FSDP2, peak memory",
-        Expected(60, "GiB", "states 29, logits and their gradient 24", 0.7, 1.4),
-    )
+    theirs = "transformers with FSDP2"
+    yield f"{theirs}, a step", Expected(460, "ms", "the toolkit's, and logits of all tokens in float32", 0.75, 1.4)
+    yield f"{theirs}, peak memory", Expected(60, "GiB", "states 29, logits and their gradient 24", 0.7, 1.4)
     yield "the toolkit, peak memory", Expected(32.6, "GiB", "its dry run", 0.95, 1.15)
     yield "the toolkit's step, of transformers'", Expected(0.95, "", "the two steps above", 0.7, 1.1)
-
-
-def longest() -> Iterator[tuple[str, Expected]]:
     source = f"2.25e15 FLOPs of a forward, twice, and 2.5 times that backward, cuDNN by {NODE}"
     yield "step of one layer, 512K tokens, offloaded", Expected(19, "s", source, 0.75, 1.6)
     yield "peak memory at 512K tokens, of the dry run's", Expected(1.0, "", "the dry run", 0.95, 1.15)
-    source = "ALST (arXiv 2506.13996): 500K on one H100 of 80 GB, so 880K by memory"
-    yield "longest sequence of 32 layers by the dry run, offloaded", Expected(880, "K tokens", source, 0.6, 2.5)
 
 
 EXPECTED: dict[str, Expected] = {
-    name: expected
-    for part in (correctness, ceilings, attention, ring, decoding, step, longest)
-    for name, expected in part()
+    name: expected for part in (correctness, ceilings, attention, decoding, step) for name, expected in part()
 }
 assert all(math.isfinite(expected.value) for expected in EXPECTED.values())

@@ -7,16 +7,12 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 import torch
-import torch.distributed as dist
 
-from usp.model.recompute import copier_for
-
-from .setup import Setup, on_device, one_rank
+from .setup import Setup, on_device
 
 PRODUCTS = {  # m, n, k of the products of an 8B model
     "16384 x 14336 x 4096": (16384, 14336, 4096),
@@ -24,7 +20,6 @@ PRODUCTS = {  # m, n, k of the products of an 8B model
     "16384 x 6144 x 4096": (16384, 6144, 4096),
     "2048 x 128256 x 4096": (2048, 128256, 4096),
 }
-GROUPS = 16
 COMMANDS = {
     "nvidia-smi": ["nvidia-smi"],
     "nvidia-smi-q": ["nvidia-smi", "-q"],
@@ -71,7 +66,7 @@ def output_of(command: Sequence[str]) -> str:
 
 @on_device
 def ceilings(setup: Setup) -> Iterator[tuple[str, float] | str]:
-    """Time products, copies on the device and to the host, and making process groups."""
+    """Time products, and copies on the device and to the host."""
     for name, sizes in PRODUCTS.items():
         m, n, k = (64, 64, 64) if setup.tiny else sizes
         x, w = setup.randn(m, k), setup.randn(n, k)
@@ -83,31 +78,3 @@ def ceilings(setup: Setup) -> Iterator[tuple[str, float] | str]:
     yield "copy on the device, read and written", 2 * nbytes / setup.milliseconds(lambda: y.copy_(x)) / 1e9
     yield "copy to the host", nbytes / setup.milliseconds(lambda: host.copy_(x, non_blocking=True)) / 1e6
     yield "copy from the host", nbytes / setup.milliseconds(lambda: x.copy_(host, non_blocking=True)) / 1e6
-    yield "copies in both directions at once, each", both_ways(setup, x[: nbytes // 4])
-    yield from groups(setup)
-
-
-def both_ways(setup: Setup, x: torch.Tensor) -> float:
-    """Return the GB/s of each direction of the product's copier."""
-    copier = copier_for(setup.device)
-    copy, event = copier.to_host(x)
-
-    def both() -> None:
-        _, out = copier.to_host(x)
-        _, back = copier.to_device([copy], event)
-        copier.wait(out)
-        copier.wait(back)
-
-    return x.nbytes / setup.milliseconds(both) / 1e6
-
-
-def groups(setup: Setup) -> Iterator[tuple[str, float]]:
-    """Time process groups of one rank, with a device bound to the world and without."""
-    for bound in (True, False):
-        with one_rank(setup.device, bound):
-            begin = time.perf_counter()
-            for group in [dist.new_group([0]) for _ in range(GROUPS)]:
-                dist.all_reduce(torch.zeros(1, device=setup.device), group=group)
-            setup.synchronize()
-            where = "with a bound device" if bound else "made when it is used"
-            yield f"a process group of one rank, {where}", 1e3 * (time.perf_counter() - begin) / GROUPS

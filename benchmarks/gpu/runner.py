@@ -4,7 +4,7 @@ OUTPUT/run.json                  device and sizes, which are the same for all se
 OUTPUT/SECTION/state.json        how the last attempt ended, which is written when it has
 OUTPUT/SECTION/N/log.txt         what attempt N has printed, with its tracebacks
 OUTPUT/SECTION/N/figures.jsonl   its figures, a line each
-OUTPUT/results.json, summary.md  of all sections, written anew after each
+OUTPUT/summary.md                of all sections, written anew after each
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.gpu.expected import EXPECTED
 from benchmarks.gpu.sections import STARTING, Section
-from benchmarks.gpu.summary import DONE, Result, check_of_entry, read_entries, remarks, replace_file, write_summary
+from benchmarks.gpu.summary import DONE, Result, check_of_entry, markdown, read_entries, remarks, replace_file
 
 ROOT = Path(__file__).parents[2]
 TAIL = 15  # lines of a log that are printed when its section has failed
@@ -73,8 +73,8 @@ def run(sections: Sequence[Section], options: Options) -> int:
         else:
             results[section.name] = _run_section(section, options, left)
         print(f"{section.name}: {results[section.name].outcome}, {results[section.name].seconds:.0f} s", flush=True)
-        write_summary(results.values(), options.output)
-    write_summary(results.values(), options.output)
+        replace_file(options.output / "summary.md", markdown(list(results.values())))
+    replace_file(options.output / "summary.md", markdown(list(results.values())))
     judged = [results[section.name] for section in chosen if section in picked or section not in waiting]
     wrong = [result.section.name for result in judged if not result.right]
     verdict = f"to look at: {', '.join(wrong)}" if wrong else "all within tolerance"

@@ -94,10 +94,6 @@ class Setup:
         self.synchronize()
         return time.perf_counter() - begin
 
-    def wall_milliseconds(self, call: Callable[[], object], repeats: int) -> float:
-        """Return the median wall-clock time of a call after two more; as often on every rank, for collectives."""
-        return 1e3 * statistics.median([self.seconds(call) for _ in range(2 + repeats)][2:])
-
     def milliseconds(self, call: Callable[[], object], budget: float = 0.5) -> float:
         """Return the median time of a call after a first one, by events on a GPU.
 
@@ -235,10 +231,10 @@ def freed(setup: Setup) -> None:
 
 
 @contextmanager
-def one_rank(device: torch.device, bound: bool = True) -> Iterator[None]:
-    """Be the only rank of a process group, of NCCL on a GPU. bound: to the device, from the start."""
+def one_rank(device: torch.device) -> Iterator[None]:
+    """Be the only rank of a process group, of NCCL on a GPU, bound to it from the start."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    place = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and bound else None
+    place = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None
     with tempfile.NamedTemporaryFile() as file:
         dist.init_process_group(backend, store=dist.FileStore(file.name, 1), rank=0, world_size=1, device_id=place)
         try:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from usp.predict.job import ONE_DOCUMENT, Data
 from usp.train.dry_run import dry_run
 from usp.train.resolve import resolve
 
-from .model import Step, configured, engine_step, llama_8b
+from .model import configured, engine_step, llama_8b
 from .setup import Setup, freed, on_device, one_rank
 
 LAYERS = 4
@@ -80,16 +79,29 @@ def memory(setup: Setup) -> Iterator[tuple[str, float] | str]:
 
 
 @on_device
+def offloaded(setup: Setup) -> Iterator[tuple[str, float] | str]:
+    """Time a step of one layer, most of which is attention, and compare its memory with the dry run's."""
+    options = {"ac": "full", "ac_offload": True, "loss_chunk": 8192, "mlp_tile": 256 if setup.tiny else 16384}
+    config = configured(setup, llama_8b(setup, 1), setup.tokens("512K"), **options)
+    predicted = dry_run(config, 1)
+    with engine_step(config) as step:
+        freed(setup)
+        yield "step of one layer, 512K tokens, offloaded", setup.seconds(step)
+        if setup.cuda:
+            measured = torch.cuda.max_memory_allocated(setup.device)
+            yield "peak memory at 512K tokens, of the dry run's", measured / predicted.peak_bytes
+
+
+@on_device
 def compiled(setup: Setup) -> Iterator[tuple[str, float] | str]:
     """Time steps with and without torch.compile."""
     data = documents(setup, PACKED)
     config = configured(setup, llama_8b(setup, LAYERS), setup.tokens("16K"))
     times: list[float] = []
-    losses: list[float] = []
     for compile_ in (False, True):
         backend = "eager" if setup.tiny else "inductor"  # which compiles for half a minute
         with engine_step(replace(config, compile=compile_), data, backend=backend) as step:
-            first = setup.seconds(partial(keep_loss, step, losses))
+            first = setup.seconds(step)
             if compile_:
                 yield "first step with torch.compile", first
             times.append(setup.milliseconds(step, budget=2))
@@ -97,11 +109,6 @@ def compiled(setup: Setup) -> Iterator[tuple[str, float] | str]:
         freed(setup)
     yield "step with torch.compile, of eager", times[1] / times[0]
     yield "MFU with torch.compile", mfu(setup, config.seq_len, data, times[1])
-    yield f"first losses, eager and compiled, of weights that are drawn anew: {losses[0]:.4f}, {losses[1]:.4f}"
-
-
-def keep_loss(step: Step, losses: list[float]) -> None:
-    losses.append(step()[0])
 
 
 @on_device

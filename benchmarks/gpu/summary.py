@@ -1,4 +1,4 @@
-"""What the sections have found so far: results.json for programs, summary.md for reading."""
+"""What the sections have found so far, and summary.md of it."""
 
 from __future__ import annotations
 
@@ -88,25 +88,6 @@ def replace_file(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
-
-
-def write_summary(results: Iterable[Result], output: Path) -> None:
-    """Write results.json and summary.md."""
-    results = list(results)
-    sections = [
-        {
-            "section": result.section.name,
-            "outcome": result.outcome,
-            "seconds": result.seconds,
-            "expected_seconds": result.section.seconds,
-            "attempts": result.attempts,
-            "figures": [entry for entry in result.entries if "figure" in entry],
-            "remarks": result.remarks,
-        }
-        for result in results
-    ]
-    replace_file(output / "results.json", json.dumps(sections, indent=1) + "\n")
-    replace_file(output / "summary.md", markdown(results))
 
 
 def markdown(results: Sequence[Result]) -> str:

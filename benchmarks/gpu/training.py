@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from usp.predict.job import Data
+
 from .model import SMALL, TOY, configured, engine_step, seeded
 from .setup import Setup, on_device
 
@@ -23,8 +25,6 @@ ROOT = Path(__file__).parents[2]
 @on_device
 def steps(setup: Setup) -> Iterator[tuple[str, float] | str]:
     """Compare losses and gradient norms of steps in bfloat16 with those of the CPU in float32."""
-    from usp.predict.job import Data
-
     tokens = 128 if setup.tiny else 1024
     data = Data(documents=(tokens // 2, tokens // 4, tokens // 8, tokens // 8))
     config = configured(setup, TOY if setup.tiny else SMALL, tokens, dtype="bfloat16")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-COLUMNS = ("section", "what", "value", "expected", "ratio", "verdict")
-
 
 @dataclass(frozen=True)
 class Check:

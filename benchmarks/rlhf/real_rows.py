@@ -102,10 +102,9 @@ def models(actor: int, critic: int) -> dict[str, ModelShape]:
     return {"actor": policy, "ref": policy, "critic": value, "reward": value}
 
 
-def ppo(response: int, group_size: int = 1, mini_batches: int = MINI_BATCHES) -> DataflowGraph:
+def ppo(response: int) -> DataflowGraph:
     """Return the graph of PPO with a reward model; log-probabilities are those at sampling."""
     options: Any = ALGORITHMS["ppo"].options
-    generate = Generate(group_size=group_size, max_new_tokens=response)
-    return build_graph(
-        "ppo", options(mini_batches=mini_batches, generate=generate, reward=None, old_logprobs="rollout")
-    )
+    generate = Generate(group_size=1, max_new_tokens=response)
+    made = options(mini_batches=MINI_BATCHES, generate=generate, reward=None, old_logprobs="rollout")
+    return build_graph("ppo", made)
