@@ -1,7 +1,5 @@
 """Configurations that the table of models was not made with: random values for every field of a model's configuration.
 
-    python -m tests.usp.hf.held_out [TYPE ...] [--seeds 0 1]
-
 Types with images get an encoder that is drawn as well, and images of other sizes.
 
 `usp.hf.shrink` makes every size the same for all families. Here a seed draws sizes, heads, masks, rotary embeddings,
@@ -13,7 +11,6 @@ layers do in float32, such as norms, so that nothing but the order of sums diffe
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
 import random
@@ -458,29 +455,3 @@ def exact_types() -> list[str]:
     rows = [line.split(" | ") for line in TABLE.read_text().splitlines()]
     exact = {row[0].removeprefix("| ") for row in rows if row[2:3] == ["exact"]}
     return sorted(exact & {*causal_lm_types()} | {*TYPES})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", help="model types (default: all exact ones)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    with RankPool(preload=("tests.harness.preloaded",)) as ranks:
-        for model_type in asked.types or exact_types():
-            for seed in asked.seeds:
-                try:
-                    drawn = draw(model_type, seed)
-                    said = f"{model_type} {seed}: {len(drawn.fields)} fields"
-                    said += f", without {', '.join(drawn.left_out)}" if drawn.left_out else ""
-                    results = check(ranks, drawn.config)
-                except Exception as error:  # of any kind: it is transformers' code that runs
-                    print(f"{model_type} {seed} FAILED", str(error), sep="\n", flush=True)
-                    continue
-                for (degrees, layout, _), found in zip(CALLS, results, strict=True):
-                    said += f"\n    {degrees} {layout}: " + (found.refused or f"{found.error:.1e} {found.where}")
-                print(said, flush=True)
-
-
-if __name__ == "__main__":
-    main()
