@@ -166,7 +166,7 @@ def cases(*, quick: bool) -> list[Case]:
     if quick:
         return [
             *(Case(u, r, n) for u, r in ((1, 1), (2, 2)) for n in (4096, 8192)),
-            Case(2, 2, 16384, SAVING),
+            Case(2, 2, 8192, SAVING),
             *(Case(2, 2, 1024, system) for system in PLAINS),
         ]
     grids = ((1, 1), (2, 1), (1, 2), (2, 2), (8, 1), (4, 2), (2, 4), (1, 8))
