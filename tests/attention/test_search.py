@@ -5,7 +5,7 @@ before it, and by what it means for `arguments` and, for a mask, `visible`. A wr
 
     python -m tests.attention.test_search RANKS SEED [DRAWS]
 
-checks it again, or so many draws from it on.
+checks it again, or so many draws from it on. The tests beside this one check draws that they make by hand (`made`).
 """
 
 from __future__ import annotations
@@ -52,13 +52,17 @@ MASKS: dict[str, Callable[..., Tensor]] = {
     "heads": lambda b, h, q, k: (q - k <= 4 * h) & (q >= k - h),
 }
 Rows = tuple[tuple[int, ...], ...]
+COMMAND = "python -m tests.attention.test_search"
 FIELDS: dict[str, Callable[[random.Random, Draw], Any]] = {}
 
 
 class Draw(dict[str, Any]):
     """A random call on some number of ranks, by the names of FIELDS; the same for the same seed."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
 
     @staticmethod
     def of(seed: int, ranks: int) -> Draw:
@@ -69,7 +73,7 @@ class Draw(dict[str, Any]):
 
     def __str__(self) -> str:
         fields = ", ".join(f"{name}={x!r}" for name, x in self.items() if name not in ("seed", "ranks"))
-        return f"python -m tests.attention.test_search {self.ranks} {self.seed}  # {fields}"
+        return fields if "tolerance" in self else f"{COMMAND} {self.ranks} {self.seed}  # {fields}"
 
     @property
     def of_itself(self) -> bool:
@@ -292,6 +296,25 @@ def _length(of: random.Random, d: Draw) -> int:
     return tokens if d.packed else -(-tokens // multiple) * multiple
 
 
+PLAIN = {
+    "seed": 3, "sp_order": "ring-outer", "layout": "zigzag", "batch": 2, "heads": (6, 3), "head_dims": (16, 16),
+    "dtype": torch.float32, "keys_of": "itself", "packed": False, "other_tokens": 0, "joint": 0, "joint_queries": False,
+    "joint_strategy": "front", "joint_every": 0, "indices": ("", 0, 1), "return_weights": False, "causal": False,
+    "window": None, "documents": (None, None, None), "chunk": None, "prefix_tree": None, "prefix": None,
+    "mask_mod": None, "sinks": False, "softcap": None, "scale": None, "return_lse": False, "kernel": "auto",
+    "dkv_dtype": None, "head_groups": 1, "replayed": False, "heads_first": False, "tolerance": 1e-6,
+}  # fmt: skip
+
+
+def made(**fields: Any) -> Draw:
+    """Return a call of these fields, by default the plainest ones, whose errors are relative to a tensor's own size."""
+    return Draw(PLAIN | fields)
+
+
+def on_grid(draw: Draw, ulysses: int, ring: int) -> Draw:
+    return Draw(draw | {"grid": (ring, ulysses), "ranks": ring * ulysses})
+
+
 # What a call means
 
 
@@ -427,7 +450,8 @@ def expected(d: Draw) -> dict[str, Tensor]:
 def mask_arguments(d: Draw) -> dict[str, Any]:
     names = ("cu_seqlens", "cu_seqlens_k", "joint_cu_seqlens", "prefix", "prefix_tree")
     rows = zip(names, (*d.documents, d.prefix, d.prefix_tree), strict=True)
-    tensors = {name: torch.tensor(x[0] if len(x) == 1 else x) for name, x in rows if x is not None}
+    kind = (torch.int64, torch.int32)[d.seed % 2]
+    tensors = {name: torch.tensor(x[0] if len(x) == 1 else x, dtype=kind) for name, x in rows if x is not None}
     given = tensors | {"causal": d.causal, "window": d.window, "chunk": d.chunk}
     given |= {"joint_strategy": d.joint_strategy, "joint_every": d.joint_every}
     return given | ({} if d.mask_mod is None else {"mask_mod": MASKS[d.mask_mod], "causal": d.causal})
@@ -487,6 +511,7 @@ def check(d: Draw, meshes: dict[Any, ParallelMesh]) -> list[str]:
     for name, x in leaves.items():
         if x.is_floating_point():
             found[f"d{name}"] = x.grad if x.grad is not None else torch.full_like(x, torch.nan)
+    wrong += [f"{name} in {x.dtype}" for name, x in found.items() if x.dtype != d.dtype and "lse" not in name]
     planned = predicted(d, module, whole)
     wrong += [f"bytes {sent.total}, not {planned}"] if sent.total != planned else []
     if d.return_weights:
@@ -529,12 +554,14 @@ def errors(d: Draw, mesh: ParallelMesh, found: dict[str, Tensor], exact: dict[st
         same, hidden = torch.equal(x.isinf(), wanted.isinf()), wanted.isinf()
         error = (x.masked_fill(hidden, 0) - wanted.masked_fill(hidden, 0)).square().sum() if same else torch.inf
         # Gradients of few keys are sums over many queries, which may cancel.
-        terms = max(wanted.numel(), found["out"].numel(), 1)
-        squares.append([float(error), float(wanted.masked_fill(hidden, 0).square().sum()), 0.01 * terms])
+        terms = 0.01 * max(wanted.numel(), found["out"].numel(), 1) if "tolerance" not in d else 0.0
+        squares.append([float(error), float(wanted.masked_fill(hidden, 0).square().sum()), terms])
     total = torch.tensor(squares, dtype=torch.float64)
     dist.all_reduce(total, group=mesh.group("sp"))
-    relative = (total[:, 0] / (total[:, 1] + total[:, 2])).sqrt().tolist()
-    return {name: x for name, x in zip(found, relative, strict=True) if not x <= TOLERANCES[d.dtype]}
+    size = total[:, 1] + total[:, 2]
+    relative = (total[:, 0] / size.where(size > 0, 1.0)).sqrt().tolist()
+    most = d.get("tolerance", TOLERANCES[d.dtype])
+    return {name: x for name, x in zip(found, relative, strict=True) if not x <= most}
 
 
 def predicted(d: Draw, module: UnifiedSPAttention, whole: dict[str, Tensor]) -> int:
@@ -612,12 +639,11 @@ FAULTS = {
 }  # fmt: skip
 
 
-def search(seeds: Sequence[int], ranks: int, fault: str = "") -> list[str]:
-    """Return a line for each wrong draw of these seeds."""
+def search(draws: Sequence[Draw], fault: str = "") -> list[str]:
+    """Return a line for each wrong draw. Collective."""
     meshes: dict[Any, ParallelMesh] = {}
     lines = []
-    for seed in seeds:
-        draw = Draw.of(seed, ranks)
+    for draw in draws:
         try:
             with FAULTS[fault].patch() if fault else nullcontext():
                 wrong = check(draw, meshes)
@@ -630,8 +656,15 @@ def search(seeds: Sequence[int], ranks: int, fault: str = "") -> list[str]:
 
 def searched(ranks: RankPool, seeds: Sequence[int], world_size: int, fault: str = "") -> list[str]:
     """Return the lines of all ranks, each once."""
-    per_rank = ranks.run(search, world_size, seeds, world_size, fault)
+    per_rank = ranks.run(search, world_size, [Draw.of(seed, world_size) for seed in seeds], fault)
     return [*dict.fromkeys(line for of_rank in per_rank for line in of_rank)]
+
+
+def assert_exact(ranks: RankPool, draws: Sequence[Draw], run: Callable[..., list[str]] = search) -> None:
+    """Check draws that are made for as many ranks each; run: `search`, or a function that calls it on each rank."""
+    assert draws
+    per_rank = ranks.run(run, draws[0].ranks, draws)
+    assert not any(per_rank), "\n".join(dict.fromkeys(line for lines in per_rank for line in lines))
 
 
 @pytest.mark.parametrize(("world_size", "draws", "all_draws"), [(4, 40, 2000), (6, 4, 500), (8, 4, 500)])
