@@ -7,35 +7,33 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.harness.ranks import RankPool, on_first_rank
-from usp import UnifiedSPAttention, shard_sequence
+from tests.harness.ranks import RankPool
+from usp import UnifiedSPAttention
 from usp.attention import LAYOUTS, AttentionSpec, HeadPlan, SequenceLayout, ring_schedule, tiles, with_mask_mod
 from usp.attention.bands import Tasks
 from usp.attention.kernels.dense import DenseLaunch, DenseLowering
 from usp.attention.kernels.flash import FlashAttn2Kernel
 from usp.attention.kernels.select import Device
 from usp.parallel import ParallelDims, ParallelMesh
-from usp.parallel.wire import SentBytes
 
-from .calls import called, plan_of
-from .dense import dense_attention, relative_l2, visible, worst
+from .calls import called
+from .dense import visible
 from .strategies import layouts, specs
 from .test_bands import assert_messages_match, pairs
+from .test_search import MASKS, Draw, assert_exact, made, on_grid, search
 
-SEQ_LEN, HEAD_DIM, CPU = 96, 16, torch.device("cpu")
+SEQ_LEN, CPU = 96, torch.device("cpu")
 MIXED = torch.tensor([0, 1, 2] * 10 + [3] * 40 + [0, 4] * 13)  # documents that are not in one piece
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "checkers": lambda b, h, q, k: (q // 5 + k // 7) % 2 == 0,
@@ -48,102 +46,49 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "far blocks": lambda b, h, q, k: (q // 24 + k // 24 == 3) & ((q > 30) | (k != 80)),
     "window": lambda b, h, q, k: (q - k < 20) & (q >= k),  # bands
 }
-OTHERS = {
-    "": {"causal": False},
-    "documents and a window": {"causal": False, "window": (40, 11), "cu_seqlens": [[0, 13, 90, 96], [0, 30, 60, 77]]},
-    "causal": {"cu_seqlens": [0, 61, 89]},  # with padding
+OTHERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "documents and a window": {"window": (40, 11), "documents": (((0, 13, 90, 96), (0, 30, 60, 77)), None, None)},
+    "causal": {"causal": True, "documents": (((0, 61, 89),), None, None)},  # with padding
 }
 GRIDS = [(1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
 TURNS = [*GRIDS[:3] * 2, (2, 4)]  # of cases, without --exhaustive; fewer for what takes 8 ranks
 
 
-@dataclass(frozen=True)
-class Case:
-    function: str
-    other: str
-    layout: str
-    heads: tuple[int, int] = (6, 3)
-    dtype: torch.dtype = torch.float32
-    tolerance: float = 1e-6
-    extras: bool = False  # sinks, and with the CPU's kernel no softcap
-    kernel: str = "auto"
+def cases(exhaustive: bool) -> list[Draw]:
+    """Return calls of all functions and layouts, with the other masks and heads in turn."""
 
-    def arguments(self) -> dict[str, Any]:
-        return {name: torch.tensor(x) if isinstance(x, list) else x for name, x in OTHERS[self.other].items()}
+    def case(function: str, other: str, layout: str, heads: tuple[int, int], **fields: Any) -> Draw:
+        return made(tokens=SEQ_LEN, mask_mod=function, layout=layout, heads=heads, **OTHERS[other] | fields)
 
-
-def cases(exhaustive: bool) -> list[Case]:
     every = [
-        Case(function, list(OTHERS)[(row + column) % 3], layout, ((6, 3), (8, 2), (4, 4))[(row + 2 * column) % 3])
+        case(function, list(OTHERS)[(row + column) % 3], layout, ((6, 3), (8, 2), (4, 4))[(row + 2 * column) % 3])
         for (row, function), (column, layout) in product(enumerate(FUNCTIONS), enumerate(LAYOUTS))
     ]
-    every = [replace(case, extras=number % 4 == 0) for number, case in enumerate(every)]
-    every = [case for number, case in enumerate(every) if exhaustive or number % 8 in (0, 3, 5)]
+    every = [Draw(each | {"sinks": number % 4 == 0}) for number, each in enumerate(every)]
+    every = [each for number, each in enumerate(every) if exhaustive or number % 8 in (0, 3, 5)]
     for number, function in enumerate(FUNCTIONS):
         layout, other = LAYOUTS[number % len(LAYOUTS)], list(OTHERS)[number % 3]
         others = (
-            Case(function, other, layout, (8, 2), torch.bfloat16, 1e-2),
-            Case(function, other, layout, (6, 3), torch.float64, 1e-13, kernel="reference"),
+            case(function, other, layout, (8, 2), dtype=torch.bfloat16, tolerance=1e-2),
+            case(function, other, layout, (6, 3), dtype=torch.float64, tolerance=1e-13, kernel="reference"),
         )
         every += others if exhaustive else others[number % 2 :][:1]
     return every
 
 
-def shown(function: Callable[..., Tensor], batch: int, heads: int, seq_len: int) -> Tensor:
-    """Return the pairs of a function (batch, head, query, key)."""
-    b, h, at = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(-1, 1, 1), torch.arange(seq_len)
-    return function(b, h, at.view(-1, 1), at).expand(batch, heads, seq_len, seq_len)
+def grouped(draw: Draw) -> Draw:
+    """Return a call in as many groups of heads as it can have."""
+    heads = HeadPlan(*draw.heads, draw.grid[1])
+    by_head = draw.mask_mod in ("windows of heads", "queries without a key")
+    groups = max(map(heads.kv_width, range(heads.ulysses))) if heads.ulysses > 1 and not by_head else None
+    return Draw(draw | {"head_groups": groups})
 
 
-def grid_errors(dims: ParallelDims, cases: list[Case]) -> list[tuple[Case, float, int, int]]:
-    """Return for each case the largest relative L2 error, the bytes sent and the bytes predicted."""
-    mesh = ParallelMesh.create(dims)
-    with mock.patch.object(tiles, "TILE", 8), mock.patch.object(tiles, "WIDE", 3):
-        return [(case, *_run(case, mesh)) for case in cases]
-
-
-def exact(case: Case) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """Return q, k, v and the gradient of the result; sinks; and the result and all gradients in fp64."""
-    (heads, kv_heads), generator = case.heads, torch.Generator().manual_seed(1)
-    counts = (heads, kv_heads, kv_heads, heads)
-    whole = [torch.randn(2, SEQ_LEN, n, HEAD_DIM, generator=generator, dtype=torch.float64) for n in counts]
-    inputs = [x.to(case.dtype) for x in whole]
-    sinks = torch.randn(heads, generator=generator, dtype=torch.float64).to(case.dtype) if case.extras else None
-    leaves = [x.double().clone().requires_grad_() for x in (*inputs[:3], *([] if sinks is None else [sinks]))]
-    seen = visible(2, SEQ_LEN, **case.arguments()).unsqueeze(1) & shown(FUNCTIONS[case.function], 2, heads, SEQ_LEN)
-    result = dense_attention(*leaves[:3], seen, sinks=None if sinks is None else leaves[3])
-    result.backward(inputs[3].double())
-    return inputs, sinks, [result.detach(), *(x.grad for x in leaves)]
-
-
-def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int]:
-    inputs, sinks, wanted = on_first_rank(exact, case)
-    (heads, kv_heads), arguments, function = case.heads, case.arguments(), FUNCTIONS[case.function]
-    boundaries = arguments.get("cu_seqlens", torch.tensor([0, SEQ_LEN]))
-    shard = partial(shard_sequence, mesh=mesh, layout=case.layout, cu_seqlens=boundaries)
-    q, k, v = (shard(x).clone().requires_grad_() for x in inputs[:3])
-    own_sinks = None if sinks is None else sinks.requires_grad_()
-    of_rank = HeadPlan(heads, kv_heads, mesh.size("ulysses"))
-    by_head = case.function in ("windows of heads", "queries without a key")
-    groups = max(map(of_rank.kv_width, range(of_rank.ulysses))) if of_rank.ulysses > 1 and not by_head else None
-    attention = UnifiedSPAttention(mesh, case.layout, case.kernel, head_groups=groups)
-    arguments["mask_mod"] = function
-    call = partial(called, attention, **arguments, options={"sinks": own_sinks})
-    with torch.no_grad():
-        call(q, k, v)  # ranks compare the plan
-    with SentBytes() as sent:
-        out = call(q, k, v)
-        out.backward(shard(inputs[3]))
-    sizes = ((2, SEQ_LEN, number, HEAD_DIM) for number in (heads, kv_heads))
-    planned = plan_of(attention, *sizes, **arguments).wire_bytes(case.dtype)
-    found = [out.detach(), q.grad, k.grad, v.grad]
-    squares = torch.stack([(x.double() - shard(y)).square().sum() for x, y in zip(found, wanted, strict=False)])
-    dist.all_reduce(squares, group=mesh.group("sp"))
-    errors = [float(square.sqrt() / y.norm()) for square, y in zip(squares, wanted, strict=False)]
-    if own_sinks is not None:
-        dist.all_reduce(own_sinks.grad, group=mesh.group("sp"))
-        errors.append(relative_l2(own_sinks.grad, wanted[4]))
-    return worst(errors), sent.total, planned.total
+def wrong_of(draws: list[Draw]) -> list[str]:
+    functions = mock.patch.dict(MASKS, FUNCTIONS)
+    with functions, mock.patch.object(tiles, "TILE", 8), mock.patch.object(tiles, "WIDE", 3):
+        return search(draws)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +101,7 @@ def test_matches_dense_attention_and_its_own_byte_count(
 ) -> None:
     turns = enumerate(cases(exhaustive))
     chosen = [case for n, case in turns if exhaustive or TURNS[n % len(TURNS)] == (ulysses, ring)]
-    per_rank = ranks.run(grid_errors, ulysses * ring, ParallelDims(ring=ring, ulysses=ulysses), chosen)
-    rows = [(rank, *row) for rank, every in enumerate(per_rank) for row in every]
-    wrong = [f"rank {rank}  {error:.2e}  {case}" for rank, case, error, *_ in rows if not error <= case.tolerance]
-    assert not wrong, "\n".join(wrong)
-    counts = [
-        f"{rank} sent {sent}, planned {planned}  {case}" for rank, case, _, sent, planned in rows if sent != planned
-    ]
-    assert not counts, "\n".join(counts)
+    assert_exact(ranks, [grouped(on_grid(case, ulysses, ring)) for case in chosen], wrong_of)
 
 
 def mask_of(spec: AttentionSpec, seq_len: int, batch: int) -> Tensor:
