@@ -401,9 +401,11 @@ def tensors_of(d: Draw) -> dict[str, Tensor]:
         of, count, block = d.indices
         shape = (d.batch, d.tokens, *((kv,) if of == "KV heads" else ()), count)
         indices = torch.randint(-1, d.tokens, shape, generator=generator)
+        indices.transpose(1, -1)[:, 0, ..., ::2] = torch.arange(0, d.tokens, 2)  # half of the queries choose themselves
+        indices[:, 5:6] = -1  # and one chooses none
         if d.return_weights:  # blocks that are equal or apart, so that a key is of one of them
             indices = indices.div(block, rounding_mode="floor") * block
-        whole["indices"] = indices
+        whole["indices"] = indices.to((torch.int64, torch.int32)[d.seed % 2])
     return whole
 
 
@@ -512,6 +514,7 @@ def check(d: Draw, meshes: dict[Any, ParallelMesh]) -> list[str]:
         if x.is_floating_point():
             found[f"d{name}"] = x.grad if x.grad is not None else torch.full_like(x, torch.nan)
     wrong += [f"{name} in {x.dtype}" for name, x in found.items() if x.dtype != d.dtype and "lse" not in name]
+    wrong += [f"kernels {module.kernels}"] if d.indices[0] and module.kernels != {"gather"} else []
     planned = predicted(d, module, whole)
     wrong += [f"bytes {sent.total}, not {planned}"] if sent.total != planned else []
     if d.return_weights:

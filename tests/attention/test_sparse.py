@@ -5,9 +5,8 @@ The bytes sent are compared with the prediction, and with those of attention to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness.ranks import RankPool
-from usp import Mask, SparseAttention, UnifiedSPAttention, shard_sequence
+from usp import Mask, SparseAttention, UnifiedSPAttention
 from usp.attention import (
     LAYOUTS,
     AttentionSpec,
@@ -32,46 +31,39 @@ from usp.attention import (
 from usp.attention import sparse as module_of_sparse
 from usp.attention.sparse import ChosenAttention, _bits, _flags, choose
 from usp.parallel import ParallelDims, ParallelMesh
-from usp.parallel.wire import SentBytes
 
-from . import calls
-from .dense import dense_attention, relative_l2, visible
+from .dense import visible
+from .test_search import Draw, assert_exact, made, on_grid
 
 SEQ_LEN, K = 64, 9
 DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4)]  # ulysses, ring
-MASKS = {
-    "causal": {},
-    "documents": {"cu_seqlens": [[0, 3, 40, 41, 64], [0, 30, 50, 50, 50]]},
-    "window": {"window": (20, 3), "causal": False},
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "documents": {"causal": True, "documents": (((0, 3, 40, 41, 64), (0, 30, 50, 50, 50)), None, None)},
+    "window": {"window": (20, 3)},
 }
 # heads, KV heads, head dims of q and k, and of v: grouped, those of latent attention, and few for many ranks
 HEADS = [(8, 2, 16, 16), (6, 6, 24, 16), (3, 3, 8, 12)]
 
 
-@dataclass(frozen=True)
-class Case:
-    layout: str
-    heads: tuple[int, int, int, int]
-    mask: str
-    dtype: torch.dtype = torch.float32
-    tolerance: float = 1e-6
-    extras: bool = False  # sinks, softcap, and a dtype of messages
-    block: int = 0  # of blocks of keys for each KV head
-
-    def mask_arguments(self) -> dict:
-        return {k: torch.tensor(v) if isinstance(v, list) else v for k, v in MASKS[self.mask].items()}
+def case(layout: str, heads: tuple[int, int, int, int], mask: str, block: int = 0, **fields: Any) -> Draw:
+    """Return a call. block: of blocks of keys for each KV head."""
+    indices = {"indices": ("KV heads", 4, block) if block else ("tokens", K, 1)}
+    return made(tokens=SEQ_LEN, layout=layout, heads=heads[:2], head_dims=heads[2:], **MASKS[mask] | indices | fields)
 
 
+EXTRAS = {"sinks": True, "softcap": 3.0, "dkv_dtype": torch.float32, "return_weights": True}
+DOUBLE = {"dtype": torch.float64, "tolerance": 1e-13}
 CASES = [
-    Case(layout, HEADS[(number + column) % 3], mask, extras=number == column)
+    case(layout, HEADS[(number + column) % 3], mask, **EXTRAS if number == column else {})
     for (number, layout), (column, mask) in product(enumerate(LAYOUTS), enumerate(MASKS))
 ]
-CASES += [Case("zigzag", HEADS[0], "documents", torch.bfloat16, 1e-2)]
-CASES += [Case("striped", HEADS[1], "causal", torch.float64, 1e-13)]
+CASES += [case("zigzag", HEADS[0], "documents", dtype=torch.bfloat16, tolerance=1e-2)]
+CASES += [case("striped", HEADS[1], "causal", **DOUBLE)]
 # With an odd number, so that half of the degrees take the others: heads that ulysses divides evenly, and unevenly.
-CASES += [Case("zigzag", HEADS[0], "documents", torch.float64, 1e-13, block=4)]
-CASES += [Case("balanced", (6, 2, 16, 8), "documents", torch.float64, 1e-13, block=1)]
-CASES += [Case("striped", (6, 3, 8, 8), "causal", torch.float64, 1e-13, block=3)]
+CASES += [case("zigzag", HEADS[0], "documents", 4, **DOUBLE)]
+CASES += [case("balanced", (6, 2, 16, 8), "documents", 1, **DOUBLE)]
+CASES += [case("striped", (6, 3, 8, 8), "causal", 3, **DOUBLE)]
 
 
 def drawn_indices(batch: int, seq_len: int, k: int, seed: int = 0) -> Tensor:
@@ -89,77 +81,6 @@ def mask_of(indices: Tensor) -> Tensor:
     return torch.stack([(row.unsqueeze(-1) == keys).any(1) for row in indices])
 
 
-def grid_errors(dims: ParallelDims, cases: list[Case]) -> list[tuple[Case, float, int, int, int, int]]:
-    """Return for each case the largest error, the bytes sent and predicted, the keys received, and those that all that
-    the mask lets see would be."""
-    mesh = ParallelMesh.create(dims)
-    return [(case, *_run(case, mesh)) for case in cases]
-
-
-def _run(case: Case, mesh: ParallelMesh) -> tuple[float, int, int, int, int]:
-    heads, kv_heads, head_dim, v_head_dim = case.heads
-    generator, arguments = torch.Generator().manual_seed(1), case.mask_arguments()
-    sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim), (heads, v_head_dim)]
-    inputs = [torch.randn(2, SEQ_LEN, *size, generator=generator, dtype=torch.float64).to(case.dtype) for size in sizes]
-    indices, softcap, sparse = drawn_indices(2, SEQ_LEN, K), 3.0 if case.extras else None, {}
-    chosen = mask_of(indices)
-    if case.block:
-        sparse = {"index_block": case.block}
-        indices = torch.stack([drawn_indices(2, SEQ_LEN, 4, seed) for seed in range(kv_heads)], 2)
-        keys = (indices.unsqueeze(-1) + torch.arange(case.block)).where(indices.unsqueeze(-1) >= 0, -1).flatten(3)
-        by_head = [mask_of(keys[:, :, head]) for head in range(kv_heads)]
-        chosen = torch.stack(by_head, 1).repeat_interleave(heads // kv_heads, 1)
-    sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.extras else None
-    exact = [x.double().clone().requires_grad_() for x in inputs[:3]]
-    exact_sinks = None if sinks is None else sinks.double().requires_grad_()
-    seen = visible(2, SEQ_LEN, **arguments)
-    seen = (seen.unsqueeze(1) if case.block else seen) & chosen
-    result = dense_attention(*exact, seen, softcap=softcap, sinks=exact_sinks)
-    result.backward(inputs[3].double())
-
-    shard = partial(
-        shard_sequence,
-        mesh=mesh,
-        layout=case.layout,
-        cu_seqlens=arguments.get("cu_seqlens", torch.tensor([0, SEQ_LEN])),
-    )
-    q, k, v = (shard(x).clone().requires_grad_() for x in inputs[:3])
-    own_sinks = None if sinks is None else sinks.clone().requires_grad_()
-    attention = UnifiedSPAttention(mesh, case.layout, dkv_dtype=case.dtype if case.extras else None)
-    layer, mask = SparseAttention(attention), calls.mask_of(arguments)
-    call = partial(layer, indices=shard(indices), mask=mask, softcap=softcap, sinks=own_sinks, **sparse)
-    with torch.no_grad():
-        call(q, k, v)  # ranks compare the plan
-    with SentBytes() as sent:
-        out, *weights = call(q, k, v, return_weights=True) if case.extras else (call(q, k, v),)
-        out.backward(shard(inputs[3]))
-    plan = calls.plan_of(attention, (2, SEQ_LEN, heads, head_dim), (2, SEQ_LEN, kv_heads, head_dim), **arguments)
-    dense = plan.wire_bytes(case.dtype, v_head_dim)
-    of_sparse = {"indices": indices, "weights": bool(weights), "block": sparse.get("index_block", 1)}
-    planned = plan.wire_bytes(case.dtype, v_head_dim, **of_sparse)
-    assert attention.kernels == {"gather"}
-
-    squares = torch.stack(
-        [
-            (x.detach().double() - shard(y.detach())).square().sum()
-            for x, y in zip((out, q.grad, k.grad, v.grad), (result, *(x.grad for x in exact)), strict=True)
-        ]
-    )
-    dist.all_reduce(squares, group=mesh.group("sp"))
-    norms = [x.detach().norm() for x in (result, *(x.grad for x in exact))]
-    errors = [float(square.sqrt() / norm) for square, norm in zip(squares, norms, strict=True)]
-    if own_sinks is not None:
-        dist.all_reduce(own_sinks.grad, group=mesh.group("sp"))
-        errors.append(relative_l2(own_sinks.grad, exact_sinks.grad))
-    if weights:
-        places = torch.zeros(*out.shape[:2], SEQ_LEN, dtype=torch.float64)
-        placed = places.scatter_add_(-1, shard(indices).clamp(min=0).long(), weights[0].double())
-        each = torch.eye(SEQ_LEN, dtype=torch.float64).view(1, SEQ_LEN, 1, SEQ_LEN).expand(2, -1, kv_heads, -1)
-        expected = dense_attention(*exact[:2], each, seen, softcap=softcap, sinks=exact_sinks).sum(2)
-        errors.append(relative_l2(placed, shard(expected.detach())))
-    return max(errors), sent.total, planned.total, planned.keys, dense.keys
-
-
 @pytest.mark.parametrize(
     ("ulysses", "ring"),
     [pytest.param(*degrees, marks=pytest.mark.exhaustive if degrees == (4, 2) else ()) for degrees in DEGREES],
@@ -170,13 +91,7 @@ def test_matches_dense_attention_and_sends_only_what_is_chosen(
 ) -> None:
     stride = 1 if exhaustive else 3 if ulysses * ring < 8 else 7
     cases = CASES[DEGREES.index((ulysses, ring)) % stride :: stride]
-    per_rank = ranks.run(grid_errors, ulysses * ring, ParallelDims(ring=ring, ulysses=ulysses), cases)
-    rows = [(rank, *row) for rank, rows in enumerate(per_rank) for row in rows]
-    assert not [row for row in rows if not row[2] <= row[1].tolerance]
-    assert not [row for row in rows if row[3] != row[4]]
-    for number in range(len(cases)):  # keys of all ranks
-        chosen, dense = (sum(of_rank[number][column] for of_rank in per_rank) for column in (4, 5))
-        assert chosen <= dense and (ring == 1 or chosen > 0)
+    assert_exact(ranks, [on_grid(case, ulysses, ring) for case in cases])
 
 
 @pytest.mark.slow
