@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -253,3 +254,10 @@ def _stats() -> dict[int, list[str]]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended
     return stats
+
+
+def refusals_of(text: str) -> list[tuple[list[str], list[str]]]:
+    """Return arguments, and parts of what is said of each, of lines `ARGUMENTS => PART | PART` that go on indented."""
+    lines = text.strip("\n").replace("\n    ", " ").splitlines()
+    rows = (line.partition(" =>") for line in lines)
+    return [(shlex.split(args), said.strip().split(" | ")) for args, _, said in rows]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.e2e.processes import Run
+from tests.e2e.processes import Run, refusals_of
 from tests.usp.tiny import drawn_model
 from usp.__main__ import main as tool
 from usp.commands.train import main
@@ -25,55 +25,34 @@ from usp.run.launch import Launch
 
 EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 
-BAD = [
-    (["--sp-ulysses", "3", "--seq-len", "3000"], ["--sp-ulysses 3", "3 ranks must divide the world size 8"]),
-    (["--sp-ring", "4", "--dp-shard", "4"], ["--dp-shard 4 x --sp-ring 4 = 16 ranks must equal the world size 8"]),
-    (
-        ["--sp-ulysses", "8", "--model", "few-heads", "--tokenizer", "bytes"],
-        ["4 query heads", "--sp-ulysses 4 --sp-ring 2"],
-    ),
-    (
-        ["--sp-layout", "zigzagg"],
-        ["--sp-layout = 'zigzagg'", "contiguous, zigzag, striped, balanced", "did you mean 'zigzag'?"],
-    ),
-    (["--attention-kernel", "sdp"], ["--attention-kernel = 'sdp'", "did you mean 'sdpa'?"]),
-    (["--model", "llama3-8"], ["--model llama3-8", "did you mean 'llama3-8b'?"]),
-    (["--data", "missing.txt"], ["data=missing.txt does not exist"]),
-    (["--data", "empty"], ["data=empty is empty"]),
-    (["--data", "blank.jsonl"], ["the data holds no text"]),
-    (["--data", "field.jsonl"], ["no key data_field='text'", "it has 'body'", "set data_field"]),
-    (["--data", "half.jsonl.gz"], ["half.jsonl.gz is damaged"]),
-    (
-        ["--data", "chats.jsonl"],
-        [
-            "chats.jsonl, line 1: messages need a chat template",
-            "give --chat-template FILE, or for plain text under another key --data-field",
-        ],
-    ),
-    (["--data", "damaged.tokens"], ["tokens.bin is damaged", "bytes 0 to 10 do not have their checksum"]),
-    (["--data", "unfinished.tokens"], ["unfinished.tokens is not finished", "run the same `python -m usp tokenize`"]),
-    (["--data", "damaged.tokens", "--bos", "always"], ["--tokenizer bytes has no BOS"]),
-    (["--data", "stdlib=0.5,empty"], ["'empty' must be PATH=WEIGHT"]),
-    (["--data", "text.txt=0.5,empty=0.5"], ["data=empty is empty"]),
-    (["--data", ""], ["data='' names no data"]),
-    (["--curriculum", "stages.yaml", "--sp-ring", "2"], ["data=missing.txt does not exist"]),
-    (["--model", "few-ids", "--tokenizer", "bytes"], ["bytes has ids up to 383", "vocabulary of 200"]),
-    (
-        ["--ep", "3", "--model", "noisy", "--steps", "0"],
-        [
-            "--steps = 0",
-            "--ep 3 must divide",
-            "router_jitter_noise=0.1",
-            "makes routing depend on the rank",
-            "set it to 0",
-        ],
-    ),
-    (["--config", "wrong.yaml"], ["--config wrong.yaml", "unknown key 'sp-rings' (did you mean 'sp_ring'?)"]),
-    (
-        ["--steps", "0", "--model", "nothing", "--data", "missing.txt"],
-        ["3 problems:", "--steps = 0", "--model nothing", "data=missing.txt"],
-    ),
-]
+BAD = refusals_of("""
+--sp-ulysses 3 --seq-len 3000 => --sp-ulysses 3 | 3 ranks must divide the world size 8
+--sp-ring 4 --dp-shard 4 => --dp-shard 4 x --sp-ring 4 = 16 ranks must equal the world size 8
+--sp-ulysses 8 --model few-heads --tokenizer bytes => 4 query heads | --sp-ulysses 4 --sp-ring 2
+--sp-layout zigzagg => --sp-layout = 'zigzagg' | contiguous, zigzag, striped, balanced | did you mean 'zigzag'?
+--attention-kernel sdp => --attention-kernel = 'sdp' | did you mean 'sdpa'?
+--model llama3-8 => --model llama3-8 | did you mean 'llama3-8b'?
+--data missing.txt => data=missing.txt does not exist
+--data empty => data=empty is empty
+--data blank.jsonl => the data holds no text
+--data field.jsonl => no key data_field='text' | it has 'body' | set data_field
+--data half.jsonl.gz => half.jsonl.gz is damaged
+--data chats.jsonl =>
+    chats.jsonl, line 1: messages need a chat template |
+    give --chat-template FILE, or for plain text under another key --data-field
+--data damaged.tokens => tokens.bin is damaged | bytes 0 to 10 do not have their checksum
+--data unfinished.tokens => unfinished.tokens is not finished | run the same `python -m usp tokenize`
+--data damaged.tokens --bos always => --tokenizer bytes has no BOS
+--data stdlib=0.5,empty => 'empty' must be PATH=WEIGHT
+--data text.txt=0.5,empty=0.5 => data=empty is empty
+--data '' => data='' names no data
+--curriculum stages.yaml --sp-ring 2 => data=missing.txt does not exist
+--model few-ids --tokenizer bytes => bytes has ids up to 383 | vocabulary of 200
+--ep 3 --model noisy --steps 0 =>
+    --steps = 0 | --ep 3 must divide | router_jitter_noise=0.1 | makes routing depend on the rank | set it to 0
+--config wrong.yaml => --config wrong.yaml | unknown key 'sp-rings' (did you mean 'sp_ring'?)
+--steps 0 --model nothing --data missing.txt => 3 problems: | --steps = 0 | --model nothing | data=missing.txt
+""")
 
 
 @pytest.fixture(scope="module")

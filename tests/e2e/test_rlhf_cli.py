@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import usp.run.failures
-from tests.e2e.processes import ONE_THREAD, ROOT, Run, run_here
+from tests.e2e.processes import ONE_THREAD, ROOT, Run, refusals_of, run_here
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from usp.commands.rlhf import main
@@ -54,136 +54,80 @@ FILES = {
     "@dataclass\nclass Score:\n    _: KW_ONLY\n    value: float = 0.0\n\n"
     "def reward(prompt, response, answer):\n    return Score(value=0.5).value\n",
 }
-BAD = [
-    (["--algorithm", "grpoo"], ["--algorithm = 'grpoo' must be one of", "did you mean 'grpo'"]),
-    (["--algorithm", "reward.py:GRPO"], ["reward.py:GRPO: reward.py has no algorithm GRPO"]),
-    (["--algorithm", "reward.py:nothing"], ["reward.py:nothing must be an Algorithm, got a function"]),
-    (["--algorithm", "teacher.py:TAUGHT"], ["the role 'teacher' has no model: name it with --models teacher=PATH"]),
-    (["--models", "teacher=tiny"], ["--models = teacher=tiny: grpo has the roles actor, ref, not 'teacher'"]),
-    (
-        ["--models", "critic=tiny,a"],
-        ["--models = critic=tiny,a: 'critic' has a flag of its own; 'a' must be NAME=PATH"],
-    ),
-    (["--models", "teacher=nowhere"], ["--models teacher=nowhere is neither a preset nor a directory"]),
-    (["--long-prompts", "drop"], ["--long-prompts = drop requires a --data file"]),
-    (
-        ["--algorithm", "dpo", "--reward-failure", "drop"],
-        ["--reward-failure = drop is not used: dpo does not score responses"],
-    ),
-    (["--plan", "flatening"], ["--plan = flatening must be one of heuristic, flattening", "did you mean 'flattening'"]),
-    (["--search-budget", "5"], ["--search-budget = 5.0 is only used by --plan search: give both or neither"]),
-    (["--plan", "plan.yaml"], ["ranks 8-9 are missing from the world of 8 ranks", "nobody", "actor_train"]),
-    (
-        ["--plan", "heuristic", "--sft-steps", "0", "--sp-ulysses", "2", "--zero", "1", "--rollout", "tp=2"],
-        ["--sp-ulysses = 2 is not used by --plan heuristic", "--zero = 1 is not", "--rollout = tp=2 is only used by"],
-    ),
-    (
-        ["--plan", "plan.yaml", "--sft-steps", "0", "--dp-shard", "2"],
-        ["--dp-shard = 2 is not used by --plan plan.yaml"],
-    ),
-    (["--rollout", "tp=2"], ["--rollout = tp=2 is only used by --plan separation: remove"]),
-    (["--critic", "tiny"], ["--critic = tiny is not used by grpo with these options: remove it"]),
-    (
-        ["--ref", "tiny", "--options", "kl=0"],
-        ["--ref = tiny is not used by grpo with these options: remove it"],
-    ),
-    (["--algorithm", "dpo", "--reward-model", "tiny"], ["--reward-model = tiny is not used by dpo"]),
-    (["--model", ""], ["error: --model =  has no config.json"]),
-    (["--algorithm", "dpo", "--data", "pairs.jsonl"], ["line 1: no text under 'answer'"]),
-    (["--ref", "nowhere"], ["error: --ref = nowhere is neither a preset nor a directory"]),
-    (["--algorithm", "ppo", "--critic", "nowhere"], ["error: --critic = nowhere is neither a preset nor a directory"]),
-    (["--data", "empty.jsonl"], ["--data = empty.jsonl holds no line"]),
-    (["--data", "bad.jsonl"], ["line 2: a prompt of 0 tokens", "line 3: no text under 'answer'", "line 4: not JSON"]),
-    (["--data", "long.jsonl"], ["line 1: a prompt of 200000 tokens, expected 1 to 131064"]),
-    (["--prompt-tokens", "200000"], ["--prompt-tokens = 200000 must be at least 64", "and at most 131064"]),
-    (["--options", "k1=3,mini_batches=x"], ["unknown 'k1'", "kl=0.04", "mini_batches = 'x' must be int"]),
-    (["--options", "mini_batches=0"], ["grpo: mini_batches=0 must be at least 1"]),
-    (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),
-    (
-        ["--reward-function", "needs.py:reward"],
-        ["needs.py cannot be imported: ModuleNotFoundError: No module named 'no_"],
-    ),
-    (["--reward-function", "grammar.py:reward"], ["--reward-function = grammar.py:reward", "SyntaxError: "]),
-    (["--reward-function", "leaves.py:reward"], ["leaves.py cannot be imported: SystemExit: 3"]),
-    (["--prompts", "-1", "--temperature", "-1"], ["2 problems:", "--prompts = -1", "--temperature = -1.0"]),
-    (["--wrong-answers", "0.5"], ["--wrong-answers = 0.5 requires --data stdlib and --algorithm sft"]),
-    (["--algorithm", "ppo", "--prompts", "3"], ["--prompts = 3: actor_train: mini_batches=4 of 3 samples"]),
-    (["--algorithm", "dpo", "--prompts", "1", "--options", "mini_batches=2"], ["--prompts = 1: actor_train"]),
-    (
-        ["--algorithm", "ppo", "--options", "kl_target=6,kl_horizon=12"],
-        ["kl_horizon=12 must be above 0.2 times the 64"],
-    ),
-    (
-        ["--eval-every", "5", "--eval-samples", "2", "--eval-temperature", "0"],
-        ["2 problems:", "needs prompts", "equal"],
-    ),
-    (["--eval-data", "pairs.jsonl", "--keep-best"], ["--eval-data = pairs.jsonl is an option of", "--keep-best is"]),
-    (
-        ["--eval-every", "5", "--eval-data", "pairs.jsonl"],
-        ["--eval-data = pairs.jsonl: line 1: no text under 'answer'"],
-    ),
-    (
-        ["--algorithm", "dpo", "--eval-every", "5", "--eval-prompts", "1"],
-        ["--eval-every = 5 is for generated responses, and dpo has none"],
-    ),
-    (
-        ["--staleness", "1"],
-        [
-            "samples beside training, on other ranks: with --plan = flattening actor_generate, reward",
-            "use --plan separa",
-        ],
-    ),
-    (["--algorithm", "dpo", "--staleness", "1"], ["--staleness = 1 is for generated responses, and dpo has none"]),
-    (["--cache-tokens", "8"], ["--cache-tokens = 8 holds no sequence"]),
-    (
-        ["--algorithm", "dpo", "--cache-tokens", "8"],
-        ["--cache-tokens = 8 is for generated responses, and dpo has none"],
-    ),
-    (["--algorithm", "dpo", "--share-prefixes"], ["--share-prefixes is for generated responses, and dpo has none"]),
-    (
-        ["--model", "mixtral-tiny", "--share-prefixes"],
-        ["share_prefixes counts a shared token once in the"],
-    ),
-    (["--staleness", "2"], ["--staleness = 2: whole rollouts are made one step ahead, and earlier ones would only be"]),
-    (
-        ["--staleness", "1", "--partial-rollouts", "--algorithm", "dpo", "--oversample", "1.5"],
-        [
-            "--partial-rollouts with --staleness = 1: a response that goes on after",
-            "--oversample = 1.5 must be at most --staleness = 1",
-            "--partial-rollouts is for generated responses, and dpo has none",
-        ],
-    ),
-    (
-        ["--staleness", "2", "--partial-rollouts", "--environment", "lookup.py:Lookup", "--replan", "every=10"],
-        ["an --environment cannot be stopped and go on", "makes samples that --replan does not predict"],
-    ),
-    (["--oversample", "0.5"], ["--oversample = 0.5 must be at least 1, or 0"]),
-    (
-        ["--oversample", "2", "--algorithm", "remax"],
-        ["choose the prompts of a step by one call, and --algorithm = remax has actor_generate, greedy_generate"],
-    ),
-    (["--sp-ulysses", "3"], ["ulysses=3"]),
-    (
-        ["--ac", "some", "--micro-batch-tokens", "-2"],
-        ["--ac = 'some' must be one of none", "--micro-batch-tokens = -2"],
-    ),
-    (["--router-balance", "micro-batch"], ["--router-balance micro-batch balances experts, and tiny has none: remove"]),
-    (["--ac-offload"], ["--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"]),
-    (["--plan", "plan.yaml", "--sft-steps", "0", "--ac", "full"], ["--ac = full is not used by --plan plan.yaml"]),
-    (["--model", "mixtral-tiny", "--mlp-tile", "64"], ["mlp_tile=64 tiles dense MLPs, and those of mixtral-tiny"]),
-    (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
-    (["--replan", "every=0"], ["--replan = every=0: every=0 must be at least 1"]),
-    (
-        ["--replan", "every=150", "--lora-rank", "4", "--algorithm", "dpo"],
-        [
-            "is for generated responses, and dpo has none",
-            "searches after step 150 of --steps = 150",
-            "no predictions of calls with adapters",
-        ],
-    ),
-    (["--replan", "gain=5%", "--sft-steps", "0"], ["--replan = gain=5%: --hardware auto does not know a CPU: measure"]),
-    (["--hardware", "a100"], ["--hardware = a100 is only used by --plan search and --replan: give one, or remove it"]),
-]
+BAD = refusals_of("""
+--algorithm grpoo => --algorithm = 'grpoo' must be one of | did you mean 'grpo'
+--algorithm reward.py:GRPO => reward.py:GRPO: reward.py has no algorithm GRPO
+--algorithm reward.py:nothing => reward.py:nothing must be an Algorithm, got a function
+--algorithm teacher.py:TAUGHT => the role 'teacher' has no model: name it with --models teacher=PATH
+--models teacher=tiny => --models = teacher=tiny: grpo has the roles actor, ref, not 'teacher'
+--models critic=tiny,a => --models = critic=tiny,a: 'critic' has a flag of its own; 'a' must be NAME=PATH
+--models teacher=nowhere => --models teacher=nowhere is neither a preset nor a directory
+--long-prompts drop => --long-prompts = drop requires a --data file
+--algorithm dpo --reward-failure drop => --reward-failure = drop is not used: dpo does not score responses
+--plan flatening => --plan = flatening must be one of heuristic, flattening | did you mean 'flattening'
+--search-budget 5 => --search-budget = 5.0 is only used by --plan search: give both or neither
+--plan plan.yaml => ranks 8-9 are missing from the world of 8 ranks | nobody | actor_train
+--plan heuristic --sft-steps 0 --sp-ulysses 2 --zero 1 --rollout tp=2 =>
+    --sp-ulysses = 2 is not used by --plan heuristic | --zero = 1 is not | --rollout = tp=2 is only used by
+--plan plan.yaml --sft-steps 0 --dp-shard 2 => --dp-shard = 2 is not used by --plan plan.yaml
+--rollout tp=2 => --rollout = tp=2 is only used by --plan separation: remove
+--critic tiny => --critic = tiny is not used by grpo with these options: remove it
+--ref tiny --options kl=0 => --ref = tiny is not used by grpo with these options: remove it
+--algorithm dpo --reward-model tiny => --reward-model = tiny is not used by dpo
+--model '' => error: --model =  has no config.json
+--algorithm dpo --data pairs.jsonl => line 1: no text under 'answer'
+--ref nowhere => error: --ref = nowhere is neither a preset nor a directory
+--algorithm ppo --critic nowhere => error: --critic = nowhere is neither a preset nor a directory
+--data empty.jsonl => --data = empty.jsonl holds no line
+--data bad.jsonl => line 2: a prompt of 0 tokens | line 3: no text under 'answer' | line 4: not JSON
+--data long.jsonl => line 1: a prompt of 200000 tokens, expected 1 to 131064
+--prompt-tokens 200000 => --prompt-tokens = 200000 must be at least 64 | and at most 131064
+--options k1=3,mini_batches=x => unknown 'k1' | kl=0.04 | mini_batches = 'x' must be int
+--options mini_batches=0 => grpo: mini_batches=0 must be at least 1
+--reward-function reward.py:nothin => has no function nothin (did you mean 'nothing'?)
+--reward-function needs.py:reward => needs.py cannot be imported: ModuleNotFoundError: No module named 'no_
+--reward-function grammar.py:reward => --reward-function = grammar.py:reward | SyntaxError:
+--reward-function leaves.py:reward => leaves.py cannot be imported: SystemExit: 3
+--prompts -1 --temperature -1 => 2 problems: | --prompts = -1 | --temperature = -1.0
+--wrong-answers 0.5 => --wrong-answers = 0.5 requires --data stdlib and --algorithm sft
+--algorithm ppo --prompts 3 => --prompts = 3: actor_train: mini_batches=4 of 3 samples
+--algorithm dpo --prompts 1 --options mini_batches=2 => --prompts = 1: actor_train
+--algorithm ppo --options kl_target=6,kl_horizon=12 => kl_horizon=12 must be above 0.2 times the 64
+--eval-every 5 --eval-samples 2 --eval-temperature 0 => 2 problems: | needs prompts | equal
+--eval-data pairs.jsonl --keep-best => --eval-data = pairs.jsonl is an option of | --keep-best is
+--eval-every 5 --eval-data pairs.jsonl => --eval-data = pairs.jsonl: line 1: no text under 'answer'
+--algorithm dpo --eval-every 5 --eval-prompts 1 => --eval-every = 5 is for generated responses, and dpo has none
+--staleness 1 =>
+    samples beside training, on other ranks: with --plan = flattening actor_generate, reward | use --plan separa
+--algorithm dpo --staleness 1 => --staleness = 1 is for generated responses, and dpo has none
+--cache-tokens 8 => --cache-tokens = 8 holds no sequence
+--algorithm dpo --cache-tokens 8 => --cache-tokens = 8 is for generated responses, and dpo has none
+--algorithm dpo --share-prefixes => --share-prefixes is for generated responses, and dpo has none
+--model mixtral-tiny --share-prefixes => share_prefixes counts a shared token once in the
+--staleness 2 => --staleness = 2: whole rollouts are made one step ahead, and earlier ones would only be
+--staleness 1 --partial-rollouts --algorithm dpo --oversample 1.5 =>
+    --partial-rollouts with --staleness = 1: a response that goes on after |
+    --oversample = 1.5 must be at most --staleness = 1 |
+    --partial-rollouts is for generated responses, and dpo has none
+--staleness 2 --partial-rollouts --environment lookup.py:Lookup --replan every=10 =>
+    an --environment cannot be stopped and go on | makes samples that --replan does not predict
+--oversample 0.5 => --oversample = 0.5 must be at least 1, or 0
+--oversample 2 --algorithm remax =>
+    choose the prompts of a step by one call, and --algorithm = remax has actor_generate, greedy_generate
+--sp-ulysses 3 => ulysses=3
+--ac some --micro-batch-tokens -2 => --ac = 'some' must be one of none | --micro-batch-tokens = -2
+--router-balance micro-batch => --router-balance micro-batch balances experts, and tiny has none: remove
+--ac-offload => --ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full
+--plan plan.yaml --sft-steps 0 --ac full => --ac = full is not used by --plan plan.yaml
+--model mixtral-tiny --mlp-tile 64 => mlp_tile=64 tiles dense MLPs, and those of mixtral-tiny
+--tp 3 --dp-shard 1 => tp=3
+--replan every=0 => --replan = every=0: every=0 must be at least 1
+--replan every=150 --lora-rank 4 --algorithm dpo =>
+    is for generated responses, and dpo has none | searches after step 150 of --steps = 150 |
+    no predictions of calls with adapters
+--replan gain=5% --sft-steps 0 => --replan = gain=5%: --hardware auto does not know a CPU: measure
+--hardware a100 => --hardware = a100 is only used by --plan search and --replan: give one, or remove it
+""")
 
 
 @pytest.fixture(scope="module")
