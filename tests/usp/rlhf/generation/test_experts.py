@@ -12,15 +12,10 @@ from torch import Tensor
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
 from usp.hf import expert_parallel
-from usp.hf.expert_parallel import apply_ep
-from usp.hf.integrate import apply_unified_sp
-from usp.hf.models import empty_model, materialise
-from usp.hf.prune import prune_to_stage
-from usp.hf.tensor_parallel import apply_tp
-from usp.hf.weights import initialise
-from usp.parallel import ParallelDims, ParallelMesh, stage_layers
-from usp.rlhf.generation.generate import Generator
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.graph import Generate
+
+from .test_generate import built, logprobs_of
 
 GRIDS = (
     ParallelDims(),
@@ -47,20 +42,6 @@ WORKS = (
 Found = list[dict[int, tuple[list[int], Tensor]]]
 
 
-def built(family: str, mesh: ParallelMesh) -> Generator:
-    config = CONFIGS[family]()
-    rank, stages = mesh.rank("pp"), mesh.size("pp")
-    first, last = rank == 0, rank == stages - 1
-    model = empty_model(config)
-    prune_to_stage(model, stage_layers(config.num_hidden_layers, stages)[rank], first, last)
-    apply_unified_sp(model, mesh)
-    apply_ep(model, mesh, tp_sequence_parallel=False)
-    apply_tp(model, mesh, sequence_parallel=False, trained=False)
-    materialise(model, torch.device("cpu"))
-    initialise(model, 0)
-    return Generator(model, mesh, first=first, last=last, slots=2)
-
-
 def prompts() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
@@ -68,7 +49,7 @@ def prompts() -> list[Tensor]:
 
 def generated(family: str, mesh: ParallelMesh, count: int) -> Found:
     """The responses to the first `count` prompts that are this rank's, by number of the prompt and work."""
-    generator = built(family, mesh)
+    generator = built(CONFIGS[family](), mesh, slots=2)
     own = range(mesh.rank("batch"), count, mesh.size("batch"))
     given, found = [prompts()[number] for number in own], []
     for work in WORKS:
@@ -96,9 +77,7 @@ def test_every_grid_generates_what_one_process_does(ranks: RankPool, exhaustive:
     for family, found in wanted.items():
         model = drawn_model(CONFIGS[family]())
         for number, (tokens, logprobs) in found[0].items():
-            whole = torch.cat((prompts()[number], torch.tensor(tokens)))
-            with torch.no_grad():
-                exact = model(whole.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(1, whole[1:, None]).squeeze(1)
+            exact = logprobs_of(model, torch.cat((prompts()[number], torch.tensor(tokens))))
             assert (exact[len(prompts()[number]) - 1 :] - logprobs).abs().max() <= 1e-5
         assert len({len(tokens) for tokens, _ in found[1].values()}) >= 3
     several, one = (ALL_GRIDS, ALL_GRIDS) if exhaustive else (ON_GRIDS, WITHOUT_PROMPTS)
@@ -125,7 +104,9 @@ def rows_sent(dims: ParallelDims) -> int:
 
     expert_parallel.grouped_linear = counted
     try:
-        built("mixtral", mesh).generate([torch.arange(1)], Generate(max_new_tokens=1, temperature=0), [0])
+        built(CONFIGS["mixtral"](), mesh, slots=2).generate(
+            [torch.arange(1)], Generate(max_new_tokens=1, temperature=0), [0]
+        )
     finally:
         expert_parallel.grouped_linear = grouped
     return rows

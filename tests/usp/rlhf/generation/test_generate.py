@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 import usp.attention.decode
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import CONFIGS, SIZES, VOCAB, drawn_model
+from usp.hf.expert_parallel import apply_ep
 from usp.hf.integrate import apply_unified_sp
 from usp.hf.models import empty_model, materialise
 from usp.hf.prune import prune_to_stage
@@ -56,15 +57,23 @@ def letters(ids: Iterable[int]) -> str:
 
 
 def built(
-    config: LlamaConfig, mesh: ParallelMesh, layout: str = "zigzag", slots: int = 4, budget: int = 0
+    config: PretrainedConfig,
+    mesh: ParallelMesh,
+    layout: str = "zigzag",
+    slots: int = 4,
+    budget: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Generator:
     """A generator with this rank's part of `drawn_model(config)`."""
     rank, stages = mesh.rank("pp"), mesh.size("pp")
     first, last = rank == 0, rank == stages - 1
     model = empty_model(config)
     prune_to_stage(model, stage_layers(config.num_hidden_layers, stages)[rank], first, last)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     apply_unified_sp(model, mesh, layout)
-    apply_tp(model, mesh, sequence_parallel=False)
+    apply_ep(model, mesh, tp_sequence_parallel=False)
+    apply_tp(model, mesh, sequence_parallel=False, trained=False)
     materialise(model, torch.device("cpu"))
     initialise(model, 0)
     options: dict[str, Any] = {"slots": slots, "cache_tokens": budget, "decode": letters}
@@ -98,9 +107,13 @@ def expected(model: PreTrainedModel, prompt: Tensor) -> tuple[Tensor, Tensor]:
     new = min(GREEDY.max_new_tokens, CONTEXT - len(prompt))
     options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
     whole = model.generate(ids, max_new_tokens=new, **options)
+    return whole[0, len(prompt) :], logprobs_of(model, whole[0])[len(prompt) - 1 :]
+
+
+def logprobs_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the log-probability of each token but the first, by one forward."""
     with torch.no_grad():
-        logprobs = model(whole).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)
-    return whole[0, len(prompt) :], logprobs[len(prompt) - 1 :]
+        return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
 
 
 def stopped(response: Tensor, stop: int) -> Tensor:
@@ -258,9 +271,7 @@ def broken(kind: str) -> float:
     model = drawn_model(CONFIGS["llama"]())
     errors = [torch.zeros(1)]
     for prompt, response in zip(prompts(), found, strict=False):
-        whole = torch.cat((prompt, response.tokens))
-        with torch.no_grad():
-            logprobs = model(whole.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(1, whole[1:, None]).squeeze(1)
+        logprobs = logprobs_of(model, torch.cat((prompt, response.tokens)))
         errors.append((logprobs[len(prompt) - 1 :] - response.logprobs).abs())
     return float(torch.cat(errors).max())
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.generation.test_generate import built, letters
@@ -41,7 +39,7 @@ def in_parts(text: str) -> tuple[Samples, Samples, Samples, list[list[int]]]:
     """The samples of a call that does not stop, of three parts with the same weights, and of three with others each;
     and the groups that are complete after each of these. text: also ends a response."""
     mesh = ParallelMesh.create(ParallelDims(ulysses=2))
-    generator = built(cast(LlamaConfig, CONFIGS["llama"]()), mesh, slots=4)
+    generator = built(CONFIGS["llama"](), mesh, slots=4)
     work = replace(WORK, stop_strings=(text,) if text else ())
     ids = range(len(LENGTHS) * WORK.group_size)
     whole, _ = go_on(begun(), work, 0, lambda complete: False, generator)

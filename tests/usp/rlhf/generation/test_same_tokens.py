@@ -10,22 +10,13 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from tests.harness.ranks import RankPool
-from usp.hf.integrate import apply_unified_sp
-from usp.hf.models import empty_model, materialise
-from usp.hf.prune import prune_to_stage
-from usp.hf.tensor_parallel import apply_tp
-from usp.hf.weights import initialise
-from usp.parallel import ParallelDims, ParallelMesh, stage_layers
-from usp.rlhf.generation.generate import Generator
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.graph import Generate
 
+from .test_generate import built
+
 ALONE = ParallelDims()
-LAYOUTS = (
-    ParallelDims(tp=2),
-    ParallelDims(ulysses=4),
-    ParallelDims(tp=2, ring=2),
-    ParallelDims(pp=2),
-)
+LAYOUTS = (ParallelDims(tp=2), ParallelDims(ulysses=4), ParallelDims(tp=2, ring=2), ParallelDims(pp=2))
 WORKS = (Generate(max_new_tokens=64), Generate(max_new_tokens=64, temperature=0.7, top_k=1000, top_p=0.95))
 SEQUENCES = 48
 
@@ -54,17 +45,7 @@ def sampled(
 ) -> list[dict[int, list[int]]]:
     """The responses of this rank's data-parallel group by number of the prompt, for each of `works`."""
     mesh = ParallelMesh.create(dims)
-    rank, stages = mesh.rank("pp"), mesh.size("pp")
-    first, last = rank == 0, rank == stages - 1
-    model = empty_model(config(vocabulary))
-    prune_to_stage(model, stage_layers(2, stages)[rank], first, last)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    apply_unified_sp(model, mesh)
-    apply_tp(model, mesh, sequence_parallel=False)
-    materialise(model, torch.device("cpu"))
-    initialise(model, 0)
-    generator = Generator(model, mesh, first=first, last=last, slots=sequences)
+    generator = built(config(vocabulary), mesh, slots=sequences, dtype=dtype)
     own = range(mesh.rank("batch"), sequences, mesh.size("batch"))
     given = [prompts(vocabulary)[number] for number in own]
     return [

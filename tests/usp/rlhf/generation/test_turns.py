@@ -21,7 +21,7 @@ from usp.rlhf.environments.episodes import Episodes, Observation, Processes
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.graph import Generate
 
-from .test_generate import CONTEXT, GRIDS, built, letters
+from .test_generate import CONTEXT, GRIDS, built, letters, logprobs_of
 
 HERE = importlib.import_module("tests.usp.rlhf.environments.answers").__file__
 LENGTHS = (40, 3, 1, CONTEXT - 20, 7)
@@ -91,10 +91,7 @@ def alone(
         if done or own + len(turn) == most or environment.turns == max_turns or len(ids) + len(observed) >= CONTEXT:
             break
         ids, owners = ids + observed, owners + [0] * len(observed)
-    whole = torch.tensor([ids])
-    with torch.no_grad():
-        logprobs = model(whole).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)
-    return ids[start:], owners, logprobs[start - 1 :], rewards, done
+    return ids[start:], owners, logprobs_of(model, torch.tensor(ids))[start - 1 :], rewards, done
 
 
 @pytest.mark.parametrize(("kind", "max_turns"), [(Echo, 8), (Echo, 2), (Counts, 5)])
