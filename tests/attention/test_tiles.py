@@ -92,8 +92,7 @@ def wrong_of(draws: list[Draw]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ulysses", "ring"),
-    [pytest.param(*grid, marks=() if grid in TURNS else pytest.mark.exhaustive) for grid in GRIDS],
+    ("ulysses", "ring"), [pytest.param(*grid, marks=() if grid in TURNS else pytest.mark.exhaustive) for grid in GRIDS]
 )
 @pytest.mark.slow
 def test_matches_dense_attention_and_its_own_byte_count(

@@ -423,11 +423,7 @@ def samples_of(run: Path) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(
-    ranks: RankPool,
-    launch: Callable[..., Run],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    exhaustive: bool,
+    ranks: RankPool, launch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
 ) -> None:
     kills = 2 if exhaustive else 1
     (tmp_path / "kills.py").write_text(KILLS_AHEAD)
@@ -460,11 +456,7 @@ def tickets_of(run: Path) -> dict[int, list[int]]:
 
 @pytest.mark.slow
 def test_a_killed_rank_loses_and_repeats_no_partial_rollout(
-    ranks: RankPool,
-    launch: Callable[..., Run],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    exhaustive: bool,
+    ranks: RankPool, launch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
 ) -> None:
     kills, steps = 8 if exhaustive else 1, 12 if exhaustive else 5
     (tmp_path / "kills.py").write_text(KILLS_AHEAD)

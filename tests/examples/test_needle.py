@@ -171,10 +171,7 @@ def test_scores_are_parts_of_the_responses() -> None:
         (["--sp-ring", "2"], "--sp-ring 2 = 2 ranks must divide the world size 1"),
         (["--data", "nowhere"], "--data nowhere does not exist"),
         (["--rope-scaling", "yarn", "--lengths", "320"], "--rope-scaling yarn is not used"),
-        (
-            ["--beyond-limit"],
-            "of --lengths, 320, and the model has max_position_embeddings=320",
-        ),
+        (["--beyond-limit"], "of --lengths, 320, and the model has max_position_embeddings=320"),
     ],
 )
 @pytest.mark.slow(but=3)

@@ -44,7 +44,7 @@ def test_a_plan_by_measured_calls(
     measured = Measurements.load(out)
     assert first.points.items() <= measured.points.items()
     assert {part.work for part in measured.points} == {
-        *("prefill", "decode", "logprobs", "train logprobs", "update of train logprobs"),
+        *("prefill", "decode", "logprobs", "train logprobs", "update of train logprobs")
     }
     assert {part.layout for part in measured.points} == {"one rank", "ac=full"}
     assert (measured.device, measured.dtype, measured.ranks) == ("CPU", "float32", 1)

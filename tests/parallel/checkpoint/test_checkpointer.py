@@ -309,10 +309,7 @@ def load_wrong(folder: Path) -> tuple[list[str], float]:
     kept = torch.full((3, 4), 7.0)
     requested = [{"uneven": torch.zeros(11, 6), "bias": torch.zeros(1)}, {"short": kept, "bf16": torch.zeros(10, 4)}]
     messages = []
-    for path, tensors in [
-        (folder / "step-00000020", requested[dist.get_rank()]),
-        (folder / "step-00000040", {}),
-    ]:
+    for path, tensors in [(folder / "step-00000020", requested[dist.get_rank()]), (folder / "step-00000040", {})]:
         try:
             checkpointer.load(path, tensors)
         except (ValueError, OSError) as error:

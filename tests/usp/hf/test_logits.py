@@ -36,10 +36,7 @@ FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], LogitTransform]] = {
     "granite": (lambda: GraniteConfig(**SIZES, logits_scaling=3.0), LogitTransform(1 / 3)),
     "hyperclovax": (lambda: HyperCLOVAXConfig(**SIZES, logits_scaling=3.0), LogitTransform(3.0)),
     # scales the input of its head
-    "minicpm3": (
-        lambda: MiniCPM3Config(**SIZES | LATENT, dim_model_base=8, pad_token_id=0),
-        LogitTransform(0.25),
-    ),
+    "minicpm3": (lambda: MiniCPM3Config(**SIZES | LATENT, dim_model_base=8, pad_token_id=0), LogitTransform(0.25)),
     "phi": (lambda: PhiConfig(**SIZES), LogitTransform()),  # a bias in its head
 }
 LATENT = {

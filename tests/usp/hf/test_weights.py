@@ -47,10 +47,7 @@ from usp.parallel.reallocation.boxes import Box, local_box, local_part
 from usp.run.failures import WriteFailed
 
 CPU = torch.device("cpu")
-ROPES = {
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"factor": 4.0},
-}
+ROPES = {"llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, "yarn": {"factor": 4.0}}
 
 
 def config_of(family: str) -> PretrainedConfig:

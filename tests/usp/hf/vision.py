@@ -185,9 +185,7 @@ def _features(model: PreTrainedModel, image: dict[str, Tensor]) -> int:
 
 
 def documents(
-    model: PreTrainedModel,
-    rows: Sequence[Sequence[Sequence[int | str]]] = ROWS,
-    sizes: Sequence[tuple[int, int]] = (),
+    model: PreTrainedModel, rows: Sequence[Sequence[Sequence[int | str]]] = ROWS, sizes: Sequence[tuple[int, int]] = ()
 ) -> list[list[dict[str, Tensor]]]:
     """Return the documents of each row, each a batch of its own, with labels for two thirds of its text. sizes: of
     images, as in `images_of`."""

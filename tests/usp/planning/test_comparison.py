@@ -233,10 +233,7 @@ def test_the_fastest_that_fits_comes_first_and_others_say_what_would_help(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--world-size", "0", "--global-batch-size", "-1"],
-            "--global-batch-size = -1 must be at least 1",
-        ),
+        (["--world-size", "0", "--global-batch-size", "-1"], "--global-batch-size = -1 must be at least 1"),
         (["--model", "llama9"], "is neither a preset"),
         (["--hardware", "h900"], "hardware 'h900' must be a file or one of"),
         (["--ac", "ful"], "did you mean 'full'"),

@@ -21,17 +21,7 @@ from usp.predict.rounds import Estimate, Rounds, Timed
 
 
 def tiny(device: torch.device, host_size: int, heads: int = 2, head_dim: int = 16) -> Plan:
-    return Plan(
-        device,
-        host_size,
-        heads,
-        head_dim,
-        (16, 32),
-        (32,),
-        stream_bytes=1 << 16,
-        rounds=6,
-        seconds=0.002,
-    )
+    return Plan(device, host_size, heads, head_dim, (16, 32), (32,), stream_bytes=1 << 16, rounds=6, seconds=0.002)
 
 
 def on_hosts_of(host_size: int) -> dict[str, Any]:

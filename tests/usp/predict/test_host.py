@@ -12,11 +12,7 @@ from usp.parallel import load_hardware
 from usp.predict.compute import head_seconds
 from usp.predict.job import Job
 from usp.predict.memory import footprint, host_bytes
-from usp.predict.seconds import (
-    TransferSeconds,
-    host_copies,
-    step_seconds,
-)
+from usp.predict.seconds import TransferSeconds, host_copies, step_seconds
 from usp.predict.traffic import elements, pass_parts
 from usp.train.resolve import job_of
 

@@ -11,15 +11,7 @@ from benchmarks.published.magi import attention_seconds
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.parallel import bubble_fraction, load_hardware
-from usp.predict.compute import (
-    BACKWARD,
-    FORWARD,
-    Product,
-    flops_per_pair,
-    head_products,
-    layer_products,
-    layer_seconds,
-)
+from usp.predict.compute import BACKWARD, FORWARD, Product, flops_per_pair, head_products, layer_products, layer_seconds
 from usp.predict.job import Job
 from usp.predict.seconds import (
     PassSeconds,

@@ -100,10 +100,7 @@ def run_alone(name: str) -> Result:
     read = tuple(sorted({key for call in trains for key in call.inputs}))
     parts = (
         (DataflowGraph(graph.rollouts, graph.given, trains), alone(graph)),
-        (
-            trained_only := DataflowGraph(trains, read),
-            alone(trained_only),
-        ),
+        (trained_only := DataflowGraph(trains, read), alone(trained_only)),
     )
     keys = tuple(dict.fromkeys((*read, *shown_of(graph)))), ()
     making, training = (

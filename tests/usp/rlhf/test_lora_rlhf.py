@@ -23,14 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.roles.test_role_model import ADAM, WholeSequences
-from tests.usp.rlhf.test_numerics import (
-    ALGORITHMS,
-    SAMPLING,
-    alone,
-    distance,
-    given,
-    move_those_of_the_first_step,
-)
+from tests.usp.rlhf.test_numerics import ALGORITHMS, SAMPLING, alone, distance, given, move_those_of_the_first_step
 from tests.usp.tiny import CONFIGS, drawn_model
 from usp.fields import AUTO_RATE
 from usp.hf import lora as adapters

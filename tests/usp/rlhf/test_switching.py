@@ -9,17 +9,7 @@ import torch
 
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_ahead import AHEAD, STEPS, executor_of, run_alone, shown_of
-from tests.usp.rlhf.test_numerics import (
-    ALGORITHMS,
-    Result,
-    Steps,
-    check,
-    facts,
-    given,
-    plan_of,
-    run,
-    weights_of,
-)
+from tests.usp.rlhf.test_numerics import ALGORITHMS, Result, Steps, check, facts, given, plan_of, run, weights_of
 from usp.parallel import ParallelDims, ProcessGroups
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.graph import DataflowGraph

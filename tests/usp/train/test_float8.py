@@ -215,10 +215,7 @@ def test_losses_are_those_of_torchao_on_one_process(
     found = torch.tensor(ranks.run(train, world_size, config, STEPS), dtype=torch.float64)
     steps = 1 if config.optimizer == "muon" else STEPS  # torchao alone is updated by AdamW
     same_casts = train_alone(str(llama), config.fp8, adapters, parts_of(config, world_size), config.tp)
-    for wanted, bound in (
-        (alone(config.fp8, adapters), CLOSE),
-        (torch.tensor(same_casts, dtype=torch.float64), SAME),
-    ):
+    for wanted, bound in ((alone(config.fp8, adapters), CLOSE), (torch.tensor(same_casts, dtype=torch.float64), SAME)):
         differences = (found / wanted - 1).abs()[:, :steps].amax(0)
         assert (differences <= bound[:steps]).all(), differences
 

@@ -125,16 +125,8 @@ def test_ppo_is_six_calls_of_four_models() -> None:
         ),
         ("rloo_rollout", "actor_generate reward_inference ref_inference advantages actor_train", "prompt_ids"),
         ("dapo", "actor_generate reward actor_inference advantages actor_train", "prompt_ids prompt_index"),
-        (
-            "rloo",
-            "actor_generate reward_inference actor_inference ref_inference advantages actor_train",
-            "prompt_ids",
-        ),
-        (
-            "distillation",
-            "actor_generate reward teacher_inference advantages actor_train",
-            "prompt_ids prompt_index",
-        ),
+        ("rloo", "actor_generate reward_inference actor_inference ref_inference advantages actor_train", "prompt_ids"),
+        ("distillation", "actor_generate reward teacher_inference advantages actor_train", "prompt_ids prompt_index"),
         (
             "remax",
             "actor_generate reward actor_inference ref_inference greedy_generate greedy_reward advantages actor_train",

@@ -80,9 +80,7 @@ def tokens_of(samples: Samples, output: list[float], entropy: list[float]) -> li
 
 
 def next_token(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
-    return {
-        "loss": sum(-float(samples["weights"][i][t]) * o for i, t, o, _ in tokens_of(samples, output, entropy)),
-    }
+    return {"loss": sum(-float(samples["weights"][i][t]) * o for i, t, o, _ in tokens_of(samples, output, entropy))}
 
 
 def clipped_policy(

@@ -184,11 +184,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_messages_are_prompts_by_the_chat_template(tmp_path: Path, chat: Tokenizer) -> None:
     asked = [{"role": "system", "content": "brief"}, {"role": "user", "content": "2+2?"}]
     four = {"role": "assistant", "content": "4"}
-    rows = [
-        {"prompt": asked, "answer": "4"},
-        {"messages": asked, "answer": [four]},
-        {"messages": [*asked, four]},
-    ]
+    rows = [{"prompt": asked, "answer": "4"}, {"messages": asked, "answer": [four]}, {"messages": [*asked, four]}]
     found = opened(tmp_path, *rows, tokenizer=chat)
     assert chat.bos == 0 and chat.encode("<s>").tolist() == [0]
     for n in range(3):

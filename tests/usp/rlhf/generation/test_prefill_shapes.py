@@ -93,10 +93,7 @@ def asked_for(longest: int) -> set[bool]:
         return forward(self, *args, **options)
 
     generator, given = built("llama", GRIDS["alone"], ParallelMesh.create(ParallelDims())), prompts("llama")
-    with (
-        patch.object(UnifiedSPAttention, "forward", recorded),
-        patch("usp.hf.integrate._MANY_LENGTHS", longest),
-    ):
+    with patch.object(UnifiedSPAttention, "forward", recorded), patch("usp.hf.integrate._MANY_LENGTHS", longest):
         generator.generate(given, Generate(max_new_tokens=2), range(len(given)))
     return found
 

@@ -30,10 +30,7 @@ def run(plan_name: str, delta_updates: bool, groups: ProcessGroups) -> Result:
     build = builder(trained, torch.bfloat16)
     plan = plan_of(plan_name, graph)
     executor = Executor(
-        graph,
-        plan,
-        CopyOptions(groups, build, torch.device("cpu"), 2, delta_updates),
-        collect=COLLECTED,
+        graph, plan, CopyOptions(groups, build, torch.device("cpu"), 2, delta_updates), collect=COLLECTED
     )
     metrics, collected = [], []
     for number in range(1, STEPS + 1):

@@ -186,10 +186,7 @@ def run_meeting(folder: Path) -> list[str]:
     executor.run(asked(3))  # of the samples that did not fail
     said = [str(executor.in_flight)]
     refuse = False
-    for wrong in (
-        lambda: executor.run(asked(3)),
-        lambda: made(flattening(graph, replace(FACTS, world_size=4)), {}),
-    ):
+    for wrong in (lambda: executor.run(asked(3)), lambda: made(flattening(graph, replace(FACTS, world_size=4)), {})):
         try:
             wrong()
         except (UserCodeFailed, ValueError) as error:

@@ -142,10 +142,7 @@ def test_a_curriculum_is_read_from_a_file_or_a_configuration(base: TrainConfig, 
     assert (first.steps, first.seq_len, first.batch_size, first.sp_ring, first.data) == (5, 8192, 2, 2, "a=0.7,b=0.3")
     assert (second.steps, second.seq_len, second.batch_size, second.sp_ulysses) == (5, 4096, 4, 1)
     for wrong, said in (
-        (
-            "- {step: 2}",
-            r"stage 1 of the curriculum: unknown key 'step' .*'steps'\?\); its keys are steps, seq_len",
-        ),
+        ("- {step: 2}", r"stage 1 of the curriculum: unknown key 'step' .*'steps'\?\); its keys are steps, seq_len"),
         ("- {seq_len: 8K}", "stage 1 of the curriculum needs its number of steps"),
         ("- {steps: 1}\n- {steps: 2, seq_len: 8Q}", "8Q must be a number of tokens"),
         ("- {steps: two}", "stage 1 of the curriculum: steps = 'two' must be an integer"),

@@ -57,8 +57,7 @@ FEW: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in MODELS],
+    "model_type", [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in MODELS]
 )
 @pytest.mark.slow
 def test_mixtures_checkpoints_exports_and_tokens(
