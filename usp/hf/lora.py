@@ -278,15 +278,18 @@ def _refused_by_peft(config: PretrainedConfig, names: Sequence[str]) -> Iterator
     """Yield the names of linears that peft gives no adapters in a model of this type."""
     from peft import inject_adapter_in_model
 
+    def refusal(some: Sequence[str]) -> str:
+        try:
+            inject_adapter_in_model(lora_config(Lora(1, 1, ()), [*some]), empty_model(tiny), ADAPTER)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     tiny = shrink(config, layers=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        for name in names:
-            try:
-                inject_adapter_in_model(lora_config(Lora(1, 1, ()), [name]), empty_model(tiny), ADAPTER)
-            except ValueError as error:
-                if "incompatible" in str(error):
-                    yield name
+        if refusal(names):  # all at once, because most models have none, and each name takes a model
+            yield from (name for name in names if "incompatible" in refusal([name]))
 
 
 def _moved_to_experts(model: PreTrainedModel, names: Sequence[str]) -> set[str]:
