@@ -1,4 +1,4 @@
-"""Generate docs/benchmarks.md, the tables in docs/benchmarks, plots and the README's table from benchmarks/results.
+"""Generate docs/benchmarks.md, the tables in docs/benchmarks and plots from benchmarks/results.
 
 python -m benchmarks.report
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.harness.plots import plot_learning, plot_memory
 from benchmarks.harness.record import RESULTS, ROOT, Record
 
-DOCUMENT, README, TABLES = ROOT / "docs" / "benchmarks.md", ROOT / "README.md", ROOT / "docs" / "benchmarks"
+DOCUMENT, TABLES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks"
 SECTIONS = {
     "Attention and memory": ("attention", "attention_cluster", "host_time", "memory", "throughput"),
     "Data": ("data",),
@@ -20,7 +20,6 @@ SECTIONS = {
     "RLHF": ("learning", "real_figure"),
 }
 PLOTS: dict[str, Callable[[Record, Path], None]] = {"learning": plot_learning, "memory": plot_memory}
-BENCHMARKS = "## Benchmarks\n"
 GUIDE = """# Benchmarks
 
 What each benchmark answers, the command that reproduces it, and its table. Peers are measured in the same run on the
@@ -67,36 +66,6 @@ def table(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme(text: str, attention: Record) -> str:
-    """Return the README with its section on benchmarks replaced."""
-    before, after = text.split(BENCHMARKS)
-    following = after[after.index("\n## ") :]
-    return before + BENCHMARKS + "\n" + summary(attention) + following
-
-
-def summary(attention: Record) -> str:
-    """Return the README's section: the standard cases of the attention benchmark."""
-    columns = ("u x r", "tokens", "forward ms", "fwd + bwd ms", "of yunchang", "of 1 process", "units sent")
-    chosen = {"layout": "zigzag", "dtype": "float32", "heads": "8/8"}
-    rows = [dict(zip(attention.columns, row, strict=True)) for row in attention.rows]
-    standard = [row for row in rows if all(row[name] == value for name, value in chosen.items())]
-    fours = [row for row in standard if row["u x r"] in ("4 x 1", "2 x 2", "1 x 4")]
-    machine = attention.machine
-    lines = [
-        "Attention on 4 CPU ranks: causal, zigzag, float32, 8 heads of dimension 64. Times and bytes are ours /",
-        "yunchang 0.6.4 (patched to run on CPU; same run, alternating calls) / one process with a thread per core.",
-        "",
-        _row(columns),
-        _row(["---"] * len(columns)),
-        *(_row([row[name] for name in columns]) for row in fours),
-        "",
-        f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, {machine['date']}. One unit is "
-        "the size of one activation",
-        "of the whole sequence, per rank. [All cases](docs/benchmarks/attention.md).",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -110,7 +79,6 @@ def main() -> None:
     records = load()
     TABLES.mkdir(exist_ok=True)
     DOCUMENT.write_text(document(records))
-    README.write_text(readme(README.read_text(), records["attention"]))
     for name, record in records.items():
         (TABLES / f"{name}.md").write_text(table(record))
         if name in PLOTS:
