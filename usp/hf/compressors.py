@@ -101,6 +101,7 @@ class ShardedCompressor:
     def __init__(self, module: nn.Module, attention: UnifiedSPAttention, order: SequenceOrder) -> None:
         self.attention, self.order = attention, order
         self.run, self.made = CompressorRun(module), cast(Entries | None, None)
+        self.joint = JointAttention(attention, every=self.run.rate)
         self.decoded: tuple[Tensor, Tensor] | None = None  # entries of this rank, and which of them each token sees
 
     def __call__(
@@ -184,11 +185,8 @@ class ShardedCompressor:
             in_row = torch.from_numpy(cuts - cuts[:, :1])
             place = torch.from_numpy(cuts[:, :1]) + torch.arange(int(in_row.max()))
             joint = entries[place.clamp(max=len(entries) - 1).to(q.device)]  # what is beyond a row's is in no document
-            attention, mask = (
-                JointAttention(self.attention, every=self.run.rate),
-                replace(mask, joint_cu_seqlens=in_row),
-            )
-            return attention(q, k, v, None, joint, joint, mask, sinks=sinks, **options)
+            mask = replace(mask, joint_cu_seqlens=in_row)
+            return self.joint(q, k, v, None, joint, joint, mask, sinks=sinks, **options)
         out, lse = self.attention(q, k, v, mask, return_lse=True, **options)
         spec = AttentionSpec(scale=scale, softcap=softcap)
         more = attend_to_rows(q, entries, made.indices, spec, self.attention.keep)

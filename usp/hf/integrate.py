@@ -74,13 +74,13 @@ def apply_unified_sp(
     masks = _check_model(model, known, attention.axes.ulysses)
     AttentionInterface.register(NAME, _attention_forward)
     _own_config(model)
-    base, calls = backbone(model), 0
+    base, sparse, calls = backbone(model), SparseAttention(attention), 0
     _set_implementation(model, [module for name, module in base.named_modules() if name in masks])
     model.config.use_cache = model.config.get_text_config().use_cache = False
     for name, mask in masks.items():
         with suppress(AttributeError):  # of another pipeline stage
             module = base.get_submodule(name)
-            module.unified_sp, module.unified_sp_mask = attention, mask
+            module.unified_sp, module.unified_sp_sparse, module.unified_sp_mask = attention, sparse, mask
             calls += known.calls[name]
             if name in known.handed:
                 hand_on(base.get_submodule(known.handed[name]), module)
@@ -446,6 +446,6 @@ def _attention_forward(
         if indexer is None or not trains:
             return expand(results), None
         return indexer.with_loss(results[0], q, k, results[1].detach(), scale, s_aux), None
-    sparse = {"index_block": indexer.block if indexer and block_indices is not None else 1, "return_weights": trains}
-    results = SparseAttention(attention)(*given, indices, seen, **sparse, **options)
+    options |= {"index_block": indexer.block if indexer and block_indices is not None else 1, "return_weights": trains}
+    results = cast(SparseAttention, module.unified_sp_sparse)(*given, indices, seen, **options)
     return (indexer.with_loss(expand(results[0]), indices, results[1]) if indexer and trains else expand(results)), None

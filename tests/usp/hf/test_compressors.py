@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from examples.models import tiny_config
@@ -21,10 +21,10 @@ from tests.harness.ranks import RankPool
 from tests.usp.hf import held_out
 from tests.usp.hf.held_out import LENGTH, PACKED, ROWS, VOCAB, WHOLE, Result, ids, model_of, plain, sharded
 from tests.usp.hf.test_every_model import gradient_of, relative, summed_gradients
-from tests.usp.hf.test_indexers import GRPO, largest_tensors, rlhf_steps
+from tests.usp.hf.test_indexers import GRPO, largest_tensors, rlhf_steps, tiny_model
 from tests.usp.rlhf.test_reference import REWARD, reward_of
 from tests.usp.train.families.test_families import plain_steps, steps, write
-from usp import apply_unified_sp, shard_batch
+from usp import JointAttention, SparseAttention, apply_unified_sp, shard_batch
 from usp.attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan
 from usp.config import TrainConfig
 from usp.hf import compressors as module_of_compressors
@@ -286,6 +286,27 @@ def test_a_compressor_that_reads_its_tokens_elsewhere_is_refused(monkeypatch: py
     monkeypatch.setattr(kind, "forward", named)
     problems = structure(type(model), config).problems
     assert problems == ("DeepseekV4HCACompressor does not make its entries of windows of the tokens in its cache",)
+
+
+def test_a_forward_makes_no_modules(ranks: RankPool) -> None:
+    """Attention to joint keys and to indices is prepared once, with the model."""
+    assert ranks.run(modules_made, 1) == [0]
+
+
+def modules_made() -> int:
+    mesh, made = ParallelMesh.create(ParallelDims()), 0
+    begin = nn.Module.__init__
+
+    def count(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nonlocal made
+        made += isinstance(module, JointAttention | SparseAttention)
+        begin(module, *args, **kwargs)
+
+    for model in (model_of(config_of()), tiny_model("deepseek_v32")):
+        apply_unified_sp(model, mesh)
+        with patch.object(nn.Module, "__init__", count):
+            model(**shard_batch({"input_ids": ids()}, mesh), use_cache=False)
+    return made
 
 
 def test_what_a_compressor_does_not_support_is_refused(ranks: RankPool) -> None:
