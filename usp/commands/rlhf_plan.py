@@ -227,6 +227,5 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
             ahead=Ahead((1 + asked.staleness) / 2, asked.staleness) if asked.staleness > 1 else None,
         ),
         max_sequence=asked.max_sp,
-        staleness=asked.staleness,
         measurements=measured,
     )

@@ -50,7 +50,6 @@ class RlhfQuestion(Devices):
     workload: Workload
     options: CallOptions = field(default_factory=CallOptions)
     max_sequence: int = 8  # the highest ring x ulysses degree; 1: no sequence parallelism
-    staleness: int = 0  # as --staleness of rlhf.py
     allowed: Callable[[ModelCall, CallLayout], bool] = lambda call, layout: True  # whether a model can have a layout
     measurements: Measurements | None = None  # of calls on these devices
     clock: Callable[[], float] = time.monotonic  # of every `until` and budget
@@ -95,7 +94,7 @@ class RlhfQuestion(Devices):
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
         models and optimizer states; `until` and `report` as in `Problem.that_fit`. Raise NothingFits naming the calls
         that no layout fits, and ValueError for devices that are not whole hosts, or not connected."""
-        simulator = Simulator(self.graph, estimates or self.estimates, self.world_size, min(1, self.staleness))
+        simulator = Simulator(self.graph, estimates or self.estimates, self.world_size)
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload, self.clock).that_fit(until, report)
@@ -156,8 +155,8 @@ def answer(
 
 
 def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
-    """Yield how many samples both sides of a plan make and train on in a second, and the staleness that they reach."""
-    if not question.staleness:
+    """Yield how many samples rollouts that run ahead make in a second, how many training takes, and their staleness."""
+    if not question.graph.depth:
         return
     rollouts, trains = {call.name for call in question.graph.rollouts}, choice.plan.calls.keys()
     samples, seconds = len(question.workload.sequences), []
@@ -171,7 +170,8 @@ def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
     if question.options.ahead is not None:
         of_ranks = batchings(choice.plan[call.name], question.workload, question.options)
         mean, oldest = max(each.mean_age for each in of_ranks), max(each.oldest for each in of_ranks)
-        yield f"staleness reached: {mean:.1f} steps on average, {oldest} at most, of --staleness {question.staleness}"
+        asked = max(question.graph.depth, question.options.ahead.ahead)
+        yield f"staleness reached: {mean:.1f} steps on average, {oldest} at most, of --staleness {asked}"
 
 
 def with_fastest_slots(question: RlhfQuestion, until: float) -> RlhfQuestion:

@@ -196,7 +196,7 @@ class Problem:
         """Return the plan whose calls need least memory, each alone, and that offloads all it may; rollouts that may
         not train on the same ranks have the first half of them."""
         graph, half, work = self.simulator.graph, self.simulator.world_size // 2, self.simulator.estimates.call_bytes
-        rollouts = {call.name for call in graph.rollouts} if self.simulator.staleness else set()
+        rollouts = {call.name for call in graph.rollouts_ahead}
 
         def order(name: str, layout: CallLayout) -> tuple[bool, float]:
             trains = bool(rollouts) and isinstance(graph[name].work, TrainStep)
@@ -215,12 +215,11 @@ class Problem:
         return estimates.weight_bytes(copy) + (estimates.state_bytes(copy) if isinstance(call.work, TrainStep) else 0)
 
     def shared_ranks(self, plan: ExecutionPlan) -> int:
-        """Return how many ranks of rollouts train, too: none may if they run beside the training of the step before."""
+        """Return how many ranks of rollouts that run ahead train, too: none may."""
         graph = self.simulator.graph
         trains = filter(None, map(graph.train_call, graph.trained_roles))
         training = {rank for call in trains for rank in plan[call.name].ranks}
-        rollouts = graph.rollouts if self.simulator.staleness else ()
-        return sum(len(training.intersection(plan[call.name].ranks)) for call in rollouts)
+        return sum(len(training.intersection(plan[call.name].ranks)) for call in graph.rollouts_ahead)
 
     def alternatives(self, plan: ExecutionPlan, call: str) -> Iterator[tuple[float, ExecutionPlan]]:
         """Yield the plans with another layout of one call, ordered by a bound: the busiest rank's seconds of calls."""

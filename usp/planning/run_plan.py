@@ -118,7 +118,6 @@ def question_of(run: PreparedRlhf) -> RlhfQuestion:
         hardware=hardware,
         world_size=run.launch.world_size,
         options=CallOptions(**shared_values(config, CallOptions) | own),
-        staleness=config.staleness,
         allowed=allowed,
     )
 

@@ -37,7 +37,6 @@ class Simulator:
     graph: DataflowGraph
     estimates: Estimates
     world_size: int
-    staleness: int = 0  # 1: a step in the middle of a run, which trains on what the one before rolled out
     _schedules: dict[object, tuple[Operation, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def run(self, plan: ExecutionPlan) -> Simulation:
@@ -59,10 +58,10 @@ class Simulator:
             (tuple(call.name for call in calls), copy in sharing, clock.sources[copy] == copy)
             for copy, calls in clock.copies.items()
         )
-        announced = [plan[call.name].ranks for call in self.graph.rollouts] if self.staleness else ()
+        announced = [plan[call.name].ranks for call in self.graph.rollouts_ahead]
         key = (copies, plan.offload, tuple(announced))
         if key not in self._schedules:
-            self._schedules[key] = schedule(self.graph, plan, self.world_size, sharing, staleness=self.staleness)
+            self._schedules[key] = schedule(self.graph, plan, self.world_size, sharing)
         for operation in self._schedules[key]:
             clock.run(operation)
         return clock

@@ -224,7 +224,7 @@ def _resident(run: PreparedRlhf) -> dict[str, int]:
     present = {copy for copy in own if trained[copy.role] in (None, copy) and copy.role not in plan.offload}
     others: dict[str, int] = {}
     kept = StepWeights(stay=run.config.delta_updates)
-    for operation in schedule(graph, plan, world_size, aliases, kept, min(1, run.config.staleness)):
+    for operation in schedule(graph, plan, world_size, aliases, kept):
         if operation.copy in models and operation.kind in ("reallocate", "load"):
             present.add(operation.copy)
         elif operation.copy in models and operation.kind in ("release", "offload"):

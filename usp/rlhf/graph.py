@@ -212,6 +212,7 @@ class DataflowGraph:
         elsewhere: train steps of another graph, whose weights the calls of their roles use.
         share_prefixes: models compute a prompt once for its samples, which therefore stay on one data-parallel rank
             where there are prompts for all of them.
+        depth: how many steps ahead of the training on them rollouts are made; 0: on policy.
 
     Raises ValueError naming every violation: duplicate names and keys, inputs without a producer, cycles, missing
     roles, unknown kinds, and inputs or outputs that a call's kind does not support.
@@ -221,6 +222,7 @@ class DataflowGraph:
     given: tuple[str, ...]
     elsewhere: tuple[ModelCall, ...] = ()
     share_prefixes: bool = False
+    depth: int = 0
 
     def __post_init__(self) -> None:
         violations = [*self._key_violations(), *(text for call in self.calls for text in _call_violations(call))]
@@ -305,6 +307,11 @@ class DataflowGraph:
     def rollouts(self) -> tuple[ModelCall, ...]:
         """The calls that make the samples of a step, in topological order: those with outputs, so no train steps."""
         return tuple(call for call in self.order if call.outputs)
+
+    @property
+    def rollouts_ahead(self) -> tuple[ModelCall, ...]:
+        """The rollouts that run beside training on the samples of an earlier step; on policy there are none."""
+        return self.rollouts if self.depth else ()
 
     @cached_property
     def roles(self) -> tuple[str, ...]:

@@ -513,7 +513,7 @@ def _plan(run: PreparedRlhf, planner: Planner | None, says: bool) -> ExecutionPl
     if problems := list(_engine_problems(run)):
         engine = next((each.engine for each in plan.calls.values() if each.engine != OWN), VLLM)
         raise ValueError(f"--rollout-engine = {engine}, or engine: {engine} in a plan: {'; '.join(problems)}")
-    if config.staleness and (shared := list(staleness_violations(graph, plan))):
+    if shared := list(staleness_violations(graph, plan)):
         asked = f"--staleness = {config.staleness} makes samples beside training, on other ranks"
         raise ValueError(f"{asked}: with --plan = {config.plan} {shared[0]}; use --plan separation, or a YAML file")
     for call in graph.calls if config.cache_tokens else ():

@@ -166,10 +166,9 @@ class RlhfTrainer(TrainingLoop):
                 ),
                 folder=self.folder,
                 progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
-                before_changes=lambda: self.samples.check_rewards(self._scored),
+                before_changes=self.samples.check_rewards,
                 collect=tuple(key for key in _COLLECTED if key in keys) if {"score", "prompt_length"} <= keys else (),
                 first=SHOWN,
-                staleness=min(1, self.config.staleness),
                 rollouts=rollouts if config.begins_ahead else None,
             )
         except ValueError as error:
@@ -189,7 +188,6 @@ class RlhfTrainer(TrainingLoop):
             took, steps = time.perf_counter() - begin, self.config.steps
             self.replanning = Replanning(self.config.replan, replanner, prepared.graph, steps, took, self.folder)
         self.taken = 0  # examples, with those of samples in flight
-        self._scored = 0  # the step whose samples are scored, or were last
         if prepared.saved is not None:
             self._resume(prepared.saved)
 
@@ -206,7 +204,8 @@ class RlhfTrainer(TrainingLoop):
     @property
     def _ahead(self) -> dict[str, StepData | Rollouts]:
         """What is made of later steps, by its name in checkpoints."""
-        made = {"in_flight": self.executor.in_flight, "rollouts": self.executor.rollouts}
+        in_flight = next(iter(self.executor.in_flight), None)  # of a depth of at most 1
+        made = {"in_flight": in_flight, "rollouts": self.executor.rollouts}
         return {name: samples for name, samples in made.items() if samples is not None}
 
     def step(self, number: int) -> RlhfRecord:
@@ -221,8 +220,7 @@ class RlhfTrainer(TrainingLoop):
             part, parts = policy.mesh.rank("batch"), policy.mesh.size("batch")
             policy.supervised = supervised.of_step(number, call.work.mini_batches, part, parts), supervised.weight
         try:
-            while (result := self._advance()) is None:  # until samples are made that far ahead
-                pass
+            result = self._run()
         except UserCodeFailed as failed:
             raise UserCodeFailed(f"step {number}: {failed}; {self.keep_done()}") from failed
         self._check_drift(number, result.metrics)
@@ -253,7 +251,7 @@ class RlhfTrainer(TrainingLoop):
         if not calls or call is None or not isinstance(call.work, TrainStep):
             return
         same = "old_logprobs" in run.graph.producers or call.work.mini_batches * call.work.epochs == 1
-        stale = metrics.get(STALEST, float(self.config.staleness and number > 1))
+        stale = metrics.get(STALEST, min(run.graph.depth, number - 1))
         dtype = run.roles[call.role].dtype
         if same and not stale and not drift <= (most := most_drift(dtype, self.config.temperature)):
             engine, told = run.plan[calls[0].name].engine, f"{dtype}".removeprefix("torch.")
@@ -263,21 +261,25 @@ class RlhfTrainer(TrainingLoop):
                 f"not the policy; the step is not saved"
             )
 
-    def _advance(self) -> StepResult | None:
-        """Make the samples of the next step, and train on those that are due; None if none are."""
-        number, asked = self.done + 1 + (self.executor.in_flight is not None), None
-        if number <= self.config.steps:
-            drawn = () if self.executor.rollouts else range(self.taken, self.taken + self.prepared.drawn)
-            asked = StepInput(self._draw(drawn), number, derived_seed(self.config.seed, number))
-            self._scored = number
-        result = self.executor.run(asked)
-        if self.executor.rollouts is not None:
-            self.taken = self.executor.rollouts.queue.drawn
-        elif asked is not None and (self.executor.in_flight is not None or not self.config.staleness):
-            self.taken += self.prepared.drawn
-        if result is not None:
-            self._scored = self.done + 1
+    def _run(self) -> StepResult:
+        """Run the executor until a step has trained; meanwhile it makes the samples of later steps."""
+        result = None
+        while result is None:
+            new = self._next_input()
+            result = self.executor.run(new)
+            if self.executor.rollouts is not None:
+                self.taken = self.executor.rollouts.queue.drawn
+            elif new is not None and self.executor.failure is None:
+                self.taken += self.prepared.drawn
         return result
+
+    def _next_input(self) -> StepInput | None:
+        """Draw the samples of the step after those that are in flight; None after the last one."""
+        number = self.done + len(self.executor.in_flight) + 1
+        if number > self.config.steps:
+            return None
+        drawn = () if self.executor.rollouts else range(self.taken, self.taken + self.prepared.drawn)
+        return StepInput(self._draw(drawn), number, derived_seed(self.config.seed, number))
 
     def _draw(self, tickets: Sequence[int]) -> Samples:
         """Return the given samples of the examples at some positions of the stream."""
@@ -394,9 +396,9 @@ class RlhfTrainer(TrainingLoop):
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None
         ahead: dict[str, StepData | Rollouts] = {}
-        in_flight = self.executor.saved_in_flight(saved.in_flight) if saved.in_flight else None
-        if in_flight is not None:
-            ahead["in_flight"] = in_flight
+        in_flight = [self.executor.saved_in_flight(saved.in_flight)] if saved.in_flight else []
+        if in_flight:
+            ahead["in_flight"] = in_flight[0]
         if saved.rollouts and self.executor.rollouts is not None:
             self.executor.rollouts.read_extra(saved.rollouts)
             ahead["rollouts"] = self.executor.rollouts

@@ -63,17 +63,17 @@ def test_less_memory_needs_a_slower_plan_or_offloading(small: tuple[Problem, flo
     assert search(replace(too_little, offload=both)).best[0][1].offload == set(both)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_search_whose_starts_do_not_fit_begins_where_calls_need_least(staleness: int) -> None:
-    space = OptionSpace(4, 4, 64, 2, zero=(0, 1), max_tp=2)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_search_whose_starts_do_not_fit_begins_where_calls_need_least(depth: int) -> None:
+    space, graph = OptionSpace(4, 4, 64, 2, zero=(0, 1), max_tp=2), replace(GRAPH, depth=depth)
     given = replace(
         problem(memory=1e9),
         options={call.name: list(options(call, space)) for call in GRAPH.calls},
-        simulator=Simulator(GRAPH, Simple(SIZES), 4, staleness),  # type: ignore[arg-type]
+        simulator=Simulator(graph, Simple(SIZES), 4),  # type: ignore[arg-type]
         offload=("ref", "reward", "actor.optimizer", "critic.optimizer"),
     )
     tight = given.tightest()
-    assert not staleness or not any(staleness_violations(GRAPH, tight))
+    assert not any(staleness_violations(graph, tight))
     needed = given.simulator.measure(tight)[1]
     assert search(replace(given, memory_bytes=needed), budget=0.0).best[0][1] == tight
     assert not search(replace(given, memory_bytes=0.99 * needed), budget=0.0).best
@@ -89,10 +89,9 @@ def test_where_no_plan_fits_the_nearest_is_told() -> None:
 
 
 def test_rollouts_beside_training_have_ranks_of_their_own() -> None:
-    given = problem(memory=60.0)
+    given, graph = problem(memory=60.0), replace(GRAPH, depth=1)
     two = [layout for layout in options(GRAPH["advantages"], OptionSpace(4, 4, 64, 2)) if len(layout.ranks) == 2]
-    given = replace(
-        given, options={**given.options, "advantages": two}, simulator=Simulator(GRAPH, Simple(SIZES), 4, staleness=1)
-    )
+    simulator = Simulator(graph, Simple(SIZES), 4)  # type: ignore[arg-type]
+    given = replace(given, options={**given.options, "advantages": two}, simulator=simulator)
     found = search(given, budget=2.0)
-    assert found.best and not any(any(staleness_violations(GRAPH, plan)) for _, plan in found.best)
+    assert found.best and not any(any(staleness_violations(graph, plan)) for _, plan in found.best)

@@ -59,8 +59,8 @@ class Written:
         return 0.25
 
 
-def simulated(plan: ExecutionPlan, staleness: int = 0) -> Simulation:
-    return Simulator(GRAPH, Written(), 8, staleness=staleness).run(plan)
+def simulated(plan: ExecutionPlan, depth: int = 0) -> Simulation:
+    return Simulator(replace(GRAPH, depth=depth), Written(), 8).run(plan)
 
 
 def test_calls_on_common_ranks_run_one_after_another() -> None:
@@ -103,24 +103,26 @@ def test_what_is_offloaded_takes_memory_while_it_is_loaded() -> None:
 def test_stale_rollouts_run_beside_training() -> None:
     plan = named_plan("separation", GRAPH, replace(FACTS, zero=1))
     synchronous = simulated(plan).seconds
-    found = simulated(plan, staleness=1)
+    found = simulated(plan, depth=1)
     assert found.seconds == pytest.approx(synchronous - (5 + 6))
-    simulator = Simulator(GRAPH, Written(SECONDS | {"actor_train": 30.0}), 8, staleness=1)  # type: ignore[arg-type]
+    longer = Written(SECONDS | {"actor_train": 30.0})
+    simulator = Simulator(replace(GRAPH, depth=1), longer, 8)  # type: ignore[arg-type]
     assert 30 <= simulator.run(plan).seconds < 8 + 4 + 0.5 + 30
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("world_size", "smallest"), [(16, 2), (3, 1)])
 @pytest.mark.slow(but=1)
-def test_a_schedule_made_for_another_plan_gives_the_same(world_size: int, smallest: int, staleness: int) -> None:
+def test_a_schedule_made_for_another_plan_gives_the_same(world_size: int, smallest: int, depth: int) -> None:
     space = OptionSpace(world_size, 8, 64, smallest, max_sequence=2, zero=(0, 3))
     choices = {call.name: list(options(call, space)) for call in GRAPH.calls}
-    chance, one = random.Random(0), Simulator(GRAPH, Simple(), world_size, staleness=staleness)  # type: ignore[arg-type]
+    chance, graph = random.Random(0), replace(GRAPH, depth=depth)
+    one = Simulator(graph, Simple(), world_size)  # type: ignore[arg-type]
     problem = Problem(one, choices, 1e9)
     for _ in range(40):
         calls = {name: chance.choice(layouts) for name, layouts in choices.items()}
         plan = ExecutionPlan("any", calls, frozenset({"ref"}) if chance.random() < 0.5 else frozenset())
-        alone = Simulator(GRAPH, Simple(), world_size, staleness=staleness).run(plan)  # type: ignore[arg-type]
+        alone = Simulator(graph, Simple(), world_size).run(plan)  # type: ignore[arg-type]
         assert one.run(plan) == alone
         assert one.measure(plan) == pytest.approx((alone.seconds, alone.peak_bytes))
         bounds = {tuple(other.calls.items()): bound for bound, other in problem.alternatives(plan, "actor_train")}

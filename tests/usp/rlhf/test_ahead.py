@@ -53,15 +53,15 @@ SHOWN = ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs"
 
 
 def executor_of(
-    graph: DataflowGraph, plan: ExecutionPlan, trained: dict[str, RoleModel], staleness: int, lora: Lora | None = None
+    graph: DataflowGraph, plan: ExecutionPlan, trained: dict[str, RoleModel], lora: Lora | None = None
 ) -> Executor:
     copies = CopyOptions(ProcessGroups(), builder(trained, lora=lora), torch.device("cpu"), 4)
-    return Executor(graph, plan, copies, collect=shown_of(graph), staleness=staleness)
+    return Executor(graph, plan, copies, collect=shown_of(graph))
 
 
-def begun(name: str, plan_name: str, staleness: int) -> tuple[Executor, DataflowGraph, dict[str, RoleModel]]:
+def begun(name: str, plan_name: str, depth: int) -> tuple[Executor, DataflowGraph, dict[str, RoleModel]]:
     """Return an executor, its graph and the models that it trains. With adapters, the reference is the policy."""
-    graph, trained = build_graph(*AHEAD[name]), dict[str, RoleModel]()
+    graph, trained = replace(build_graph(*AHEAD[name]), depth=depth), dict[str, RoleModel]()
     plan = alone(graph) if plan_name == "alone" else plan_of(plan_name, graph)
     if name == "lora":
         calls = {
@@ -70,7 +70,7 @@ def begun(name: str, plan_name: str, staleness: int) -> tuple[Executor, Dataflow
         graph, plan = policy_as_reference(graph, replace(plan, calls=calls))
         assert "ref" not in graph.roles
     lora = LORA if name == "lora" else None
-    return executor_of(graph, plan, trained, staleness, lora), graph, trained
+    return executor_of(graph, plan, trained, lora), graph, trained
 
 
 def shown_of(graph: DataflowGraph) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def shown_of(graph: DataflowGraph) -> tuple[str, ...]:
 
 
 def run_ahead(name: str) -> Result:
-    executor, graph, trained = begun(name, "separation", staleness=1)
+    executor, graph, trained = begun(name, "separation", depth=1)
 
     def asked(number: int) -> StepInput:
         return StepInput(given(name, number), number, seed=number)
@@ -95,7 +95,7 @@ def run_ahead(name: str) -> Result:
 
 def run_alone(name: str) -> Result:
     """The same in one process, from steps of two graphs: one makes samples, the other trains on them."""
-    whole, graph, trained = begun(name, "alone", staleness=0)
+    whole, graph, trained = begun(name, "alone", depth=0)
     trains = tuple(call for call in graph.calls if isinstance(call.work, TrainStep))
     read = tuple(sorted({key for call in trains for key in call.inputs}))
     parts = (

@@ -40,7 +40,7 @@ def plan_named(name: str, graph: DataflowGraph) -> ExecutionPlan:
 def run_switching(algorithm: str, plans: tuple[str, ...]) -> Result:
     """Like `run`, each step under another plan."""
     graph = build_graph(algorithm, ALGORITHMS[algorithm])
-    executor = executor_of(graph, plan_named(plans[0], graph), {}, staleness=0)
+    executor = executor_of(graph, plan_named(plans[0], graph), {})
     told: Steps = []
     for number, plan in enumerate(plans, start=1):
         if number > 1:
@@ -58,7 +58,7 @@ def trained_weights(executor: Executor) -> dict[str, torch.Tensor]:
 def run_ahead_switching(name: str) -> Result:
     """Like `run_ahead`, with samples in flight when the plan changes."""
     graph = build_graph(*AHEAD[name])
-    executor = executor_of(graph, plan_of("separation", graph), {}, staleness=1)
+    executor = executor_of(graph, plan_of("separation", graph), {})
 
     def asked(number: int) -> StepInput:
         return StepInput(given(name, number), number, seed=number)

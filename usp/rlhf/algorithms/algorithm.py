@@ -67,7 +67,9 @@ class Algorithm:
         """Return the graph of a step, given the keys that its calls read and do not produce."""
         calls = self.calls(options)
         read = {key for call in calls for key in call.inputs} - {key for call in calls for key in call.outputs}
-        return DataflowGraph(calls, tuple(key for key in GIVEN if key in read))
+        # Where --staleness is more than 1, partial rollouts begin so many steps ahead, and are complete one step ahead.
+        depth = min(1, getattr(options, "staleness", 0))
+        return DataflowGraph(calls, tuple(key for key in GIVEN if key in read), depth=depth)
 
 
 @runtime_checkable

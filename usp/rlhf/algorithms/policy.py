@@ -52,7 +52,7 @@ class PolicyOptions(Options):
         max_importance_ratio: end the train step when a mini-batch's mean ratio is above; 0 disables.
         turn_discount: of episodes, the discount of a turn's reward in the return of the turn before: rewards then count
             at their turns, and a turn only for what follows it. 0: their sum counts at the end, for all tokens.
-        staleness: 1: the samples are of the policy before the last step's training. Set by --staleness.
+        staleness: by how many steps the policy that trains may be newer than the one that sampled: --staleness.
         min_group_size: 2 if the responses to a prompt are compared with each other.
         by_turns: the algorithm has returns of turns.
     """

@@ -3,7 +3,7 @@
 Operations without a common rank overlap, because a rank only waits for its own. Messages are posted in this order and
 waited for where their values are needed, so it cannot deadlock.
 
-With staleness 1 a step's rollouts, all calls with outputs, run beside the training of the step before, on other ranks:
+Where the graph's `depth` is 1, a step's rollouts run beside the training of the step before, on other ranks:
 
     rollout ranks     weights | generate, score, infer, ... (step 3) | announce, transfer | weights ...
     training ranks    weights | train (step 2) ..................... | announce, transfer | weights | train (step 3) ...
@@ -17,7 +17,7 @@ A step computes with the weights of the step before until a role's train step, i
 memory holds the same values as the trained one: a rank keeps what it has in any of them, and receives the rest from the
 nearest. A copy stays past its last call, until another one is filled, if ranks or hosts then receive less and memory
 allows: the copies on a rank during a call never take more than they do at most if none stays. While weights move,
-activations and KV caches are not in memory. With staleness, all copies are filled at the beginning, before training
+activations and KV caches are not in memory. For rollouts ahead, all copies are filled at the beginning, before training
 changes the weights, so they are in memory together until their last calls.
 """
 
@@ -73,7 +73,7 @@ class Operation:
         kind: reallocate: allocate `copy` and fill it from the role's trained copy and `sources`. release: free it.
             load, offload: move `copy` to the device or to the host. call: run `call`. announce: tell every rank the
             lengths of the sequences that `calls` generated. transfer: send outputs of `call` to `calls`.
-        ranks: participants, ascending. With staleness, lengths are announced to the ranks of the rollouts first.
+        ranks: participants, ascending. Lengths of rollouts ahead are announced to their ranks first.
         calls: for weights: the calls that use them.
         served: for a transfer: calls that received the outputs of `call` in earlier transfers.
         ahead: by how many steps its samples are ahead of those that are trained on. Transfers to calls that are not
@@ -156,21 +156,19 @@ def schedule(
     world_size: int,
     aliases: frozenset[WeightCopy] = frozenset(),
     weights: StepWeights | None = None,
-    staleness: int = 0,
 ) -> tuple[Operation, ...]:
-    """Return the operations of a step.
+    """Return the operations of an iteration: the rollouts of a step, and the training of the one `graph.depth` before.
 
-    All weights that a level of the graph needs move before its calls; otherwise ranks would wait for weights until the
-    calls of their owners end.
+    At the beginning of a run nothing is trained on, at its end nothing is made: `Operation.ahead` tells them apart. The
+    plan must have no `staleness_violations`. All weights that a level of the graph needs move before its calls;
+    otherwise ranks would wait for weights until the calls of their owners end.
 
     Args:
         aliases: copies that share the memory of their role's trained copy, and need no reallocation.
         weights: how the others are filled; None: only from the trained copy.
-        staleness: 1: return an iteration in the middle of a run. The first one has only what is ahead, the last nothing
-            of it. The plan must have no `staleness_violations`.
     """
     scheduler = _Scheduler(graph, plan, tuple(range(world_size)), aliases, weights or StepWeights())
-    return tuple(scheduler.operations(staleness))
+    return tuple(scheduler.operations())
 
 
 @dataclass(eq=False)
@@ -188,29 +186,28 @@ class _Scheduler:
         self._known = set(self._graph.given)  # keys of sequences whose lengths every rank knows
         self._served: dict[str, tuple[str, ...]] = {}
 
-    def operations(self, staleness: int) -> Iterator[Operation]:
-        """Yield the calls of the newest step, and beside them those that train on the samples made `staleness` ago."""
-        graph, ahead = self._graph, self._graph.rollouts if staleness else self._graph.calls
-        names = [call.name for call in ahead]
-        ranks = tuple(sorted({rank for name in names for rank in self._plan[name].ranks})) if staleness else self._world
+    def operations(self) -> Iterator[Operation]:
+        """Yield the calls of the newest step, and beside them those that train on samples of `depth` steps ago."""
+        graph, depth, ahead = self._graph, self._graph.depth, self._graph.rollouts_ahead or self._graph.calls
+        names, behind = [call.name for call in ahead], [call for call in graph.order if call not in ahead]
+        ranks = tuple(sorted({rank for name in names for rank in self._plan[name].ranks})) if behind else self._world
         before = {call.name: tuple(self._weights(call, first=True)) for call in ahead}
-        early = {name: [move for move in moves if staleness and move.kind != "load"] for name, moves in before.items()}
-        behind = [call for call in graph.order if call not in ahead]
-        yield from (replace(move, ahead=staleness) for name in names for move in early[name])
+        early = {name: [move for move in moves if behind and move.kind != "load"] for name, moves in before.items()}
+        yield from (replace(move, ahead=depth) for name in names for move in early[name])
         for call in sorted(behind, key=lambda call: call.kind == "train_step"):  # the others are short, and on any rank
             yield Operation("call", self._plan[call.name].ranks, call.name)
         for level in graph.levels:
             calls = tuple(call for call in level if call in ahead)
             moves = [move for call in calls for move in before[call.name] if move not in early[call.name]]
             for operation in (*moves, *self._calls(calls, ranks, names)):
-                yield replace(operation, ahead=staleness)
+                yield replace(operation, ahead=depth)
         if not behind:
             return
         if generated := tuple(call.name for call in ahead if isinstance(call.work, Generate)):
-            yield Operation("announce", self._world, calls=generated, ahead=staleness)
+            yield Operation("announce", self._world, calls=generated, ahead=depth)
         self._known.update(key for call in ahead for key in call.outputs)
         for operation in self._transfers([call.name for call in behind]):
-            yield replace(operation, ahead=staleness)
+            yield replace(operation, ahead=depth)
 
     def _calls(
         self, calls: tuple[ModelCall, ...], ranks: tuple[int, ...], consumers: Sequence[str]
@@ -286,7 +283,6 @@ def plan_weights(
     *,
     bucket_bytes: int,
     ranks_per_host: int,
-    staleness: int = 0,
     stay: bool = False,
 ) -> StepWeights:
     """Plan how the copies of a step are filled and how long they stay.
@@ -296,7 +292,7 @@ def plan_weights(
         aliases: copies that share the memory of their role's trained copy.
         stay: see `StepWeights`.
     """
-    lives = _Lives(graph, plan, layouts, aliases, staleness, stay)
+    lives = _CopyLifetimes(graph, plan, layouts, aliases, stay)
 
     def filled_from(copy: WeightCopy, sources: Sequence[WeightCopy]) -> ReallocPlan:
         trained = trained_copy(graph, plan, copy.role)
@@ -317,8 +313,8 @@ def plan_weights(
     return StepWeights(sources, lives.kept, fills, stay)
 
 
-class _Lives:
-    """When filled copies are in memory, in levels of the graph: weights move before the calls of a level."""
+class _CopyLifetimes:
+    """The levels of the graph in which filled copies are in memory; weights move before the calls of a level."""
 
     def __init__(
         self,
@@ -326,7 +322,6 @@ class _Lives:
         plan: ExecutionPlan,
         layouts: Mapping[WeightCopy, ParamLayout],
         aliases: frozenset[WeightCopy],
-        staleness: int,
         stay: bool,
     ) -> None:
         level_of = {call.name: number for number, level in enumerate(graph.levels) for call in level}
@@ -337,7 +332,7 @@ class _Lives:
         }
         self.copies = tuple(used)  # in the order in which they are filled
         self.kept: dict[WeightCopy, WeightCopy] = {}
-        self._first = {copy: 0 if staleness else min(levels) for copy, levels in used.items()}
+        self._first = {copy: 0 if graph.depth else min(levels) for copy, levels in used.items()}
         stays = {copy for copy in used if stay and copy.layout.engine == OWN}
         self._last = {copy: len(graph.levels) - 1 if copy in stays else max(levels) for copy, levels in used.items()}
         self._bytes = {copy: _bytes_by_rank(layouts[copy]) for copy in used}

@@ -182,10 +182,10 @@ def needed_part(plan: ExecutionPlan, graph: DataflowGraph) -> tuple[ExecutionPla
 
 
 def staleness_violations(graph: DataflowGraph, plan: ExecutionPlan) -> Iterator[str]:
-    """Yield why the rollouts of a step cannot run beside the training of the step before: they share ranks."""
+    """Yield why rollouts cannot run beside the training of an earlier step: they share ranks."""
     trains = {call.name: set(plan[call.name].ranks) for call in graph.calls if isinstance(call.work, TrainStep)}
     training = set().union(*trains.values())
-    shared = [call.name for call in graph.rollouts if training & set(plan[call.name].ranks)]
+    shared = [call.name for call in graph.rollouts_ahead if training & set(plan[call.name].ranks)]
     if shared:
         yield f"{', '.join(shared)} must not run on ranks {format_ranks(sorted(training))}, of {', '.join(trains)}"
 

@@ -112,10 +112,9 @@ class RoleCopies:
         """The models that this rank trains, by role."""
         return {role: self._models[copy] for role, copy in self._trained.items() if copy in self._models}
 
-    def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan, staleness: int = 0) -> StepWeights:
+    def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan) -> StepWeights:
         """Plan how the copies of a step are filled, and get ready for it. Collective over the world."""
-        options = {**self._limits, "staleness": staleness}
-        step = plan_weights(graph, plan, self._layouts, self.aliases, **options, stay=self.delta_updates)
+        step = plan_weights(graph, plan, self._layouts, self.aliases, **self._limits, stay=self.delta_updates)
         for copy, fill in step.fills.items():
             parts = [fill] if copy.layout.engine == OWN else layer_plans(fill)
             kind = DeltaReallocation if self.delta_updates else Reallocation

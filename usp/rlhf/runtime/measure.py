@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -79,11 +79,11 @@ def _collect(keep: Callable[[Samples], None], samples: Samples, reduce: Reduce) 
 Summary: TypeAlias = tuple[Mapping[str, float], Mapping[str, Mapping[int, float]]]
 
 
-def summarize(step: StepData, trained: Mapping[str, float]) -> Summary:
-    """Return this rank's summary of a finished step. Each sample counts on its leader."""
+def summarize(step: StepData, ran: Collection[str], trained: Mapping[str, float]) -> Summary:
+    """Return this rank's summary of the calls of a step that it `ran`. Each sample counts on its leader."""
     numbers: dict[str, dict[int, float]] = {}
     for call in step.graph.calls:
-        if ids := step.led(call):
+        if call.name in ran and (ids := step.led(call)):
             scalars = [key for key in call.outputs if not step.kinds[key].tokens]
             numbers |= {key: {i: float(step.store[key][i]) for i in ids} for key in scalars}
             if "versions" in call.outputs:

@@ -3,8 +3,8 @@
 The leader that has a sample sends it, as in ReaL (arXiv 2406.14088); a receiver gets what it lacks, in one message per
 sender. All sizes are known in advance, so messages are posted early and waited for where they are needed.
 
-With staleness, each rank that trains keeps the samples in flight between two iterations. A checkpoint holds all of
-them, whole, so that any plan and number of ranks continues with them.
+Samples in flight are made and not trained on yet: each rank that trains keeps its own between two iterations. A
+checkpoint holds all of them, whole, so that any plan and number of ranks continues with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from usp.rlhf.graph import Compute, DataflowGraph, Generate, KeyKind, ModelCall, TrainStep, canonical, key_kinds, unit
+from usp.rlhf.graph import (
+    Compute,
+    DataflowGraph,
+    Generate,
+    KeyKind,
+    ModelCall,
+    TrainStep,
+    canonical,
+    key_kinds,
+    tokens_key,
+    unit,
+)
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.samples import Partition, Samples, batch_violation, partition
 
@@ -89,8 +100,10 @@ class StepData:
         lengths: key of sequences -> number of tokens by sample id; the same on every rank that has to know.
         store: values on this rank, including the given ones.
         tickets: with `Rollouts`, those of the samples' prompts; others than this rank's are known once it is told.
-        number, version: of the step; of the weights that make its samples, the steps that had trained them.
-        metrics: of the rollouts, once its samples are in flight, the same on every rank.
+        number, seed: of the step.
+        version: of the weights that make its samples: how many steps had trained them.
+        metrics: of all iterations so far, the same on every rank.
+        numbers: by key and id: those of the samples, one each, that the last iteration made; the same on every rank.
     """
 
     def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, samples: int) -> None:
@@ -99,8 +112,9 @@ class StepData:
         self.store: Store = {}
         self.lengths: dict[str, Sequence[int]] = {}
         self.tickets: list[int] | None = None
-        self.number = self.version = 0
+        self.number = self.version = self.seed = 0
         self.metrics: dict[str, float] = {}
+        self.numbers: Mapping[str, Mapping[int, float]] = {}
 
     @staticmethod
     def of(graph: DataflowGraph, plan: ExecutionPlan, given: Samples) -> StepData:
@@ -124,6 +138,14 @@ class StepData:
             group = self.graph.sharing_group(call)
             self._partitions[call.name] = partition(weights[:first], parts, mini_batches, unit(call), group)
         return self._partitions[call.name]
+
+    def messages(self, producer: str, consumers: Sequence[str], served: Sequence[str]) -> Messages:
+        """Return the messages that bring the outputs of a call to others; see `plan_transfer`."""
+        call = self.graph[producer]
+        ends = (
+            [self.transfer_end(self.graph[name], self.graph[name].inputs) for name in of] for of in (consumers, served)
+        )
+        return plan_transfer(self.transfer_end(call, call.outputs), *ends)
 
     def transfer_end(self, call: ModelCall, keys: tuple[str, ...]) -> TransferEnd:
         """Return the call's end of a transfer of `keys`."""
@@ -167,6 +189,10 @@ class StepData:
                         f"{tuple(value.shape)}, expected {kind.dtype} of shape {shape}: {meaning}"
                     )
 
+    def keep_for_training(self) -> None:
+        """Drop the values that no later iteration reads."""
+        self.store = {key: self.store[key] for key in self.readers() if key in self.store}
+
     def readers(self) -> dict[str, ModelCall]:
         """Map the keys of samples in flight to a call that reads them: one that makes no samples, and best trains."""
         calls = [call for call in self.graph.calls if not call.outputs]
@@ -204,6 +230,23 @@ class StepData:
             pieces = joined.cpu().split(self.sizes(key))
             shaped = pieces if self.kinds[key].tokens else [piece.reshape(()) for piece in pieces]
             self.store[key] = dict(enumerate(shaped))
+
+
+def announce_lengths(
+    step: StepData, calls: Sequence[str], group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Tell the ranks of a group the lengths of the sequences that calls generated, and the tickets of their prompts if
+    there are any. Collective: leaders fill in theirs, an all-reduce sums them."""
+    keys = [tokens_key(step.graph[name]) for name in calls]
+    lengths = torch.zeros(len(keys) + 1, step.samples, dtype=torch.int64, device=device)
+    for row, (key, name) in enumerate(zip(keys, calls, strict=True)):
+        for i in step.led(step.graph[name]):
+            lengths[row, i] = len(step.store[key][i])
+            lengths[-1, i] = step.tickets[i] if step.tickets is not None else 0
+    dist.all_reduce(lengths, group=group)
+    *of_keys, tickets = lengths.tolist()
+    step.lengths.update(zip(keys, of_keys, strict=True))
+    step.tickets = None if step.tickets is None else tickets
 
 
 def whole_of_parts(parts: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Staleness 1: the samples of a step are made beside the training of the step before, with the weights before it."""
+"""Rollouts ahead: a step's samples are made beside the training of an earlier step, with the weights before it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def made(plan: ExecutionPlan, trained: dict[str, ToyModel], **options: Any) -> E
         return model
 
     copies = CopyOptions(ProcessGroups(), options.pop("build_role", build_role), torch.device("cpu"), 4)
-    return Executor(ppo(), plan, copies, staleness=1, **options)
+    return Executor(replace(ppo(), depth=options.pop("depth", 1)), plan, copies, **options)
 
 
 def iterate(executor: Executor, first: int, steps: int) -> list[StepResult]:
@@ -89,10 +89,10 @@ def run_plan(plan: ExecutionPlan) -> Run:
     executor = made(plan, trained, collect=COLLECTED, first=2)
     assert executor.run(asked(1)) is None
     results = iterate(executor, 1, 2)
-    assert executor.in_flight
-    saved = executor.in_flight.to_extra(), executor.in_flight.whole(executor.device)
+    (made_ahead,) = executor.in_flight
+    saved = made_ahead.to_extra(), made_ahead.whole(executor.device)
     results += iterate(executor, 3, STEPS - 2)
-    assert executor.in_flight is None
+    assert not executor.in_flight
     weights = {role: model.full() for role, model in trained.items()}
     return Run([r.metrics for r in results], [r.samples for r in results], weights, saved)
 
@@ -104,7 +104,7 @@ def run_plans() -> tuple[list[Run], dict[str, float]]:
     extra, values = runs[0].in_flight
     saved = executor.saved_in_flight(extra)
     saved.fill(values)
-    executor.in_flight = saved
+    executor.in_flight = [saved]
     result = executor.run(None)
     assert result is not None
     return runs, result.metrics
@@ -142,6 +142,34 @@ def test_samples_are_made_with_the_weights_before_the_last_train_steps(ranks: Ra
         assert {key: metrics[key] for key in restarted} == pytest.approx(restarted, abs=1e-5)
 
 
+def run_depths(depths: range) -> list[list[dict[str, float]]]:
+    """Return the metrics of each step, by depth."""
+    found = []
+    for depth in depths:
+        executor = made(separation(ppo(), replace(FACTS, world_size=4)), {}, depth=depth)
+        results = [executor.run(asked(number) if number <= STEPS else None) for number in range(1, STEPS + depth + 1)]
+        assert results[:depth] == [None] * depth and not executor.in_flight
+        found.append([result.metrics for result in results if result is not None])
+    return found
+
+
+def test_rollouts_may_run_any_number_of_steps_ahead(ranks: RankPool) -> None:
+    graph, wanted = ppo(), list[list[dict[str, float]]]()
+    for depth in range(3):
+        alone, values, losses = Alone(), [], []
+        for number in range(1, STEPS + depth + 1):
+            if number <= STEPS:
+                values.append(alone.roll_out(graph, asked(number).given, derived_seed(number, "actor_generate")))
+            if number > depth:
+                losses.append(alone.train(graph, values[number - depth - 1]))
+        wanted.append(losses)
+    assert wanted[0][-1] != wanted[1][-1] != wanted[2][-1]
+    for found in ranks.run(run_depths, 4, range(3)):
+        for steps, of_one in zip(found, wanted, strict=True):
+            for metrics, losses in zip(steps, of_one, strict=True):
+                assert {key: metrics[key] for key in losses} == pytest.approx(losses, abs=1e-5)
+
+
 class Meeting(ToyModel):
     """A model that trains, or generates the second time, only once the other does."""
 
@@ -170,9 +198,10 @@ class Meeting(ToyModel):
 
 def run_meeting(folder: Path) -> list[str]:
     """Return what each rank was told, of a reward that failed beside the training of the first step, too."""
-    refuse = False
+    refuse, checked = False, list[int]()
 
-    def check() -> dict[str, float]:
+    def check(number: int) -> dict[str, float]:
+        checked.append(number)
         if refuse:
             raise UserCodeFailed("no score")
         return {}
@@ -191,12 +220,13 @@ def run_meeting(folder: Path) -> list[str]:
             wrong()
         except (UserCodeFailed, ValueError) as error:
             said.append(str(error))
+    assert checked == [1, 2, 3]
     return said
 
 
 def test_rollouts_run_at_the_time_of_training_and_may_fail_without_it(ranks: RankPool, tmp_path: Path) -> None:
     for none, failed, shared in ranks.run(run_meeting, 4, tmp_path):
-        assert (none, failed) == ("None", "no score")
+        assert (none, failed) == ("[]", "no score")
         assert "staleness=1: actor_generate, ref_inference, " in shared
         assert "advantages must not run on ranks 0-3, of actor_train, critic_train" in shared
 
@@ -210,8 +240,8 @@ def test_the_effective_sample_size_is_a_fraction_of_all_tokens() -> None:
 
 
 def test_an_iteration_moves_weights_first_and_hands_samples_over_last() -> None:
-    graph = ppo()
-    operations = schedule(graph, separation(graph, FACTS), 8, staleness=1)
+    graph = replace(ppo(), depth=1)
+    operations = schedule(graph, separation(graph, FACTS), 8)
     kinds = [(operation.kind, operation.ahead, operation.call) for operation in operations]
     trains = [place for place, (kind, ahead, _) in enumerate(kinds) if kind == "call" and not ahead]
     moves = [place for place, (kind, _, _) in enumerate(kinds) if kind == "reallocate"]
