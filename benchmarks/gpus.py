@@ -66,7 +66,7 @@ def steps(setup: Setup) -> Iterator[Check]:
     engine = build_engine(EngineRecipe.of(config, model), mesh, setup.device, seeded)
     local = batch_of(config, model.vocab_size, mesh, ONE_DOCUMENT, setup.device)
     number, begin = (3 if setup.tiny else 200), time.perf_counter()
-    norms = [train_step(engine, mesh, local, config, 1e-4)[1] for _ in range(number)]
+    norms = [train_step(engine, mesh, local, config, 1e-4) for _ in range(number)]
     setup.synchronize()
     each = 1e3 * (time.perf_counter() - begin) / number
     yield Check(f"{number} steps of {tokens:,} tokens, each", each if math.isfinite(sum(norms)) else math.inf, "ms")

@@ -20,7 +20,7 @@ from usp.parallel import ParallelDims, ParallelMesh, local_tensor
 from usp.predict.job import ONE_DOCUMENT, Data
 from usp.train.build import EngineRecipe, build_engine
 from usp.train.resolve import resolve
-from usp.train.step import train_step
+from usp.train.step import forward_backward, update
 
 from .setup import Setup, one_rank
 
@@ -110,7 +110,12 @@ def engine_step(
         recipe = replace(recipe, compile=backend if recipe.compile else "")
         engine = build_engine(recipe, mesh, device, fill)
         batch = batch_of(config, model.vocab_size, mesh, data, device)
-        yield lambda: train_step(engine, mesh, batch, config, config.learning_rate, float)
+
+        def step() -> tuple[float, float]:
+            loss = float(forward_backward(engine, mesh, batch, config))
+            return loss, update(engine, loss, config, config.learning_rate)
+
+        yield step
 
 
 def batch_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,12 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from usp.config import TrainConfig
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
 from usp.parallel import ParallelMesh
-from usp.train.step import sum_over_ranks
+from usp.train.engines.base import Engine
+from usp.train.step import forward_backward, sum_over_ranks, update
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
 FEW_STEPS = 3  # where many grids are compared with one process; the third loss shows the optimizer's states
@@ -168,6 +170,10 @@ def _float(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape).masked_fill(~seen, float("-inf")).unsqueeze(1)
 
 
-def whole_loss(mesh: ParallelMesh) -> Callable[[Tensor], float]:
-    """What makes `train_step` return the loss over all ranks."""
-    return lambda share: sum_over_ranks([share.item()], mesh, share.device)[0]
+def loss_and_norm(
+    engine: Engine, mesh: ParallelMesh, batch: Mapping[str, Tensor], config: TrainConfig, rate: float
+) -> tuple[float, float]:
+    """Run one optimizer step; return the loss over all ranks and the gradient norm."""
+    share = forward_backward(engine, mesh, batch, config)
+    (loss,) = sum_over_ranks([share.item()], mesh, share.device)
+    return loss, update(engine, loss, config, rate)

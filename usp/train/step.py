@@ -30,12 +30,18 @@ def part_of(
     mesh: ParallelMesh, config: TrainConfig, balanced: bool = False, images: Any = None, windows: tuple[int, ...] = (0,)
 ) -> Part:
     """Return which rows of a global batch this rank trains on, and which of their tokens; the others as in `Part`."""
-    axes = SpAxes.of(mesh)
-    name = layout_name(config.sp_layout, windows)
-    layout = SequenceLayout(name, config.padded_len, axes.ring, axes.ulysses)  # of rows, not decided yet
-    first = mesh.rank("batch") * config.batch_size
-    ranks = axes.ring_rank, axes.ulysses_rank
-    return Part(layout, *ranks, first, config.batch_size, balanced, config.micro_batches, images, windows)
+    axes, name = SpAxes.of(mesh), layout_name(config.sp_layout, windows)
+    return Part(
+        layout=SequenceLayout(name, config.padded_len, axes.ring, axes.ulysses),  # of rows, not decided yet
+        ring_rank=axes.ring_rank,
+        ulysses_rank=axes.ulysses_rank,
+        first=mesh.rank("batch") * config.batch_size,
+        rows=config.batch_size,
+        balanced=balanced,
+        micro_batches=config.micro_batches,
+        images=images,
+        windows=windows,
+    )
 
 
 def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.device) -> list[float]:
@@ -47,32 +53,36 @@ def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.de
     return (total / mesh.size("tp")).tolist()
 
 
-def train_step(
+def forward_backward(
     engine: Engine,
     mesh: ParallelMesh,
     batch: Mapping[str, Tensor],
     config: TrainConfig,
-    learning_rate: float,
-    before_update: Callable[[Tensor], float] = lambda share: 0.0,
     images: Sequence[ImageBatch] = (),
-) -> tuple[float, float]:
-    """Run one optimizer step of next-token training. Collective.
+) -> Tensor:
+    """Compute the gradients of next-token training; return this rank's share of the loss, see `Engine`. Collective.
 
     Args:
         batch: this rank's part of the global batch, as `shard_batch` and `Batch.to` return it; for dropout, also
             `first_tokens`, as in `CausalLMStage`.
-        before_update: takes this rank's share of the loss (see `Engine.forward_backward`) once the gradients are there,
-            and returns the loss over all ranks; where that is not finite, the weights are not updated.
         images: of each micro-batch; none without images in the global batch.
-
-    Returns:
-        The loss as `before_update` returned it, and the gradient norm before clipping: nan if the loss is not finite.
     """
     tokens = max(1, int(global_token_count(batch["shift_labels"], mesh)))  # with chats, a batch may have no target
     micro_batches = with_images(engine, split_rows(batch, config.micro_batches), images)
-    share = engine.forward_backward(micro_batches, NextTokenLoss(tokens))
-    loss = before_update(share)
-    return loss, engine.step(learning_rate, config.max_grad_norm) if math.isfinite(loss) else math.nan
+    return engine.forward_backward(micro_batches, NextTokenLoss(tokens))
+
+
+def update(engine: Engine, loss: float, config: TrainConfig, learning_rate: float) -> float:
+    """Update the weights, unless the loss is not finite; return the gradient norm before clipping, nan then."""
+    return engine.step(learning_rate, config.max_grad_norm) if math.isfinite(loss) else math.nan
+
+
+def train_step(
+    engine: Engine, mesh: ParallelMesh, batch: Mapping[str, Tensor], config: TrainConfig, learning_rate: float
+) -> float:
+    """Run one optimizer step whose loss nobody reads; return the gradient norm. Collective."""
+    forward_backward(engine, mesh, batch, config)
+    return update(engine, 0.0, config, learning_rate)
 
 
 def with_images(

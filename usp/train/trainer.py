@@ -57,7 +57,17 @@ from .build import EngineRecipe, build_engine, first_weights, moved_engine, resu
 from .engines.fsdp2 import Fsdp2Engine
 from .loop import TrainingLoop
 from .prepare import PreparedRun, PreparedStage, prepare
-from .step import Evaluations, HeldOutLoss, LearningRate, held_out_loss, part_of, perplexity, sum_over_ranks, train_step
+from .step import (
+    Evaluations,
+    HeldOutLoss,
+    LearningRate,
+    forward_backward,
+    held_out_loss,
+    part_of,
+    perplexity,
+    sum_over_ranks,
+    update,
+)
 from .summary import predicted_job, predicted_lines
 
 MANY_EPOCHS = 4  # up to here, repeated data is worth about as much as new data (arXiv 2305.16264)
@@ -170,12 +180,12 @@ class Trainer(TrainingLoop):
         self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         rate = self.config.learning_rate * self.schedule.at(number)
-        exchange = partial(self._exchange, batch)
         first_tokens = self.config.seq_len * torch.tensor(batch.own, device=self.device)
         inputs = batch.to(self.device) | {"first_tokens": first_tokens}
         self._attention_waited()  # what came before this step does not count
-        step = partial(train_step, self.engine, self.mesh, inputs, self.config, rate, images=batch.images)
-        loss, norm = step(before_update=exchange)
+        share = forward_backward(self.engine, self.mesh, inputs, self.config, batch.images)
+        loss = self._exchange(batch, share)
+        norm = update(self.engine, loss, self.config, rate)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
         tokens = len(batch.numbers) * self.config.seq_len

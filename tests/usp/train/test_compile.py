@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_model
-from tests.usp.tiny import whole_loss
+from tests.usp.tiny import loss_and_norm
 from tests.usp.train.families.test_families import write
 from usp import shard_batch
 from usp.config import TrainConfig
@@ -23,7 +23,6 @@ from usp.parallel import ParallelMesh
 from usp.sp.sequence import split_rows
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.resolve import resolve
-from usp.train.step import train_step
 
 pytestmark = pytest.mark.compiles
 
@@ -61,11 +60,11 @@ def train(folder: str, backend: str, flags: Mapping[str, Any]) -> dict[str, Any]
         rows = {key: value[first : first + share] for key, value in batch_of(step).items()}
         local = shard_batch(rows, mesh, config.sp_layout)
         local["first_tokens"] = torch.arange(step * ROWS, (step + 1) * ROWS)[first : first + share] * SEQ_LEN
-        history.append(train_step(engine, mesh, local, config, 3e-3, before_update=whole_loss(mesh)))
+        history.append(loss_and_norm(engine, mesh, local, config, 3e-3))
         graphs.append(counters["stats"]["unique_graphs"])
     for _ in range(2):  # another graph, without gradients
         value = engine.evaluate(split_rows(local, config.micro_batches), NextTokenLoss(ROWS * SEQ_LEN))
-        history.append((whole_loss(mesh)(value), 1.0))
+        history.append((loss_and_norm(mesh)(value), 1.0))
         graphs.append(counters["stats"]["unique_graphs"])
     return {
         "history": history,

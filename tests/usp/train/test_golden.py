@@ -27,8 +27,8 @@ from tests.usp.tiny import (
     ROWS,
     SEQ_LEN,
     VOCAB,
+    loss_and_norm,
     packed_batch,
-    whole_loss,
 )
 from usp import shard_batch
 from usp.config import TrainConfig
@@ -38,7 +38,7 @@ from usp.parallel import ParallelMesh, ProcessGroups
 from usp.parallel.wire import SentBytes
 from usp.train.build import EngineRecipe, build_engine
 from usp.train.dry_run import dry_run
-from usp.train.step import part_of, train_step
+from usp.train.step import part_of
 from usp.train.validate import parallel_dims
 
 TINY = TrainConfig(
@@ -83,7 +83,7 @@ def steps(configs: list[TrainConfig]) -> list[list[tuple[float, float, int]]]:
             own = {name: value[first : first + config.batch_size] for name, value in packed_batch(step).items()}
             with SentBytes() as sent:
                 local = shard_batch(own, mesh, config.sp_layout)
-                result = train_step(engine, mesh, local, config, config.learning_rate, whole_loss(mesh))
+                result = loss_and_norm(engine, mesh, local, config, config.learning_rate)
             history.append((*result, sent.total))
         histories.append(history)
     return histories

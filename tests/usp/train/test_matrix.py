@@ -22,10 +22,10 @@ from tests.usp.tiny import (
     ROWS,
     SEQ_LEN,
     STEPS,
+    loss_and_norm,
     packed_batch,
     tiny_model,
     train_alone,
-    whole_loss,
 )
 from usp import shard_batch
 from usp.config import TrainConfig
@@ -33,7 +33,6 @@ from usp.parallel import ParallelMesh
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.engines.fsdp2 import Fsdp2Engine
 from usp.train.resolve import resolve
-from usp.train.step import train_step
 
 AUX_LOSS = 0.02
 
@@ -181,7 +180,7 @@ def train(config: TrainConfig, steps: int) -> list[tuple[float, float]]:
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
         local["first_tokens"] = torch.arange(step * ROWS, (step + 1) * ROWS)[rows] * whole["input_ids"].shape[1]
-        history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=whole_loss(mesh)))
+        history.append(loss_and_norm(engine, mesh, local, config, config.learning_rate))
     return history
 
 

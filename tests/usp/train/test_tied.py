@@ -20,10 +20,10 @@ from tests.usp.tiny import (
     ROWS,
     SEQ_LEN,
     loss_alone,
+    loss_and_norm,
     packed_batch,
     tiny_model,
     train_alone,
-    whole_loss,
 )
 from usp import shard_batch
 from usp.config import TrainConfig
@@ -46,7 +46,6 @@ from usp.train.build import EngineRecipe, build_engine, first_weights, resumed_w
 from usp.train.engines import fsdp2
 from usp.train.engines.base import Engine
 from usp.train.resolve import resolve
-from usp.train.step import train_step
 
 FAMILY, STEPS = "qwen3-tied-deep", 3
 Flags = dict[str, Any]
@@ -86,7 +85,7 @@ def train(engine: Engine, mesh: ParallelMesh, config: TrainConfig, steps: range)
     for step in steps:
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
-        history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=whole_loss(mesh)))
+        history.append(loss_and_norm(engine, mesh, local, config, config.learning_rate))
     return history
 
 

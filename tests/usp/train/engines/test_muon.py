@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.harness.ranks import RankPool
-from tests.usp.tiny import ADAM_EPS, ROWS, SEQ_LEN, loss_alone, packed_batch, tiny_model, whole_loss
+from tests.usp.tiny import ADAM_EPS, ROWS, SEQ_LEN, loss_alone, loss_and_norm, packed_batch, tiny_model
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.models import empty_model, load_model_config
@@ -34,7 +34,6 @@ from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.dry_run import dry_run
 from usp.train.engines.fsdp2 import Fsdp2Engine, MuonAdamW
 from usp.train.resolve import job_of, resolve
-from usp.train.step import train_step
 
 STEPS, RATE = 2, 3e-3
 LAYOUTS: dict[str, list[dict[str, Any]]] = {  # those with the bytes that all ranks send in 2 bytes of every matrix
@@ -138,7 +137,7 @@ def trained(config: TrainConfig) -> list[float]:
     rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
     for step in range(STEPS):
         local = shard_batch({key: value[rows] for key, value in packed_batch(step).items()}, mesh, config.sp_layout)
-        losses.append(train_step(engine, mesh, local, config, RATE, before_update=whole_loss(mesh))[0])
+        losses.append(loss_and_norm(engine, mesh, local, config, RATE)[0])
     return losses
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
-from tests.usp.tiny import whole_loss
+from tests.usp.tiny import loss_and_norm
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.disk import stored_tensors
@@ -30,7 +30,6 @@ from usp.run.launch import Launch
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.prepare import prepare
 from usp.train.resolve import resolve
-from usp.train.step import train_step
 
 ROWS, CUTS, STEPS = 2, [0, 11, 19, 32], 2
 RATE, MAX_NORM, EPS = 3e-3, 0.5, 1e-3  # smaller gradients shall not be all rounding after ten steps
@@ -160,7 +159,7 @@ def steps(folder: str, flags: dict[str, Any], count: int = STEPS) -> list[tuple[
         whole = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([CUTS] * ROWS, dtype=torch.int32)}
         rows = slice(mesh.rank("batch") * config.batch_size, (mesh.rank("batch") + 1) * config.batch_size)
         local = shard_batch({key: value[rows] for key, value in whole.items()}, mesh, config.sp_layout)
-        history.append(train_step(engine, mesh, local, config, RATE, before_update=whole_loss(mesh)))
+        history.append(loss_and_norm(engine, mesh, local, config, RATE))
     stored = {
         f"model.{tied_ends(stage.model).get(name, name)}"
         for stage in engine.stages

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.harness.ranks import RankError, RankPool
 from tests.usp.hf.mixers.hybrids import hybrid
-from tests.usp.tiny import drawn_model, optimizer_steps, whole_loss
+from tests.usp.tiny import drawn_model, loss_and_norm, optimizer_steps
 from usp.config import TrainConfig
 from usp.hf.export import save_weights
 from usp.hf.models import model_facts
@@ -29,7 +29,7 @@ from usp.train.checkpoints import CHECKPOINTS
 from usp.train.engines.fsdp2 import Fsdp2Engine
 from usp.train.prepare import prepare
 from usp.train.resolve import resolve
-from usp.train.step import part_of, train_step
+from usp.train.step import part_of
 from usp.train.trainer import Trainer
 
 VOCAB, ROWS, LENGTH, STEPS = 384, 4, 64, 3
@@ -130,7 +130,7 @@ def steps(folder: str, flags: dict[str, Any], count: int = STEPS) -> list[tuple[
         part = part_of(mesh, config)
         own = {name: value[part.first : part.first + part.rows] for name, value in batch_of(step).items()}
         local = shard_batch(own, mesh, config.sp_layout)
-        history.append(train_step(engine, mesh, local, config, RATE, before_update=whole_loss(mesh)))
+        history.append(loss_and_norm(engine, mesh, local, config, RATE))
     return history
 
 
