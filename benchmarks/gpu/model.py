@@ -20,7 +20,7 @@ from usp.parallel import ParallelDims, ParallelMesh, local_tensor
 from usp.predict.job import ONE_DOCUMENT, Data
 from usp.train.build import EngineRecipe, build_engine
 from usp.train.resolve import resolve
-from usp.train.step import forward_backward, update
+from usp.train.step import backward
 
 from .setup import Setup, one_rank
 
@@ -112,8 +112,8 @@ def engine_step(
         batch = batch_of(config, model.vocab_size, mesh, data, device)
 
         def step() -> tuple[float, float]:
-            loss = float(forward_backward(engine, mesh, batch, config))
-            return loss, update(engine, loss, config, config.learning_rate)
+            loss = float(backward(engine, mesh, batch, config))
+            return loss, engine.step(config.learning_rate, config.max_grad_norm)
 
         yield step
 

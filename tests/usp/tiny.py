@@ -26,7 +26,7 @@ from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
 from usp.parallel import ParallelMesh
 from usp.train.engines.base import Engine
-from usp.train.step import forward_backward, sum_over_ranks, update
+from usp.train.step import backward, sum_over_ranks
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
 FEW_STEPS = 3  # where many grids are compared with one process; the third loss shows the optimizer's states
@@ -174,6 +174,6 @@ def loss_and_norm(
     engine: Engine, mesh: ParallelMesh, batch: Mapping[str, Tensor], config: TrainConfig, rate: float
 ) -> tuple[float, float]:
     """Run one optimizer step; return the loss over all ranks and the gradient norm."""
-    share = forward_backward(engine, mesh, batch, config)
+    share = backward(engine, mesh, batch, config)
     (loss,) = sum_over_ranks([share.item()], mesh, share.device)
-    return loss, update(engine, loss, config, rate)
+    return loss, engine.step(rate, config.max_grad_norm)

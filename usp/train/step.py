@@ -53,7 +53,7 @@ def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.de
     return (total / mesh.size("tp")).tolist()
 
 
-def forward_backward(
+def backward(
     engine: Engine,
     mesh: ParallelMesh,
     batch: Mapping[str, Tensor],
@@ -72,17 +72,12 @@ def forward_backward(
     return engine.forward_backward(micro_batches, NextTokenLoss(tokens))
 
 
-def update(engine: Engine, loss: float, config: TrainConfig, learning_rate: float) -> float:
-    """Update the weights, unless the loss is not finite; return the gradient norm before clipping, nan then."""
-    return engine.step(learning_rate, config.max_grad_norm) if math.isfinite(loss) else math.nan
-
-
 def train_step(
     engine: Engine, mesh: ParallelMesh, batch: Mapping[str, Tensor], config: TrainConfig, learning_rate: float
 ) -> float:
-    """Run one optimizer step whose loss nobody reads; return the gradient norm. Collective."""
-    forward_backward(engine, mesh, batch, config)
-    return update(engine, 0.0, config, learning_rate)
+    """Run one optimizer step, whatever its loss; return the gradient norm before clipping. Collective."""
+    backward(engine, mesh, batch, config)
+    return engine.step(learning_rate, config.max_grad_norm)
 
 
 def with_images(

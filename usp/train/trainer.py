@@ -57,17 +57,7 @@ from .build import EngineRecipe, build_engine, first_weights, moved_engine, resu
 from .engines.fsdp2 import Fsdp2Engine
 from .loop import TrainingLoop
 from .prepare import PreparedRun, PreparedStage, prepare
-from .step import (
-    Evaluations,
-    HeldOutLoss,
-    LearningRate,
-    forward_backward,
-    held_out_loss,
-    part_of,
-    perplexity,
-    sum_over_ranks,
-    update,
-)
+from .step import Evaluations, HeldOutLoss, LearningRate, backward, held_out_loss, part_of, perplexity, sum_over_ranks
 from .summary import predicted_job, predicted_lines
 
 MANY_EPOCHS = 4  # up to here, repeated data is worth about as much as new data (arXiv 2305.16264)
@@ -183,9 +173,9 @@ class Trainer(TrainingLoop):
         first_tokens = self.config.seq_len * torch.tensor(batch.own, device=self.device)
         inputs = batch.to(self.device) | {"first_tokens": first_tokens}
         self._attention_waited()  # what came before this step does not count
-        share = forward_backward(self.engine, self.mesh, inputs, self.config, batch.images)
+        share = backward(self.engine, self.mesh, inputs, self.config, batch.images)
         loss = self._exchange(batch, share)
-        norm = update(self.engine, loss, self.config, rate)
+        norm = self.engine.step(rate, self.config.max_grad_norm) if math.isfinite(loss) else math.nan
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
         tokens = len(batch.numbers) * self.config.seq_len

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -32,12 +31,10 @@ from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.samples import Samples, derived_seed
 from usp.run.failures import UserCodeFailed
 
-from .copies import CopyOptions, RoleCopies
-from .measure import SENT_BYTES, WHOLE_BYTES, merge, numbers_of, summarize
-from .rollouts import RolloutOptions, Rollouts
+from .measure import SENT_BYTES, WHOLE_BYTES, announce_lengths, merge, numbers_of, summarize
 from .state import TRANSFER_LANE, ExecutorState
 from .timeline import Event
-from .transfer import PendingTransfer, StepData, announce_lengths, batch_violations
+from .transfer import PendingTransfer, StepData, batch_violations
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,43 +59,7 @@ class StepResult:
 
 
 class Executor(ExecutorState):
-    """Executor of steps with the models of a plan. Construction is collective over the world.
-
-    Args:
-        folder: of the run, for its timeline; None: no files.
-        collect: keys whose values are collected on rank 0 after every step, of the `first` samples; None: of all.
-        progress: called with every operation of this rank as it begins.
-        before_changes: called on every rank with the number of the newest step, before the first operation on its
-            samples that changes weights, or the state of a function, else at its end. It returns metrics of these
-            samples; what it raises on all ranks leaves everything as the last step did.
-        copies: those of another executor, which hold all that this plan needs; None: built here.
-        rollouts: prompts are begun before their step, which takes those that are complete first. No change of plans.
-
-    rollouts: what is begun. failure: what `before_changes` raised.
-
-    Raises:
-        ValueError: naming every violation, if the plan does not fit the graph, its depth and the world size.
-        RanksDisagree: on every rank, if ranks have different graphs or plans.
-    """
-
-    def __init__(
-        self,
-        graph: DataflowGraph,
-        plan: ExecutionPlan,
-        options: CopyOptions,
-        *,
-        folder: Path | None = None,
-        collect: tuple[str, ...] = (),
-        first: int | None = None,
-        progress: Callable[[str], None] = lambda doing: None,
-        before_changes: Callable[[int], Mapping[str, float]] = lambda number: {},
-        copies: RoleCopies | None = None,
-        rollouts: RolloutOptions | None = None,
-    ) -> None:
-        super().__init__(graph, plan, options, folder=folder, collect=collect, first=first, copies=copies)
-        self._progress, self._before_changes = progress, before_changes
-        self.failure: UserCodeFailed | None = None
-        self.rollouts = None if rollouts is None else Rollouts(rollouts, self.graph, self.plan)
+    """Executor of steps with the models of a plan."""
 
     def another(
         self, graph: DataflowGraph, plan: ExecutionPlan, *, collect: tuple[str, ...], progress: Callable[[str], None]
@@ -213,7 +174,7 @@ class StepRunner:
 
     def __init__(self, executor: Executor, step: StepData) -> None:
         self._executor, self.step, self._rank = executor, step, dist.get_rank()
-        self._posted: list[tuple[PendingTransfer, Event]] = []  # which this rank has not waited for yet
+        self._posted: list[PendingTransfer] = []  # which this rank has not waited for yet
         self.ran: set[str] = set()
         self.metrics: dict[str, float] = {}
 
@@ -248,7 +209,7 @@ class StepRunner:
     def _call(self, call: ModelCall) -> None:
         """Run a call on this rank's samples, once its inputs have arrived."""
         executor, step, layout = self._executor, self.step, self._executor.plan[call.name]
-        self._wait([(t, event) for t, event in self._posted if call.name in t.consumers and t.received], call.name)
+        self._wait([t for t in self._posted if call.name in t.consumers and t.event.received], call.name)
         self.ran.add(call.name)
         number = layout.number_of(self._rank)
         batches = step.partition(call)[number]
@@ -321,19 +282,17 @@ class StepRunner:
         assert group
         event = executor.timeline.begin("transfer", operation.name)
         tag = executor.operations.index(operation)
-        transfer = PendingTransfer(messages, operation.calls, step, group=group, device=executor.device, tag=tag)
-        event.sent = transfer.sent
-        event.received = event.minimum = transfer.received
-        if transfer.sent and not transfer.received:
+        transfer = PendingTransfer(messages, operation.calls, step, event, group=group, device=executor.device, tag=tag)
+        self._posted.append(transfer)
+        if event.sent and not event.received:
             executor.timeline.end(event)
-        self._posted.append((transfer, event))
 
-    def _wait(self, posted: Sequence[tuple[PendingTransfer, Event]], what: str) -> None:
+    def _wait(self, posted: Sequence[PendingTransfer], what: str) -> None:
         """Wait for messages, and record the wait for `what` if this rank receives any."""
-        timeline, receives = self._executor.timeline, any(transfer.received for transfer, _ in posted)
+        timeline, receives = self._executor.timeline, any(transfer.event.received for transfer in posted)
         with timeline.record("wait", what) if receives else nullcontext():
-            for transfer, event in posted:
+            for transfer in posted:
                 transfer.wait()
-                if transfer.received:
-                    timeline.end(event)
-        self._posted = [pair for pair in self._posted if pair not in posted]
+                if transfer.event.received:
+                    timeline.end(transfer.event)
+        self._posted = [transfer for transfer in self._posted if transfer not in posted]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from usp.parallel import ParallelDims
 from usp.rlhf.algorithms.objectives import IS_MEAN, IS_SQUARE
@@ -57,6 +58,23 @@ def with_measures(
     layouts = {call.name: CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1)) for call, ranks in added}
     calls = (*graph.calls, *(call for call, _ in added))
     return replace(graph, calls=calls), replace(plan, calls={**plan.calls, **layouts})
+
+
+def announce_lengths(
+    step: StepData, calls: Sequence[str], group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Tell the ranks of a group the lengths of the sequences that calls generated, and the tickets of their prompts if
+    there are any. Collective: leaders fill in theirs, an all-reduce sums them."""
+    keys = [tokens_key(step.graph[name]) for name in calls]
+    lengths = torch.zeros(len(keys) + 1, step.samples, dtype=torch.int64, device=device)
+    for row, (key, name) in enumerate(zip(keys, calls, strict=True)):
+        for i in step.led(step.graph[name]):
+            lengths[row, i] = len(step.store[key][i])
+            lengths[-1, i] = step.tickets[i] if step.tickets is not None else 0
+    dist.all_reduce(lengths, group=group)
+    *of_keys, tickets = lengths.tolist()
+    step.lengths.update(zip(keys, of_keys, strict=True))
+    step.tickets = None if step.tickets is None else tickets
 
 
 def sampling_difference(samples: Samples, reduce: Reduce) -> Samples:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from usp.rlhf.graph import DataflowGraph, TrainStep
 from usp.rlhf.plan.operations import copy_of, schedule
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
 from usp.rlhf.samples import Samples, fingerprint
+from usp.run.failures import UserCodeFailed
 
 from .copies import CopyOptions, RoleCopies
 from .measure import with_measures
+from .rollouts import RolloutOptions, Rollouts
 from .timeline import Timeline, clock_offset
 from .transfer import StepData
 
@@ -26,11 +28,28 @@ TRANSFER_LANE = "transfer"  # transfers overlap with calls, whose communication 
 
 
 class ExecutorState:
-    """The graph and the plan that all ranks agree on, the models and process groups, and the samples in flight.
+    """The graph and the plan that all ranks agree on, with models, process groups, and samples in flight.
+
+    Construction is collective over the world.
+
+    Args:
+        folder: of the run, for its timeline; None: no files.
+        collect: keys whose values are collected on rank 0 after every step, of the `first` samples; None: of all.
+        progress: called with every operation of this rank as it begins.
+        before_changes: called on every rank with the number of the newest step, before the first operation on its
+            samples that changes weights, or the state of a function, else at its end. It returns metrics of these
+            samples; what it raises on all ranks leaves everything as the last step did.
+        copies: those of another executor, which hold all that this plan needs; None: built here.
+        rollouts: prompts are begun before their step, which takes those that are complete first. No change of plans.
 
     graph, plan, operations: of a step, the calls that measure included. copies: the models of this rank. copy_of: the
         copy of the weights that each call uses.
     in_flight: steps whose samples are made and not trained on yet, the oldest first; set to continue from a checkpoint.
+    rollouts: what is begun. failure: what `before_changes` raised.
+
+    Raises:
+        ValueError: naming every violation, if the plan does not fit the graph, its depth and the world size.
+        RanksDisagree: on every rank, if ranks have different graphs or plans.
     """
 
     def __init__(
@@ -42,16 +61,21 @@ class ExecutorState:
         folder: Path | None = None,
         collect: tuple[str, ...] = (),
         first: int | None = None,
+        progress: Callable[[str], None] = lambda doing: None,
+        before_changes: Callable[[int], Mapping[str, float]] = lambda number: {},
         copies: RoleCopies | None = None,
+        rollouts: RolloutOptions | None = None,
     ) -> None:
         assert dist.group.WORLD
         self._rank, self._world = dist.get_rank(), [dist.group.WORLD]
         self._without_measures, self._options, self._collect, self._first = graph, options, collect, first
         self.groups, self.device = options.groups, options.device
+        self._progress, self._before_changes, self.failure = progress, before_changes, cast(UserCodeFailed | None, None)
         self.in_flight: list[StepData] = []
         self._collected: list[Samples] = []
         graph, plan = self._agreed(plan)
         self.copies = copies or RoleCopies(graph, plan, options)
+        self.rollouts = None if rollouts is None else Rollouts(rollouts, graph, plan)
         self.timeline = Timeline(self._rank, clock_offset(device=self.device), self.device, folder)
         self._get_ready(graph, plan)
         for operation in self.operations if copies is None else ():

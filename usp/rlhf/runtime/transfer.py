@@ -17,20 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from usp.rlhf.graph import (
-    Compute,
-    DataflowGraph,
-    Generate,
-    KeyKind,
-    ModelCall,
-    TrainStep,
-    canonical,
-    key_kinds,
-    tokens_key,
-    unit,
-)
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, KeyKind, ModelCall, TrainStep, canonical, key_kinds, unit
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.samples import Partition, Samples, batch_violation, partition
+
+from .timeline import Event
 
 PROMPTS = "prompt_ids"
 Lengths = Mapping[str, Sequence[int]]  # key of sequences -> number of tokens by sample id
@@ -232,23 +223,6 @@ class StepData:
             self.store[key] = dict(enumerate(shaped))
 
 
-def announce_lengths(
-    step: StepData, calls: Sequence[str], group: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    """Tell the ranks of a group the lengths of the sequences that calls generated, and the tickets of their prompts if
-    there are any. Collective: leaders fill in theirs, an all-reduce sums them."""
-    keys = [tokens_key(step.graph[name]) for name in calls]
-    lengths = torch.zeros(len(keys) + 1, step.samples, dtype=torch.int64, device=device)
-    for row, (key, name) in enumerate(zip(keys, calls, strict=True)):
-        for i in step.led(step.graph[name]):
-            lengths[row, i] = len(step.store[key][i])
-            lengths[-1, i] = step.tickets[i] if step.tickets is not None else 0
-    dist.all_reduce(lengths, group=group)
-    *of_keys, tickets = lengths.tolist()
-    step.lengths.update(zip(keys, of_keys, strict=True))
-    step.tickets = None if step.tickets is None else tickets
-
-
 def whole_of_parts(parts: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return tensors of which each rank has other parts, and zeros elsewhere, whole on every rank. Collective."""
     whole = {}
@@ -265,11 +239,9 @@ class PendingTransfer:
     Point to point: a collective that waits for one sender would delay the next one in its group.
 
     Args:
-        tag: unique among the group's concurrent transfers.
-
-    Attributes:
         consumers: the calls that need the values.
-        sent, received: bytes.
+        event: is filled in with the bytes.
+        tag: unique among the group's concurrent transfers.
     """
 
     def __init__(
@@ -277,12 +249,13 @@ class PendingTransfer:
         messages: Messages,
         consumers: tuple[str, ...],
         step: StepData,
+        event: Event,
         *,
         group: dist.ProcessGroup,
         device: torch.device,
         tag: int,
     ) -> None:
-        self.consumers, self._messages, self._step = consumers, messages, step
+        self.consumers, self.event, self._messages, self._step = consumers, event, messages, step
         # The buffers must stay alive until the messages complete.
         self._outgoing: list[Tensor] = []
         self._incoming: dict[int, Tensor] = {}
@@ -296,7 +269,8 @@ class PendingTransfer:
                 size = message_bytes(message, step.kinds, step.lengths)
                 self._incoming[source] = torch.empty(size, dtype=torch.uint8, device=device)
                 posts.append(dist.P2POp(dist.irecv, self._incoming[source], source, group, tag))
-        self.sent, self.received = sum(map(len, self._outgoing)), sum(map(len, self._incoming.values()))
+        event.sent, event.received = sum(map(len, self._outgoing)), sum(map(len, self._incoming.values()))
+        event.minimum = event.received
         self._works = dist.batch_isend_irecv(posts) if posts else []
 
     def wait(self) -> None:
