@@ -33,8 +33,8 @@ from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
+from usp.optimizers import AdamW
 from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
-from usp.train.engines.base import AdamW
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
 RANKS, ZERO, LEARNING_RATE, DECAY = 4, 3, 1e-3, 0.01

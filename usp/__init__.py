@@ -1,6 +1,6 @@
 """Long-context training on a ring x ulysses mesh. Each file imports only earlier ones:
 
-run, sp, data, losses, fields, presets, config, model, hf, predict, train, rlhf, planning,
+run, sp, data, losses, fields, presets, optimizers, config, model, hf, predict, train, rlhf, planning,
 commands, __main__.
 """
 

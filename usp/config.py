@@ -9,7 +9,7 @@ depends on the machine. The annotation of a field holds the rule on its values; 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,11 +36,11 @@ from usp.fields import (
     shown,
     without_effect,
 )
+from usp.optimizers import OPTIMIZERS, optimizers_by_option
 from usp.parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES
 from usp.presets import PRESETS
 
 ENGINES = ("fsdp2", "deepspeed")
-OPTIMIZERS = ("adamw", "muon")
 AC_MODES = ("none", "selective", "attention-saved", "full")
 PLANS = ("none", "auto")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -60,12 +60,14 @@ UNPREDICTED = frozenset({
     "export_dtype", "profile", "compile", "engine", "plan", "hardware", "data", "data_field", "packing",
     "bad_rows", "train_on", "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template",
     "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
-    "lr_decay_steps", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum",
-    "max_grad_norm", "lora_alpha", "lora_merge", "early_stopping_patience", "add_tokens", "balance_rows",
-    "sample_prompts", "sample_every", "sample_tokens", "sample_temperature", "router_bias_update_rate",
+    "lr_decay_steps", "warmup_steps", "weight_decay", "max_grad_norm", "lora_alpha", "lora_merge",
+    "early_stopping_patience", "add_tokens", "balance_rows", "sample_prompts", "sample_every", "sample_tokens",
+    "sample_temperature", "router_bias_update_rate",
+    *(option for optimizer in OPTIMIZERS.values() for option in optimizer.options),
 })  # fmt: skip
 MAX_TIMEOUT = 86400.0  # a day: process groups wait a few times longer, which torch counts in int32 milliseconds
 
+OPTIMIZER_HELP = " ".join(["Optimizer.", *(f"{name}: {each.help}." for name, each in OPTIMIZERS.items() if each.help)])
 MODEL_HELP = f"Preset with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint directory."
 
 # Aliases, because a lambda in an annotation that is a string does not see the names of this module.
@@ -79,6 +81,11 @@ AuxLoss = Annotated[
     float, Rule(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the model's own value")
 ]
 Norm = Annotated[float, Rule(lambda value: value > 0, "positive; inf disables clipping")]
+
+
+def _only_with(option: str, optimizers: Sequence[str]) -> OnlyWith:
+    why = f"is an option of --optimizer {' or '.join(optimizers)}: remove it"
+    return OnlyWith((option,), lambda c: c.optimizer in optimizers, why)
 
 
 # Options that have an effect only beside another one: those that rlhf.py has, too, and others of train.py.
@@ -120,7 +127,7 @@ _OF_TRAINING = (
         lambda c: c.sample_every,
         "is an option of --sample-every: give that, or remove it",
     ),
-    OnlyWith(("muon_momentum",), lambda c: c.optimizer == "muon", "is an option of --optimizer muon: remove it"),
+    *(_only_with(option, names) for option, names in optimizers_by_option().items()),
     OnlyWith(("fp8_emulate",), lambda c: c.fp8 != "none", "is an option of --fp8, which is none: remove it"),
     OnlyWith(
         ("indexer_warmup",), lambda c: c.indexer_loss_coef, "trains by the loss of --indexer-loss-coef: give that"
@@ -390,8 +397,7 @@ class _Training:
     """Dense warm-up: attend to all keys, and train only the indexers, to score keys by the attention weights."""
     learning_rate: Annotated[float, RATE] = AUTO_RATE
     """Peak learning rate. auto: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA."""
-    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
-    """Optimizer. muon: Muon for the matrices of the layers and AdamW for the rest, at the same learning rate."""
+    optimizer: Annotated[str, one_of(tuple(OPTIMIZERS)), arg(help=OPTIMIZER_HELP)] = "adamw"
     muon_momentum: Fraction = 0.95
     """Nesterov momentum of Muon."""
     warmup_steps: AtLeast0 = 10

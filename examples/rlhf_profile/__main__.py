@@ -156,10 +156,10 @@ def _known(out: Path, nothing: Measurements) -> Measurements:
 
 def _calls(asked: RlhfProfileConfig, dtype, samples: int, zero: Sequence[int], launch: Launch):
     """Return the calls of the algorithm in every layout of the launched ranks."""
+    from usp.optimizers import AdamW
     from usp.planning.rlhf_question import described_graph, model_shapes, role_config
     from usp.planning.rlhf_search import OptionSpace, options
     from usp.rlhf.roles.role_model import RoleSpec
-    from usp.train.engines.base import AdamW
 
     from .measuring import Asked
 

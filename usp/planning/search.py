@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from usp.config import AC_MODES, TrainConfig
 from usp.model.facts import ModelFacts
+from usp.optimizers import OPTIMIZERS
 from usp.parallel import PP_SCHEDULES, bubble_fraction, divisors, micro_batch_violation
 from usp.predict.devices import Memory
 from usp.predict.seconds import StepTime, exposure
@@ -234,8 +235,8 @@ class Search:
     ) -> None:
         self.question, self.predictor, self.every, self.only = question, predictor, every, only
         self.usable = question.usable
-        # Muon multiplies matrices there, and float8 gathers need its largest weights.
-        on_device = question.base.optimizer == "muon" or question.base.fp8 == "tensor"
+        # Float8 gathers need the largest weights there.
+        on_device = OPTIMIZERS[question.base.optimizer].only_on_device or question.base.fp8 == "tensor"
         self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second) and not on_device
         self.waits: dict[tuple[int, ...], float] = {}  # by inner degrees, as the layouts with the largest micro-batches
         self.largest: dict[tuple[int, ...], TrainConfig] = {}

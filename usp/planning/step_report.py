@@ -18,6 +18,7 @@ from rich.console import Group, RenderableType
 from usp.config import TrainConfig
 from usp.hf.models import formula_violation, model_facts
 from usp.model.facts import ModelFacts
+from usp.optimizers import OPTIMIZERS
 from usp.parallel.cluster.hardware import Hardware
 from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
@@ -120,7 +121,7 @@ def step_report(
     if run and run.document_tokens and not found.documents:
         found = replace(found, documents=(even_documents(run.document_tokens, config.seq_len),))
     job = job_of(config, model, world_size, data=found)
-    if not (config.lora_rank or config.optimizer != "adamw" or formula_violation(config.model, model)):
+    if not (config.lora_rank or OPTIMIZERS[config.optimizer].approximate or formula_violation(config.model, model)):
         return StepReport(job, hardware, run)
     if found.router_imbalance != 1:
         raise ConfigurationError("--router-imbalance: a dry run's routers choose experts evenly: remove it")

@@ -103,8 +103,8 @@ RING_LAUNCHES = 8  # per step after the first: two messages, attention, merging 
 # Time of the host in operators, about as on a CPU under gloo: of a collective that FSDP2 or DTensor issues, without its
 # message, and of a training step besides its layers (embedding, head, gradients' norm, optimizer).
 COLLECTIVE_LAUNCHES, STEP_LAUNCHES = {"fsdp": 45.0, "efsdp": 45.0, "tp": 30.0}, 200
-# Bytes per element: gradient read for the norm; read and written by clipping; parameter and both states likewise.
-OPTIMIZER_BYTES = 4 + 8 + 3 * 8
+# Bytes per element: gradient read for the norm, and read and written by clipping; parameter and each state likewise.
+CLIP_BYTES, UPDATE_BYTES = 4 + 8, 8
 
 
 class Seconds(NamedTuple):
@@ -411,17 +411,14 @@ def sharing(job: Job, hardware: Hardware) -> int:
     return min(hardware.host_devices, job.world_size)
 
 
-NEWTON_SCHULZ = 5  # steps of Muon, each of three products
-
-
 def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
-    """Return the time of gradient norm, clipping and AdamW on this rank or its host, and of Muon's bfloat16 products,
-    whose matrices are divided among the ranks that share them."""
-    nbytes = OPTIMIZER_BYTES * elements(job, rank, "trained_shard")
+    """Return the time of gradient norm, clipping and update on this rank or its host, and of the update's products of
+    whole matrices, which are divided among the ranks that share them."""
+    nbytes = (CLIP_BYTES + UPDATE_BYTES * (1 + job.optimizer.states)) * elements(job, rank, "trained_shard")
     if job.config.optim_offload:
         return hardware.host_memory_seconds(nbytes, sharing(job, hardware))
     seconds = hardware.memory_seconds(nbytes)
-    if job.config.optimizer != "muon":
+    if (special := job.optimizer.of_matrices) is None:
         return seconds
     for index, number in job.kinds(*job.stages(rank)):
         layer = job.model.layers[index]
@@ -430,9 +427,8 @@ def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
         for p in layer.experts if not job.frozen else ():
             matrices.append((p.shape[0] / (job.dims.ep * job.degree("efsdp")), min(p.shape[1:]), max(p.shape[1:])))
         for share, rows, columns in matrices:  # the short side first
-            products = [Product.of(rows, columns, rows, 2), Product.of(rows, rows, rows, 2)]
-            products.append(Product.of(rows, rows, columns, 2))
-            each = NEWTON_SCHULZ * sum(product.seconds(hardware, "bfloat16") for product in products)
+            products = (Product.of(*sides, 2) for sides in special.products(rows, columns))
+            each = special.times * sum(product.seconds(hardware, "bfloat16") for product in products)
             seconds += number * share * each
     return seconds
 

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZer
 from usp.attention import OF_DOCUMENTS, SequenceLayout, layout_name
 from usp.config import TrainConfig
 from usp.model.facts import LayerShape, ModelShape, ParameterShape
+from usp.optimizers import OPTIMIZERS, Optimizer
 from usp.parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
 from usp.parallel.dims import DERIVED_AXES
 
@@ -127,6 +128,10 @@ class Job:
         """The compute dtype; master weights and reductions are float32. `auto` is a GPU's, except with device=cpu."""
         auto = torch.float32 if self.config.device == "cpu" else torch.bfloat16
         return auto if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return OPTIMIZERS[self.config.optimizer]
 
     @property
     def frozen(self) -> bool:

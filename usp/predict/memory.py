@@ -28,14 +28,13 @@ from usp.attention import HeadPlan
 from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape
 
 from .job import ADAPTER, Job, Schedule, actions, shared
-from .traffic import FLOAT32, INT64, Unit, elements, muon_elements, stage_units
+from .traffic import FLOAT32, INT64, Unit, elements, matrix_elements, stage_units
 
 _RECURRENT = re.compile(r"A_log|conv|dt_bias")  # in the names of parameters
 _ATTENTION = re.compile(r"q_proj|qkv|query|c_attn|q_a_proj|q_b_proj")
 # Bytes that a recurrent layer saves per result of its products, in torch's code of the recurrence: from dry runs of
 # qwen3_next (gated delta rule) and bamba (Mamba-2).
 DELTA_BYTES, STATE_SPACE_BYTES = 28, 43
-MUON_BYTES = 14  # per element of a matrix: what is sent, received and iterated in bfloat16, and a float32 gradient
 Flight = tuple[tuple[int, int], ...]  # (stage, micro-batches)
 Backward = tuple[int, bool, bool]  # (stage, whether it is the input half, whether the stage had one before)
 NORM_BYTES = 4 * FLOAT32  # per element of a norm's backward: its gradient, that of the mean square, and their sum
@@ -281,7 +280,7 @@ class Footprint:
 
     parameters: int  # float32 shards of the weights
     gradients: int  # likewise
-    optimizer: int  # AdamW's two moments
+    optimizer: int  # its states
     activations: int  # saved between forward and backward on the device, over all micro-batches in flight
     host: int  # the peak of host memory
     peak: Moment  # the highest of the step on the device
@@ -299,8 +298,11 @@ def _states(job: Job, rank: int) -> tuple[int, int, int]:
     """Return the bytes of (parameters, gradients, optimizer) in the shards of `rank`."""
     gradients = FLOAT32 * (trained := elements(job, rank, "trained_shard"))
     frozen = elements(job, rank, "shard") - trained
-    matrices = sum(sum(muon_elements(job, stage)) for stage in job.stages(rank))  # with one state
-    return gradients + frozen * job.weights.itemsize, gradients, 2 * gradients - FLOAT32 * matrices
+    optimizer, special = job.optimizer.states * gradients, job.optimizer.of_matrices
+    if special:
+        matrices = sum(sum(matrix_elements(job, stage)) for stage in job.stages(rank))
+        optimizer += (special.states - job.optimizer.states) * FLOAT32 * matrices
+    return gradients + frozen * job.weights.itemsize, gradients, optimizer
 
 
 def peak_moment(job: Job, rank: int) -> Moment:
@@ -322,13 +324,13 @@ def peak_moment(job: Job, rank: int) -> Moment:
     highest = Moment(*parts)  # pyright: ignore[reportArgumentType]
     if config.optim_offload:
         return highest
-    muon = 0
-    if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
+    update = 0
+    if special := job.optimizer.of_matrices:
         layers = [job.model.layers[kind] for kind, _ in job.kinds(*job.stages(rank))]
         matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
-        muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
-    if shards + muon > total:
-        highest = Moment("optimizer", gradients=shards, transient=buffers + muon)
+        update = special.temporary * max(math.prod(p.shape[-2:]) for p in matrices)
+    if shards + update > total:
+        highest = Moment("optimizer", gradients=shards, transient=buffers + update)
     return highest._replace(parameters=parameters, optimizer=optimizer)
 
 

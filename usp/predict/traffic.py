@@ -226,10 +226,11 @@ def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
         yield all_reduce("ends", own * columns * FLOAT32, 2)
 
 
-def muon_elements(job: Job, stage: int) -> tuple[int, int]:
-    """Return the elements that Muon updates in the shards of a stage: of matrices, and of experts."""
+def matrix_elements(job: Job, stage: int) -> tuple[int, int]:
+    """Return the elements in the shards of a stage that the optimizer updates by whole matrices: of matrices, and of
+    experts."""
     matrices = experts = 0.0
-    if job.config.optimizer == "muon":
+    if job.optimizer.of_matrices:
         for index, (unit, *others) in zip(job.stage_layers[stage], stage_units(job, stage).layers, strict=True):
             trained = [p for p in job.model.layers[index].parameters if ADAPTER in p.name or not job.frozen]
             share = sum(p.numel for p in trained if len(p.shape) == 2) / max(1, sum(p.numel for p in trained))
@@ -238,11 +239,11 @@ def muon_elements(job: Job, stage: int) -> tuple[int, int]:
     return round(matrices), round(experts)
 
 
-def muon_traffic(job: Job, rank: int) -> Iterator[Sent]:
-    """Yield the shards of matrices that go to the rank that orthogonalizes them and back; most experts are whole."""
-    ranks, elements = job.degree("fsdp"), sum(muon_elements(job, stage)[0] for stage in job.stages(rank))
-    if elements and job.config.zero and ranks > 1:
-        yield Sent("fsdp", "alltoall_base_", 2 * BFLOAT16 * elements * (ranks - 1) // ranks, calls=2)
+def matrix_traffic(job: Job, rank: int) -> Iterator[Sent]:
+    """Yield the shards of matrices that go to the rank that updates them and back; most experts are whole."""
+    ranks, elements = job.degree("fsdp"), sum(matrix_elements(job, stage)[0] for stage in job.stages(rank))
+    if (special := job.optimizer.of_matrices) and elements and job.config.zero and ranks > 1:
+        yield Sent("fsdp", "alltoall_base_", special.sent * elements * (ranks - 1) // ranks, calls=2)
 
 
 def scale_traffic(job: Job, rank: int) -> Iterator[Sent]:
@@ -379,7 +380,7 @@ def pass_parts(job: Job, rank: int) -> ByPass:
         parts[kind] += sents
     if job.trained:
         parts["forward"] += _sums(job, FLOAT64, "loss")
-        parts["update"] += [*tied_traffic(job, rank), *muon_traffic(job, rank), *scale_traffic(job, rank)]
+        parts["update"] += [*tied_traffic(job, rank), *matrix_traffic(job, rank), *scale_traffic(job, rank)]
         parts["update"] += _sums(job, FLOAT64, "pp", "loss", "tp")
     if job.counts_choices and job.last_stage in job.stages(rank):
         parts["count"] += _choice_sums(job)

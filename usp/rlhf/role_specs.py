@@ -19,10 +19,10 @@ from usp.hf.models import (
 )
 from usp.hf.tensor_parallel import tp_problems
 from usp.model.facts import ep_violations, pp_violations
+from usp.optimizers import AdamW
 from usp.presets import PRESETS
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_model import RoleSpec
-from usp.train.engines.base import AdamW
 from usp.train.resolve import lora_of, lora_problems
 from usp.train.validate import balance_violations, with_flags
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,14 +38,15 @@ from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import fill_buffers, initialise, load_weights
 from usp.losses import UNCHANGED
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, compile_layers
+from usp.optimizers import OPTIMIZERS, UpdateRule
 from usp.parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
 from usp.presets import PRESETS
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
 
-from .engines.base import AdamW, Engine, PipelineRunner
+from .engines.base import Engine, PipelineRunner
 from .engines.deepspeed import DeepSpeedEngine
-from .engines.fsdp2 import Fsdp2Engine, Muon
+from .engines.fsdp2 import Fsdp2Engine
 from .resolve import lora_of
 
 
@@ -72,7 +72,7 @@ class EngineRecipe:
     model: models.ModelConfig
     dtype: torch.dtype
     zero: int | None
-    optimizer: AdamW | None
+    optimizer: UpdateRule | None
     engine: str = "fsdp2"
     pp_schedule: str = "1f1b"
     sp_layout: str = "zigzag"
@@ -101,12 +101,11 @@ class EngineRecipe:
     def of(config: TrainConfig, model: models.ModelConfig) -> EngineRecipe:
         """Return the recipe of a training run; `config` is resolved, and has no `auto` left."""
         lora, dtype = lora_of(config, model), getattr(torch, config.dtype)
-        rule = partial(Muon, momentum=config.muon_momentum) if config.optimizer == "muon" else AdamW
         different: dict[str, Any] = {
             "model": model,
             "dtype": dtype,
             "sp_layout": layout_name(config.sp_layout, models.model_facts("", model).windows),
-            "optimizer": rule(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
+            "optimizer": OPTIMIZERS[config.optimizer].rule.of(config),
             "kernel": config.attention_kernel,
             "balance": models.aux_loss_coefficient(model, config.router_aux_loss_coef),
             "weights_dtype": dtype if lora else torch.float32,  # frozen weights need no float32 copy

@@ -121,7 +121,7 @@ def resume_violations(
             "the stages of --curriculum that end before the checkpoint must have the same steps, seq_len, data and "
             "global_batch_size as before"
         )
-    if (before := saved.config.get("optimizer", "adamw")) != config.optimizer:
+    if (before := saved.config.get("optimizer", TrainConfig.optimizer)) != config.optimizer:
         problems.append(f"--optimizer = {config.optimizer} (checkpoint: {before}) has other states: use the same")
     problems += lora_violations(saved.config, config)
     return problems + steps_violations(saved.step, config.steps, finished_too)

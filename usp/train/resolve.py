@@ -15,6 +15,7 @@ from usp.fields import flag
 from usp.hf import models
 from usp.hf.images import bidirectional, sees_images
 from usp.model.facts import ModelFacts, ModelShape
+from usp.optimizers import OPTIMIZERS
 from usp.parallel import ParallelDims
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
 from usp.presets import LORA_RATE, PRESETS, settled_rate
@@ -287,5 +288,5 @@ def _approximations(config: TrainConfig, model: models.ModelConfig) -> Iterator[
         yield "ranks are assumed to receive all keys that the mask shows, and not only those that indexers choose"
     if config.lora_rank:
         yield "what frozen weights need not save is estimated"
-    if config.optimizer == "muon":
-        yield "temporaries of Muon are estimated"
+    if estimated := OPTIMIZERS[config.optimizer].approximate:
+        yield estimated

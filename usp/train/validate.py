@@ -18,11 +18,12 @@ from typing import Any, cast
 from usp.config import CommonConfig, TrainConfig, by_stage
 from usp.fields import as_given, changed_ones, flag, shared_values, value_violations
 from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
+from usp.optimizers import OPTIMIZERS
 from usp.parallel import ParallelDims, divisors, micro_batch_violation, schedule_violation, stages_per_rank
 
 _NOT_BY_DEEPSPEED = (
-    *("tp", "pp", "ep", "dp_replicate", "lora_rank", "compile", "fp8", "optimizer", "sample_every"),
-    *("indexer_loss_coef", "router_bias_update_rate"),
+    *("tp", "pp", "ep", "dp_replicate", "lora_rank", "compile", "fp8", "sample_every", "indexer_loss_coef"),
+    "router_bias_update_rate",
 )
 
 
@@ -217,13 +218,7 @@ def _engine(config: TrainConfig) -> Iterator[str]:
 
 
 def _optimizer(config: TrainConfig) -> Iterator[str]:
-    if config.optimizer != "muon":
-        return
-    if config.optim_offload:
-        yield "--optimizer muon multiplies matrices, slowly on the host: --optim-offload needs --optimizer adamw"
-    if config.tp > 1 and config.ep > 1:
-        degrees = f"--tp {config.tp} with --ep {config.ep}"
-        yield f"--optimizer muon does not support {degrees}: use --tp 1 or --ep 1, or --optimizer adamw"
+    yield from OPTIMIZERS[config.optimizer].violations(config)
 
 
 def _float8(config: TrainConfig) -> Iterator[str]:

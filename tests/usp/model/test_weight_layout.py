@@ -15,11 +15,11 @@ from tests.usp.tiny import CONFIGS
 from usp.hf.models import load_model_config, model_facts, scalar_config
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape, weight_layout
+from usp.optimizers import AdamW
 from usp.parallel import ParallelDims, ParallelMesh, ParamLayout, gather_layout, plan_realloc
 from usp.parallel.reallocation.boxes import Box
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec
-from usp.train.engines.base import AdamW
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from usp.config import TrainConfig
+from usp.optimizers import AdamW
 from usp.train.checkpoints import TrainingState, random_state, restore_random_state, resume_changes, resume_violations
-from usp.train.engines.base import AdamW
 
 CPU = torch.device("cpu")
 MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=2, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})

@@ -20,8 +20,9 @@ from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss, global_token_count
+from usp.optimizers import AdamW
 from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
-from usp.train.engines.base import AdamW, Engine
+from usp.train.engines.base import Engine
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
 pytestmark = pytest.mark.skipif(

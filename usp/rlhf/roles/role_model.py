@@ -26,6 +26,7 @@ from usp.hf.models import ModelConfig, is_scalar, materialise, model_facts
 from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
 from usp.losses import Head, LastHidden
+from usp.optimizers import AdamW
 from usp.parallel import ParallelMesh
 from usp.rlhf.algorithms.objectives import NextToken
 from usp.rlhf.generation.generate import Generator, RolloutEngine, generate_samples
@@ -35,7 +36,7 @@ from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
 from usp.run.failures import TrainingDiverged
 from usp.train.build import EngineRecipe, build_stages, first_weights, fsdp2_engine
-from usp.train.engines.base import AdamW, MicroBatch, forward_only
+from usp.train.engines.base import MicroBatch, forward_only
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
 from .rows import micro_batches, plan_rows, sequences_of, unpack

@@ -1,4 +1,4 @@
-"""The interface of an engine and its optimizer; running pipeline stages; forward passes without gradients.
+"""The interface of an engine; running pipeline stages; forward passes without gradients.
 
 Forward passes evaluate a model, infer for RLHF, and count which experts a step's tokens choose for its load-balancing
 loss. They keep nothing for a backward, so they do not raise the peak memory, and they are exact for every layout and
@@ -7,20 +7,19 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
-from usp.parallel import ParallelMesh, local_tensor, rank_stages
+from usp.parallel import ParallelMesh, rank_stages
 from usp.parallel.fsdp import forget_forwards
 from usp.parallel.pipeline import Pipeline
 
@@ -51,7 +50,7 @@ class Engine(Protocol):
     def state(self) -> dict[str, Tensor]:
         """Return weights and optimizer state under names that depend on neither layout nor engine.
 
-        "model.<name>" and "optimizer.<name>.exp_avg", ".exp_avg_sq", ".step" (Muon: ".momentum_buffer"), with
+        "model.<name>" and for each state of the optimizer "optimizer.<name>.<state>", such as ".exp_avg", with
         transformers' names; of persistent buffers and frozen parameters only "model.<name>", unless adapters are
         trained. DTensors of the global shape, or plain tensors that are the same on every rank.
         """
@@ -59,42 +58,6 @@ class Engine(Protocol):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state`: the result of `state()`, its tensors filled from a checkpoint."""
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """AdamW; the learning rate is an argument of every step."""
-
-    weight_decay: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-
-    def over(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """Return torch's fused AdamW over `parameters`, with weight decay on matrices only."""
-        groups: dict[float, dict[str, Any]] = {}
-        kind = torch.optim.AdamW  # itself for plain tensors: DeepSpeed takes no class that it does not know
-        for parameter in parameters:
-            decay = self.weight_decay if parameter.ndim >= 2 else 0.0
-            groups.setdefault(decay, {"params": [], "weight_decay": decay})["params"].append(parameter)
-            kind = _LocalAdamW if isinstance(parameter, DTensor) else kind
-        return kind(list(groups.values()), betas=self.betas, eps=self.eps, fused=True)
-
-    @staticmethod
-    def first_state(parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state that the first step would make: the count is where the fused kernel updates it."""
-        moment = partial(torch.zeros_like, parameter.detach())
-        return {"step": torch.zeros((), device=parameter.device), "exp_avg": moment(), "exp_avg_sq": moment()}
-
-
-class _LocalAdamW(torch.optim.AdamW):
-    """AdamW that updates the local parts of DTensors, which are sharded like their gradients. DTensor itself would look
-    for a sharding of every parameter's update, which takes seconds on every new mesh."""
-
-    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
-        has_complex = super()._init_group(group, *tensors)
-        for kind in tensors:
-            kind[:] = map(local_tensor, kind)
-        return has_complex
 
 
 def loss_share(

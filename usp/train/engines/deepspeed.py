@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor, Shard
 from usp.hf.disk import stored_tensors
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
+from usp.optimizers import UpdateRule
 from usp.parallel import ParallelMesh
 
-from .base import AdamW, MicroBatch, count_choices, loss_share
+from .base import MicroBatch, count_choices, loss_share
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST_BUCKET = 50_000_000  # elements of gradients that are reduced together
@@ -52,7 +53,7 @@ class DeepSpeedEngine:
         mesh: ParallelMesh,
         *,
         zero: int,
-        optimizer: AdamW,
+        optimizer: UpdateRule,
         param_dtype: torch.dtype = torch.float32,
         offload: bool = False,
     ) -> None:
@@ -62,7 +63,7 @@ class DeepSpeedEngine:
         self.stages, self.stage, self.mesh, self.zero = stages, stages[0], mesh, zero
         self.parameters = dict(self.stage.model.named_parameters())
         self.deepspeed = load_deepspeed(mesh.device_type)
-        self.optimizer = optimizer.over(self.parameters.values())
+        self.optimizer = optimizer.over(self.parameters.values(), (), mesh)
         host = {"device": "cpu", "pin_memory": mesh.device_type == "cuda"} if offload else None
         shapes = [p.shape for p in self.parameters.values()]
         with _own_errors_only():
@@ -77,7 +78,7 @@ class DeepSpeedEngine:
             self.deepspeed.zero.register_external_parameter(self.stage, head.weight)
         # AdamW would create moments in the first step, where ZeRO 1 and 2 find only the first group's parts.
         for flat in self._flat_groups():
-            self.optimizer.state[cast(nn.Parameter, flat)].update(AdamW.first_state(flat))
+            self.optimizer.state[cast(nn.Parameter, flat)].update(optimizer.first_state(flat))
         if self.zero in (1, 2):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 

@@ -20,6 +20,7 @@ from usp.hf.experts import logits_index, router_modules
 from usp.hf.export import save_weights
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import load_model_config, scalar_config
+from usp.optimizers import AdamW
 from usp.parallel import ParallelDims, ParallelMesh, ProcessGroups
 from usp.parallel.reallocation.boxes import local_box, local_part
 from usp.rlhf.generation.decoding import GeneratedResponse
@@ -30,7 +31,6 @@ from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.roles.rows import pack_lengths
 from usp.rlhf.samples import Samples, derived_seed
 from usp.run.failures import TrainingDiverged
-from usp.train.engines.base import AdamW
 
 LENGTHS = [41, 1, 3, 19, 7, 2, 30, 5, 11, 23, 4, 13]
 MINI_BATCHES = (range(6), range(6, 12))

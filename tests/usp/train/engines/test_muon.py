@@ -25,6 +25,7 @@ from tests.usp.tiny import ADAM_EPS, ROWS, SEQ_LEN, loss_alone, loss_and_norm, p
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.models import empty_model, load_model_config
+from usp.optimizers import MuonAdamW
 from usp.parallel import ParallelMesh
 from usp.parallel.reallocation.boxes import local_box
 from usp.parallel.wire import SentBytes
@@ -32,7 +33,7 @@ from usp.predict.meter import OPTIMIZER
 from usp.run.failures import ConfigurationError
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.dry_run import dry_run
-from usp.train.engines.fsdp2 import Fsdp2Engine, MuonAdamW
+from usp.train.engines.fsdp2 import Fsdp2Engine
 from usp.train.resolve import job_of, resolve
 
 STEPS, RATE = 2, 3e-3
