@@ -3,7 +3,7 @@ resharding and checkpoints of distributed tensors; a hardware model; a counter o
 
 Independent of attention. Each file imports only earlier ones:
 
-dims, stages, groups, mesh, reallocation, fsdp, pipeline, tensor, expert, checkpoint, wire, cluster.
+violation, dims, stages, groups, mesh, reallocation, fsdp, pipeline, tensor, expert, checkpoint, wire, cluster.
 """
 
 from importlib import import_module
@@ -34,6 +34,7 @@ from .stages import (
     stage_layers,
     stages_per_rank,
 )
+from .violation import Violation, all_of, option, violation_of
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import DAMAGED, Checkpointer, complete_checkpoints, latest, set_aside, verify

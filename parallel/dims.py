@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from .violation import Violation, all_of, option
+
 SP_ORDERS = ("ring-outer", "ulysses-outer")
 ZERO_STAGES = (0, 1, 2, 3)
 # Coarser views of the same ranks. Each derived axis flattens adjacent axes, in either sp_order.
@@ -46,14 +48,14 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         violations = [
-            f"{axis}={degree} must be at least 1{' (or -1 for the rest)' if axis == 'dp_shard' else ''}"
+            option(axis, degree) + f" must be at least 1{' (or -1 for the rest)' if axis == 'dp_shard' else ''}"
             for axis, degree in (*self.degrees().items(), ("ep", self.ep))
             if degree < 1 and (axis, degree) != ("dp_shard", -1)
         ]
         if self.sp_order not in SP_ORDERS:
-            violations.append(f"sp_order={self.sp_order!r} must be one of {', '.join(SP_ORDERS)}")
+            violations.append(option("sp_order", repr(self.sp_order)) + f" must be one of {', '.join(SP_ORDERS)}")
         if violations:
-            raise ValueError("; ".join(violations))
+            raise ValueError(all_of(violations))
 
     def degrees(self) -> dict[str, int]:
         """Return the degree of each mesh axis, outermost first."""
@@ -88,35 +90,33 @@ class ParallelDims:
         """Number of ranks over which each expert's parameters are sharded. Requires resolved degrees."""
         return self.dp_shard * self.sp * self.tp // self.ep
 
-    def resolve(self, world_size: int) -> ParallelDims:
-        """Return the same degrees with dp_shard=-1 replaced by its value. Raise ValueError if the degrees do not
-        multiply to `world_size`, or ep does not divide the ranks it regroups."""
-        dims = self._fill(world_size)
+    def resolve(self, world_size: int, called: str = "the world size") -> ParallelDims:
+        """Return the same degrees with dp_shard=-1 replaced by its value. called: what `world_size` is in messages.
+        Raise ValueError if the degrees do not multiply to it, or ep does not divide the ranks it regroups."""
+        dims = self._fill(world_size, called)
         regrouped = dims.dp_shard * dims.sp * dims.tp
         if regrouped % dims.ep:
-            raise ValueError(
-                f"ep={dims.ep} must divide the dp_shard={dims.dp_shard} x ring={dims.ring} x ulysses={dims.ulysses} x "
-                f"tp={dims.tp} = {regrouped} ranks that it regroups: use ep={', '.join(map(str, divisors(regrouped)))}"
-            )
+            parts = all_of((option(name, getattr(dims, name)) for name in ("dp_shard", "ring", "ulysses", "tp")), " x ")
+            fact = option("ep", dims.ep) + " must divide the " + parts + f" = {regrouped} ranks that it regroups: use "
+            raise ValueError(fact + option("ep", ", ".join(map(str, divisors(regrouped)))))
         return dims
 
-    def _fill(self, world_size: int) -> ParallelDims:
+    def _fill(self, world_size: int, called: str) -> ParallelDims:
         others = {axis: degree for axis, degree in self.degrees().items() if axis != "dp_shard"}
         product = math.prod(others.values())
-        asked = " x ".join(f"{axis}={degree}" for axis, degree in others.items() if degree > 1) or "1"
+        asked = all_of((option(axis, degree) for axis, degree in others.items() if degree > 1), " x ")
+        asked = asked if asked.parts else asked + "1"
         if self.dp_shard == -1:
             if world_size % product:
-                raise ValueError(
-                    f"{asked} = {product} ranks must divide the world size {world_size}: lower a degree, or start "
-                    f"a multiple of {product} ranks"
-                )
+                fact = asked + f" = {product} ranks must divide {called} {world_size}"
+                raise ValueError(fact + f": lower a degree, or start a multiple of {product} ranks")
             return replace(self, dp_shard=world_size // product)
         if product * self.dp_shard != world_size:
-            fitting = f"use dp_shard={world_size // product} (or -1)" if world_size % product == 0 else "lower a degree"
-            raise ValueError(
-                f"dp_shard={self.dp_shard} x {asked} = {product * self.dp_shard} ranks must equal the world size "
-                f"{world_size}: {fitting}, or start {product * self.dp_shard} ranks"
-            )
+            ranks, remedy = product * self.dp_shard, Violation(("lower a degree",))
+            if world_size % product == 0:
+                remedy = "use " + option("dp_shard", world_size // product) + " (or -1)"
+            fact = f" = {ranks} ranks must equal {called} {world_size}: " + remedy + f", or start {ranks} ranks"
+            raise ValueError(option("dp_shard", self.dp_shard) + " x " + asked + fact)
         return self
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ from usp.hf.models import (
 from usp.hf.tensor_parallel import tp_problems
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelFacts, pp_violations
-from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel import ParallelDims, ParallelMesh, Violation, violation_of
 from usp.parallel.groups import gather_objects
 from usp.presets import PRESETS
 from usp.rlhf.generation.generate import Generator, generation_problems
@@ -166,7 +166,8 @@ class PreparedProbe:
 def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
     """Check `config` and load what it names, with the same result or the same error on every rank. Raises
     ConfigurationError with every violation found, before any rank communicates."""
-    problems = Problems(needle_violations(config))
+    problems = Problems()
+    problems += needle_violations(config)
     problems.check()
     device = problems.attempt(lambda: choose_device(config.device, launch))
     model = problems.attempt(lambda: without_dropout(load_model_config(config.model)))
@@ -274,13 +275,13 @@ def _with_lengths(config: NeedleConfig, model: ModelConfig, lengths: Sequence[in
         return with_context(model, longest, config.rope_scaling, pretrained=config.model not in PRESETS)
     except ValueError as error:
         hint = "" if config.rope_scaling != "none" else "; --beyond-limit takes them as they are"
-        raise ValueError(str(error).replace("seq_len=", "--lengths ") + hint) from error
+        raise ValueError(violation_of(error).renamed(seq_len="lengths") + hint) from error
 
 
 def _model_violations(
     config: NeedleConfig, model: ModelConfig, facts: ModelFacts, tokenizer: Tokenizer, dims: ParallelDims
-) -> list[str]:
-    violations = pp_violations(facts, dims.pp)
+) -> list[Violation | str]:
+    violations: list[Violation | str] = [*pp_violations(facts, dims.pp)]
     if dims.tp > 1:
         violations += tp_problems(empty_model(model), dims.tp, sequence_parallel=False, trained=False)
     if problem := generation_problems(model):

@@ -10,6 +10,7 @@ from usp.config import TrainConfig
 from usp.fields import config_from_mapping
 from usp.model.facts import ModelFacts
 from usp.run.failures import nearest
+from usp.train.resolve import resolve
 from usp.train.validate import settle_batch, violations
 
 FACTS = ModelFacts("some-model", num_heads=6, num_kv_heads=2, head_dim=16, vocab_size=384, windows=(0, 0))
@@ -155,3 +156,9 @@ def test_all_violations_come_at_once() -> None:
 
 def test_rules_about_the_model_wait_for_a_model() -> None:
     assert violations(TrainConfig(sp_ulysses=64), 64, None) == []
+
+
+def test_names_of_files_are_not_taken_for_options() -> None:
+    """Check that a path that looks like an argument stays as it is, where the arguments around it become flags."""
+    problems = resolve(TrainConfig(model="runs/seq_len=4096"), 1).problems
+    assert [problem.partition(" is ")[0] for problem in problems] == ["--model runs/seq_len=4096"]

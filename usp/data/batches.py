@@ -25,6 +25,7 @@ import torch
 
 from usp.attention import OF_DOCUMENTS, SequenceLayout, causal_pairs, counted_windows
 from usp.attention.layout import Span
+from usp.parallel import option
 from usp.sp.sequence import IGNORED_LABEL
 
 from .chats import Image
@@ -110,8 +111,9 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 def parse_mixture(data: str) -> list[tuple[str, float]]:
     """Return the paths and weights of `PATH=WEIGHT,PATH=WEIGHT`; of a path that exists, or has no `=`, the weight is 1.
     Raises ValueError for no path, or a path without a weight that is a positive number."""
+    given = option("data", data if data.strip() else repr(data))
     if not data.strip():
-        raise ValueError(f"data={data!r} names no data: give a token store, files of documents, or PATH=WEIGHT,...")
+        raise ValueError(given + " names no data: give a token store, files of documents, or PATH=WEIGHT,...")
     if data == STDLIB or "=" not in data or Path(data).expanduser().exists():
         return [(data, 1.0)]
     mixture = []
@@ -122,10 +124,10 @@ def parse_mixture(data: str) -> list[tuple[str, float]]:
         except ValueError:
             weight = math.nan
         if not path or not 0 < weight < math.inf:
-            raise ValueError(f"data={data}: {item!r} must be PATH=WEIGHT with a positive weight, such as books=0.3")
+            raise ValueError(given + f": {item!r} must be PATH=WEIGHT with a positive weight, such as books=0.3")
         mixture.append((path, weight))
     if len({path for path, _ in mixture}) < len(mixture):
-        raise ValueError(f"data={data} names a path twice: give it once, with the sum of its weights")
+        raise ValueError(given + " names a path twice: give it once, with the sum of its weights")
     return mixture
 
 
@@ -137,7 +139,7 @@ def parse_named(data: str) -> list[tuple[str, str]]:
     sets = [(name.strip(), path) for name, _, path in (item.partition("=") for item in data.split(","))]
     if not all(name and path and "/" not in name for name, path in sets) or len(dict(sets)) < len(sets):
         raise ValueError(
-            f"eval_data={data} must be NAME=PATH,NAME=PATH,... with a name of its own, without /, for each"
+            option("eval_data", data) + " must be NAME=PATH,NAME=PATH,... with a name of its own, without /, for each"
         )
     return sets
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from usp.parallel import option
+
 from .documents import REFUSE
 from .sources import TEXT_FIELD, DataFiles, find_files
 from .store import INDEX, LARGE, MANIFEST, TokenStore, is_store, show_progress
@@ -35,7 +37,8 @@ def find_data(data: str, field: str = TEXT_FIELD, name: str = "data") -> DataFil
     if not is_store(folder):
         return find_files(data, field, name)
     if field not in ("", TEXT_FIELD):
-        raise ValueError(f"data_field={field!r} is for JSON, CSV, Parquet and Arrow files, not for stores")
+        given = option("data_field", repr(field))
+        raise ValueError(given + " is for JSON, CSV, Parquet and Arrow files, not for stores")
     return folder
 
 
@@ -51,8 +54,8 @@ def open_data(
     if store.manifest.fingerprint != expected:
         raise ValueError(
             f"token store {data} was tokenized with {store.manifest.tokenizer} ({store.manifest.fingerprint}), "
-            f"and tokenizer={tokenizer.name} is another one ({expected}): use the same tokenizer, chat_template, bos "
-            f"and parse_special_tokens, or tokenize the data again"
+            f"and " + option("tokenizer", tokenizer.name) + f" is another one ({expected}): use the same tokenizer, "
+            f"chat_template, bos and parse_special_tokens, or tokenize the data again"
         )
     return store
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from usp.parallel import option
 from usp.run.metrics import METRICS_FILE
 
 STDLIB = "stdlib"
@@ -110,22 +111,21 @@ def find_files(data: str, field: str = TEXT_FIELD, name: str = "data") -> DataFi
     Raises ValueError if `data` does not exist or is binary, if no file holds documents, or if `field` is set although
     only text files do.
     """
-    root = Path(data).expanduser()
+    root, given = Path(data).expanduser(), option(name, data)
     if data == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = DataFiles(root, tuple(DataFile(path, "text") for path in sorted(_library(root)) if path.stat().st_size))
     elif root.is_dir():
         files = _find_below(root)
     elif not root.is_file():
-        raise ValueError(f"{name}={data} does not exist: give a file ({SUPPORTED}), a directory, or {STDLIB}")
+        raise ValueError(given + f" does not exist: give a file ({SUPPORTED}), a directory, or {STDLIB}")
     elif not DataFile.of(root).has_fields and is_binary(root):
-        raise ValueError(f"{name}={data} is a binary file: give one of these: {SUPPORTED}")
+        raise ValueError(given + f" is a binary file: give one of these: {SUPPORTED}")
     else:
         files = DataFiles(root.parent, (DataFile.of(root),) if root.stat().st_size else ())
     if field not in ("", TEXT_FIELD) and files.files and not any(file.has_fields for file in files.files):
-        raise ValueError(
-            f"data_field={field!r} is for JSON, CSV, Parquet and Arrow files, and {name}={data} has none: unset it"
-        )
+        of_records = option("data_field", repr(field)) + " is for JSON, CSV, Parquet and Arrow files, and "
+        raise ValueError(of_records + given + " has none: unset it")
     if not files.files:
         left_out = files.left_out_line()
         raise ValueError(f"{name}={data} is empty: no file in it holds documents{f' ({left_out})' if left_out else ''}")

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from usp.parallel import option
+
 from .chats import Chat, Completed, Ids, Mask, StoredImage
 
 Part = tuple[str, str, str]  # a part of a text, with up to CONTEXT characters before and after it
@@ -234,10 +236,9 @@ def chat_encoder(tokenizer: Tokenizer, where: str, otherwise: str = "") -> Any:
     """Return `tokenizer.chats`. Raises ValueError, naming `where` and what else can be done, `otherwise`, if the
     tokenizer has no chat template."""
     if tokenizer.chats is None:
-        raise ValueError(
-            f"{where}: messages need a chat template, which tokenizer={tokenizer.name} does not have: use a tokenizer "
-            f"with one, or give --chat-template FILE{otherwise}"
-        )
+        remedy = f" does not have: use a tokenizer with one, or give --chat-template FILE{otherwise}"
+        needed = f"{where}: messages need a chat template, which "
+        raise ValueError(needed + option("tokenizer", tokenizer.name) + remedy)
     return tokenizer.chats
 
 

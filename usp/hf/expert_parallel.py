@@ -39,7 +39,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from usp.attention.comm import gather_rows
 from usp.model.facts import ep_violations
-from usp.parallel import ParallelMesh, local_tensor
+from usp.parallel import ParallelMesh, all_of, local_tensor
 from usp.parallel.expert import ExpertRows, grouped_linear, mix_experts, sorted_by_expert
 
 from .experts import expert_modules, logits_index, router_modules
@@ -59,7 +59,7 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: b
     experts_mesh = mesh.expert_mesh("ep")
     violations = ep_violations(model_facts(model.config.model_type, model.config), experts_mesh.size())
     if violations:
-        raise ValueError("; ".join(violations))
+        raise ValueError(all_of(violations))
     modules = expert_modules(model)
     ExpertsInterface.register(NAME, _experts_forward)
     for module in modules:

@@ -45,7 +45,7 @@ def float8_problems(shape: ModelShape, config: ModelConfig, fp8: str, tp: int, s
         ]
     if not float8_weights(shape, fp8, tp):
         needed = f"--fp8 {fp8} needs dims that are multiples of {FLOAT8_DIMS[fp8]} on a rank"
-        return [f"{needed}, and no linear of {name} with tp={tp} has them"]
+        return [f"{needed}, and no linear of {name} with --tp {tp} has them"]
     if fp8 == "tensor" and (uneven := shape.uneven_float8(tp, shards)):
         return [
             f"--fp8 tensor gathers weights in float8, whose rows the {shards} ranks of dp_shard x sp must divide, "

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from usp.config import ALL_LINEAR
-from usp.parallel import ParallelMesh, local_tensor
+from usp.parallel import ParallelMesh, local_tensor, option
 from usp.parallel.reallocation.boxes import Box, local_box, local_part
 from usp.parallel.tensor import add_low_rank, module_styles, shard_low_rank
 
@@ -86,13 +86,14 @@ def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
     Raises ValueError, naming those that are not linears of the model, those that peft would place on its experts, and
     those that it refuses.
     """
-    model, has_experts = empty_model(config), model_facts(config.model_type, config).num_experts > 0
+    model, given = empty_model(config), option("lora_targets", targets)
+    has_experts = model_facts(config.model_type, config).num_experts > 0
     linears = sorted({name.rpartition(".")[2] for name, _ in _linears(model)})
     names = linears if targets == ALL_LINEAR else sorted({name.strip() for name in targets.split(",")})
     if unknown := [name for name in names if name not in linears]:
         experts = " (experts are fused parameters, which get no adapters)" if has_experts else ""
         raise ValueError(
-            f"lora_targets={targets} names {', '.join(map(repr, unknown))}, but the linear layers of "
+            given + f" names {', '.join(map(repr, unknown))}, but the linear layers of "
             f"{config.model_type} are {', '.join(linears)}{experts}: use some of those, or {ALL_LINEAR}"
         )
     refused = set(_refused_by_peft(config, linears))
@@ -101,7 +102,7 @@ def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
     for none, why in ((refused, "refuses {}"), (moved, "takes {} for its experts, which get no adapters")):
         if targets != ALL_LINEAR and (wrong := none & set(names)):
             said = why.format(f"{', '.join(sorted(wrong))} of {config.model_type}")
-            raise ValueError(f"lora_targets={targets}: peft {said}: use {', '.join(left)}")
+            raise ValueError(given + f": peft {said}: use {', '.join(left)}")
     return tuple(name for name in names if name in left)
 
 
@@ -115,26 +116,25 @@ def modules_to_save(config: PretrainedConfig, modules: str, targets: Sequence[st
     """
     if not modules:
         return None
-    model = empty_model(config)
+    model, given = empty_model(config), option("lora_modules_to_save", modules)
     ends, stored, experts = tuple(name.strip() for name in modules.split(",")), kept_names(model), expert_modules(model)
     chosen: dict[str, str] = {}
     for end in ends:
         matched = [name for name, _ in model.named_modules() if end and name.endswith(end)]
         within = {name for module in matched for name in stored if name.startswith(f"{module}.")}
         if not within:
-            raise ValueError(f"lora_modules_to_save={modules}: {config.model_type} has no parameters in {end!r}")
+            raise ValueError(given + f": {config.model_type} has no parameters in {end!r}")
         for module in map(model.get_submodule, matched):
             inside = {name.rpartition(".")[2] for name, part in _linears(model) if part in set(module.modules())}
             if inside & set(targets) or set(experts) & set(module.modules()):
                 raise ValueError(
-                    f"lora_modules_to_save={modules}: {end} has adapters or experts in it, which are not trained in "
+                    given + f": {end} has adapters or experts in it, which are not trained in "
                     f"full: name other modules, such as those of the embedding and the output head"
                 )
         chosen |= {name: stored[name] for name in within}
     if tied := {name for name, first in stored.items() if first in chosen.values()} - chosen.keys():
         raise ValueError(
-            f"lora_modules_to_save={modules}: {', '.join(sorted(tied))} is the same parameter as one of these: name "
-            f"its module, too"
+            given + f": {', '.join(sorted(tied))} is the same parameter as one of these: name its module, too"
         )
     return Saved(ends, tuple(sorted(chosen.items())))
 

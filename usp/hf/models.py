@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from usp.model.facts import NO_ATTENTION, ModelFacts
+from usp.parallel import option
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
@@ -83,30 +84,30 @@ def load_model_config(
     if model in PRESETS:
         config = AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)
         return config if head == "lm" else scalar_config(config)
-    folder = Path(model).expanduser()
+    folder, given = Path(model).expanduser(), option("model", model)
     if not folder.is_dir():
         raise ValueError(
-            f"model={model} is neither a preset{nearest(model, PRESETS)} nor a directory: use one of "
+            given + f" is neither a preset{nearest(model, PRESETS)} nor a directory: use one of "
             f"{', '.join(PRESETS)}, or a directory written by transformers' save_pretrained"
         )
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model={model} has no config.json: use a directory written by transformers' save_pretrained")
+        raise ValueError(given + " has no config.json: use a directory written by transformers' save_pretrained")
     config = read_config(model)
     if quantized := getattr(config, "quantization_config", None):
         raise ValueError(
-            f"model={model} is quantized (quantization_config: {quantized.get('quant_method')}), and its weights would "
+            given + f" is quantized (quantization_config: {quantized.get('quant_method')}), and its weights would "
             f"be read without their scales: load it with transformers, call its dequantize(), and use what its "
             f"save_pretrained writes"
         )
     if weights and not any(folder.glob("*.safetensors")):
-        raise ValueError(f"model={model} has no .safetensors weights; other formats can execute code and are not read")
+        raise ValueError(given + " has no .safetensors weights; other formats can execute code and are not read")
     try:
         problems = training_problems(config, images)
     except Exception as error:  # of any kind: it is transformers' code that runs
-        raise ValueError(f"model={model}: the model of its config.json cannot be built: {_reason(error)}") from error
+        raise ValueError(given + f": the model of its config.json cannot be built: {_reason(error)}") from error
     if problems:
         refused = "which only train.py takes" if sees_images(config) and not images else "which is not trained"
-        raise ValueError(f"model={model} has model_type={config.model_type!r}, {refused}: {problems}")
+        raise ValueError(given + f" has model_type={config.model_type!r}, {refused}: {problems}")
     if head == "lm":
         load_generation_config(folder)
     return _with_head(model, config, head, new_head)
@@ -115,7 +116,7 @@ def load_model_config(
 def read_config(model: str) -> PretrainedConfig:
     """Return the configuration in the folder `model`. Raises ValueError for one that describes no model, before any is
     built."""
-    folder = Path(model).expanduser()
+    folder, given = Path(model).expanduser(), option("model", model)
     try:
         violations = list(_size_violations(json.loads((folder / "config.json").read_text()), {}))
         if not violations:
@@ -124,11 +125,11 @@ def read_config(model: str) -> PretrainedConfig:
             violations = list(_size_violations(vars(text), text.attribute_map))
     except Exception as error:  # of any kind: of a field of the wrong type, or what transformers computes from it
         raise ValueError(
-            f"model={model}: transformers cannot read its config.json: {_reason(error)}: correct it, or use a "
+            given + f": transformers cannot read its config.json: {_reason(error)}: correct it, or use a "
             f"directory written by transformers' save_pretrained"
         ) from error
     if violations:
-        raise ValueError(f"model={model}: its config.json describes no model: {'; '.join(violations)}")
+        raise ValueError(given + f": its config.json describes no model: {'; '.join(violations)}")
     return config
 
 
@@ -223,15 +224,16 @@ def stop_tokens(model: str, eos: int | None) -> tuple[int, ...]:
 
 
 def _with_head(model: str, config: PretrainedConfig, head: ModelHead, new_head: bool) -> PretrainedConfig:
+    given = option("model", model)
     if is_scalar(config) and (head == "lm" or new_head):
-        raise ValueError(f"model={model} has a scalar head: use the directory of a causal LM")
+        raise ValueError(given + " has a scalar head: use the directory of a causal LM")
     if is_scalar(config) and config.num_labels != 1:
-        raise ValueError(f"model={model} has num_labels={config.num_labels}, but a scalar head must have 1")
+        raise ValueError(given + f" has num_labels={config.num_labels}, but a scalar head must have 1")
     if head == "scalar" and not is_scalar(config):
         if not new_head:
-            raise ValueError(f"model={model} is a causal LM without a scalar head: request a new head")
+            raise ValueError(given + " is a causal LM without a scalar head: request a new head")
         if violation := scalar_violation(config):
-            raise ValueError(f"model={model} cannot have a scalar head: {violation}")
+            raise ValueError(given + f" cannot have a scalar head: {violation}")
         return scalar_config(config)
     return config
 
@@ -279,21 +281,19 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
     needed, and one that cannot extend the model's own.
     """
     limit = context_length(config)
-    longer = seq_len > limit
+    longer, given = seq_len > limit, option("rope_scaling", scaling)
+    asked, shorter = option("seq_len", seq_len), option("seq_len", f"{limit} or less")
     if scaling != "none" and not (longer and pretrained):
-        fits = f"seq_len={seq_len} is within the model's {LIMIT}={limit}" if pretrained else "random weights need none"
-        raise ValueError(f"rope_scaling={scaling} is not used, because {fits}: remove it")
+        fits = asked + f" is within the model's {LIMIT}={limit}" if pretrained else "random weights need none"
+        raise ValueError(given + " is not used, because " + fits + ": remove it")
     if not longer:
         return config
     if pretrained and scaling == "none":
-        raise ValueError(
-            f"seq_len={seq_len} is beyond the model's {LIMIT}={limit}, which its positions were trained for: use "
-            f"rope_scaling=yarn, linear or ntk to extend them, or seq_len={limit} or less"
-        )
+        beyond = f" is beyond the model's {LIMIT}={limit}, which its positions were trained for: use "
+        extending = option("rope_scaling", "yarn, linear or ntk")
+        raise ValueError(asked + beyond + extending + " to extend them, or " + shorter)
     if sees_images(config):
-        raise ValueError(
-            f"rope_scaling={scaling} is not supported for {config.model_type}: use seq_len={limit} or less"
-        )
+        raise ValueError(given + f" is not supported for {config.model_type}: use " + shorter)
     config = copy.deepcopy(config)
     if pretrained:
         _scale(config, seq_len, limit, scaling)
@@ -338,9 +338,10 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> None:
+    given, shorter = option("rope_scaling", scaling), option("seq_len", f"{limit} or less")
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
-        raise ValueError(f"rope_scaling={scaling}: the model has no rotary positions; use seq_len={limit} or less")
+        raise ValueError(given + ": the model has no rotary positions; use " + shorter)
     rope = rope.get("full_attention", rope)
     present = rope.get("rope_type", "default")
     if scaling == "ntk":
@@ -349,10 +350,9 @@ def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> 
         rope["rope_theta"] *= (seq_len / limit) ** (dim / (dim - 2))
         return
     if present not in ("default", scaling):
-        raise ValueError(
-            f"rope_scaling={scaling} cannot extend the rope_type={present!r} that the model has already: use "
-            f"rope_scaling=ntk, which changes only the base, or seq_len={limit} or less"
-        )
+        extends = f" cannot extend the rope_type={present!r} that the model has already: use "
+        base = option("rope_scaling", "ntk") + ", which changes only the base, or "
+        raise ValueError(given + extends + base + shorter)
     changed: dict[str, Any] = {"rope_type": scaling, "factor": seq_len / limit * rope.get("factor", 1.0)}
     if scaling == "yarn":
         original = rope.get(ORIGINAL, limit)

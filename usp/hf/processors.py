@@ -24,6 +24,7 @@ from transformers.image_utils import load_image
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from usp.data.chats import Image, StoredImage
+from usp.parallel import option
 
 from .images import GRIDS, PIXELS, TILES, sees_images
 from .models import read_config
@@ -54,6 +55,7 @@ class Images:
         Raises ValueError for one that cannot be read, or whose tokens for images are not the model's.
         """
         kind: Any = PROCESSOR_MAPPING[type(self.config)]
+        given = option("model", self.folder)
 
         class OfImages(kind):
             @classmethod
@@ -63,12 +65,10 @@ class Images:
         try:
             processor = OfImages.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except (ValueError, OSError, ImportError, TypeError, AttributeError) as error:
-            raise ValueError(f"model={self.folder}: transformers cannot read its processor: {error}") from error
+            raise ValueError(given + f": transformers cannot read its processor: {error}") from error
         if processor.image_token_ids != [self.config.image_token_id]:
-            raise ValueError(
-                f"model={self.folder}: its processor writes ids {processor.image_token_ids} for an image, and its "
-                f"config.json says image_token_id={self.config.image_token_id}"
-            )
+            writes = f": its processor writes ids {processor.image_token_ids} for an image, and its config.json says "
+            raise ValueError(given + writes + f"image_token_id={self.config.image_token_id}")
         return processor
 
     @property
@@ -154,10 +154,8 @@ def load_images(model: str) -> Images | None:
     if not sees_images(config):
         return None
     if not any((folder / name).is_file() for name in FILES):
-        raise ValueError(
-            f"model={model} has no processor ({' or '.join(FILES)}), which reads its images: copy it from the model's "
-            f"release"
-        )
+        missing = f" has no processor ({' or '.join(FILES)}), which reads its images: copy it from the model's release"
+        raise ValueError(option("model", model) + missing)
     images = Images(str(folder), config)
     images.fingerprint  # noqa: B018 - reads the processor
     return images

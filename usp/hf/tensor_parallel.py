@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape, tp_violations
-from usp.parallel import ParallelMesh
+from usp.parallel import ParallelMesh, Violation, all_of
 from usp.parallel.tensor import STYLES, apply_tensor_parallel, gather_output, module_styles, tensor_parallel_violations
 
 from .experts import expert_modules
@@ -40,7 +40,7 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
     Raises ValueError, naming all `tp_problems`.
     """
     if problems := tp_problems(model, mesh.size("tp"), sequence_parallel, trained):
-        raise ValueError("; ".join(problems))
+        raise ValueError(all_of(problems))
     if mesh.size("tp") == 1:
         return
     tp_mesh = mesh.parameter_mesh("tp")
@@ -50,11 +50,13 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
         gather_output(norm, tp_mesh, _TOKEN_DIM)
 
 
-def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool, trained: bool = True) -> list[str]:
+def tp_problems(
+    model: PreTrainedModel, tp: int, sequence_parallel: bool, trained: bool = True
+) -> list[Violation | str]:
     """Return why a causal LM or a stage of it cannot be divided over `tp` ranks. See `apply_tp`."""
     config = model.config
     facts = model_facts(config.model_type, config)
-    problems = tp_violations(facts, tp, sequence_parallel, trained)
+    problems: list[Violation | str] = [*tp_violations(facts, tp, sequence_parallel, trained)]
     if tp == 1:
         return problems
     if mixers := structure(type(model), config).mixers:
@@ -72,7 +74,7 @@ def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool, traine
             f"tensor-parallel plan of model_type={config.model_type!r}: it does not divide {', '.join(kinds)}, which "
             f"tp_sequence_parallel would give only a part of the tokens; use tp=1"
         )
-    return problems or tensor_parallel_violations(model, tp, tp_plan(model))
+    return problems or [*tensor_parallel_violations(model, tp, tp_plan(model))]
 
 
 def _undivided_attention(model: PreTrainedModel) -> list[str]:

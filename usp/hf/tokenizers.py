@@ -35,6 +35,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from usp.data.chats import ASSISTANT, TOOL, USER, Chat, Ids, Mask, Message, StoredImage, joined
 from usp.data.tokenizer import BYTE_EOS, BYTES, ByteTokenizer, TextTokenizer, Tokenizer
+from usp.parallel import Violation, option
 from usp.presets import PRESETS
 
 from .models import stop_tokens
@@ -67,6 +68,10 @@ class ChatTemplate:
     train_on: str = ASSISTANT
     images: Images | None = None
     stops: tuple[int, ...] = ()
+
+    @property
+    def _named(self) -> Violation:
+        return option("tokenizer", self.name)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -115,7 +120,7 @@ class ChatTemplate:
         ValueError, naming the row, if the template refuses it, an image cannot be read, or no token is trained on."""
         chat = self._with_text(chat)
         if not (self.tokenizer.is_fast or isinstance(self.tokenizer, ByT5Tokenizer)):
-            raise ValueError(f"{chat.where}: chats need a tokenizer.json, which tokenizer={self.name} does not have")
+            raise ValueError(f"{chat.where}: chats need a tokenizer.json, which " + self._named + " does not have")
         text, spans = self._spans(chat)
         images = list[StoredImage]()
         if self.images:
@@ -126,7 +131,7 @@ class ChatTemplate:
             if is_image.sum() != tokens:
                 raise ValueError(
                     f"{chat.where}: {is_image.sum()} tokens for images of {tokens} features: the token for images "
-                    f"stands in a text, or tokenizer={self.name} is not the model's"
+                    f"stands in a text, or " + self._named + " is not the model's"
                 )
             mask &= ~is_image
         if not mask[1:].any() and (chat.trained or self.train_on != ASSISTANT):
@@ -137,7 +142,7 @@ class ChatTemplate:
         if not mask[1:].any():
             advice = "put {% generation %} and {% endgeneration %} around what the assistant writes in the template"
             raise ValueError(
-                f"{chat.where}: by the chat template of tokenizer={self.name} no token of these {len(chat.messages)} "
+                f"{chat.where}: by the chat template of " + self._named + f" no token of these {len(chat.messages)} "
                 f"messages is the assistant's, so nothing would be trained on: "
                 + (advice if any(m["role"] == ASSISTANT for m in chat.messages[chat.prompt :]) else "add its message")
             )
@@ -189,7 +194,7 @@ class ChatTemplate:
         text, _ = self._render(chat, chat.messages, begin=bool(messages))
         alone = self._render(chat, chat.messages[:2])[0] if called else text
         if answer not in text or answer not in alone:
-            raise ValueError(f"the chat template of tokenizer={self.name} does not write what the assistant says")
+            raise ValueError("the chat template of " + self._named + " does not write what the assistant says")
         at = text.rindex(answer)
         if not called:
             return text, at + len(answer)
@@ -259,7 +264,8 @@ class ChatTemplate:
             elif isinstance(message["content"], list) and not self.takes_only_parts:
                 raise ValueError(
                     f"{chat.where}: message {number} has parts that are not text, which the chat template of "
-                    f"tokenizer={self.name} does not take"
+                    + self._named
+                    + " does not take"
                 )
         return replace(chat, messages=messages)
 
@@ -290,8 +296,8 @@ class ChatTemplate:
             length = next((len(prompt) for prompt in prompts if text.startswith(prompt)), None)
             if length is None:
                 raise ValueError(
-                    f"{chat.where}: the chat template of tokenizer={self.name} writes the prompt in another way when "
-                    f"the completion follows: give all of the chat under 'messages'"
+                    f"{chat.where}: the chat template of " + self._named + " writes the prompt in another way when "
+                    "the completion follows: give all of the chat under 'messages'"
                 )
             spans = [(max(begin, length), end) for begin, end in spans if end > length]
         return text, spans
@@ -383,8 +389,8 @@ class ChatTemplate:
             what = "messages"
             if len(messages) < len(chat.messages):
                 what = f"first {len(messages)} messages, which show what the assistant writes without marks"
-            template = f"chat template of tokenizer={self.name}"
-            raise ValueError(f"{chat.where}: the {template} fails for the {what}: {error}") from error
+            template = f"{chat.where}: the chat template of " + self._named
+            raise ValueError(template + f" fails for the {what}: {error}") from error
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
@@ -510,7 +516,8 @@ def tokenizer_of(tokenizer: str, model: str) -> str:
     for candidate in (folder, folder.parent / BESIDE):
         if any((candidate / name).is_file() for name in FILES):
             return str(candidate)
-    raise ValueError(f"model={model} holds no tokenizer: set tokenizer to the directory of one, or to {BYTES}")
+    remedy = f"set tokenizer to the directory of one, or to {BYTES}"
+    raise ValueError(option("model", model) + f" holds no tokenizer: {remedy}")
 
 
 def load_tokenizer(
@@ -536,18 +543,19 @@ def load_tokenizer(
     Raises ValueError if the directory has no tokenizer, if `bos` is "always" and the tokenizer has none, if
     `chat_template` does not exist, or if the byte tokenizer is to get tokens.
     """
+    given, added = option("tokenizer", tokenizer), option("add_tokens", add_tokens)
     if add_tokens and tokenizer == BYTES:
-        raise ValueError(f"add_tokens={add_tokens}: the byte tokenizer gets none, set tokenizer to a directory")
+        raise ValueError(added + ": the byte tokenizer gets none, set tokenizer to a directory")
     if tokenizer == BYTES:
         chats = _chats(ByT5Tokenizer(), chat_template, BYTES, train_on, model=model)
         return _with_bos(ByteTokenizer(chats=chats), bos)
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"tokenizer={tokenizer} is not a directory: use a transformers tokenizer's, or {BYTES!r}")
+        raise ValueError(given + f" is not a directory: use a transformers tokenizer's, or {BYTES!r}")
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any kind: it is transformers' code that runs, on files of any structure
-        raise ValueError(f"tokenizer={tokenizer}: transformers cannot read it: {error}") from error
+        raise ValueError(given + f": transformers cannot read it: {error}") from error
     if add_tokens:
         loaded.add_tokens(_special_tokens(add_tokens), special_tokens=True)
     if images is not None and not loaded.chat_template:  # older folders have it beside the processor
@@ -574,9 +582,9 @@ def _special_tokens(add_tokens: str) -> list[str]:
     try:
         found = file.read_text("utf-8").splitlines() if file.is_file() else add_tokens.split(",")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"add_tokens={add_tokens} cannot be read: {error}") from error
+        raise ValueError(option("add_tokens", add_tokens) + f" cannot be read: {error}") from error
     if not (tokens := [token.strip() for token in found if token.strip()]):
-        raise ValueError(f"add_tokens={add_tokens} names no tokens")
+        raise ValueError(option("add_tokens", add_tokens) + " names no tokens")
     return tokens
 
 
@@ -588,7 +596,7 @@ def _chats(
         try:
             loaded.chat_template = Path(chat_template).expanduser().read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"chat_template={chat_template} cannot be read: {error}") from error
+            raise ValueError(option("chat_template", chat_template) + f" cannot be read: {error}") from error
     if not loaded.chat_template:
         return None
     return ChatTemplate(loaded, name, train_on, images, stop_tokens(model, loaded.eos_token_id))
@@ -609,7 +617,7 @@ def _backend(tokenizer: Any, parse_special: bool) -> Any:
 
 def _with_bos(tokenizer: Tokenizer, bos: str) -> Tokenizer:
     if bos == "always" and tokenizer.bos is None:
-        raise ValueError(f"bos={bos}, but tokenizer={tokenizer.name} has no BOS: use auto")
+        raise ValueError(option("bos", bos) + ", but " + option("tokenizer", tokenizer.name) + " has no BOS: use auto")
     return tokenizer
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 from usp.attention import band_pairs
-from usp.parallel import ParallelDims, ParamLayout, divisors, stage_layers
+from usp.parallel import ParallelDims, ParamLayout, Violation, divisors, option, stage_layers
 from usp.parallel.reallocation.param_layout import Described, Kind, described_layout
 
 NO_ATTENTION = -1
@@ -239,55 +239,61 @@ def training_flops(
     return products * tokens + attention
 
 
-def tp_violations(facts: ModelFacts, tp: int, tp_sequence_parallel: bool, trained: bool = True) -> list[str]:
+def tp_violations(facts: ModelFacts, tp: int, tp_sequence_parallel: bool, trained: bool = True) -> list[Violation]:
     """Return why the model cannot be divided over `tp` ranks, one message per violation."""
     if tp == 1:
-        return ["tp_sequence_parallel=True shards tokens over tp ranks: use tp=2 or more"] * tp_sequence_parallel
+        shards = option("tp_sequence_parallel", True) + " shards tokens over tp ranks: use " + option("tp", "2 or more")
+        return [shards] * tp_sequence_parallel
     if facts.widths or not facts.divides_experts:
         what = "layers differ in their heads" if facts.widths else "experts do not go through ExpertsInterface"
-        return [f"tp={tp}: in {facts.name}, {what}: use tp=1"]
+        return [option("tp", tp) + f": in {facts.name}, {what}: use " + option("tp", 1)]
     divided = {
         "vocab_size": facts.vocab_size,
         "num_attention_heads": facts.num_heads,
         "num_key_value_heads": facts.num_kv_heads,
         "intermediate_size": facts.intermediate_size,
     }
+    given = option("tp", tp)
     violations = [
-        f"tp={tp} must divide {name}={size} of {facts.name}: use tp={_listed(divisors(size, tp))}"
+        given + f" must divide {name}={size} of {facts.name}: use " + option("tp", _listed(divisors(size, tp)))
         for name, size in divided.items()
         if size % tp
     ]
     if facts.num_experts and trained and not tp_sequence_parallel:
-        need = "needs tp_sequence_parallel=True in training, so that each tp rank routes different tokens"
-        violations.append(f"tp={tp} with the mixture of experts {facts.name} {need}")
+        needed = given + f" with the mixture of experts {facts.name} needs "
+        needed += option("tp_sequence_parallel", True) + " in training, so that each tp rank routes different tokens"
+        violations.append(needed)
     return violations
 
 
-def ep_violations(facts: ModelFacts, ep: int) -> list[str]:
+def ep_violations(facts: ModelFacts, ep: int) -> list[Violation]:
     """Return why the model's experts cannot be sharded over `ep` ranks, one message per violation."""
+    given = option("ep", ep)
     if not facts.num_experts:
-        return [f"ep={ep} shards experts, and {facts.name} has none: use ep=1"] if ep > 1 else []
+        return [given + f" shards experts, and {facts.name} has none: use " + option("ep", 1)] if ep > 1 else []
     violations = []
     if ep > 1 and not facts.divides_experts:
-        violations.append(f"ep={ep}: the experts of {facts.name} do not go through ExpertsInterface: use ep=1")
+        why = f": the experts of {facts.name} do not go through ExpertsInterface: use "
+        violations.append(given + why + option("ep", 1))
     if facts.num_experts % ep:
-        fitting = _listed(divisors(facts.num_experts))
-        violations.append(f"ep={ep} must divide the {facts.num_experts} experts of {facts.name}: use ep={fitting}")
+        fitting = option("ep", _listed(divisors(facts.num_experts)))
+        violations.append(given + f" must divide the {facts.num_experts} experts of {facts.name}: use " + fitting)
     if facts.router_jitter:
         noise = f"router_jitter_noise={facts.router_jitter} of {facts.name}"
-        violations.append(f"{noise} makes routing depend on the rank and the layout: set it to 0")
+        violations.append(Violation((f"{noise} makes routing depend on the rank and the layout: set it to 0",)))
     return violations
 
 
-def pp_violations(facts: ModelFacts, stages: int) -> list[str]:
+def pp_violations(facts: ModelFacts, stages: int) -> list[Violation]:
     """Return why the model cannot be cut into `stages` pipeline stages, one message per violation."""
     if stages > 1 and not facts.in_stages:
         return [
             f"{facts.name} cannot be divided into pipeline stages: its layers take more than the hidden states of the "
-            f"layer before, or more than a norm follows them; use pp=1"
+            f"layer before, or more than a norm follows them; use " + option("pp", 1)
         ]
     if stages > len(facts.windows):
-        return [f"{stages} pipeline stages need as many layers, but {facts.name} has {len(facts.windows)}"]
+        needed = f"{stages} pipeline stages need as many layers, but {facts.name} has {len(facts.windows)}"
+        return [Violation((needed,))]
     return []
 
 

@@ -47,6 +47,7 @@ from usp.data.chats import (
 from usp.data.documents import DROP, REFUSE, keys_lines, without_nulls
 from usp.data.sources import STDLIB, DataFile, find_files, open_text, read_json
 from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked, unended, unended_line
+from usp.parallel import Violation, all_of, option, violation_of
 from usp.run.failures import nearest
 
 from .samples import Samples, balance, mini_batch_ids
@@ -165,13 +166,14 @@ def open_examples(
     if data == STDLIB:
         if not SHORTEST <= prompt_tokens <= longest:
             fits = f"at least {SHORTEST}, and at most {longest} to fit the context beside a response"
-            raise ValueError(f"prompt_tokens={prompt_tokens} must be {fits}")
+            raise ValueError(option("prompt_tokens", prompt_tokens) + f" must be {fits}")
         return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
-    file = Path(data).expanduser()
+    file, given = Path(data).expanduser(), option("data", data)
     if not file.is_file() or DataFile.of(file).format != "lines":
         names = ", ".join(keys)
-        raise ValueError(f"data={data} must be stdlib, or a .jsonl file, or JSON lines without a suffix, with {names}")
-    examples, problems, long, bad = [], list[str](), list[str](), list[str]()
+        kinds = f"stdlib, or a .jsonl file, or JSON lines without a suffix, with {names}"
+        raise ValueError(given + f" must be {kinds}")
+    examples, problems, long, bad = [], list[Violation](), list[Violation](), list[Violation]()
     read, shared = Counter[tuple[tuple[str, ...], ...]](), dict[str, Chat | None]()
     with open_text(file, newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
@@ -184,16 +186,18 @@ def open_examples(
                 examples.append(replace(example, chat=shared.setdefault(repr(example.chat), example.chat)))
                 read[row.names()] += 1
             except _TooLong as error:
-                (long if drop_long else problems).append(f"{where}: {error}")
+                (long if drop_long else problems).append(f"{where}: " + violation_of(error))
             except ValueError as error:
                 listed = bad if bad_rows == DROP else problems
-                listed.append(f"{where}: {str(error).removeprefix(f'{where}: ')}")
+                said = violation_of(error)
+                listed.append(said if str(said).startswith(f"{where}: ") else f"{where}: " + said)
     if problems:
         more = f"; and {len(problems) - 5} more lines" if len(problems) > 5 else ""
-        raise ValueError(f"data={data}: {'; '.join(problems[:5])}{more}")
+        raise ValueError(given + ": " + all_of(problems[:5]) + more)
     if not examples:
-        none = f"no prompt of at most {longest} tokens, as long_prompts=drop asks for" if long else "no lines"
-        raise ValueError(f"data={data} holds {f'no good line: {bad[0]}' if bad else none}")
+        none = f"no prompt of at most {longest} tokens, as " + option("long_prompts", "drop") + " asks for"
+        why = "no good line: " + bad[0] if bad else none if long else "no lines"
+        raise ValueError(given + " holds " + why)
     left_out = {"are too long for the context and left out": long, "were left out by --bad-rows drop": bad}
     notes = [f"{len(each)} lines {why}; the first: {each[0]}" for why, each in left_out.items() if each]
     notes += filter(None, [unended_line(sum(example.unended for example in examples), tokenizer)])
@@ -257,10 +261,11 @@ def _parse(
     prompt, chat = _prompt(row, first, tokenizer, where, tools)
     if not len(prompt):
         raise ValueError(f"{where}: a prompt of 0 tokens, expected at least 1")
-    advice = "shorten it, drop such lines with long_prompts=drop, or use a model with a longer context"
+    dropping = option("long_prompts", "drop")
+    advice = ": shorten it, drop such lines with " + dropping + ", or use a model with a longer context"
     if len(prompt) > longest:
         fits = f"expected 1 to {longest} so that the response fits the model's context"
-        raise _TooLong(f"a prompt of {len(prompt)} tokens, {fits}: {advice}")
+        raise _TooLong(f"a prompt of {len(prompt)} tokens, {fits}" + advice)
     sequences, endless = [], 0
     for key in keys[1:] if whole else ():
         content = completed(row, first, key, where)
@@ -270,7 +275,7 @@ def _parse(
         endless += unended(tokenizer, *sequences[-1]) if isinstance(content, Chat) else 0
         if (tokens := len(sequences[-1][0])) > longest:
             sizes = f"a prompt of {len(prompt)} tokens and {tokens - len(prompt)} under {key!r}"
-            raise _TooLong(f"{sizes} exceed the model's context of {longest}: {advice}")
+            raise _TooLong(f"{sizes} exceed the model's context of {longest}" + advice)
     texts = {key: "" if whole and isinstance(row[key], list) else text_of(row[key], key, where) for key in keys[1:]}
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
     return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences), endless, chat)
@@ -313,7 +318,8 @@ def _prompt(
         plain, chat = prompt, replace(chat, tools=tools)
         prompt = encoder.prompt(chat)
         if np.array_equal(prompt, plain):
-            raise ValueError(f"{where}: the chat template of tokenizer={tokenizer.name} does not describe tools")
+            template = f"{where}: the chat template of " + option("tokenizer", tokenizer.name)
+            raise ValueError(template + " does not describe tools")
     return prompt, Chat("", [], chat.tools, template=chat.template)
 
 

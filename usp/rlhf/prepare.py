@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from usp.hf.integrate import rotary_switch
 from usp.hf.models import context_length, is_scalar, model_facts, stop_tokens
 from usp.hf.routers import replay_problem, routed_width
 from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
-from usp.parallel import ParallelDims, latest
+from usp.parallel import ParallelDims, latest, violation_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.generation.decoding import Rollout, cache_violation, capacity, row_multiple, stop_problems
 from usp.rlhf.generation.generate import generation_problems
@@ -127,7 +126,7 @@ def prepare(
 
     Raises ConfigurationError with every violation found, before any rank communicates.
     """
-    problems = Problems((), (ValueError, TypeError, OSError, RecursionError, yaml.YAMLError))
+    problems = Problems(ValueError, TypeError, OSError, RecursionError, yaml.YAMLError)
     attempt = problems.attempt
     algorithms = attempt(lambda: with_outside(config.algorithm, ALGORITHMS)) or {}
     problems.check()
@@ -203,7 +202,9 @@ def _graph(
     try:
         return with_served(graph, served_models(config), tokenizer.encode)
     except ValueError as error:
-        raise ValueError(f"{'--ref' if str(error).startswith('ref=') else '--models'}: {error}") from error
+        flags = {"ref": "--ref"}
+        said = violation_of(error).shown(lambda role, url: f"{flags.get(role, '--models')}: {role}={url}")
+        raise ValueError(said) from error
 
 
 def _unable_to_generate(config: RlhfConfig, actor: RoleSpec) -> Iterator[str]:
@@ -327,9 +328,8 @@ def _open_examples(
             tools=tools,
         )
     except ValueError as error:
-        names = r"\b(data|prompt_tokens|long_prompts|tokenizer|chat_template)="
-        named = re.sub(names, lambda match: f"{flag(field if match[1] == 'data' else match[1])} = ", str(error))
-        raise ValueError(named) from error
+        said = violation_of(error).renamed(data=field).shown(lambda name, value: f"{flag(name)} = {value}")
+        raise ValueError(said) from error
     shown = field if field == "data" else flag(field)
     return examples, tuple(f"{shown}: {note}" for note in examples.notes)
 

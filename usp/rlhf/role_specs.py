@@ -20,11 +20,12 @@ from usp.hf.models import (
 from usp.hf.tensor_parallel import tp_problems
 from usp.model.facts import ep_violations, pp_violations
 from usp.optimizers import AdamW
+from usp.parallel import Violation, violation_of
 from usp.presets import PRESETS
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_model import RoleSpec
 from usp.train.resolve import lora_of, lora_problems
-from usp.train.validate import balance_violations, with_flags
+from usp.train.validate import balance_violations
 
 from .algorithms.algorithm import Algorithm
 from .config import RlhfConfig
@@ -52,7 +53,8 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
         try:
             model = without_dropout(load_model_config(source, head, new_head), config.disable_dropout)
         except ValueError as error:
-            raise ValueError(str(error).replace(f"model={source}", shown, 1)) from error
+            named = violation_of(error).shown(lambda name, value: shown if name == "model" else f"{name}={value}")
+            raise ValueError(named) from error
         different = {
             "dtype": dtype,
             "optimizer": AdamW(config.weight_decay, betas=(0.9, 0.95)),
@@ -115,7 +117,7 @@ def missing_models(specs: dict[str, RoleSpec], graph: DataflowGraph) -> Iterator
 
 def layout_violations(graph: DataflowGraph, plan: ExecutionPlan, specs: dict[str, RoleSpec]) -> Iterator[str]:
     """Yield why the model of a call cannot have the layout that the plan gives it."""
-    calls: dict[str, str] = {}  # the first call with each violation
+    calls: dict[Violation | str, str] = {}  # the first call with each violation
     for call in graph.calls:
         if call.role in specs:
             for text in call_violations(plan[call.name], specs[call.role], trained=call.kind == "train_step"):
@@ -123,7 +125,7 @@ def layout_violations(graph: DataflowGraph, plan: ExecutionPlan, specs: dict[str
     yield from (f"{name}: {text}" for text, name in calls.items())
 
 
-def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Iterator[str]:
+def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Iterator[Violation | str]:
     """Yield why a model cannot have a layout. trained: in a train step."""
     facts, dims = model_facts(spec.source, spec.config), layout.dims
     yield from ep_violations(facts, dims.ep)
@@ -155,7 +157,7 @@ def router_violations(config: RlhfConfig, graph: DataflowGraph, specs: Mapping[s
     """Yield why no trained model, or not each with experts, can have the load-balancing loss that flags ask for."""
     facts = [model_facts(specs[role].source, specs[role].config) for role in graph.trained_roles]
     for model in [each for each in facts if each.num_experts] or facts[:1]:
-        yield from map(with_flags, balance_violations(config, model))
+        yield from balance_violations(config, model)
 
 
 def unused_models(config: RlhfConfig, algorithm: Algorithm, graph: DataflowGraph) -> Iterator[str]:

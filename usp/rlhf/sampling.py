@@ -19,7 +19,7 @@ from usp.data.tokenizer import Ids, Tokenizer, as_document
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import ModelConfig, context_length, stop_tokens
 from usp.hf.stage import CausalLMStage
-from usp.parallel import ParallelMesh
+from usp.parallel import ParallelMesh, violation_of
 from usp.parallel.fsdp import gathered
 from usp.parallel.groups import gather_objects
 from usp.rlhf.datasets import open_examples
@@ -71,7 +71,7 @@ def prepare_sampler(prepared: PreparedRun) -> Sampler:
     try:
         prompts = tuple(_prompts(config, model, tokenizer))
     except (ValueError, OSError) as error:
-        raise ConfigurationError(with_flags(f"--sample-prompts: {error}")) from error
+        raise ConfigurationError(with_flags("--sample-prompts: " + violation_of(error))) from error
     problem, switch = generation_problems(model), rotary_switch(model)
     if not problem and any(len(ids) <= (switch or 0) < len(ids) + config.sample_tokens for ids in prompts):
         problem = f"from {switch} tokens on, all keys rotate differently, and some responses would cross that"

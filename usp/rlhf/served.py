@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from usp.parallel import option
 from usp.parallel.reallocation.delta import Delta, apply, delta_size, encode
 from usp.parallel.tensor import add_low_rank
 
@@ -106,21 +107,21 @@ def with_served(graph: DataflowGraph, urls: Mapping[str, str], encode: Callable[
     reply, or one with another tokenizer.
     """
     for role, url in urls.items():
-        calls = [call for call in graph.calls if call.role == role]
+        calls, given = [call for call in graph.calls if call.role == role], option(role, url)
         works = [call.work for call in calls]
         if not calls or any(not isinstance(work, Inference) or work.head != "logprobs" for work in works):
             kinds = ", ".join(f"{call.name} ({call.kind})" for call in calls) or "no calls"
-            raise ValueError(f"{role}={url}: a server gives log-probabilities, and the role {role} has {kinds}")
+            raise ValueError(given + f": a server gives log-probabilities, and the role {role} has {kinds}")
         if different := {work.temperature for work in works if isinstance(work, Inference)} - {1.0}:
             temperature = f"at temperature 1, not {different.pop():g}"
-            raise ValueError(f"{role}={url}: a server's log-probabilities are {temperature}")
+            raise ValueError(given + f": a server's log-probabilities are {temperature}")
         try:
             model = Model(url.rstrip("/")).named()
         except ConnectionError as error:
-            raise ValueError(f"{role}={url}: {error}") from error
+            raise ValueError(given + f": {error}") from error
         if (ids := model.tokenize(_PROBE)) is not None and ids != list(map(int, encode(_PROBE))):
             other = f"{model.name} has another tokenizer than the policy"
-            raise ValueError(f"{role}={url}: {other}: its ids are other texts")
+            raise ValueError(given + f": {other}: its ids are other texts")
         asking = {
             call.name: replace(call, role="", work=Compute(ServedLogprobs(model, *call.outputs), scalars=()))
             for call in calls

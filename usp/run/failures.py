@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from usp.parallel import RanksDisagree
+from usp.parallel import RanksDisagree, Violation, violation_of
 
 from .launch import Launch, RanksMissing
 
@@ -37,10 +37,10 @@ class ConfigurationError(ValueError):
     """Invalid configuration; raised on every rank before any of them communicates."""
 
 
-def listed(problems: Sequence[str]) -> str:
+def listed(problems: Sequence[str | Violation]) -> str:
     """Join `problems` into one message, numbered if there are several."""
     if len(problems) == 1:
-        return problems[0]
+        return str(problems[0])
     lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
     return "\n".join([f"{len(problems)} problems:", *lines])
 
@@ -51,20 +51,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-class Problems(list[str]):
+class Problems(list["str | Violation"]):
     """Problems of a configuration, collected to be reported in one message. errors: types that `attempt` expects; any
-    other error is not a problem of the configuration and passes through."""
+    other error is not a problem of the configuration and passes through; ValueError and OSError by default."""
 
-    def __init__(self, found: Iterable[str] = (), errors: tuple[type[Exception], ...] = (ValueError, OSError)) -> None:
-        super().__init__(found)
-        self._errors = errors
+    def __init__(self, *errors: type[Exception]) -> None:
+        super().__init__()
+        self._errors = errors or (ValueError, OSError)
 
     def attempt(self, load: Callable[[], T]) -> T | None:
         """Return `load()`; None if it fails, after adding its message."""
         try:
             return load()
         except self._errors as error:
-            self.append(str(error))
+            self.append(violation_of(error))
             return None
 
     def check(self) -> None:

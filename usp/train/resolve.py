@@ -16,7 +16,7 @@ from usp.hf import models
 from usp.hf.images import bidirectional, sees_images
 from usp.model.facts import ModelFacts, ModelShape
 from usp.optimizers import OPTIMIZERS
-from usp.parallel import ParallelDims
+from usp.parallel import ParallelDims, violation_of
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
 from usp.presets import LORA_RATE, PRESETS, settled_rate
 from usp.run.failures import ConfigurationError, listed
@@ -164,13 +164,13 @@ def lora_of(config: CommonConfig, model: models.ModelConfig) -> Lora | None:
         return lora
     if config.lora_dropout and sharded_mixers(models.empty_model(model)):
         raise ValueError(
-            f"lora_dropout={config.lora_dropout:g} is not supported for {model.model_type}, whose recurrent layers and "
-            f"convolutions compute their tokens in another order: remove it"
+            f"--lora-dropout {config.lora_dropout:g} is not supported for {model.model_type}, whose recurrent layers "
+            f"and convolutions compute their tokens in another order: remove it"
         )
     saved = modules_to_save(model, config.lora_modules_to_save, lora.targets)
     if config.add_tokens and (ends := frozen_ends(model, saved)):
         raise ValueError(
-            f"add_tokens={config.add_tokens} adds rows that adapters do not train: give lora_modules_to_save="
+            f"--add-tokens {config.add_tokens} adds rows that adapters do not train: give --lora-modules-to-save "
             f"{','.join(ends)}"
         )
     options: dict[str, Any] = {"dropout": config.lora_dropout, "seed": config.seed, "dora": config.lora_dora}
@@ -185,7 +185,7 @@ def lora_problems(config: CommonConfig, model: models.ModelConfig) -> Iterator[s
     try:
         lora_of(config, model)
     except ValueError as error:
-        yield with_flags(str(error))
+        yield with_flags(violation_of(error))
 
 
 def router_bias_problems(config: TrainConfig, model: models.ModelConfig) -> Iterator[str]:
@@ -248,7 +248,7 @@ def trained_model(config: TrainConfig, weights: bool = True, ids: int = 0, image
         longest = max(stage.seq_len for stage in by_stage(config))
         return models.with_context(model, longest, config.rope_scaling, pretrained=config.model not in PRESETS)
     except ValueError as error:
-        raise ValueError(with_flags(str(error))) from error
+        raise ValueError(with_flags(violation_of(error))) from error
 
 
 def job_of(

@@ -8,10 +8,9 @@ experts, heads) are taken from there, with flags for parameters.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -19,7 +18,8 @@ from usp.config import CommonConfig, TrainConfig, by_stage
 from usp.fields import as_given, changed_ones, flag, shared_values, value_violations
 from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
 from usp.optimizers import OPTIMIZERS
-from usp.parallel import ParallelDims, divisors, micro_batch_violation, schedule_violation, stages_per_rank
+from usp.parallel import ParallelDims, Violation, divisors, violation_of
+from usp.parallel.stages import micro_batch_violation, schedule_violation, stages_per_rank
 
 _NOT_BY_DEEPSPEED = (
     *("tp", "pp", "ep", "dp_replicate", "lora_rank", "compile", "fp8", "sample_every", "indexer_loss_coef"),
@@ -45,7 +45,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
     return [with_flags(message) for message in messages]
 
 
-def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[str]]:
+def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[Any]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
     rules = (_length, _micro_batches, _zero_bubble, common_violations)
     yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer, _float8))
@@ -87,10 +87,12 @@ def _by_stage(config: TrainConfig, world_size: int, facts: ModelFacts | None, en
         yield from (f"stage {number} of the curriculum: {message}" for message in messages if message not in common)
 
 
-def with_flags(message: str) -> str:
-    """Replace the parameters that layers name by train.py's flags: `ulysses=4` by `--sp-ulysses 4`."""
-    names = {field.name: field.name for field in fields(TrainConfig)} | {"ring": "sp_ring", "ulysses": "sp_ulysses"}
-    return re.sub(r"(?<![\w-])(\w+)=(?=\S)", lambda m: f"{flag(names[m[1]])} " if m[1] in names else m[0], message)
+def with_flags(message: Violation | str) -> str:
+    """Return a message with flags for the arguments of layers: `--sp-ulysses 4` for ulysses=4."""
+    if isinstance(message, str):
+        return message
+    named = message.renamed(ring="sp_ring", ulysses="sp_ulysses")
+    return named.shown(lambda name, value: f"{flag(name)} {value}")
 
 
 def settle_batch(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -115,13 +117,13 @@ def _batch_ranks(config: TrainConfig, world_size: int) -> int | None:
         return None
 
 
-def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
+def _degrees(config: TrainConfig, world_size: int) -> Iterator[Violation | str]:
     if config.plan == "auto":
         yield "--plan auto is only supported by train.py: give --config a file of python -m usp plan --out"
     try:
         parallel_dims(config).resolve(world_size)
     except ValueError as error:
-        yield str(error)
+        yield violation_of(error)
 
 
 def parallel_dims(config: Any) -> ParallelDims:
@@ -237,27 +239,29 @@ def _float8(config: TrainConfig) -> Iterator[str]:
             yield f"{given} needs a multiple of {of} {name}, for products of float8, and has {number}: change --seq-len"
 
 
-def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[Violation | str]:
     if config.tp > 1:  # `_recomputation` refuses tp_sequence_parallel without tp
         yield from tp_violations(facts, config.tp, config.tp_sequence_parallel)
     ranks = config.sp_ring * config.sp_ulysses
     local = config.padded_len // ranks
     if config.tp_sequence_parallel and local % config.tp:
-        yield f"tp={config.tp} must divide the {local} tokens of a rank for --tp-sequence-parallel: change --seq-len"
+        yield f"--tp {config.tp} must divide the {local} tokens of a rank for --tp-sequence-parallel: change --seq-len"
 
 
-def _pipeline(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+def _pipeline(config: TrainConfig, facts: ModelFacts) -> Iterator[Violation | str]:
     stages = config.pp * stages_per_rank(config.pp_schedule) if config.pp > 1 else 1
-    yield from (f"pp={config.pp} with pp_schedule={config.pp_schedule}: {v}" for v in pp_violations(facts, stages))
+    given = f"--pp {config.pp} with --pp-schedule {config.pp_schedule}: "
+    yield from (given + violation for violation in pp_violations(facts, stages))
 
 
-def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[Violation | str]:
     yield from ep_violations(facts, config.ep)
     yield from balance_violations(config, facts)
     if facts.num_experts and config.zero == 0 and config.ep * config.tp > 1:
-        yield f"zero=0 replicates every expert, which ep={config.ep} x tp={config.tp} ranks share: use zero=1 or more"
+        given = f"--zero 0 replicates every expert, which --ep {config.ep} x --tp {config.tp} ranks share"
+        yield f"{given}: use --zero 1 or more"
     if facts.num_experts and config.mlp_tile:
-        yield f"mlp_tile={config.mlp_tile} tiles dense MLPs, and those of {facts.name} are experts: remove it"
+        yield f"--mlp-tile {config.mlp_tile} tiles dense MLPs, and those of {facts.name} are experts: remove it"
 
 
 def _indexers(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
@@ -282,13 +286,13 @@ def _indexers(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
 
 def balance_violations(config: CommonConfig, facts: ModelFacts) -> Iterator[str]:
     """Yield why a model cannot have the load-balancing loss of `config`."""
-    given = f"router_aux_loss_coef={config.router_aux_loss_coef}"
+    given = f"--router-aux-loss-coef {config.router_aux_loss_coef}"
     if config.router_aux_loss_coef > 0 and not facts.num_experts:
         yield f"{given} balances experts, and {facts.name} has none: remove it"
     elif config.router_aux_loss_coef > 0 and not facts.balancing_loss:
         yield f"{given} weights a load-balancing loss, and transformers defines none for {facts.name}: remove it"
     if config.router_balance != "step" and not facts.num_experts:
-        yield f"router_balance={config.router_balance} balances experts, and {facts.name} has none: remove it"
+        yield f"--router-balance {config.router_balance} balances experts, and {facts.name} has none: remove it"
 
 
 def _above(number: int, multiple: int) -> int:

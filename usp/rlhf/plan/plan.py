@@ -206,10 +206,10 @@ def _rank_violations(layout: CallLayout, world_size: int) -> Iterator[str]:
         yield "must have at least one rank"
         return
     try:
-        if dims.resolve(len(ranks)) != dims:
+        if dims.resolve(len(ranks), "the call's ranks,") != dims:
             yield "dp_shard=-1 must be resolved"
     except ValueError as error:
-        yield str(error).replace("the world size", "the call's ranks,")
+        yield str(error)
 
 
 def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
