@@ -27,10 +27,11 @@ from transformers import (
 from tyro.conf import arg
 
 from usp.hf.images import TRAINED, sees_images
-from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, training_problems
+from usp.hf.models import ModelConfig, empty_model, model_facts, training_problems
 from usp.hf.probe import structure
 from usp.hf.shrink import dropouts, shrink
 from usp.hf.tensor_parallel import tp_problems
+from usp.model.facts import FAMILIES
 from usp.rlhf.generation.generate import generation_problems
 from usp.run.launch import leave
 from usp.run.tables import Grid

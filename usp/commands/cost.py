@@ -65,7 +65,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     outputs = output_problem("--plot", asked.plot, ".png"), output_problem("--html", asked.html, ".html")
     if invalid := [*value_violations(asked).values(), *filter(None, (both, *outputs))]:
         raise ValueError("; ".join(invalid))
-    from usp.hf.models import formula_violation, load_model_config, model_facts
+    from usp.hf.models import load_model_config, model_facts
     from usp.planning import comparison
     from usp.planning.job_cost import job_grid
     from usp.planning.methods import DEFAULT, Method
@@ -74,8 +74,9 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     terms = terms_of(asked)
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
     model_config = load_model_config(asked.model, weights=False)
-    if violation := formula_violation(asked.model, model_config):
-        raise ValueError(violation)
+    read = model_facts(asked.model, model_config)
+    if read.formula_violation:
+        raise ValueError(read.formula_violation)
     setting = comparison.Setting(
         hardware=load_hardware(asked.hardware),
         world_size=asked.world_size,
@@ -83,7 +84,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         model_config=model_config,
         sequences=asked.global_batch_size,
         rows=asked.micro_batch,
-        data=data_of(asked, model_facts(asked.model, model_config)),
+        data=data_of(asked, read),
     )
     compared, problems = comparison.compare(methods, setting)
     judged = comparison.judge(compared, setting)

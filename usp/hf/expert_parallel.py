@@ -43,7 +43,7 @@ from usp.parallel import ParallelMesh, all_of, local_tensor
 from usp.parallel.expert import ExpertRows, grouped_linear, mix_experts, sorted_by_expert
 
 from .experts import expert_modules, logits_index, router_modules
-from .models import experts_per_token, model_facts
+from .models import model_facts
 
 NAME = "expert_parallel"
 
@@ -182,8 +182,8 @@ class RouterBalance:
         by_micro_batch: bool = False,
     ) -> None:
         self.by_micro_batch = by_micro_batch
-        self.num_experts = model_facts(model.config.model_type, model.config).num_experts
-        self.top_k = experts_per_token(model.config)
+        facts = model_facts(model.config.model_type, model.config)
+        self.num_experts, self.top_k = facts.num_experts, facts.experts_per_token
         self.coefficient, self.device = coefficient, mesh.device_type
         self.loss_group = mesh.group("loss")
         self.tp_group = mesh.group("tp") if tp_sequence_parallel else None

@@ -23,7 +23,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from usp.model.facts import NO_ATTENTION, ModelFacts
+from usp.model.facts import FAMILIES, NO_ATTENTION, ModelFacts
 from usp.parallel import option
 from usp.presets import PRESETS
 from usp.run.failures import nearest
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .probe import Structure
-
-# Families with formulas of activation memory (`usp.predict`).
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
@@ -179,20 +176,18 @@ def training_problems(config: PretrainedConfig, images: bool = False) -> str:
         disk_layout(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
     except ValueError as error:
         problems.append(str(error))
+    facts, unread = readable_facts(config)
+    return "; ".join([*problems, *(expert_problems(model, facts.num_experts) if facts else [unread])])
+
+
+def readable_facts(config: PretrainedConfig) -> tuple[ModelFacts | None, str]:
+    """Return (the facts of a model, ""), or (None, why its configuration does not give them)."""
     try:
-        facts = model_facts("", config)
-    except Exception as error:  # of any kind: it is transformers' code that runs
-        problems.append(f"its configuration does not give one size for all layers: {str(error).split('. ')[0]}")
-    else:
-        problems += expert_problems(model, facts.num_experts)
-    return "; ".join(problems)
-
-
-def formula_violation(name: str, config: PretrainedConfig) -> str | None:
-    """Return why there are no formulas for the model called `name`; None if there are."""
-    if config.model_type in FAMILIES:
-        return None
-    return f"model={name} has model_type={config.model_type!r}, but formulas are only known for {', '.join(FAMILIES)}"
+        return model_facts("", config), ""
+    except (
+        Exception
+    ) as error:  # of any kind: it is transformers' code that runs, whose first sentence says what is wrong
+        return None, f"its configuration does not give one size for all layers: {str(error).split('. ')[0]}"
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:
@@ -376,7 +371,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         for layer, (n, _, qk, v) in zip(layers, sizes, strict=True)
         if 0 < (rank := getattr(layer, "kv_lora_rank", 0) or 0) < n * (layer.qk_nope_head_dim + (v or qk))
     ]
-    num_experts = _of_experts(config, _NUM_EXPERTS)
+    num_experts, known = _of_experts(config, _NUM_EXPERTS), config.model_type in FAMILIES
     if not isinstance(num_experts, int):
         raise ValueError(f"num_experts={num_experts} differs between layers")
     has_dense_mlps = (  # of a mixture of experts, which families say in different fields
@@ -390,6 +385,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     sparse, own = [kind in INDEXED for kind in kinds], getattr(config, "indexer_types", None) or ["full"] * len(kinds)
     block = getattr(config, "index_block_size", 1)
     most = getattr(config, "index_topk", 0) or getattr(config, "index_topk_blocks", 0) * block
+    balanced = num_experts > 0 if known else has_balancing_loss(config)
     indexers = sum(pair == (True, "full") for pair in zip(sparse, own, strict=False))
     return ModelFacts(
         name=model,
@@ -404,16 +400,20 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         intermediate_size=_dense_width(config) if attends and (has_dense_mlps or not num_experts) else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
-        balancing_loss=num_experts > 0 if config.model_type in FAMILIES else has_balancing_loss(config),
+        balancing_loss=balanced,
         tied=bool(whole.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=max(v_head_dims),
-        in_stages=config.model_type in FAMILIES or (whole is config and _structure(config).in_stages),
-        divides_experts=config.model_type in FAMILIES or not num_experts or _structure(whole).divides_experts,
+        in_stages=known or (whole is config and _structure(config).in_stages),
+        divides_experts=known or not num_experts or _structure(whole).divides_experts,
         widths=tuple(n * (qk + (v or qk)) for n, _, qk, v in sizes) if config.is_heterogeneous else (),
         chosen=tuple(most * each for each in sparse) if any(sparse) else (),
         index_size=indexers * config.index_n_heads * config.index_head_dim if indexers else 0,
         index_block=block,
         latent=max(latents, default=0),
+        model_type=whole.model_type,
+        experts_per_token=_of_experts(config, _EXPERTS_PER_TOKEN) if num_experts else 0,
+        aux_loss_coef=float(getattr(whole, "router_aux_loss_coef", None) or 0.0) if balanced else 0.0,
+        compressed=hasattr(config, "compress_rates"),
     )
 
 
@@ -431,22 +431,6 @@ def _structure(config: PretrainedConfig) -> Structure:
 
     kind = "IMAGE_TEXT_TO_TEXT" if sees_images(config) else "CAUSAL_LM"
     return structure(getattr(transformers, f"MODEL_FOR_{kind}_MAPPING")[type(config)], config)
-
-
-def experts_per_token(config: PretrainedConfig) -> int:
-    """Return how many experts a token is routed to; 0 for a dense model."""
-    return _of_experts(config, _EXPERTS_PER_TOKEN)
-
-
-def aux_loss_coefficient(config: PretrainedConfig, coefficient: float) -> float:
-    """Return the weight of the auxiliary loss: `coefficient`, or for -1 the configuration's; 0 for a model without one.
-    A model has one where transformers defines it: not DeepSeek-V3 and its like, which balance by other means."""
-    facts = model_facts("", config)
-    if not facts.num_experts:
-        return 0.0  # hybrids without experts have a coefficient even so
-    if coefficient != -1:
-        return coefficient
-    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if facts.balancing_loss else 0.0
 
 
 def _of_experts(config: PretrainedConfig, names: Sequence[str]) -> int:

@@ -34,7 +34,7 @@ from usp.parallel import ParallelMesh
 
 from .expert_parallel import expert_loads, over_ranks, own_real
 from .experts import expert_modules
-from .models import empty_model, experts_per_token
+from .models import empty_model, model_facts
 from .prune import OtherStagesLayer, backbone, decoder, model_parts
 from .shrink import VOCAB, shrink
 
@@ -133,7 +133,7 @@ def _on_choice(experts: nn.Module, told: Callable[[Tensor], None]) -> None:
 
 def routed_width(config: PretrainedConfig) -> int:
     """Return how many numbers say the experts of a token."""
-    return config.num_hidden_layers * experts_per_token(config)
+    return config.num_hidden_layers * model_facts("", config).experts_per_token
 
 
 class ChoiceRecorder:
@@ -163,7 +163,8 @@ def replay_choices(
     Call it before activation checkpointing. tp_sequence_parallel: the layers' tokens are sharded over the tp axis of
     `mesh` as well.
     """
-    top_k, group = experts_per_token(model.config), mesh.group("tp") if mesh and tp_sequence_parallel else None
+    top_k = model_facts("", model.config).experts_per_token
+    group = mesh.group("tp") if mesh and tp_sequence_parallel else None
     for number, layer in _numbered_layers(model):
         told, experts = _Told(), expert_modules(layer)
         for block in layer.modules():
@@ -175,7 +176,7 @@ def replay_choices(
 def replay_problem(config: PretrainedConfig) -> str:
     """Return why the choices of experts cannot be forced on a causal LM of `config`; "" if they can. It is tried with a
     tiny copy."""
-    if not experts_per_token(config):
+    if not model_facts("", config).num_experts:
         return f"model_type={config.model_type!r} has no experts"
     tiny = cast(Any, type(empty_model(config, causal=True)))._from_config(shrink(config, layers=4)).eval()
     if not expert_modules(tiny):

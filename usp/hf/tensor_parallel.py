@@ -16,7 +16,7 @@ from usp.parallel.tensor import STYLES, apply_tensor_parallel, gather_output, mo
 from .experts import expert_modules
 from .images import encoder_parts
 from .integrate import decoder_layers
-from .models import empty_model, experts_per_token, is_scalar, model_facts
+from .models import empty_model, is_scalar, model_facts
 from .probe import structure
 from .prune import backbone, decoder, model_parts, name_of
 
@@ -138,7 +138,7 @@ def _family_plan(config: PretrainedConfig) -> dict[str, str]:
 
 def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
     """Return the parameter shapes of the model of `config`, whose facts are `facts`. Builds it on the meta device.
-    Supports models of `usp.hf.models.FAMILIES`, with the head of a causal LM or a scalar one. Those of an encoder of
+    Supports models of `usp.model.facts.FAMILIES`, with the head of a causal LM or a scalar one. Those of an encoder of
     images stand beside the embedding."""
     model = empty_model(config)
     styles = module_styles(model, tp_plan(model))
@@ -173,6 +173,5 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
         layers=tuple(known.setdefault(layer, layer) for layer in layers),
         norm=shapes(getattr(decoder(model), parts.norm)),
         head=() if facts.tied else shapes(head),
-        experts_per_token=experts_per_token(config) if facts.num_experts else 0,
         names=(f"{base}.{parts.embedding}", f"{base}.{parts.layers}", f"{base}.{parts.norm}", parts.head),
     )

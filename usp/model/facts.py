@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,9 +22,13 @@ NO_ATTENTION = -1
 FLOAT8_DIMS = {"tensor": 16, "row": 16, "mx": 32}  # by --fp8: what dims of a product must be multiples of
 
 
+# Families with formulas of activation memory (`usp.predict`).
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+
+
 @dataclass(frozen=True)
 class ModelFacts:
-    """Numbers of a causal language model that configuration checks and FLOP counts need.
+    """What a causal language model is: `usp.hf.models.model_facts` reads it from a configuration, once for all who ask.
 
     windows: per layer, the sliding window in tokens, the query included; 0 for full attention, NO_ATTENTION for a layer
         of another kind.
@@ -40,6 +44,8 @@ class ModelFacts:
         and the largest sizes; empty where they do not.
     chosen: per layer, how many keys an indexer chooses for each query, 0 for all; empty for a model without indexers.
     index_size: heads x head dim of the indexers of all layers. index_block: keys that they choose together.
+    aux_loss_coef: weight of that loss; 0 without one. experts_per_token: 0 for a dense model.
+    compressed: whether layers attend to compressed keys.
     latent: elements of a token that a cache of generation has of latent attention without tp; 0 for its heads.
     """
 
@@ -62,6 +68,22 @@ class ModelFacts:
     index_size: int = 0
     index_block: int = 1
     latent: int = 0
+    # not in the keys of stored measurements (`usp.planning.estimates`), which have the repr of the fields above
+    model_type: str = field(default="", repr=False)
+    experts_per_token: int = field(default=0, repr=False)
+    aux_loss_coef: float = field(default=0.0, repr=False)
+    compressed: bool = field(default=False, repr=False)
+
+    @property
+    def formula_violation(self) -> str:
+        """Why there are no formulas for the model; empty if there are."""
+        known = f"has model_type={self.model_type!r}, but formulas are only known for {', '.join(FAMILIES)}"
+        return "" if self.model_type in FAMILIES else f"model={self.name} {known}"
+
+    def balance(self, coefficient: float) -> float:
+        """Return the weight of the auxiliary loss: `coefficient`, or for -1 the configuration's. A model has one where
+        transformers defines it: not DeepSeek-V3 and its like, which balance by other means."""
+        return (self.aux_loss_coef if coefficient == -1 else coefficient) if self.num_experts else 0.0
 
     @cached_property
     def reaches(self) -> tuple[int, ...]:
@@ -137,8 +159,8 @@ class LayerShape:
 class ModelShape:
     """Parameter shapes of a causal language model.
 
-    layers: in order; equal layers may be the same object. head: empty if tied to the embedding. experts_per_token: 0
-    for a dense model. names: dotted ones, of the embedding, the layers, the norm, and the head.
+    layers: in order; equal layers may be the same object. head: empty if tied to the embedding. names: dotted ones, of
+    the embedding, the layers, the norm, and the head.
     """
 
     facts: ModelFacts
@@ -147,7 +169,6 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     norm: tuple[ParameterShape, ...]
     head: tuple[ParameterShape, ...]
-    experts_per_token: int
     names: tuple[str, str, str, str]
 
     def __hash__(self) -> int:
@@ -204,7 +225,7 @@ class ModelShape:
         """Weights that multiply each token: all but the input embedding, including a tied output head. Of a layer's
         experts, as many as a token is routed to."""
         experts = sum(part.numel for layer in self.layers for part in layer.experts)
-        idle = experts // max(1, self.facts.num_experts) * (self.facts.num_experts - self.experts_per_token)
+        idle = experts // max(1, self.facts.num_experts) * (self.facts.num_experts - self.facts.experts_per_token)
         return self.numel - idle - (0 if self.facts.tied else sum(part.numel for part in self.embedding))
 
 

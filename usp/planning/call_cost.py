@@ -298,7 +298,8 @@ class _Calls:
             sum(each) if micro_batches == 1 else micro_batches * max(each) for each in zip(*stages, strict=True)
         )
         per_place = self.hardware.memory_seconds(rows * read)
-        if self.options.cuda_graphs and self.hardware.streams and job.dims.pp == 1 and not job.model.experts_per_token:
+        replays = self.options.cuda_graphs and self.hardware.streams and job.dims.pp == 1
+        if replays and not job.model.facts.experts_per_token:
             launched = 1.0
         return fixed, per_place, launched * self.hardware.launch_seconds
 
@@ -319,7 +320,7 @@ def _stage_seconds(job: Job, hardware: Hardware, rank: int, slots: int) -> float
         layer = job.model.layers[index]
         matrices = [p.local(tp) for p in layer.parameters if is_matrix(p)]
         products = [Product.of(slots, inputs, outputs, job.dtype.itemsize) for outputs, inputs, *_ in matrices]
-        rows = slots * job.model.experts_per_token
+        rows = slots * job.model.facts.experts_per_token
         for p in layer.experts:
             chosen = min(p.numel / job.dims.ep, rows * p.numel / p.shape[0])  # weights of experts that have a token
             products.append(Product(2.0 * rows / job.dims.ep * p.numel / p.shape[0], chosen, job.dtype.itemsize))

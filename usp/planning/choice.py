@@ -13,7 +13,7 @@ from rich.console import Group
 
 from usp.config import TrainConfig
 from usp.fields import flag
-from usp.hf.models import FAMILIES, empty_model
+from usp.hf.models import empty_model
 from usp.model.facts import ModelFacts
 from usp.parallel import Hardware, ParallelDims
 from usp.predict.devices import Memory, hardware_here
@@ -89,7 +89,7 @@ def choose(
     if problems := [*_refused(asked, world_size), *resolved.problems]:
         raise ConfigurationError(listed(problems))
     _, model_config, facts, _ = resolved.valid()
-    divided = model_config.model_type in FAMILIES or not tp_problems(empty_model(model_config), 2, True)
+    divided = not facts.formula_violation or not tp_problems(empty_model(model_config), 2, True)
     sizes: Any = {"world_size": world_size, "sequences": asked.global_batch_size}
     question = Question(hardware=hardware, base=base, facts=facts, divided=divided, **sizes)
     every = tuple(layouts(question))

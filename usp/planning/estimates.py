@@ -191,7 +191,7 @@ def model_key(model: ModelShape, dtype: torch.dtype) -> str:
             f"model={model.facts.name} has layers of several kinds, and measurements scale one with the depth"
         )
     facts = replace(model.facts, name="", windows=model.facts.windows[:1])
-    parts = (facts, model.embedding, model.layers[0], model.norm, model.head, model.experts_per_token, str(dtype))
+    parts = (facts, model.embedding, model.layers[0], model.norm, model.head, facts.experts_per_token, str(dtype))
     head = "scalar" if model.head and model.head[0].shape[0] == 1 else f"vocabulary {facts.vocab_size}"
     return f"hidden {model.hidden_size}, {head}, {sha256(repr(parts).encode()).hexdigest()[:8]}"
 

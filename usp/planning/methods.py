@@ -140,6 +140,6 @@ def paper_cost(method: str, job: Job, sequences: int) -> PaperCost | None:
     if job.dims.sp > 1:
         cost = unified_cost(job.dims.ulysses, job.dims.ring, facts.num_heads // facts.num_kv_heads)
     elif method == "ep":
-        cost *= Fraction(job.model.experts_per_token, job.world_size)
+        cost *= Fraction(job.model.facts.experts_per_token, job.world_size)
     block, moved = hidden**2 * BF16, int(cost * sequences * job.config.seq_len * hidden * BF16)
     return PaperCost(parameters * block // 2, parameters * block, moved, states)

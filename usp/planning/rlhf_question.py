@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from rich.console import Group, RenderableType
 
 from usp.fields import parse_options
-from usp.hf.models import ModelConfig, ModelHead, formula_violation, load_model_config, model_facts
+from usp.hf.models import ModelConfig, ModelHead, load_model_config, model_facts
 from usp.model.facts import ModelShape
 from usp.parallel import format_ranks
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
@@ -329,10 +329,11 @@ def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, Mo
     shapes: dict[str, ModelShape] = {}
     by_role = {}
     for role, (source, config) in sources.items():
-        if violation := formula_violation(source, config):
+        facts = model_facts(source, config)
+        if violation := facts.formula_violation:
             raise ValueError(f"the {role}'s model: {violation}")
         key = repr((source, config.to_dict()))
-        by_role[role] = shapes[key] = shapes.get(key) or model_shape(model_facts(source, config), config)
+        by_role[role] = shapes[key] = shapes.get(key) or model_shape(facts, config)
     return by_role
 
 

@@ -16,7 +16,7 @@ import yaml
 from rich.console import Group, RenderableType
 
 from usp.config import TrainConfig
-from usp.hf.models import formula_violation, model_facts
+from usp.hf.models import model_facts
 from usp.model.facts import ModelFacts
 from usp.optimizers import OPTIMIZERS
 from usp.parallel.cluster.hardware import Hardware
@@ -117,11 +117,12 @@ def step_report(
 ) -> StepReport:
     """Predict a step by formulas, or else by dry runs; raise ConfigurationError as train.py does, and for DeepSpeed."""
     model = trained_model(config, weights=False)
-    found = data(model_facts(config.model, model))
+    facts = model_facts(config.model, model)
+    found = data(facts)
     if run and run.document_tokens and not found.documents:
         found = replace(found, documents=(even_documents(run.document_tokens, config.seq_len),))
     job = job_of(config, model, world_size, data=found)
-    if not (config.lora_rank or OPTIMIZERS[config.optimizer].approximate or formula_violation(config.model, model)):
+    if not (config.lora_rank or OPTIMIZERS[config.optimizer].approximate or facts.formula_violation):
         return StepReport(job, hardware, run)
     if found.router_imbalance != 1:
         raise ConfigurationError("--router-imbalance: a dry run's routers choose experts evenly: remove it")

@@ -448,7 +448,7 @@ def _sequence_flops(job: Job) -> tuple[int, int]:
     for index, number in Counter(model.alike).items():
         layer = model.layers[index]
         weights += number * sum(p.numel for p in layer.parameters if is_matrix(p) and ADAPTER not in p.name)
-        weights += number * sum(p.numel // p.shape[0] * model.experts_per_token for p in layer.experts)
+        weights += number * sum(p.numel // p.shape[0] * model.facts.experts_per_token for p in layer.experts)
         adapters += number * sum(p.numel for p in layer.parameters if ADAPTER in p.name)
     cut = torch.tensor([job.boundaries])
     reaches = Counter(reach for reach in facts.reaches if reach != NO_ATTENTION)

@@ -207,7 +207,7 @@ class Job:
 
     def expert_rows(self, tokens: int) -> int:
         """Return the rows that the busiest expert-parallel rank gets where each rank sends so many tokens."""
-        return math.ceil(tokens * self.model.experts_per_token * min(self.data.router_imbalance, self.dims.ep))
+        return math.ceil(tokens * self.model.facts.experts_per_token * min(self.data.router_imbalance, self.dims.ep))
 
     @property
     def splits_backwards(self) -> bool:

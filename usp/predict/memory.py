@@ -112,7 +112,7 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
     if job.config.mlp_tile:
         in_mlp, of_mlp = 0, 3 * into_mlp * min(1.0, job.config.mlp_tile / job.layout.local_len)
     if layer.experts:
-        routed, number = hidden * job.model.experts_per_token, job.expert_rows(job.outer_tokens)
+        routed, number = hidden * job.model.facts.experts_per_token, job.expert_rows(job.outer_tokens)
         rows, columns = number * job.model.hidden_size * size, number * job.model.expert_size * size
         in_mlp += routed * size + (3 * columns if job.frozen else rows + 4 * columns)
         of_mlp += routed * FLOAT32 + 2 * rows  # of the weighted sum, and the rows in transit
@@ -405,8 +405,8 @@ def forward_memory(job: Job, rank: int) -> Moment:
     attention = (q + out + kv // 2) * (2 if job.dims.ulysses > 1 else 1) + (kv if job.dims.ring > 1 else 0)
     mlp = min(job.config.mlp_tile or job.tokens, job.layout.local_len) * job.rows * 3 * facts.intermediate_size
     mlp //= job.dims.tp
-    if job.model.experts_per_token:
-        rows = job.outer_tokens * job.model.experts_per_token
+    if job.model.facts.experts_per_token:
+        rows = job.outer_tokens * job.model.facts.experts_per_token
         mlp = rows * (2 * job.model.hidden_size + 3 * job.model.expert_size)
     work = inside + max(hidden + mlp * size, attention * size)
     if job.last_stage in job.stages(rank) and job.output in ("loss", "logprobs"):

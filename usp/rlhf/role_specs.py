@@ -10,7 +10,6 @@ import torch
 from usp.fields import flag, shared_values
 from usp.hf.models import (
     ModelHead,
-    aux_loss_coefficient,
     empty_model,
     load_model_config,
     model_facts,
@@ -60,7 +59,7 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
             "optimizer": AdamW(config.weight_decay, betas=(0.9, 0.95)),
             "learning_rate": learning_rate,
             "kernel": config.attention_kernel,
-            "balance": aux_loss_coefficient(model, config.router_aux_loss_coef),
+            "balance": model_facts(source, model).balance(config.router_aux_loss_coef),
             "router_replay": config.router_replay and role == "actor",
         }
         return RoleSpec(role, source, model, new_head, **shared_values(config, RoleSpec) | different)
@@ -139,7 +138,7 @@ def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Ite
         yield f"share_prefixes counts a shared token once in {loss}: use router_aux_loss_coef=0, or leave it out"
     if spec.share_prefixes and facts.index_size:
         yield f"share_prefixes is not supported by {spec.source}, whose indexers choose keys by position: leave it out"
-    if spec.share_prefixes and hasattr(spec.config, "compress_rates"):
+    if spec.share_prefixes and facts.compressed:
         yield f"share_prefixes is not supported by {spec.source}, whose compressed windows it would cut: leave it out"
     if layout.mlp_tile and facts.num_experts:
         yield f"mlp_tile={layout.mlp_tile} tiles dense MLPs, and those of {spec.source} are experts: remove it"

@@ -100,14 +100,14 @@ class EngineRecipe:
     @staticmethod
     def of(config: TrainConfig, model: models.ModelConfig) -> EngineRecipe:
         """Return the recipe of a training run; `config` is resolved, and has no `auto` left."""
-        lora, dtype = lora_of(config, model), getattr(torch, config.dtype)
+        lora, dtype, facts = lora_of(config, model), getattr(torch, config.dtype), models.model_facts("", model)
         different: dict[str, Any] = {
             "model": model,
             "dtype": dtype,
-            "sp_layout": layout_name(config.sp_layout, models.model_facts("", model).windows),
+            "sp_layout": layout_name(config.sp_layout, facts.windows),
             "optimizer": OPTIMIZERS[config.optimizer].rule.of(config),
             "kernel": config.attention_kernel,
-            "balance": models.aux_loss_coefficient(model, config.router_aux_loss_coef),
+            "balance": facts.balance(config.router_aux_loss_coef),
             "weights_dtype": dtype if lora else torch.float32,  # frozen weights need no float32 copy
             "lora": lora,
             "compile": "inductor" if config.compile else "",

@@ -270,8 +270,9 @@ def job_of(
     resolved = resolve(config, world_size, model_config)
     _, model_config, _, _ = resolved.valid(refused)
     config, dims = resolved.largest.config, resolved.largest.dims
-    balance = models.aux_loss_coefficient(model_config, config.router_aux_loss_coef) != 0
-    model, approximate = model or resolved.shape, "; ".join(_approximations(config, model_config))
+    model = model or resolved.shape
+    balance = model.facts.balance(config.router_aux_loss_coef) != 0
+    approximate = "; ".join(_approximations(config, model.facts))
     job = Job(config, model, dims, balance, data=data, approximate=approximate)
     if lora := lora_of(config, model_config):  # frozen weights need no float32 copy
         saved = [name for name, _ in lora.saved.parameters] if lora.saved else []
@@ -279,12 +280,12 @@ def job_of(
     return job
 
 
-def _approximations(config: TrainConfig, model: models.ModelConfig) -> Iterator[str]:
-    if model.model_type not in models.FAMILIES:
-        yield f"activations of model_type={model.model_type} are estimated from its matrices"
-    if hasattr(model, "compress_rates"):
+def _approximations(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if facts.formula_violation:
+        yield f"activations of model_type={facts.model_type} are estimated from its matrices"
+    if facts.compressed:
         yield "compressed keys, and what is sent for them, are left out"
-    elif hasattr(model, "index_topk") or hasattr(model, "index_topk_blocks"):
+    elif facts.chosen:
         yield "ranks are assumed to receive all keys that the mask shows, and not only those that indexers choose"
     if config.lora_rank:
         yield "what frozen weights need not save is estimated"

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from usp.config import TrainConfig
-from usp.hf.models import formula_violation
 from usp.parallel import Hardware
 from usp.predict.devices import hardware_here
 from usp.predict.job import Job
@@ -38,7 +37,7 @@ def predicted_job(config: TrainConfig, prepared: PreparedRun) -> Job | None:
 def predicted_lines(job: Job, prepared: PreparedRun) -> list[str]:
     """Return the summary of a step on this machine; empty for a model without formulas."""
     device = prepared.device
-    if formula_violation(job.config.model, prepared.model_config):
+    if job.model.facts.formula_violation:
         return []
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     try:

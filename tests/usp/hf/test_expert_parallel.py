@@ -36,7 +36,7 @@ from usp import apply_unified_sp, shard_batch
 from usp.hf.expert_parallel import RouterBalance, apply_ep
 from usp.hf.experts import expert_modules, expert_problems, has_balancing_loss, router_modules
 from usp.hf.integrate import decoder_layers
-from usp.hf.models import aux_loss_coefficient, load_model_config, model_facts
+from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import apply_tp, model_shape
 from usp.losses import causal_lm_loss, global_token_count
 from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
@@ -325,8 +325,8 @@ def test_loss_is_shared_over_stages_and_tp_ranks(ranks: RankPool) -> None:
 def test_coefficient_defaults_to_that_of_the_configuration(asked: float, logits: bool, used: float) -> None:
     config = load_model_config("mixtral-tiny")
     config.output_router_logits = logits
-    assert aux_loss_coefficient(config, asked) == used
-    assert aux_loss_coefficient(load_model_config("tiny"), -1) == 0.0
+    assert model_facts("", config).balance(asked) == used
+    assert model_facts("", load_model_config("tiny")).balance(-1) == 0.0
 
 
 def balance_errors(model_types: list[str]) -> dict[str, tuple[float, float]]:

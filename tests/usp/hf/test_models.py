@@ -26,11 +26,11 @@ from transformers import (
 from tests.usp.tiny import drawn_model
 from usp.hf.experts import has_balancing_loss
 from usp.hf.export import save_weights
-from usp.hf.models import FAMILIES, context_length, load_model_config, model_facts, scalar_config, with_layers
+from usp.hf.models import context_length, load_model_config, model_facts, scalar_config, with_layers
 from usp.hf.shrink import shrink
 from usp.hf.tensor_parallel import model_shape
 from usp.hf.weights import load_weights
-from usp.model.facts import ModelFacts
+from usp.model.facts import FAMILIES, ModelFacts
 from usp.presets import PRESETS
 
 TINY = [name for name in PRESETS if "tiny" in name]
@@ -71,7 +71,7 @@ def test_presets_have_the_published_parameter_count(preset: str, billions: float
 
 @pytest.mark.slow
 def test_facts_are_read_from_the_configuration() -> None:
-    tiny = ModelFacts("tiny", 8, 4, 16, 384, (0, 0), intermediate_size=352)
+    tiny = ModelFacts("tiny", 8, 4, 16, 384, (0, 0), intermediate_size=352, model_type="llama")
     assert model_facts("tiny", load_model_config("tiny")) == tiny
     assert model_facts("m", load_model_config("mistral-tiny")).windows == (1024, 1024)
     for kind, size in ((MixtralConfig(intermediate_size=5), 0), (Qwen3MoeConfig(mlp_only_layers=[0]), 6144)):

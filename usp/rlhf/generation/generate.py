@@ -25,7 +25,7 @@ from usp.attention.comm import gather_rows
 from usp.hf.expert_parallel import same_tokens, serve_experts
 from usp.hf.experts import expert_modules
 from usp.hf.integrate import rotary_switch, run_layers
-from usp.hf.models import SEVERAL_PARTS, ModelConfig, context_length, empty_model, model_facts
+from usp.hf.models import SEVERAL_PARTS, ModelConfig, context_length, empty_model, readable_facts
 from usp.hf.probe import MaskKind, structure
 from usp.hf.prune import model_parts
 from usp.hf.routers import ChoiceRecorder
@@ -71,11 +71,9 @@ def generation_problems(config: ModelConfig) -> str:
         logit_transform(model)
     except (AttributeError, ValueError) as error:
         problems.append(str(error))
-    try:
-        if model_facts("", config).widths:
-            problems.append("its layers differ in their heads, and a cache has one size")
-    except Exception as error:  # of any kind: it is transformers' code that runs
-        problems.append(f"its configuration does not give one size for all layers: {str(error).split('. ')[0]}")
+    facts, unread = readable_facts(config)
+    if facts is None or facts.widths:
+        problems.append(unread or "its layers differ in their heads, and a cache has one size")
     return "; ".join(problems)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from usp.hf.compressors import compressors
 from usp.hf.experts import expert_modules
 from usp.hf.indexers import indexers
-from usp.hf.models import ModelConfig, empty_model, experts_per_token
+from usp.hf.models import ModelConfig, empty_model, model_facts
 from usp.hf.positions import turns_by_length
 from usp.hf.prune import backbone
 from usp.parallel import ParallelDims
@@ -73,10 +73,10 @@ class StepGraphs:
 
 def eager_reason(model: Any, dims: ParallelDims) -> str:
     """Return why a graph cannot have the decode steps of a causal LM; empty if it can. The same on all ranks."""
-    base = backbone(model)
+    base, routed = backbone(model), model_facts("", model.config).experts_per_token
     reasons = {
         "hidden states pass along pp": dims.pp > 1,
-        "experts get as many rows as tokens choose them": expert_modules(model) or experts_per_token(model.config),
+        "experts get as many rows as tokens choose them": expert_modules(model) or routed,
         "scores of all tokens so far choose keys": indexers(base) or compressors(base),
         "rotary embeddings turn by the longest sequence": any(map(turns_by_length, base.modules())),
         "FSDP has streams of its own": any(isinstance(module, FSDPModule) for module in model.modules()),

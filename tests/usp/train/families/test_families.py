@@ -21,9 +21,10 @@ from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.disk import stored_tensors
 from usp.hf.experts import has_balancing_loss
-from usp.hf.models import FAMILIES, aux_loss_coefficient, load_model_config, model_facts, training_problems
+from usp.hf.models import load_model_config, model_facts, training_problems
 from usp.hf.prune import tied_ends
 from usp.hf.shrink import VOCAB
+from usp.model.facts import FAMILIES
 from usp.parallel import ParallelMesh
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -251,4 +252,4 @@ def test_experts_are_balanced_only_as_transformers_does(tmp_path: Path) -> None:
         found = resolve(TrainConfig(model=str(tmp_path), seq_len=64, router_aux_loss_coef=asked), 1)
         assert any("transformers defines none for" in problem for problem in found.problems) == refused
         assert found.facts.num_experts == 8 and found.facts.intermediate_size == 48  # of its dense layer
-    assert aux_loss_coefficient(found.model_config, -1) == 0.0
+    assert found.facts.balance(-1) == 0.0
