@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,8 @@ from usp.parallel.reallocation.boxes import Box, box_at
 if TYPE_CHECKING:  # takes half a second to import, and is needed where a parameter is at hand
     from torch.distributed.tensor import DTensor
 
-Parameters = Iterable[nn.Parameter]
+Parameters: TypeAlias = Iterable[nn.Parameter]
+Matrices: TypeAlias = Sequence[nn.Parameter]
 BUFFER = "momentum_buffer"
 WIRE = torch.bfloat16  # of what Newton-Schulz takes and returns
 
@@ -44,14 +45,7 @@ WIRE = torch.bfloat16  # of what Newton-Schulz takes and returns
 class UpdateRule(Protocol):
     """The hyperparameters of an optimizer, except the learning rate, which is an argument of every step."""
 
-    @staticmethod
-    def of(config: Any) -> UpdateRule:
-        """Read the hyperparameters from a TrainConfig."""
-        ...
-
-    def over(
-        self, parameters: Parameters, matrices: Sequence[nn.Parameter], mesh: ParallelMesh
-    ) -> torch.optim.Optimizer:
+    def over(self, parameters: Parameters, matrices: Matrices, mesh: ParallelMesh) -> torch.optim.Optimizer:
         """Return the optimizer of `parameters`, among which `matrices` are those of the layers. Collective."""
         ...
 
@@ -156,9 +150,7 @@ class MuonAdamW(torch.optim.Optimizer):
     """One optimizer over all parameters of a rank. Every rank calls `step`, with gradients of the same parameters.
     Raises ValueError for a matrix whose part on a rank is not one box."""
 
-    def __init__(
-        self, rule: Muon, parameters: Parameters, matrices: Sequence[nn.Parameter], mesh: ParallelMesh
-    ) -> None:
+    def __init__(self, rule: Muon, parameters: Parameters, matrices: Matrices, mesh: ParallelMesh) -> None:
         self.rule, self._device = rule, torch.device(mesh.device_type)
         chosen = set(map(id, matrices))
         others = [parameter for parameter in parameters if id(parameter) not in chosen]
@@ -294,15 +286,14 @@ class OfMatrices:
 class Optimizer:
     """All that is known of an optimizer.
 
-    help: what to say of it in the flag's help. options: the fields of TrainConfig that `rule` reads, besides
-    weight_decay. engines: those that train with it; DeepSpeed's keeps AdamW's state.
-    states: float32 numbers that it keeps per parameter. of_matrices: what is different for matrices; None: nothing.
-    approximate: what predictions by formula only estimate. only_on_device: why it cannot update weights on the host.
-    refuses: yields what else it does not support of a TrainConfig.
+    rule: reads it from a TrainConfig. options: the fields that it reads, besides weight_decay. help: of the flag.
+    engines: those that train with it; DeepSpeed's keeps AdamW's state. states: float32 numbers per parameter.
+    of_matrices: what is different for matrices; None: nothing. approximate: what formulas only estimate.
+    only_on_device: why it cannot update weights on the host. refuses: yields what else it refuses of a TrainConfig.
     """
 
     name: str
-    rule: type[UpdateRule]
+    rule: Callable[[Any], UpdateRule]
     options: tuple[str, ...]
     help: str = ""
     engines: tuple[str, ...] = ("fsdp2",)
@@ -328,21 +319,21 @@ def _degrees_without_a_group(config: Any) -> Iterator[str]:
         yield f"--optimizer muon does not support {degrees}: use --tp 1 or --ep 1, or --optimizer adamw"
 
 
-def _gram_products(short: int, long: int) -> Sequence[tuple[int, int, int]]:
-    return (short, long, short), (short, short, short), (short, short, long)
+def _gram_products(a: int, b: int) -> Sequence[tuple[int, int, int]]:
+    return (a, b, a), (a, a, a), (a, a, b)
 
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 OPTIMIZERS: Mapping[str, Optimizer] = {
     each.name: each
     for each in (
-        Optimizer("adamw", AdamW, _ADAM, engines=("fsdp2", "deepspeed")),
+        Optimizer("adamw", AdamW.of, _ADAM, engines=("fsdp2", "deepspeed")),
         Optimizer(
             "muon",
-            Muon,
+            Muon.of,
             (*_ADAM, "muon_momentum"),
             "Muon for the matrices of the layers and AdamW for the rest, at the same learning rate",
-            # temporary: what is sent, received and iterated in bfloat16, and a float32 gradient
+            # Temporary is what is sent, received and iterated in bfloat16, and a float32 gradient.
             of_matrices=OfMatrices(1, 2 * WIRE.itemsize, 14, _gram_products, DEFAULT_NS_STEPS),
             approximate="temporaries of Muon are estimated",
             only_on_device="multiplies matrices, slowly on the host",

@@ -43,7 +43,7 @@ class SignDescent(torch.optim.Optimizer):
                 state["direction"].lerp_(parameter.grad, 1 - group["beta"])
                 parameter.sub_(state["direction"].sign(), alpha=group["lr"])
 
-OPTIMIZERS["signs"] = Optimizer("signs", Signs, ("adam_beta1",), "The signs of a momentum", states=1)
+OPTIMIZERS["signs"] = Optimizer("signs", Signs.of, ("adam_beta1",), "The signs of a momentum", states=1)
 
 import sys
 from usp.config import TrainConfig

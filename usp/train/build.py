@@ -105,7 +105,7 @@ class EngineRecipe:
             "model": model,
             "dtype": dtype,
             "sp_layout": layout_name(config.sp_layout, facts.windows),
-            "optimizer": OPTIMIZERS[config.optimizer].rule.of(config),
+            "optimizer": OPTIMIZERS[config.optimizer].rule(config),
             "kernel": config.attention_kernel,
             "balance": facts.balance(config.router_aux_loss_coef),
             "weights_dtype": dtype if lora else torch.float32,  # frozen weights need no float32 copy
