@@ -22,7 +22,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from usp.parallel import format_ranks, option
+from usp.parallel import format_ranks
 
 T = TypeVar("T")
 
@@ -240,19 +240,21 @@ def set_library_defaults(launch: Launch, environ: MutableMapping[str, str]) -> N
 def choose_device(device: str, launch: Launch) -> torch.device:
     """Return this process's device; `auto` is CUDA if available. Raises ValueError if the device is CUDA and this host
     has fewer GPUs than processes."""
-    gpus, given = torch.cuda.device_count(), option("device", device)
+    gpus = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and not gpus):
         return torch.device("cpu")
     if gpus == 1 and launch.rendezvous and not launch.run_id:  # Slurm, say, shows each process its own GPU
         return torch.device("cuda", 0)
     if not gpus:
         raise ValueError(
-            given + ": torch sees no GPU on this host: install a torch for CUDA and a driver, check "
-            "CUDA_VISIBLE_DEVICES, or use " + option("device", "cpu")
+            f"--device {device}: torch sees no GPU on this host: install a torch for CUDA and a driver, check "
+            f"CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     if gpus < launch.local_world_size:
-        needed = f": {launch.local_world_size} processes on this host need a GPU each, but torch sees {gpus}: start at "
-        raise ValueError(given + needed + f"most {gpus} per host, or use " + option("device", "cpu"))
+        raise ValueError(
+            f"--device {device}: {launch.local_world_size} processes on this host need a GPU each, but torch sees "
+            f"{gpus}: start at most {gpus} per host, or use --device cpu"
+        )
     return torch.device("cuda", launch.local_rank)
 
 

@@ -26,8 +26,6 @@ from typing import Any, Protocol, TextIO
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from usp.parallel import Violation, option
-
 from .output import LineFile, warn
 
 METRICS_FILE = "metrics.jsonl"
@@ -235,13 +233,12 @@ def keep_records(file: Path, after: int) -> None:
             os.truncate(file, sum(map(len, earlier)))
 
 
-def wandb_problem(project: str) -> Violation | None:
+def wandb_problem(project: str) -> str | None:
     """Return why `project` cannot be logged to; None if it can, or is empty."""
     spec = importlib.util.find_spec("wandb") if project else None
     if not project or (spec is not None and spec.origin):  # a directory named wandb has no origin
         return None
-    given = option("wandb_project", project)
-    return given + " needs the package wandb, which is not installed: pip install wandb, or unset it"
+    return f"--wandb-project {project} needs the package wandb, which is not installed: pip install wandb, or unset it"
 
 
 def open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
@@ -269,10 +266,9 @@ def parse_steps(text: str, steps: int) -> range:
         first, last = int(parts[0]), int(parts[-1])
         if 1 <= first <= last:
             if last > steps:
-                raise ValueError(option("profile", text) + f" names step {last}, but the run ends at step {steps}")
+                raise ValueError(f"--profile {text} names step {last}, but the run ends at step {steps}")
             return range(first, last + 1)
-    steps_or_range = " must be a step, such as 3, or a range of steps, such as 5:8, from 1"
-    raise ValueError(option("profile", repr(text)) + steps_or_range)
+    raise ValueError(f"--profile {text!r} must be a step, such as 3, or a range of steps, such as 5:8, from 1")
 
 
 class StepProfiler:

@@ -150,7 +150,9 @@ def test_without_a_launcher_one_process_uses_all_cores() -> None:
 
 def test_a_device_that_torch_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(ValueError, match=r"device=cuda: torch sees no GPU on this host: install .* or use device=cpu"):
+    with pytest.raises(
+        ValueError, match=r"--device cuda: torch sees no GPU on this host: install .* or use --device cpu"
+    ):
         choose_device("cuda", Launch())
     assert choose_device("auto", Launch()).type == "cpu"
 

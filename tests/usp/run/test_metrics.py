@@ -172,7 +172,9 @@ def test_a_project_without_wandb_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     assert wandb_problem("") is None
-    assert "wandb_project=attention needs the package wandb, which is not installed" in str(wandb_problem("attention"))
+    assert "--wandb-project attention needs the package wandb, which is not installed" in str(
+        wandb_problem("attention")
+    )
 
 
 def test_sizes_and_counts_are_short() -> None:

@@ -23,13 +23,13 @@ def test_steps_are_read(text: str, steps: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["0", "8:5", "1:2:3", "a", "3:", ":3", "-1", "1.5", " ", "²"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"profile=.* must be a step, such as 3, or a range of steps, such as 5:8"):
+    with pytest.raises(ValueError, match=r"--profile .* must be a step, such as 3, or a range of steps, such as 5:8"):
         parse_steps(text, 8)
 
 
 @pytest.mark.parametrize("text", ["50", "3:4"])
 def test_steps_behind_the_last_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=rf"profile={text} names step \d+, but the run ends at step 3"):
+    with pytest.raises(ValueError, match=rf"--profile {text} names step \d+, but the run ends at step 3"):
         parse_steps(text, 3)
 
 
