@@ -85,12 +85,6 @@ class Tier:
     overlap: float = field(default=1.0, metadata=OVERLAP)
     on_host_link: bool = False
 
-    def faster(self, bandwidth: float) -> Tier:
-        """Return the tier with `bandwidth` times the rates."""
-        links = {kind: getattr(self, kind) for kind in ("send", "gather", "reduce", "exchange")}
-        faster = {kind: replace(x, bytes_per_second=x.bytes_per_second * bandwidth) for kind, x in links.items()}
-        return replace(self, **faster, shared_bytes_per_second=self.shared_bytes_per_second * bandwidth)
-
 
 @dataclass(frozen=True)
 class AttentionRates:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"compile", "train_tokens"}
     asked = flags.parse(argv, PlanConfig, prog, leading_config=True, without=without)
 
-    from usp.planning.choice import choose, compare_choices, render_plan, suppose
+    from usp.planning.choice import choose, compare_choices, render_plan
     from usp.planning.job_cost import plot
 
     out, picture = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
@@ -80,8 +80,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
                     raise
                 choices[name] = str(error)
         if len(places) == 1:
-            status.update("planning: with other memory and links")
-            shown = render_plan(choice, suppose(choice), terms)
+            shown = render_plan(choice, terms)
             jobs = choice.jobs(terms)
         else:
             shown, jobs = compare_choices(choices, terms)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 FUNCTION = "function"
 _LENGTHS = ("prompts", "group_size", "prompt_tokens", "response_tokens")
-_SEARCHED = 0.8  # of --budget; the rest is for what-ifs
-_SLOTS = 0.2  # of what is left of --budget, for the number of slots
+_SLOTS = 0.2  # of --budget, for the number of slots
 _IMPORTING = 2.0  # seconds at most, before `main`, in a process that runs nothing else
 
 
@@ -121,7 +120,7 @@ def _plan(
     """Search until `end`, and print, write and draw the plan."""
     progress.say("reading the models")
     from usp.planning.job_cost import Terms, step_cost_text
-    from usp.planning.rlhf_question import answer, rate_lines, render_choice, suppose, what_ifs, with_fastest_slots
+    from usp.planning.rlhf_question import answer, rate_lines, render_choice, with_fastest_slots
     from usp.planning.rlhf_search import work_clock
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
@@ -133,15 +132,12 @@ def _plan(
     choice = answer(
         question,
         seed=asked.seed,
-        budget=_SEARCHED * (end - question.clock()),
+        budget=end - question.clock(),
         report=lambda _, plans, best: progress.say(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
         predicted=lambda tried, every: progress.say(f"predicting: {tried} of {every} layouts of calls"),
     )
-    progress.say("searching: with other memory, lengths and links")
-    others = [*what_ifs(question, choice.problem)]
-    supposed = list(suppose(others, choice, seed=asked.seed, budget=end - question.clock()))
     progress.status.stop()
-    Console().print(render_choice(choice, supposed))
+    Console().print(render_choice(choice))
     if question.options.slots < asked.slots:
         print(f"generation is faster with fewer sequences at a time: --slots {question.options.slots}")
     if prices:

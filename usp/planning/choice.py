@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 
 from .job_cost import JobCost, Terms, job_cost, job_grid, verdicts
-from .question import CHOSEN, Tried, enough_devices, from_rank_0, silent, suppositions, what_if_line
+from .question import CHOSEN, Tried, enough_devices, from_rank_0, silent
 from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, broken_tips, changed, layouts
 from .step_report import StepReport, step_report
 
@@ -126,7 +126,8 @@ def _proved(choice: Choice) -> Choice:
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
-    like = _variants(job)
+    bare, dims = replace(job), cache(ParallelDims)  # a job that has cached nothing
+    like = _kept_by(_chosen, lambda config: changed(bare, config=config, dims=dims(*_degrees(config))))
 
     def on_device(config: TrainConfig) -> int:
         made = like(config)  # its ends have most activations in flight, and the vocabulary loss
@@ -144,13 +145,6 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
         _kept_by(_chosen, on_device),
         _kept_by(_chosen, on_host),
     )
-
-
-@lru_cache(maxsize=1)  # for all hardware that a what-if supposes
-def _variants(job: Job) -> Callable[[TrainConfig], Job]:
-    """Return a function that makes the job of a configuration."""
-    bare, dims = replace(job), cache(ParallelDims)  # a job that has cached nothing
-    return _kept_by(_chosen, lambda config: changed(bare, config=config, dims=dims(*_degrees(config))))
 
 
 def _kept_by(key: Callable[[TrainConfig], object], function: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
@@ -196,24 +190,6 @@ def _nothing_fits(search: Search, job: Job) -> str:
         f"{question.usable.device / GIB:.1f} GiB are usable: use {f'{enough} devices, or ' if enough else ''}fewer "
         f"tokens"
     )
-
-
-def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
-    """Return the words and the fastest configuration of each of `suppositions`, None if nothing would fit."""
-    supposed = []
-    search = choice.search
-    for words, question in suppositions(search.question):
-        predictor = search.predictor
-        if question.hardware is not search.question.hardware:  # memory and compute do not depend on links
-            found = predictor_for(choice.job, question.hardware)
-            predictor = replace(
-                found,
-                least_seconds=predictor.least_seconds,
-                device_bytes=predictor.device_bytes,
-                host_bytes=predictor.host_bytes,
-            )
-        supposed.append((words, Search(question, predictor, search.every).run(keep=1).preferred))
-    return supposed
 
 
 def contradicted(choice: Choice) -> Iterator[str]:
@@ -277,8 +253,8 @@ def bound(candidate: Candidate, memory_bytes: float) -> str:
     return words
 
 
-def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]], terms: Terms) -> Group:
-    """Return the report for rich to print; `supposed` is what `suppose` returns, `terms` what is asked of the job."""
+def render_plan(choice: Choice, terms: Terms) -> Group:
+    """Return the report for rich to print; `terms` is what is asked of the job."""
     result, memory, first = choice.result, choice.search.question.usable, choice.best
     host = f" and {memory.host / GIB:.0f} GiB of a host" if math.isfinite(memory.host) else ""
     lines = [
@@ -294,9 +270,6 @@ def render_plan(choice: Choice, supposed: Sequence[tuple[str, Candidate | None]]
     slower = enumerate(choice.shown[1:], start=2)
     lines += [f"{number} compared with 1: {why_slower(candidate, first)}" for number, candidate in slower]
     lines += [f"warning: {words}" for words in contradicted(choice)]
-    for words, best in supposed:
-        plan = ("the same plan" if best.config == first.config else candidate_text(best)) if best else ""
-        lines.append(what_if_line(words, plan, best.time.total if best else math.inf))
     kernels = ", ".join(sorted({kernel for candidate in choice.shown for kernel in candidate.time.kernels}))
     titles = (
         f"The simplest of the plans within {NOISE:.0%} of the fastest (fewest degrees above 1; then no offload, least "

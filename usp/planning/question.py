@@ -1,9 +1,9 @@
-"""What every planner shares: the devices that a question is about, what-ifs, remedies where nothing fits, and rank 0
+"""What every planner shares: the devices that a question is about, remedies where nothing fits, and rank 0
 that answers for all ranks. `search` plans training steps, `rlhf_question` RLHF steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -11,7 +11,6 @@ from usp.parallel import Hardware
 from usp.predict.devices import Memory, usable
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
-from usp.run.metrics import seconds
 
 Q = TypeVar("Q", bound="Devices")
 Tried = Callable[[int, int], None]  # is told how many layouts are tried, of all
@@ -34,29 +33,15 @@ class Devices:
 
     hardware: Hardware
     world_size: int
-    memory_factor: float = 1.0  # times the memory of each device; other than 1 in what-ifs
 
     @property
     def usable(self) -> Memory:
         """Bytes that the step can use."""
-        device, host = usable(self.hardware)
-        return Memory(self.memory_factor * device, host)
+        return usable(self.hardware)
 
     @property
     def ranks_per_host(self) -> int:
         return min(self.hardware.host_devices, self.world_size)
-
-
-def suppositions(question: Q) -> Iterator[tuple[str, Q]]:
-    """Yield (words, question) with other memory, and with other links between hosts if the devices use any; where only
-    the memory differs, the hardware is the same object, so that predictions of seconds stay valid."""
-    *inner, last = question.hardware.tiers
-    factors = {"twice": 2.0, "half": 0.5}
-    for words, factor in factors.items():
-        yield f"with {words} the memory", replace(question, memory_factor=factor)
-    for words, factor in factors.items() if inner and question.world_size > inner[-1].devices else ():
-        hardware = replace(question.hardware, tiers=(*inner, last.faster(factor)))
-        yield f"with {words} the bandwidth between hosts", replace(question, hardware=hardware)
 
 
 def enough_devices(question: Q, fits: Callable[[Q], bool], times: Sequence[int] = MORE_DEVICES) -> int | None:
@@ -70,11 +55,6 @@ def enough_devices(question: Q, fits: Callable[[Q], bool], times: Sequence[int] 
         except ValueError:
             return None
     return None
-
-
-def what_if_line(words: str, plan: str, took: float) -> str:
-    """Return the line of a report that says which plan is the fastest under a supposition; empty if nothing fits."""
-    return f"what if {words}: " + (f"{plan}, {seconds(took)} per step" if plan else "nothing would fit")
 
 
 def from_rank_0(launch: Launch, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:

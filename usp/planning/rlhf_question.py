@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -28,7 +28,7 @@ from usp.run.tables import GIB, Grid
 
 from .call_cost import CallOptions, batchings
 from .estimates import Estimates, Measurements, layout_key
-from .question import Devices, Tried, enough_devices, silent, suppositions, what_if_line
+from .question import Devices, Tried, enough_devices, silent
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
 from .simulator import Simulation, Simulator
 from .workload import Workload
@@ -37,7 +37,6 @@ _SLOWER = 0.03  # of generation, up to which it decodes as many sequences at a t
 _MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
 _REMEDY_SECONDS, _LEAST_SECONDS = 1.0, 10.0  # to search a plan with each remedy; for all, whatever the budget
 _PREDICTING, _NAMING, _SEARCHING = 0.45, 0.3, 0.8  # shares of a budget; the later two of what is left
-Supposed = Callable[[float], Problem]  # makes the problem until a time of its clock
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
 
 
@@ -266,40 +265,6 @@ def _next_best(problem: Problem, plan: ExecutionPlan, until: float) -> Iterator[
             yield name, (least, best)
 
 
-def what_ifs(question: RlhfQuestion, problem: Problem) -> Iterator[tuple[str, Supposed]]:
-    """Yield what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
-    for words, other in suppositions(question):
-        memory = replace(problem, options=question.layouts, memory_bytes=other.usable.device)
-        yield words, memory.that_fit if other.hardware is question.hardware else other.problem
-    for words, times in (("twice", 2.0), ("half", 0.5)):
-        yield f"with responses {words} as long", replace(question, workload=question.workload.longer(times)).problem
-
-
-def suppose(
-    suppositions: Sequence[tuple[str, Supposed]], choice: RlhfChoice, *, seed: int = 0, budget: float = 10.0
-) -> Iterator[tuple[str, ExecutionPlan | None, float, float]]:
-    """Yield (what is supposed, the best plan then or None, its seconds, how much slower the chosen plan would be than
-    that one). Plans whose gain is below 1% are the chosen one. Each supposition makes the problem until a time, or
-    raises NothingFits; without time for one, as after `budget` seconds for all but the first, nothing is said of it."""
-    end = choice.problem.clock() + budget
-    for number, (words, make) in enumerate(suppositions):
-        if (begin := choice.problem.clock()) >= end and number:
-            return
-        until = begin + (end - begin) / (len(suppositions) - number)
-        predicted = (begin + until) / 2
-        try:
-            problem = make(predicted)
-            rest = until - problem.clock()
-            best, plan = search(problem, seed=seed, budget=rest, starts=[choice.plan]).best[0]
-        except (NothingFits, IndexError):
-            if choice.problem.clock() < predicted:
-                yield words, None, math.inf, 0.0
-            continue
-        stays, peak = problem.simulator.measure(choice.plan)
-        loss = stays / best - 1 if peak <= problem.memory_bytes else math.inf
-        yield (words, plan, best, loss) if loss > 0.01 else (words, choice.plan, stays, loss)
-
-
 def described_graph(
     algorithm: str, options: str, *, group_size: int, max_new_tokens: int, staleness: int, function: bool
 ) -> DataflowGraph:
@@ -337,15 +302,11 @@ def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, Mo
     return by_role
 
 
-def render_choice(
-    choice: RlhfChoice, supposed: Sequence[tuple[str, ExecutionPlan | None, float, float]] = ()
-) -> RenderableType:
-    """Return the report of a choice for rich to print; `supposed` is what `suppose` yields."""
+def render_choice(choice: RlhfChoice) -> RenderableType:
+    """Return the report of a choice for rich to print."""
     found, plan = choice.found, choice.plan
     lines = [f"{choice.problem.plans:.1g} plans, {found.simulated} simulated in {found.seconds:.1f} s"]
     lines.append(f"offloaded between calls: {', '.join(sorted(plan.offload)) or 'nothing'}")
-    for words, other, took, loss in supposed:
-        lines.append(what_if_line(words, _verdict(plan, other, loss) if other else "", took))
     return Group(_calls(choice).table(), _plans(choice).table(), *lines)
 
 
@@ -373,15 +334,6 @@ def _plans(choice: RlhfChoice) -> Grid:
         step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over
         rows.append((named.name, *(step if named.plan else ("", "", "", named.why))))
     return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
-
-
-def _verdict(plan: ExecutionPlan, other: ExecutionPlan, loss: float) -> str:
-    if (other.calls, other.offload) == (plan.calls, plan.offload):
-        return "the same plan"
-    changed = [f"{name} {layout_text(layout)}" for name, layout in other.calls.items() if layout != plan[name]]
-    changed += [f"offload {', '.join(sorted(other.offload)) or 'nothing'}"] if other.offload != plan.offload else []
-    cost = "this plan would not fit, but" if loss == float("inf") else f"this plan would be {loss:.0%} slower than"
-    return f"{cost} {'; '.join(changed)}"
 
 
 def layout_text(layout: CallLayout) -> str:

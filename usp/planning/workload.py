@@ -49,11 +49,6 @@ class Workload:
         each = enumerate(zip(self.prompts, self.responses, strict=True))
         return tuple(Sample(number // self.group_size, *lengths) for number, lengths in each)
 
-    def longer(self, factor: float) -> Workload:
-        """Return the workload with the lengths of responses, and their limit, times a factor."""
-        responses = tuple(max(1, round(factor * length)) for length in self.responses)
-        return replace(self, responses=responses, limit=max(1, round(factor * self.limit)))
-
     @staticmethod
     def of(prompts: int, group_size: int, prompt_tokens: int, quantiles: Sequence[int]) -> Workload:
         """Return prompts of equal length, with responses of lengths in any order, linear between `quantiles`: ascending

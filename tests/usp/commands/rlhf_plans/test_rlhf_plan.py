@@ -28,7 +28,7 @@ def test_the_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.Ca
     files = ["--out", str(out), "--plot", str(plot), "--options", "mini_batches=1"]
     assert main([*SMALL, *files, "--algorithm", "grpo", "--reward", "function"], {}) == 0
     printed = capsys.readouterr().out
-    for word in ("actor_generate", "heuristic", "separation", "with twice the memory"):
+    for word in ("actor_generate", "heuristic", "separation"):
         assert word in printed
     plan = from_mapping(yaml.safe_load(out.read_text()))
     assert set(plan.calls) >= {"actor_generate", "actor_train"}
