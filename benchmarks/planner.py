@@ -35,7 +35,7 @@ from usp.predict.seconds import StepTime, step_seconds
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.dry_run import blank_batch
 from usp.train.resolve import job_of
-from usp.train.step import train_step
+from usp.train.step import backward
 from usp.train.validate import parallel_dims
 
 MODEL, HEADS, HEAD_DIM = "tiny", 8, 16  # of the preset
@@ -86,7 +86,8 @@ def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
     engine = build_engine(recipe, mesh, torch.device("cpu"), partial(first_weights, source=config.model, seed=0))
 
     def step() -> object:
-        return train_step(engine, mesh, blank_batch(config, mesh), config, config.learning_rate)
+        backward(engine, mesh, blank_batch(config, mesh), config)
+        return engine.step(config.learning_rate, config.max_grad_norm)
 
     return step
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.usp.tiny import tiny_model
+from tests.usp.tiny import tiny_model, train_step
 from usp import UnifiedSPAttention, apply_unified_sp
 from usp.attention import comm
 from usp.config import TrainConfig
@@ -31,7 +31,6 @@ from usp.rlhf.graph import Generate
 from usp.train.build import EngineRecipe, build_stages, fsdp2_engine
 from usp.train.dry_run import blank_batch
 from usp.train.resolve import resolve
-from usp.train.step import train_step
 from usp.train.validate import parallel_dims
 
 from .fake_gpu import BACKEND, DEVICE, Finding, fake_gpu, register

@@ -177,3 +177,11 @@ def loss_and_norm(
     share = backward(engine, mesh, batch, config)
     (loss,) = sum_over_ranks([share.item()], mesh, share.device)
     return loss, engine.step(rate, config.max_grad_norm)
+
+
+def train_step(
+    engine: Engine, mesh: ParallelMesh, batch: Mapping[str, Tensor], config: TrainConfig, learning_rate: float
+) -> float:
+    """Run one optimizer step, whatever its loss; return the gradient norm before clipping. Collective."""
+    backward(engine, mesh, batch, config)
+    return engine.step(learning_rate, config.max_grad_norm)

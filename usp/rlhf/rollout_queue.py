@@ -34,14 +34,14 @@ class QueueRules:
     ahead: int
     steps: int
 
-    def last_step(self, begun: Begun) -> int:
+    def last_step(self, begun: BegunPrompt) -> int:
         """Return the last step that may take a prompt; its samples are made one step before that trains."""
         return begun.step + self.ahead - 1
 
 
 @dataclass(frozen=True, order=True)
-class Begun:
-    """A prompt that is begun: its ticket, the step whose rollouts began it, the data-parallel rank that has it."""
+class BegunPrompt:
+    """A ticket, the step whose rollouts began it, and the data-parallel rank that has it."""
 
     ticket: int
     step: int
@@ -53,10 +53,10 @@ class RolloutQueue:
     """The prompts of a run after a step."""
 
     drawn: int = 0  # tickets so far
-    begun: tuple[Begun, ...] = ()  # by ticket
+    begun: tuple[BegunPrompt, ...] = ()  # by ticket
     waiting: tuple[int, ...] = ()  # tickets that were dropped; they are begun again before others
 
-    def of(self, owner: int) -> tuple[Begun, ...]:
+    def of(self, owner: int) -> tuple[BegunPrompt, ...]:
         return tuple(each for each in self.begun if each.owner == owner)
 
     def begin(self, rules: QueueRules, number: int) -> RolloutQueue:
@@ -70,7 +70,7 @@ class RolloutQueue:
         again = self.waiting[: len(owners)]
         drawn = self.drawn + len(owners) - len(again)
         tickets = (*again, *range(self.drawn, drawn))
-        new = (Begun(ticket, number, owner) for ticket, owner in zip(tickets, owners, strict=True))
+        new = (BegunPrompt(ticket, number, owner) for ticket, owner in zip(tickets, owners, strict=True))
         return RolloutQueue(drawn, tuple(sorted((*self.begun, *new))), self.waiting[len(again) :])
 
     def end(self, rules: QueueRules, number: int, taken: Collection[int], spare: Collection[int] = ()) -> RolloutQueue:
@@ -98,11 +98,13 @@ class RolloutQueue:
 
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> RolloutQueue:
-        begun = tuple(Begun(**each) for each in extra["begun"])
+        begun = tuple(BegunPrompt(**each) for each in extra["begun"])
         return RolloutQueue(extra["drawn"], begun, tuple(extra["waiting"]))
 
 
-def choose(rules: QueueRules, number: int, begun: Sequence[Begun], complete: Sequence[int]) -> tuple[int, ...] | None:
+def choose(
+    rules: QueueRules, number: int, begun: Sequence[BegunPrompt], complete: Sequence[int]
+) -> tuple[int, ...] | None:
     """Return the tickets that step `number` takes of one rank's begun prompts, ascending; None: too few are complete.
 
     complete: tickets, the first to complete first.

@@ -37,7 +37,7 @@ from usp.train.engines.fsdp2 import Fsdp2Engine
 
 from .build import EngineRecipe, build_stages, fsdp2_engine
 from .resolve import resolve
-from .step import train_step
+from .step import backward
 from .validate import parallel_dims
 
 
@@ -121,7 +121,8 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
             follow_step(engine.stages, engine, meter)
             batch = blank_batch(replace(config, sp_layout=recipe.sp_layout), mesh, data)
             meter.memory.label_since(begin, ACTIVATIONS)
-            train_step(engine, mesh, batch, config, config.learning_rate)
+            backward(engine, mesh, batch, config)
+            engine.step(config.learning_rate, config.max_grad_norm)
             del engine, stages
         sent = sent_by_axis(meter.wire, mesh)
     return DryRun(

@@ -72,14 +72,6 @@ def backward(
     return engine.forward_backward(micro_batches, NextTokenLoss(tokens))
 
 
-def train_step(
-    engine: Engine, mesh: ParallelMesh, batch: Mapping[str, Tensor], config: TrainConfig, learning_rate: float
-) -> float:
-    """Run one optimizer step, whatever its loss; return the gradient norm before clipping. Collective."""
-    backward(engine, mesh, batch, config)
-    return engine.step(learning_rate, config.max_grad_norm)
-
-
 def with_images(
     engine: Engine, micro_batches: Sequence[dict[str, Tensor]], images: Sequence[ImageBatch]
 ) -> Sequence[dict[str, Any]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness.memory import least_peak
+from tests.usp.tiny import train_step
 from usp.config import TrainConfig
 from usp.hf.experts import router_modules
 from usp.hf.models import load_model_config
@@ -19,7 +20,6 @@ from usp.parallel import ParallelMesh, ProcessGroups, local_tensor
 from usp.parallel.wire import SentBytes
 from usp.train.build import EngineRecipe, build_engine
 from usp.train.dry_run import blank_batch
-from usp.train.step import train_step
 from usp.train.validate import parallel_dims
 
 Sent = dict[tuple[tuple[int, ...], str], tuple[int, int]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness.ranks import RankPool
-from tests.usp.tiny import SEQ_LEN, VOCAB, tiny_model
+from tests.usp.tiny import SEQ_LEN, VOCAB, tiny_model, train_step
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.experts import router_modules
@@ -25,7 +25,6 @@ from usp.predict.job import Job
 from usp.predict.traffic import Sent, attention_plan, attention_traffic, merged, step_traffic
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.resolve import job_of
-from usp.train.step import train_step
 from usp.train.validate import parallel_dims
 
 TIED = "qwen3-tied-deep"

@@ -9,12 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from usp.rlhf.rollout_queue import Begun, QueueRules, RolloutQueue, choose
+from usp.rlhf.rollout_queue import BegunPrompt, QueueRules, RolloutQueue, choose
 
 SHARES = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
 
 
-def complete_first(begun: tuple[Begun, ...], rules: QueueRules, number: int, order: list[int]) -> tuple[int, ...]:
+def complete_first(begun: tuple[BegunPrompt, ...], rules: QueueRules, number: int, order: list[int]) -> tuple[int, ...]:
     """What a rank takes as its prompts become complete one by one in an order; never before there are enough."""
     tickets = [each.ticket for each in begun]
     tickets.sort(key=lambda ticket: order[ticket % len(order)])
@@ -63,12 +63,16 @@ def test_the_slowest_go_on_until_others_would_be_too_late() -> None:
     assert [each.ticket for each in first.begun] == [0, 1, 2]
     assert choose(rules, 1, first.begun, [2]) is None and choose(rules, 1, first.begun, [2, 1]) == (1, 2)
     second = first.end(rules, 1, (1, 2)).begin(rules, 2)
-    assert second.begun == (Begun(0, 1, 0), Begun(3, 2, 0), Begun(4, 2, 0))
+    assert second.begun == (BegunPrompt(0, 1, 0), BegunPrompt(3, 2, 0), BegunPrompt(4, 2, 0))
     assert choose(rules, 2, second.begun, [4, 3]) is None  # a token of 0 would be 3 steps old in step 3
     assert choose(rules, 2, second.begun, [4, 3, 0]) == (0, 4)
     dropped = QueueRules((2,), begun=1.5, ahead=0, steps=9)
     assert first.end(dropped, 1, (1, 2)) == RolloutQueue(3, (), (0,))
-    assert first.end(dropped, 1, (1, 2)).begin(dropped, 2).begun == (Begun(0, 2, 0), Begun(3, 2, 0), Begun(4, 2, 0))
+    assert first.end(dropped, 1, (1, 2)).begin(dropped, 2).begun == (
+        BegunPrompt(0, 2, 0),
+        BegunPrompt(3, 2, 0),
+        BegunPrompt(4, 2, 0),
+    )
 
 
 def test_spare_samples_stay_if_a_later_step_may_take_them() -> None:

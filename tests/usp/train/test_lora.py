@@ -35,6 +35,7 @@ from tests.usp.tiny import (
     packed_batch,
     tiny_model,
     train_alone,
+    train_step,
 )
 from tests.usp.train.test_matrix import train
 from usp import apply_unified_sp, shard_batch
@@ -53,7 +54,6 @@ from usp.train.checkpoints import CHECKPOINTS
 from usp.train.dry_run import dry_run
 from usp.train.prepare import prepare
 from usp.train.resolve import resolve
-from usp.train.step import train_step
 from usp.train.trainer import Trainer
 from usp.train.trainer import train as train_run
 
