@@ -21,7 +21,6 @@ setup(
     package_data={
         "usp.parallel.cluster": ["nodes/*.json", "peaks.json"],
         "usp": ["presets.json"],
-        "usp.planning": ["page.html"],
         "usp.rlhf": ["sample_page.html"],
     },
     install_requires=[

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,21 +42,11 @@ BUFFER = "momentum_buffer"
 WIRE = torch.bfloat16  # of what Newton-Schulz takes and returns
 
 
-class UpdateRule(Protocol):
-    """The hyperparameters of an optimizer, except the learning rate, which is an argument of every step."""
-
-    def over(self, parameters: Parameters, matrices: Matrices, mesh: ParallelMesh) -> torch.optim.Optimizer:
-        """Return the optimizer of `parameters`, among which `matrices` are those of the layers. Collective."""
-        ...
-
-    def first_state(self, parameter: Tensor, matrix: bool = False) -> dict[str, Tensor]:
-        """Return the state that the first step would make for a parameter, of a layer's matrix or any other."""
-        ...
-
-
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW, with weight decay on matrices only."""
+    """The hyperparameters of AdamW, with weight decay on matrices only; the learning rate is an argument of every step.
+
+    Rules of other optimizers are subclasses, because AdamW updates what they leave to it."""
 
     weight_decay: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -67,12 +57,10 @@ class AdamW:
         return AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps)
 
     def over(
-        self,
-        parameters: Parameters,
-        matrices: Sequence[nn.Parameter] = (),
-        mesh: ParallelMesh | None = None,
+        self, parameters: Parameters, matrices: Matrices = (), mesh: ParallelMesh | None = None
     ) -> torch.optim.Optimizer:
-        """Return torch's fused AdamW; it needs neither `matrices` nor `mesh`."""
+        """Return the optimizer of `parameters`, among which `matrices` are those of the layers; AdamW, torch's fused
+        one, needs neither these nor the mesh. Collective."""
         from torch.distributed.tensor import DTensor
 
         groups: dict[float, dict[str, Any]] = {}
@@ -85,7 +73,8 @@ class AdamW:
 
     @staticmethod
     def first_state(parameter: Tensor, matrix: bool = False) -> dict[str, Tensor]:
-        """See `UpdateRule`; the count is where the fused kernel updates it."""
+        """Return the state that the first step would make for a parameter, `matrix` of a layer or any other; the count
+        is where the fused kernel updates it."""
         moment = partial(torch.zeros_like, parameter.detach())
         return {"step": torch.zeros((), device=parameter.device), "exp_avg": moment(), "exp_avg_sq": moment()}
 
@@ -112,12 +101,7 @@ class Muon(AdamW):
     def of(config: Any) -> Muon:
         return Muon(**vars(AdamW.of(config)), momentum=config.muon_momentum)
 
-    def over(
-        self,
-        parameters: Parameters,
-        matrices: Sequence[nn.Parameter] = (),
-        mesh: ParallelMesh | None = None,
-    ) -> MuonAdamW:
+    def over(self, parameters: Parameters, matrices: Matrices = (), mesh: ParallelMesh | None = None) -> MuonAdamW:
         assert mesh is not None
         return MuonAdamW(self, parameters, matrices, mesh)
 
@@ -293,7 +277,7 @@ class Optimizer:
     """
 
     name: str
-    rule: Callable[[Any], UpdateRule]
+    rule: Callable[[Any], AdamW]
     options: tuple[str, ...]
     help: str = ""
     engines: tuple[str, ...] = ("fsdp2",)

@@ -18,11 +18,6 @@ from usp.parallel import load_hardware
 
 from .flags import DataFlags, JobFlags, Node, data_of, output_problem, terms_of
 
-CONVENTIONS = (
-    "On the wire: payload bytes as this implementation sends them, which tests hold against real process groups. "
-    "As the paper counts: Table 2 of arXiv 2405.07719."
-)
-
 
 @dataclass(frozen=True)
 class CostConfig(JobFlags, DataFlags):
@@ -54,16 +49,14 @@ class CostConfig(JobFlags, DataFlags):
     """Print Markdown tables."""
     plot: Annotated[Path | None, arg(metavar="FILE.png", help_behavior_hint="(optional)")] = None
     """Also plot against the number of devices and the sequence length."""
-    html: Annotated[Path | None, arg(metavar="FILE.html", help_behavior_hint="(optional)")] = None
-    """Also write an HTML page to decide from: bars of time and memory, what does not fit, tables and plots."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the comparison that `argv` asks for; raise ValueError naming all invalid arguments."""
     asked = tyro.cli(CostConfig, args=argv, prog=prog)
     both = "--json and --markdown are mutually exclusive: give one" if asked.json and asked.markdown else None
-    outputs = output_problem("--plot", asked.plot, ".png"), output_problem("--html", asked.html, ".html")
-    if invalid := [*value_violations(asked).values(), *filter(None, (both, *outputs))]:
+    output = output_problem("--plot", asked.plot, ".png")
+    if invalid := [*value_violations(asked).values(), *filter(None, (both, output))]:
         raise ValueError("; ".join(invalid))
     from usp.hf.models import load_model_config, model_facts
     from usp.planning import comparison
@@ -98,19 +91,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         print("\n".join(table.markdown() for table in shown), end="")
     else:
         Console().print(*(table.table() for table in shown), sep="\n")
-    if asked.plot is None and asked.html is None:
-        return
-    title = (
-        f"{asked.model}, {short(asked.seq_len)} tokens, batch {asked.global_batch_size}, "
-        f"{asked.world_size} x {setting.hardware.name}"
-    )
-    panels = comparison.sweep(methods, setting)
     if asked.plot is not None:
-        figure = comparison.plot(panels)
-        figure.suptitle(title)
+        figure = comparison.plot(comparison.sweep(methods, setting))
+        devices = f"{asked.world_size} x {setting.hardware.name}"
+        figure.suptitle(f"{asked.model}, {short(asked.seq_len)} tokens, batch {asked.global_batch_size}, {devices}")
         figure.savefig(asked.plot)
-    if asked.html is not None:
-        facts = (f"Activation checkpointing: {asked.ac}. Bytes are per rank and optimizer step.", CONVENTIONS)
-        asked.html.write_text(
-            comparison.page(title, facts, judged, problems, [*jobs, *comparison.comparison_tables(compared)], panels)
-        )

@@ -1,20 +1,16 @@
 """Methods side by side on given devices: the bytes that each sends, as sent and as the paper counts them, its step and
-memory, whether it fits, and which flags would make it fit; as tables, as JSON, as plots by number of devices and
-sequence length, and as one self-contained HTML page whose template is `page.html`."""
+memory, whether it fits, and which flags would make it fit; as tables, as JSON, and as plots by number of devices and
+sequence length."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import product
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, FileSystemLoader
 
 from usp.config import AC_MODES, TrainConfig
 from usp.fields import flag
@@ -28,20 +24,12 @@ from usp.run.metrics import seconds, short, size
 from usp.run.tables import AND, GIB, Grid
 from usp.train.resolve import job_of
 
-from .choice import degrees, memory_options
 from .job_cost import Terms
 from .methods import Method, PaperCost, paper_cost
 from .question import Devices
 from .search import MLP_TILE
 from .step_report import StepReport, memory_parts, report_json
 
-SHOWN = 5  # methods that are selected at first
-# The classes of the page's bars, in their order: words of the names of a step's parts, then of the memory's.
-KINDS = (
-    *("attention", "products", "operators", "exposed", "offload", "bubble"),
-    *("parameters", "gradients", "gathered", "optimizer", "activations", "temporary"),
-)
-Bar = list[tuple[str, float, str, str]]  # (name, value, text, class) of each part
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
 
 
@@ -88,16 +76,6 @@ class Compared:
     @property
     def sent_bytes(self) -> int:
         return sum(sent.nbytes for sent in self.sent)
-
-    @property
-    def plan(self) -> str:
-        """The degrees above 1 and the memory options, as the planner says them."""
-        config = replace(self.step.job.config, dp_shard=self.step.job.dims.dp_shard)
-        return f"{degrees(config)}, {memory_options(config)}"
-
-    @property
-    def bars(self) -> dict[str, Bar]:
-        return {"Step": _bar(self.step.time.parts, seconds), "Memory": _bar(memory_parts(self.step.memory), size)}
 
     @property
     def reason(self) -> str:
@@ -311,80 +289,3 @@ def plot(panels: Sequence[Panel]) -> Any:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
     return figure
-
-
-def _powers(panel: Panel) -> tuple[float, float, int, int]:
-    """Return the powers of two at the ends of a chart's axes: the first and last place, and around all values."""
-    values = list(filter(None, (panel.limit, *chain(*(line.values() for line in panel.lines.values()))))) or [1.0]
-    low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
-    first, last = math.log2(panel.places[0]), math.log2(panel.places[-1])
-    return first, max(last, first + 1), low, max(high, low + 1)
-
-
-def page(
-    title: str,
-    facts: Sequence[str],
-    judged: Sequence[Compared],
-    problems: Mapping[str, str],
-    tables: Sequence[Grid],
-    panels: Sequence[Panel],
-) -> str:
-    """Return the page, on which the first methods are selected, with the facts as lines below the tables."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"size": size, "seconds": seconds, "short": short, "log2": math.log2}
-    return environment.get_template("page.html").render(
-        title=title,
-        headline=_headline(judged),
-        facts=facts,
-        methods=judged,
-        infeasible=problems,
-        shown=SHOWN,
-        kinds=KINDS,
-        legends=[(name, _legend(each.bars[name] for each in judged)) for name in ("Step", "Memory")],
-        longest=max((each.step.time.total for each in judged), default=1),
-        largest=max((each.step.memory.peak.total for each in judged), default=1),
-        limit=judged[0].step.limits.device if judged else 0,
-        tables=[(grid, [[cell.split(AND) for cell in row] for row in grid.rows]) for grid in tables],
-        charts=[(panel, *_powers(panel)) for panel in panels],
-        number={each.method: index for index, each in enumerate(judged)},
-    )
-
-
-def _headline(judged: Sequence[Compared]) -> str:
-    """Return the decision in a sentence or two."""
-    if not judged:
-        return "None of the methods can run as asked; the reasons are below."
-    first, *others = judged
-    if first.step.fits:
-        time, held = first.step.time, f"{size(first.step.memory.peak.total)} of {size(first.step.limits.device)}"
-        words = f"{first.method} is the fastest that fits: {seconds(time.total)} per step, {time.mfu:.0%} MFU, {held}."
-        if others and others[0].step.fits:
-            words += f" {others[0].method} takes {others[0].step.time.total / time.total - 1:.0%} longer."
-        return words
-    if first.remedy is None:
-        return "None of the methods fits, whatever saves memory: use more devices or shorter sequences."
-    flags, step = first.remedy
-    words = f"{size(step.memory.peak.total)} of {size(step.limits.device)}, {seconds(step.time.total)} per step"
-    return f"None of the methods fits as asked. {first.method} does with {flags}: {words}."
-
-
-def _bar(values: Mapping[str, float], text: Any) -> Bar:
-    """Return the parts that are not 0, those of a class side by side."""
-    bar = [
-        # the class is the word that stands first in the name
-        (name, value, text(value), min((kind for kind in KINDS if kind in name), key=name.index, default="operators"))
-        for name, value in values.items()
-        if value > 0
-    ]
-    return sorted(bar, key=lambda each: KINDS.index(each[3]))
-
-
-def _legend(bars: Iterable[Bar]) -> list[tuple[str, str]]:
-    """Return (class, name) of what the bars show; classes with several parts by what these have in common."""
-    names = defaultdict[str, set[str]](set)
-    for name, _, _, kind in chain(*bars):
-        names[kind].add(name)
-    legend = ((kind, names[kind]) for kind in KINDS if kind in names)
-    return [(kind, " ".join(of) if len(of) == 1 else f"{kind} communication") for kind, of in legend]

@@ -38,7 +38,7 @@ from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import fill_buffers, initialise, load_weights
 from usp.losses import UNCHANGED
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, compile_layers
-from usp.optimizers import OPTIMIZERS, UpdateRule
+from usp.optimizers import OPTIMIZERS, AdamW
 from usp.parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
 from usp.presets import PRESETS
 from usp.sp.in_order import SequenceOrder
@@ -72,7 +72,7 @@ class EngineRecipe:
     model: models.ModelConfig
     dtype: torch.dtype
     zero: int | None
-    optimizer: UpdateRule | None
+    optimizer: AdamW | None
     engine: str = "fsdp2"
     pp_schedule: str = "1f1b"
     sp_layout: str = "zigzag"

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from usp.hf.disk import stored_tensors
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
-from usp.optimizers import UpdateRule
+from usp.optimizers import AdamW
 from usp.parallel import ParallelMesh
 
 from .base import MicroBatch, count_choices, loss_share
@@ -53,7 +53,7 @@ class DeepSpeedEngine:
         mesh: ParallelMesh,
         *,
         zero: int,
-        optimizer: UpdateRule,
+        optimizer: AdamW,
         param_dtype: torch.dtype = torch.float32,
         offload: bool = False,
     ) -> None:

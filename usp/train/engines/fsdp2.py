@@ -17,7 +17,7 @@ from usp.hf.integrate import decoder_layers
 from usp.hf.prune import tied_ends
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
-from usp.optimizers import UpdateRule
+from usp.optimizers import AdamW
 from usp.parallel import ParallelMesh, before_micro_batch, clip_grad_norm, local_tensor
 from usp.parallel.fsdp import sum_tied_gradients
 
@@ -51,7 +51,7 @@ class Fsdp2Engine:
         mesh: ParallelMesh,
         *,
         zero: int,
-        optimizer: UpdateRule,
+        optimizer: AdamW,
         pipeline: PipelineRunner | None = None,
         float8_gather: bool = False,
     ) -> None:
