@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import yaml
 from rich.console import Console
+from rich.status import Status
 from tyro.conf import arg
 
 from usp.config import MODEL_HELP
@@ -110,15 +109,14 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         *value_violations(asked).values(),
     )
     prices = prices_of(asked.price)
-    with Progress() as progress:
-        _plan(asked, begin + asked.budget, out, plot, prices, progress)
+    with Console(stderr=True).status("reading the models") as status:
+        _plan(asked, begin + asked.budget, out, plot, prices, status)
 
 
 def _plan(
-    asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None, prices: dict[str, float], progress: Progress
+    asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None, prices: dict[str, float], status: Status
 ) -> None:
     """Search until `end`, and print, write and draw the plan."""
-    progress.say("reading the models")
     from usp.planning.job_cost import Terms, step_cost_text
     from usp.planning.rlhf_question import answer, rate_lines, render_choice, with_fastest_slots
     from usp.planning.rlhf_search import work_clock
@@ -133,10 +131,10 @@ def _plan(
         question,
         seed=asked.seed,
         budget=end - question.clock(),
-        report=lambda _, plans, best: progress.say(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
-        predicted=lambda tried, every: progress.say(f"predicting: {tried} of {every} layouts of calls"),
+        report=lambda _, plans, best: status.update(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
+        predicted=lambda tried, every: status.update(f"predicting: {tried} of {every} layouts of calls"),
     )
-    progress.status.stop()
+    status.stop()
     Console().print(render_choice(choice))
     if question.options.slots < asked.slots:
         print(f"generation is faster with fewer sequences at a time: --slots {question.options.slots}")
@@ -152,27 +150,6 @@ def _plan(
     if plot:
         draw(list(choice.simulation.events), plot)
         print(f"written: {plot}")
-
-
-class Progress:
-    """What a command is doing: on a terminal beside a spinner, elsewhere as a line at most every `EVERY` seconds."""
-
-    EVERY = 5.0
-
-    def __enter__(self) -> Progress:
-        self.console = Console(stderr=True)
-        self.status, self.said = self.console.status("starting"), -math.inf
-        self.status.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.status.stop()
-
-    def say(self, words: str) -> None:
-        self.status.update(words)
-        if not self.console.is_terminal and time.monotonic() - self.said >= self.EVERY:
-            self.said = time.monotonic()
-            print(words, file=sys.stderr, flush=True)
 
 
 def _question(asked: RlhfPlanConfig) -> RlhfQuestion:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from tyro.conf import arg
 from usp.config import UNPREDICTED, TrainConfig
 from usp.parallel.cluster.hardware import load_hardware
 
-from .flags import DataFlags, JobFlags, Node, as_kind, check, check_world_size, data_of, output_problem, parse, terms_of
+from .flags import DataFlags, JobFlags, Node, as_kind, check_world_size, data_of, parse, terms_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ class TimeConfig(JobFlags, DataFlags, TrainConfig):
     hardware: Node = "h100"
     against: Annotated[str, arg(metavar="RUN", help_behavior_hint="(optional)")] = ""
     """Folder of a run of train.py to compare the prediction with."""
-    plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
-    """Write stacked bars of time and memory to this file."""
     json: bool = False
     """Print JSON and nothing else, with times in seconds and sizes in bytes."""
 
@@ -43,10 +40,8 @@ class TimeConfig(JobFlags, DataFlags, TrainConfig):
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     asked = parse(argv, TimeConfig, prog, leading_config=True, without=UNPREDICTED - {"train_tokens"})
     check_world_size(asked.world_size)
-    picture = Path(asked.plot).expanduser() if asked.plot else None
-    check(output_problem("--plot", picture, ".png"))
 
-    from usp.planning.step_report import measured, plot, render, report_json, step_report
+    from usp.planning.step_report import measured, render, report_json, step_report
 
     config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware, train_tokens=0)
     terms = terms_of(asked)
@@ -57,7 +52,3 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         print(json.dumps(report_json(report, terms), indent=2))
     else:
         Console().print(render(report, terms))
-    if picture:
-        plot(report).savefig(picture, dpi=150)
-        if not asked.json:
-            print(f"written: {picture}", file=sys.stderr)

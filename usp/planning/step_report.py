@@ -250,30 +250,3 @@ def _comparison(report: StepReport, run: Measured) -> Grid:
     documents = f", documents of {run.document_tokens:,.0f} tokens" if run.document_tokens else ""
     title = f"Prediction and run (median of {run.steps} steps{documents})"
     return Grid(title, ("", "predicted", "measured", "difference"), tuple(rows))
-
-
-def plot(report: StepReport) -> Any:
-    """Return a matplotlib figure: the step's parts, and the run's step, as stacked bars; memory against the limit."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    times, memory = figure.subplots(1, 2)
-    for axes, name, sizes, unit in (
-        (times, "predicted", report.time.parts, 1e-3),
-        (memory, "peak", memory_parts(report.memory), GIB),
-    ):
-        below = 0.0
-        for part, height in sorted(sizes.items(), key=lambda item: -item[1]):
-            if height > 0:
-                axes.bar(name, height / unit, bottom=below, label=part, width=0.5)
-                below += height / unit
-    if report.measured is not None:
-        times.bar("measured", 1e3 * report.measured.seconds, color="0.6")
-    times.set_ylabel("ms per step")
-    memory.axhline(report.limits.device / GIB, color="black", linestyle="--", linewidth=1, label="usable")
-    memory.set_ylabel("GiB per device")
-    for axes in (times, memory):
-        axes.margins(x=0.4)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, fontsize="small")
-    figure.suptitle(f"{report.job.config.model}, {report.job.world_size} x {report.hardware.name}", fontsize="medium")
-    return figure
