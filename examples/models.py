@@ -51,7 +51,7 @@ are tried below and above the copy's few tokens; "not tried at a length" are tho
 begins at a constant in the code, such as `if length > 4096`, the copy does not reach: of types whose code compares the
 number of tokens with one, "exact" holds below it. "With ... set to 0" names dropout of the configuration, with which
 `apply_unified_sp` refuses it. An indexer in the list chooses the keys that each query attends to, a compressor makes
-further keys of windows of tokens (see [sparse attention](training.md#sparse-attention)).
+further keys of windows of tokens (see [sparse attention](guides/sparse.md)).
 
 The next column says whether train.py trains it: a model with an embedding, layers, a norm and a head. It names the
 degrees that divide the model besides data and sequence parallelism; ep divides experts that go through transformers'
@@ -61,9 +61,9 @@ checkpoints hold, such as the biases by which routers choose experts, are saved 
 last column says whether it generates responses, token for token as transformers does, on sharded ranks. rlhf.py takes
 models that do both; `usp cost` knows {known}.
 
-"With images" are models of several parts that train.py trains as a whole ([vision.md](vision.md)). The text model of
-the others is trained as one of its own. `model.get_decoder().save_pretrained(folder)` writes it if its head is tied to
-its embedding, as in Gemma 3; with a head of its own:
+"With images" are models of several parts that train.py trains as a whole ([images](guides/vision.md)). The text model
+of the others is trained as one of its own. `model.get_decoder().save_pretrained(folder)` writes it if its head is tied
+to its embedding, as in Gemma 3; with a head of its own:
 
 ```python
 text = AutoModelForCausalLM.from_config(model.config.get_text_config())

@@ -48,7 +48,7 @@ COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")  # 
 WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
 SEVERAL_PARTS = (
     "its text model is one of several parts: save that by itself and use it (see docs/models.md); with images, see "
-    "docs/vision.md"
+    "docs/guides/vision.md"
 )
 # More than any model has.
 _LARGEST = {"num_hidden_layers": 10**4, "num_attention_heads": 10**5, "num_key_value_heads": 10**5, "head_dim": 10**5}

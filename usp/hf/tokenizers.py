@@ -253,7 +253,7 @@ class ChatTemplate:
         if chat.images and self.images is None:
             raise ValueError(
                 f"{chat.where}: {len(chat.images)} images, which only train.py reads, for a vision-language model (see "
-                f"docs/vision.md)"
+                f"docs/guides/vision.md)"
             )
         if self.takes_parts and not self.takes_only_parts:
             return chat

@@ -187,7 +187,7 @@ class EnvironmentConfig:
     """The environment that answers the turns of responses, and scores them instead of a reward function."""
 
     environment: Annotated[str, arg(metavar="tools|PATH.py:NAME", help_behavior_hint="(optional)")] = ""
-    """Class of an environment: reset(sample), then step(turn) -> (observation, reward, done), see docs/rlhf.md. tools:
+    """Class with reset(sample) and step(turn) -> (observation, reward, done); docs/guides/rlhf/environments.md. tools:
     run the calls of --tools in a turn; --reward-function scores the one without calls, which ends the episode."""
     tools: Annotated[str, arg(metavar="NAME[=VALUE],...|JSON", help_behavior_hint="(optional)")] = ""
     """Tools of --environment tools, with commas between them or as a JSON list: python (in a sandbox), calculator,

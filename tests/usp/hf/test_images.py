@@ -32,7 +32,7 @@ from usp.losses import causal_lm_loss, global_token_count
 from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
 
 Grids = list[tuple[int, int, str]]
-DOCS = Path(__file__).parents[3] / "docs" / "vision.md"
+DOCS = Path(__file__).parents[3] / "docs" / "guides" / "vision.md"
 
 
 def share_of_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The variants of GRPO, from the option strings that docs/rlhf.md gives for them."""
+"""The variants of GRPO, from their option strings."""
 
 from __future__ import annotations
 

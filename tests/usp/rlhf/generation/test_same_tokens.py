@@ -90,5 +90,5 @@ def test_sequences_of_64_tokens(ranks: RankPool, vocabulary: int) -> None:
 @pytest.mark.parametrize("vocabulary", [32000, 128000])
 def test_bfloat16_changes_most_sequences_somewhere(ranks: RankPool, vocabulary: int) -> None:
     found = differing(ranks, vocabulary, torch.bfloat16, WORKS[:1], SEQUENCES)
-    # 0 with pp, whose ranks compute what one process does; docs/rlhf.md states the others
+    # 0 with pp, whose ranks compute what one process does; docs/guides/rlhf/plans.md states the others
     assert found.pop(str(LAYOUTS[3])) == [0] and all(0 < count <= 40 for (count,) in found.values())
