@@ -6,6 +6,9 @@ DEEPSPEED = ["deepspeed>=0.19.8"]
 LORA = ["peft>=0.21"]
 FP8 = ["torchao>=0.18"]
 MATH = ["math-verify>=0.9"]
+DOCS = [
+    f"{name}; python_version >= '3.11'" for name in ("mkdocs>=1.6", "mkdocs-material>=9.8", "mkdocstrings[python]>=1.0")
+]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED, *LORA, *FP8, *MATH]
 
 setup(
@@ -42,7 +45,7 @@ setup(
     ],
     extras_require={
         "test": TEST,
-        "dev": [*TEST, "ruff", "mypy", "pre-commit", "types-PyYAML"],
+        "dev": [*TEST, *DOCS, "ruff", "mypy", "pre-commit", "types-PyYAML"],
         "bench": ["yunchang==0.6.4"],
         "deepspeed": DEEPSPEED,
         "lora": LORA,

@@ -1,131 +1,90 @@
-"""Commands and snippets of README, the tutorial and the guides run as they are written, and figures are those measured.
-
-A block whose first line is a comment `# needs ...` does not run here. A block with title="FILE" is a file, which later
-blocks of its page find. The two commands that make an environment are what `.ci/run` runs.
-"""
+"""The documentation's pages: their length, the site's navigation, and the reference of public names."""
 
 from __future__ import annotations
 
-import os
+import ast
+import inspect
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from tests.harness.ranks import RankPool
+import yaml
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-LINKED = ("train.py", "rlhf.py", "examples", "benchmarks", "configs", "docs")
-README = ROOT / "README.md"
+MOST_LINES = 300
+PUBLIC = {  # by page: the module whose public names it lists, and the file that says which they are
+    "usp": ("usp", "usp/__init__.py"),
+    "attention": ("usp.attention", "attention/__init__.py"),
+    "parallel": ("usp.parallel", "parallel/__init__.py"),
+    "rlhf": ("usp.rlhf.api", "usp/rlhf/api.py"),
+}
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, its title (a file name), its text."""
-
-    language: str
-    title: str
-    text: str
+def page_names() -> list[str]:
+    return sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
-def blocks(page: Path) -> list[Block]:
-    found = re.findall(r'^( *)```(\w*)(?: title="(.*?)")?\n(.*?)^\1```$', page.read_text(), re.DOTALL | re.MULTILINE)
-    return [
-        Block(language, title, re.sub(f"^{indent}", "", text, flags=re.M)) for indent, language, title, text in found
-    ]
+def listed(entries: Any) -> Iterator[str]:
+    """Yield the pages of a navigation, whose entries are pages, or titles with pages or entries."""
+    for entry in entries:
+        below = [*entry.values()] if isinstance(entry, dict) else [entry]
+        yield from (page for each in below for page in ([each] if isinstance(each, str) else listed(each)))
 
 
-def runs(block: Block) -> bool:
-    ours = block.language == "bash" and not block.text.startswith(("# needs ", "python3 -m venv"))
-    return ours or (block.language == "python" and not block.title)
+def public_names(file: str) -> list[str]:
+    """Return the public names of a module: what __all__ says, else what it imports from this repository and defines."""
+    found: list[str] = []
+    for node in ast.parse((ROOT / file).read_text()).body:
+        for inner in node.body if isinstance(node, ast.If) else [node]:
+            if isinstance(inner, ast.ImportFrom) and (inner.level or (inner.module or "").startswith("usp.")):
+                found += [alias.asname or alias.name for alias in inner.names]
+            elif isinstance(inner, ast.Assign) and isinstance(inner.targets[0], ast.Name):
+                if inner.targets[0].id == "__all__":
+                    return list(ast.literal_eval(inner.value))
+                found.append(inner.targets[0].id)
+    return [name for name in found if not name.startswith("_")]
 
 
-def shell(block: Block, folder: Path) -> str:
-    """Run a block in a folder with the repository's programs, as its reader does."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{block.text}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+def documented(page: str) -> tuple[list[str], list[str]]:
+    """Return the names that a page of the reference takes from their docstrings, and those in its table."""
+    text = (DOCS / "reference" / "api" / f"{page}.md").read_text()
+    module = re.escape(PUBLIC[page][0])
+    return re.findall(rf"^::: {module}\.(\w+)$", text, re.MULTILINE), re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
 
 
-def read_through(page: Path, folder: Path) -> list[str]:
-    """Write the files of a page and run its commands in order; return what they printed."""
-    for name in LINKED:
-        if (ROOT / name).exists():
-            (folder / name).symlink_to(ROOT / name)
-    printed = []
-    for block in blocks(page):
-        if block.title:
-            (folder / block.title).write_text(block.text)
-        elif block.language == "bash" and runs(block):
-            printed.append(shell(block, folder))
-    return printed
+def has_docstring(module: str, name: str) -> bool:
+    value = inspect.unwrap(getattr(import_module(module), name))
+    if not (inspect.isclass(value) or inspect.isfunction(value)):
+        return False
+    return bool(value.__doc__) and not value.__doc__.startswith(f"{name}(")  # which a dataclass gets without one
 
 
-@pytest.mark.slow
-def test_the_tutorial_runs_as_it_is_written(tmp_path: Path) -> None:
-    printed = read_through(DOCS / "tutorial.md", tmp_path)
-    (expected,) = (block.text for block in blocks(DOCS / "tutorial.md") if block.language == "text")
-    one, replies, four, *_ = printed
-    assert replies == expected
-    assert last_loss(one) == pytest.approx(last_loss(four), rel=1e-3)  # printed with four decimals
-    assert "ulysses" in (tmp_path / "plan.yaml").read_text()
+@pytest.mark.parametrize("page", page_names())
+def test_a_page_can_be_read_at_once(page: str) -> None:
+    lines = (DOCS / page).read_text().splitlines()
+    assert len(lines) <= MOST_LINES
+    assert lines[0].startswith("# ")
 
 
-def last_loss(printed: str) -> float:
-    return float(re.findall(r"^step .*?loss ([\d.]+)", printed, re.MULTILINE)[-1])
+def test_every_page_is_in_the_navigation_once() -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert Counter(listed(navigation)) == Counter(page_names())
 
 
-@pytest.mark.slow
-def test_getting_started_runs_as_it_is_written(tmp_path: Path) -> None:
-    _, loop, operator = read_through(DOCS / "getting-started.md", tmp_path)
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", loop)]
-    assert len(losses) == 5 and losses[-1] < losses[0]
-    assert operator == "(1, 4096, 8, 64)\n"
+def test_nested_entries_of_a_navigation_are_found() -> None:
+    navigation = [{"Home": "index.md"}, {"Guides": ["guides/index.md", {"Data": "data.md"}, {"More": [{"A": "a.md"}]}]}]
+    assert [*listed(navigation)] == ["index.md", "guides/index.md", "data.md", "a.md"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["debugging.md"])
-def test_commands_of_other_pages_run(tmp_path: Path, name: str) -> None:
-    assert read_through(DOCS / name, tmp_path)
-
-
-def sharded_logits(code: str) -> torch.Tensor:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
-    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=8, num_key_value_heads=4)
-    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(64).unsqueeze(0)
-    whole = model(ids).logits
-    names = {"model": model, "ids": ids, "labels": ids, "device_type": "cpu"}
-    exec(code, names)
-    positions = names["batch"]["position_ids"][0]
-    return (names["logits"] - whole[:, positions]).abs().max().detach()
-
-
-def test_the_snippet_of_the_readme_runs(ranks: RankPool) -> None:
-    (snippet,) = (block.text for block in blocks(README) if block.language == "python")
-    assert max(ranks.run(sharded_logits, 8, snippet)) < 1e-5
-
-
-def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks() -> None:
-    text, measured = README.read_text(), " ".join((DOCS / "benchmarks.md").read_text().split())
-    assert len(text.splitlines()) <= 80
-    table = text.split("## Figures", 1)[1].split("## ", 1)[0]
-    answers = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ")][2:]
-    figures = [figure for answer in answers for figure in re.findall(r"\d+\.\d+|\d+ times", answer)]
-    assert len(figures) >= 8
-    assert not [figure for figure in figures if figure not in measured]
-
-
-def test_every_link_of_the_readme_leads_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)", README.read_text())
-    assert not [link for link in links if not link.startswith("https://") and not (ROOT / link).exists()]
+@pytest.mark.parametrize("page", PUBLIC)
+def test_each_public_name_is_in_the_reference_once(page: str) -> None:
+    module, file = PUBLIC[page]
+    by_docstring, in_table = documented(page)
+    assert Counter(by_docstring + in_table) == Counter(public_names(file))
+    assert [name for name in by_docstring if not has_docstring(module, name)] == []
+    assert [name for name in in_table if has_docstring(module, name) and name != "ObjectiveDefaults"] == []
