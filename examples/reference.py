@@ -29,7 +29,8 @@ from usp.run.launch import leave
 
 PROGRAM = import_module("usp.__main__")
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-# Subjects in the order of a page; a field belongs to the first whose pattern matches its whole name.
+# Subjects in the order of a page; a field belongs to the first whose pattern matches its whole name, and stands in the
+# place of the alternative that does.
 GROUPS = {
     "Algorithm": "algorithm|options|models|critic|ref|reward_model|ref_.*|group_size|prompts|sft_steps",
     "Model": "model|tokenizer|chat_template|rope_scaling|disable_dropout|freeze_encoder",
@@ -38,12 +39,13 @@ GROUPS = {
     "Rewards and environments": "reward_.*|environment.*|tools|max_turns|max_observation_tokens",
     "Generation": "max_new_tokens|temperature|top_.|stop|stop_ids|slots|cache_tokens|eager_decoding"
     "|rollout_engine|rollout_cache|router_replay|share_prefixes|staleness|partial_rollouts|oversample|delta_updates",
-    "Steps and batches": "steps|train_tokens|seq_len|.*batch_size|micro_batch.*|curriculum|seed",
+    "Steps and batches": "seq_len|steps|train_tokens|.*batch_size|micro_batch.*|curriculum|seed",
     "Plan": "plan|hardware|search_budget|replan|rollout",
-    "Parallelism": "sp_.*|dp_.*|tp.*|pp.*|ep|zero",
+    "Parallelism": "sp_ulysses|sp_ring|sp_.*|dp_.*|zero|tp.*|pp.*|ep",
     "Memory": "ac|ac_offload|loss_chunk|mlp_tile|.*offload.*",
     "Computation": "attention_kernel|dtype|device|compile|fp8.*|engine",
-    "Optimization": "optimizer|muon_.*|adam_.*|.*learning_rate|lr_.*|warmup_steps|weight_decay|max_grad_norm",
+    "Optimization": "learning_rate|optimizer|.*learning_rate|lr_.*|warmup_steps|weight_decay|max_grad_norm"
+    "|muon_.*|adam_.*",
     "LoRA": "lora_.*",
     "Mixtures of experts": "router_.*",
     "Sparse attention": "indexer_.*",
@@ -178,6 +180,10 @@ def _escaped(words: str) -> str:
     return html.escape(words, quote=False).replace("|", "&#124;").replace("*", "&#42;")
 
 
+def _place(name: str, patterns: Sequence[str]) -> int:
+    return next(number for number, pattern in enumerate(patterns) if re.fullmatch(pattern, name))
+
+
 def tables(rows: Sequence[Entry]) -> str:
     """Return a table of flags for each subject; raise ValueError for a flag without one."""
     groups: dict[str, list[Entry]] = {title: [] for title in GROUPS}
@@ -186,6 +192,11 @@ def tables(rows: Sequence[Entry]) -> str:
         if title is None:
             raise ValueError(f"{entry.flag} has no subject: add it to one of GROUPS")
         groups[title].append(entry)
+    for title, found in groups.items():
+        names = GROUPS[title].split("|")
+        found.sort(
+            key=lambda entry, names=names: [re.fullmatch(name, entry.name) is not None for name in names].index(True)
+        )
     return "\n".join(f"## {title}\n\n{table(found)}" for title, found in groups.items() if found)
 
 
