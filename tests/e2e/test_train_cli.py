@@ -49,6 +49,7 @@ def test_a_run_completes_and_its_loss_falls(finished: tuple[Path, Ended]) -> Non
     assert list((folder / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_the_saved_model_has_learned(finished: tuple[Path, Ended]) -> None:
     folder, _ = finished
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
