@@ -222,7 +222,7 @@ def test_the_example_reads_the_file_of_a_run_on_other_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the step itself, which a ring of 16 makes long."""
-    monkeypatch.setattr("usp.train.dry_run.train_step", lambda *args: None)
+    monkeypatch.setattr("usp.train.dry_run.backward", lambda *args: None)
     file = tmp_path / "config.yaml"
     resolved = TrainConfig(dp_shard=8, device="cpu", dtype="float32", output="runs/last")
     file.write_text(yaml.safe_dump(asdict(resolved)))
