@@ -193,10 +193,8 @@ def tables(rows: Sequence[Entry]) -> str:
             raise ValueError(f"{entry.flag} has no subject: add it to one of GROUPS")
         groups[title].append(entry)
     for title, found in groups.items():
-        names = GROUPS[title].split("|")
-        found.sort(
-            key=lambda entry, names=names: [re.fullmatch(name, entry.name) is not None for name in names].index(True)
-        )
+        patterns = GROUPS[title].split("|")
+        found[:] = sorted(found, key=lambda entry: _place(entry.name, patterns))
     return "\n".join(f"## {title}\n\n{table(found)}" for title, found in groups.items() if found)
 
 
