@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 FUNCTION = "function"
 _LENGTHS = ("prompts", "group_size", "prompt_tokens", "response_tokens")
 _SLOTS = 0.2  # of --budget, for the number of slots
+_SILENT = 5.0  # seconds between lines of progress
 _IMPORTING = 2.0  # seconds at most, before `main`, in a process that runs nothing else
 
 
@@ -109,7 +112,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         *value_violations(asked).values(),
     )
     prices = prices_of(asked.price)
-    with Console(stderr=True).status("reading the models") as status:
+    with Console(stderr=True).status("") as status:
         _plan(asked, begin + asked.budget, out, plot, prices, status)
 
 
@@ -117,6 +120,16 @@ def _plan(
     asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None, prices: dict[str, float], status: Status
 ) -> None:
     """Search until `end`, and print, write and draw the plan."""
+    said = -math.inf
+
+    def say(words: str) -> None:
+        nonlocal said
+        status.update(words)
+        if not status.console.is_terminal and time.monotonic() - said >= _SILENT:
+            said = time.monotonic()
+            print(words, file=sys.stderr, flush=True)
+
+    say("reading the models")
     from usp.planning.job_cost import Terms, step_cost_text
     from usp.planning.rlhf_question import answer, rate_lines, render_choice, with_fastest_slots
     from usp.planning.rlhf_search import work_clock
@@ -131,8 +144,8 @@ def _plan(
         question,
         seed=asked.seed,
         budget=end - question.clock(),
-        report=lambda _, plans, best: status.update(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
-        predicted=lambda tried, every: status.update(f"predicting: {tried} of {every} layouts of calls"),
+        report=lambda _, plans, best: say(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
+        predicted=lambda tried, every: say(f"predicting: {tried} of {every} layouts of calls"),
     )
     status.stop()
     Console().print(render_choice(choice))
