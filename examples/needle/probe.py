@@ -209,7 +209,7 @@ def run_probe(prepared: PreparedProbe, say: Callable[[str], None] = lambda line:
     try:
         model = RoleModel(prepared.spec, layout, mesh)
     except ValueError as error:
-        raise ConfigurationError(with_flags(str(error))) from error
+        raise ConfigurationError(with_flags(violation_of(error))) from error
     model.fill()
     responses: list[Response] = []
     for length, group in groupby(prepared.cells, lambda cell: cell.length):

@@ -128,7 +128,7 @@ def find_files(data: str, field: str = TEXT_FIELD, name: str = "data") -> DataFi
         raise ValueError(of_records + given + " has none: unset it")
     if not files.files:
         left_out = files.left_out_line()
-        raise ValueError(f"{name}={data} is empty: no file in it holds documents{f' ({left_out})' if left_out else ''}")
+        raise ValueError(given + f" is empty: no file in it holds documents{f' ({left_out})' if left_out else ''}")
     return files
 
 

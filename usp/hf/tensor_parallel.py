@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape, tp_violations
-from usp.parallel import ParallelMesh, Violation, all_of
+from usp.parallel import ParallelMesh, Violation, all_of, option
 from usp.parallel.tensor import STYLES, apply_tensor_parallel, gather_output, module_styles, tensor_parallel_violations
 
 from .experts import expert_modules
@@ -61,7 +61,7 @@ def tp_problems(
         return problems
     if mixers := structure(type(model), config).mixers:
         recurrent = f"the recurrent layers of {type(model).__name__} ({', '.join(mixers)})"
-        problems.append(f"tp={tp} does not divide {recurrent}: use tp=1")
+        problems.append(option("tp", tp) + f" does not divide {recurrent}: use " + option("tp", 1))
     if sequence_parallel and facts.value_dim != facts.head_dim:
         problems.append("latent attention is not supported with tp_sequence_parallel: leave it out")
     if sequence_parallel and not facts.in_stages:
@@ -72,7 +72,7 @@ def tp_problems(
     if sequence_parallel and (kinds := _undivided_attention(model)):
         problems.append(
             f"tensor-parallel plan of model_type={config.model_type!r}: it does not divide {', '.join(kinds)}, which "
-            f"tp_sequence_parallel would give only a part of the tokens; use tp=1"
+            f"tp_sequence_parallel would give only a part of the tokens; use " + option("tp", 1)
         )
     return problems or [*tensor_parallel_violations(model, tp, tp_plan(model))]
 
@@ -84,12 +84,13 @@ def _undivided_attention(model: PreTrainedModel) -> list[str]:
     return sorted({type(module).__name__ for name, module in attention.items() if name not in divided})
 
 
-def plan_violations(config: PretrainedConfig) -> list[str]:
+def plan_violations(config: PretrainedConfig) -> list[Violation]:
     """Return why the tensor-parallel plan of a model type is not supported."""
     plan = _family_plan(config)
     unknown = [f"style {style!r} of {name} is not supported" for name, style in plan.items() if style not in _KNOWN]
     missing = [] if plan else ["transformers ships none"]
-    return [f"tensor-parallel plan of model_type={config.model_type!r}: {text}; use tp=1" for text in missing + unknown]
+    of_type = f"tensor-parallel plan of model_type={config.model_type!r}: "
+    return [of_type + f"{text}; use " + option("tp", 1) for text in missing + unknown]
 
 
 def tp_plan(model: PreTrainedModel) -> dict[str, str]:
