@@ -180,22 +180,17 @@ def _escaped(words: str) -> str:
     return html.escape(words, quote=False).replace("|", "&#124;").replace("*", "&#42;")
 
 
-def _place(name: str, patterns: Sequence[str]) -> int:
-    return next(number for number, pattern in enumerate(patterns) if re.fullmatch(pattern, name))
-
-
 def tables(rows: Sequence[Entry]) -> str:
     """Return a table of flags for each subject; raise ValueError for a flag without one."""
-    groups: dict[str, list[Entry]] = {title: [] for title in GROUPS}
+    groups: dict[str, list[tuple[int, Entry]]] = {title: [] for title in GROUPS}
+    patterns = [(title, place, name) for title, of in GROUPS.items() for place, name in enumerate(of.split("|"))]
     for entry in rows:
-        title = next((title for title, names in GROUPS.items() if re.fullmatch(names, entry.name)), None)
-        if title is None:
+        found = next(((title, place) for title, place, name in patterns if re.fullmatch(name, entry.name)), None)
+        if found is None:
             raise ValueError(f"{entry.flag} has no subject: add it to one of GROUPS")
-        groups[title].append(entry)
-    for title, found in groups.items():
-        patterns = GROUPS[title].split("|")
-        found[:] = sorted(found, key=lambda entry: _place(entry.name, patterns))
-    return "\n".join(f"## {title}\n\n{table(found)}" for title, found in groups.items() if found)
+        groups[found[0]].append((found[1], entry))
+    ordered = {title: [entry for _, entry in sorted(of, key=lambda each: each[0])] for title, of in groups.items()}
+    return "\n".join(f"## {title}\n\n{table(entries)}" for title, entries in ordered.items() if entries)
 
 
 def table(rows: Sequence[Entry]) -> str:
