@@ -433,8 +433,8 @@ def test_the_map_is_complete() -> None:
 
 
 def test_documents_mention_existing_paths() -> None:
-    documents = {path.name: path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
-    broken = [f"{name} mentions {path}" for name, text in documents.items() for path in missing_paths(text)]
+    documents = (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+    broken = [f"{file} mentions {path}" for file in documents for path in missing_paths(file.read_text())]
     assert not broken, "\n".join(broken)
 
 

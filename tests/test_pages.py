@@ -11,35 +11,19 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.harness.pages import Block, blocks
 from tests.harness.ranks import RankPool
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LINKED = ("train.py", "rlhf.py", "examples", "benchmarks", "configs", "docs")
 README = ROOT / "README.md"
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, its title (a file name), its text."""
-
-    language: str
-    title: str
-    text: str
-
-
-def blocks(page: Path) -> list[Block]:
-    found = re.findall(r'^( *)```(\w*)(?: title="(.*?)")?\n(.*?)^\1```$', page.read_text(), re.DOTALL | re.MULTILINE)
-    return [
-        Block(language, title, re.sub(f"^{indent}", "", text, flags=re.M)) for indent, language, title, text in found
-    ]
 
 
 def runs(block: Block) -> bool:

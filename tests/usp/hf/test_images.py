@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from tests.attention.dense import relative_l2
+from tests.harness.pages import blocks
 from tests.harness.ranks import RankPool
 from tests.usp.hf.vision import FAMILIES, IMAGE, documents, logits_alone, loss_alone, packed, tiny_vlm
 from tests.usp.tiny import optimiser
@@ -264,7 +264,7 @@ def documented() -> tuple[int, int]:
     """Run the example of the documentation; return the numbers of logits' tokens and of encoded patches."""
     model, mesh = tiny_vlm("qwen3_vl"), ParallelMesh.create(ParallelDims(ring=2))
     names: dict[str, Any] = {"model": model, "mesh": mesh, **packed(documents(model))}
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (code,) = (block.text for block in blocks(DOCS) if block.language == "python")
     exec(code, names)
     return names["logits"].shape[1], len(names["batch"]["pixel_values"])
 

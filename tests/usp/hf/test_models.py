@@ -23,6 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.harness.pages import blocks
 from tests.usp.tiny import drawn_model
 from usp.hf.experts import has_balancing_loss
 from usp.hf.export import save_weights
@@ -200,8 +201,8 @@ def test_the_language_model_of_a_multimodal_one_loads(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_text_model_with_its_own_head_is_written_as_documented(tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_config(shrink(AutoConfig.for_model("qwen3_5"), layers=4))
-    document = Path(__file__).parents[3] / "docs" / "models.md"
-    code = document.read_text().split("```python")[1].split("```")[0]
+    page = Path(__file__).parents[3] / "docs" / "models.md"
+    code = next(block.text for block in blocks(page) if block.language == "python")
     exec(code, {"AutoModelForCausalLM": AutoModelForCausalLM, "model": model, "folder": tmp_path})
     text = drawn_model(load_model_config(str(tmp_path)))
     load_weights(text, tmp_path)
