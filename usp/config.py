@@ -9,7 +9,7 @@ depends on the machine. The annotation of a field holds the rule on its values; 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ from usp.fields import (
     shown,
     without_effect,
 )
-from usp.optimizers import OPTIMIZERS, optimizers_by_option
+from usp.optimizers import OPTIMIZERS
 from usp.parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES
 from usp.presets import PRESETS
 
@@ -83,9 +83,12 @@ AuxLoss = Annotated[
 Norm = Annotated[float, Rule(lambda value: value > 0, "positive; inf disables clipping")]
 
 
-def _only_with(option: str, optimizers: Sequence[str]) -> OnlyWith:
-    why = f"is an option of --optimizer {' or '.join(optimizers)}: remove it"
-    return OnlyWith((option,), lambda c: c.optimizer in optimizers, why)
+def _of_some_optimizers() -> Iterator[OnlyWith]:
+    for option in dict.fromkeys(option for each in OPTIMIZERS.values() for option in each.options):
+        names = [name for name, each in OPTIMIZERS.items() if option in each.options]
+        if len(names) < len(OPTIMIZERS):
+            why = f"is an option of --optimizer {' or '.join(names)}: remove it"
+            yield OnlyWith((option,), lambda c, names=names: c.optimizer in names, why)
 
 
 # Options that have an effect only beside another one: those that rlhf.py has, too, and others of train.py.
@@ -127,7 +130,7 @@ _OF_TRAINING = (
         lambda c: c.sample_every,
         "is an option of --sample-every: give that, or remove it",
     ),
-    *(_only_with(option, names) for option, names in optimizers_by_option().items()),
+    *_of_some_optimizers(),
     OnlyWith(("fp8_emulate",), lambda c: c.fp8 != "none", "is an option of --fp8, which is none: remove it"),
     OnlyWith(
         ("indexer_warmup",), lambda c: c.indexer_loss_coef, "trains by the loss of --indexer-loss-coef: give that"

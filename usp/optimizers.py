@@ -325,10 +325,3 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         ),
     )
 }
-
-
-def optimizers_by_option() -> dict[str, tuple[str, ...]]:
-    """Return the names of the optimizers that have an option, for each option that some lack."""
-    options = dict.fromkeys(option for each in OPTIMIZERS.values() for option in each.options)
-    found = {option: tuple(o.name for o in OPTIMIZERS.values() if option in o.options) for option in options}
-    return {option: names for option, names in found.items() if len(names) < len(OPTIMIZERS)}

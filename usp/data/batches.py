@@ -138,9 +138,8 @@ def parse_named(data: str) -> list[tuple[str, str]]:
         return [("", data)] if data else []
     sets = [(name.strip(), path) for name, _, path in (item.partition("=") for item in data.split(","))]
     if not all(name and path and "/" not in name for name, path in sets) or len(dict(sets)) < len(sets):
-        raise ValueError(
-            option("eval_data", data) + " must be NAME=PATH,NAME=PATH,... with a name of its own, without /, for each"
-        )
+        form = " must be NAME=PATH,NAME=PATH,... with a name of its own, without /, for each"
+        raise ValueError(option("eval_data", data) + form)
     return sets
 
 

@@ -133,9 +133,8 @@ def modules_to_save(config: PretrainedConfig, modules: str, targets: Sequence[st
                 )
         chosen |= {name: stored[name] for name in within}
     if tied := {name for name, first in stored.items() if first in chosen.values()} - chosen.keys():
-        raise ValueError(
-            given + f": {', '.join(sorted(tied))} is the same parameter as one of these: name its module, too"
-        )
+        same = f": {', '.join(sorted(tied))} is the same parameter as one of these: name its module, too"
+        raise ValueError(given + same)
     return Saved(ends, tuple(sorted(chosen.items())))
 
 

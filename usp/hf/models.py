@@ -184,9 +184,7 @@ def readable_facts(config: PretrainedConfig) -> tuple[ModelFacts | None, str]:
     """Return (the facts of a model, ""), or (None, why its configuration does not give them)."""
     try:
         return model_facts("", config), ""
-    except (
-        Exception
-    ) as error:  # of any kind: it is transformers' code that runs, whose first sentence says what is wrong
+    except Exception as error:  # of any kind: it is transformers' code that runs; its first sentence says what is wrong
         return None, f"its configuration does not give one size for all layers: {str(error).split('. ')[0]}"
 
 

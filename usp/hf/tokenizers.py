@@ -262,11 +262,8 @@ class ChatTemplate:
             if self.takes_only_parts and isinstance(message["content"], str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
             elif isinstance(message["content"], list) and not self.takes_only_parts:
-                raise ValueError(
-                    f"{chat.where}: message {number} has parts that are not text, which the chat template of "
-                    + self._named
-                    + " does not take"
-                )
+                parts = f"{chat.where}: message {number} has parts that are not text, which the chat template of "
+                raise ValueError(parts + self._named + " does not take")
         return replace(chat, messages=messages)
 
     def _trained(self, chat: Chat) -> list[int]:

@@ -20,8 +20,6 @@ from usp.parallel.reallocation.param_layout import Described, Kind, described_la
 
 NO_ATTENTION = -1
 FLOAT8_DIMS = {"tensor": 16, "row": 16, "mx": 32}  # by --fp8: what dims of a product must be multiples of
-
-
 # Families with formulas of activation memory (`usp.predict`).
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
@@ -281,9 +279,8 @@ def tp_violations(facts: ModelFacts, tp: int, tp_sequence_parallel: bool, traine
         if size % tp
     ]
     if facts.num_experts and trained and not tp_sequence_parallel:
-        needed = given + f" with the mixture of experts {facts.name} needs "
-        needed += option("tp_sequence_parallel", True) + " in training, so that each tp rank routes different tokens"
-        violations.append(needed)
+        needed = given + f" with the mixture of experts {facts.name} needs " + option("tp_sequence_parallel", True)
+        violations.append(needed + " in training, so that each tp rank routes different tokens")
     return violations
 
 

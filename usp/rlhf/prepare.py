@@ -202,9 +202,8 @@ def _graph(
     try:
         return with_served(graph, served_models(config), tokenizer.encode)
     except ValueError as error:
-        flags = {"ref": "--ref"}
-        said = violation_of(error).shown(lambda role, url: f"{flags.get(role, '--models')}: {role}={url}")
-        raise ValueError(said) from error
+        named = violation_of(error).shown(lambda role, url: f"--{'ref' if role == 'ref' else 'models'}: {role}={url}")
+        raise ValueError(named) from error
 
 
 def _unable_to_generate(config: RlhfConfig, actor: RoleSpec) -> Iterator[str]:

@@ -150,8 +150,6 @@ class ExecutorState:
             if group := self.groups.get(operation.ranks, TRANSFER_LANE if operation.kind == "transfer" else ""):
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         changing = {*stateful(graph), *(call.name for call in graph.calls if isinstance(call.work, TrainStep))}
-        changes = (
-            each.call in changing and each.kind == "call" and each.ahead == graph.depth for each in self.operations
-        )
+        newest = (of.kind == "call" and of.ahead == graph.depth and of.call in changing for of in self.operations)
         # The first change by the newest samples, which are not checked yet; with a depth, others have been before.
-        self._first_change = next((place for place, change in enumerate(changes) if change), len(self.operations))
+        self._first_change = next((place for place, change in enumerate(newest) if change), len(self.operations))

@@ -133,9 +133,8 @@ class StepData:
     def messages(self, producer: str, consumers: Sequence[str], served: Sequence[str]) -> Messages:
         """Return the messages that bring the outputs of a call to others; see `plan_transfer`."""
         call = self.graph[producer]
-        ends = (
-            [self.transfer_end(self.graph[name], self.graph[name].inputs) for name in of] for of in (consumers, served)
-        )
+        calls = ([self.graph[name] for name in names] for names in (consumers, served))
+        ends = ([self.transfer_end(each, each.inputs) for each in of] for of in calls)
         return plan_transfer(self.transfer_end(call, call.outputs), *ends)
 
     def transfer_end(self, call: ModelCall, keys: tuple[str, ...]) -> TransferEnd:
