@@ -9,7 +9,7 @@ depends on the machine. The annotation of a field holds the rule on its values; 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,6 +67,7 @@ UNPREDICTED = frozenset({
 })  # fmt: skip
 MAX_TIMEOUT = 86400.0  # a day: process groups wait a few times longer, which torch counts in int32 milliseconds
 
+_OPTIONS = [set(each.options) for each in OPTIMIZERS.values()]
 OPTIMIZER_HELP = " ".join(["Optimizer.", *(f"{name}: {each.help}." for name, each in OPTIMIZERS.items() if each.help)])
 MODEL_HELP = f"Preset with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint directory."
 
@@ -83,12 +84,10 @@ AuxLoss = Annotated[
 Norm = Annotated[float, Rule(lambda value: value > 0, "positive; inf disables clipping")]
 
 
-def _of_some_optimizers() -> Iterator[OnlyWith]:
-    for option in dict.fromkeys(option for each in OPTIMIZERS.values() for option in each.options):
-        names = [name for name, each in OPTIMIZERS.items() if option in each.options]
-        if len(names) < len(OPTIMIZERS):
-            why = f"is an option of --optimizer {' or '.join(names)}: remove it"
-            yield OnlyWith((option,), lambda c, names=names: c.optimizer in names, why)
+def _only_with(option: str) -> OnlyWith:
+    names = [name for name, each in OPTIMIZERS.items() if option in each.options]
+    why = f"is an option of --optimizer {' or '.join(names)}: remove it"
+    return OnlyWith((option,), lambda c: c.optimizer in names, why)
 
 
 # Options that have an effect only beside another one: those that rlhf.py has, too, and others of train.py.
@@ -130,7 +129,7 @@ _OF_TRAINING = (
         lambda c: c.sample_every,
         "is an option of --sample-every: give that, or remove it",
     ),
-    *_of_some_optimizers(),
+    *map(_only_with, sorted(_OPTIONS[0].union(*_OPTIONS) - _OPTIONS[0].intersection(*_OPTIONS))),
     OnlyWith(("fp8_emulate",), lambda c: c.fp8 != "none", "is an option of --fp8, which is none: remove it"),
     OnlyWith(
         ("indexer_warmup",), lambda c: c.indexer_loss_coef, "trains by the loss of --indexer-loss-coef: give that"
