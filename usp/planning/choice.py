@@ -19,7 +19,7 @@ from usp.parallel import Hardware, ParallelDims
 from usp.predict.devices import Memory, hardware_here
 from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import host_bytes, peak_moment
-from usp.predict.seconds import PUBLISHED_ERROR, least_seconds, least_shard_seconds, step_seconds
+from usp.predict.seconds import PUBLISHED_ERROR, exposure, least_seconds, step_seconds
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
@@ -28,7 +28,7 @@ from usp.train.resolve import job_of, resolve
 
 from .job_cost import JobCost, Terms, job_cost, job_grid, verdicts
 from .question import CHOSEN, Tried, enough_devices, from_rank_0, silent
-from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, broken_tips, changed, layouts
+from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
 from .step_report import StepReport, step_report
 
 T = TypeVar("T")
@@ -140,8 +140,6 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     return Predictor(
         _kept_by(_chosen, lambda config: step_seconds(like(config), hardware)),
         _kept_by(_chosen, lambda config: least_seconds(like(config), hardware)),
-        _kept_by(_chosen, lambda config: least_seconds(like(config), hardware, sharded=True)),
-        _kept_by(_chosen, lambda config: least_shard_seconds(like(config), hardware)),
         _kept_by(_chosen, on_device),
         _kept_by(_chosen, on_host),
     )
@@ -192,12 +190,35 @@ def _nothing_fits(search: Search, job: Job) -> str:
     )
 
 
+def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[tuple[str, Callable[[TrainConfig], bool]]]:
+    """Yield the tips of arXiv 2405.07719, section 4, that a configuration breaks, each with whether another follows."""
+    ring, ulysses, sp = config.sp_ring, config.sp_ulysses, config.sp_ring * config.sp_ulysses
+    left = facts.num_heads // config.tp
+    if ring > 1 and ulysses == 1 and left > 1:
+        words = f"tip 1: pure ring attention (ring {ring}), although {left} heads per rank would allow Ulysses"
+        yield words, lambda other: other.sp_ring == 1 or other.sp_ulysses > 1
+    if sp > 1 and config.batch_size > 1 and config.pp == 1:
+        words = f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them"
+        yield f"{words}; data parallelism would communicate less", lambda other: other.sp_ring * other.sp_ulysses == 1
+    if sp > 1 and config.zero == 0:
+        words = "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank"
+        yield words, lambda other: other.zero > 0
+    if config.tp > 1 and config.tp > ulysses and left > 1:
+        words = f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off"
+        yield f"{words} only where it saves memory", lambda other: other.tp == 1 or other.tp <= other.sp_ulysses
+    if config.sp_order != "ring-outer" and ring > 1 and ulysses > 1:
+        words = (
+            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}"
+        )
+        yield f"{words}; the planner keeps --sp-order", lambda other: other.sp_ring == 1 or other.sp_ulysses == 1
+
+
 def contradicted(choice: Choice) -> Iterator[str]:
     """Yield the tips of the USP paper that the choice contradicts, each with the fastest configuration that follows."""
     search = choice.search
     for tip, followed in broken_tips(choice.best.config, search.question.facts):
         following = list(filter(followed, search.every))
-        if other := Search(search.question, search.predictor, following).run(keep=1).preferred:
+        if other := search.run(keep=1, every=following).preferred:
             yield (
                 f"{tip}. The fastest that follows it, {candidate_text(other)}, takes "
                 f"{seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"
@@ -269,11 +290,11 @@ def render_plan(choice: Choice, terms: Terms) -> Group:
         )
     slower = enumerate(choice.shown[1:], start=2)
     lines += [f"{number} compared with 1: {why_slower(candidate, first)}" for number, candidate in slower]
-    lines += [f"warning: {words}" for words in contradicted(choice)]
+    lines += [f"note: {words}" for words in contradicted(choice)]
     kernels = ", ".join(sorted({kernel for candidate in choice.shown for kernel in candidate.time.kernels}))
     titles = (
         f"The simplest of the plans within {NOISE:.0%} of the fastest (fewest degrees above 1; then no offload, least "
-        "recomputation, no tiles, one micro-batch, no tip broken, lowest ZeRO stage), and the fastest of each set of "
+        "recomputation, no tiles, one micro-batch, lowest ZeRO stage), and the fastest of each set of "
         f"axes; attention by {kernels}; published steps are predicted within {PUBLISHED_ERROR:.0%} on average",
         "The same degrees with each recomputation, with and without its offload, where it fits",
     )

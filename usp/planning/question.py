@@ -3,7 +3,7 @@ that answers for all ranks. `search` plans training steps, `rlhf_question` RLHF 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
 Q = TypeVar("Q", bound="Devices")
+T = TypeVar("T")
 Tried = Callable[[int, int], None]  # is told how many layouts are tried, of all
 
 LAYOUT = (  # what a plan of a training step sets, without options to save memory
@@ -25,6 +26,13 @@ MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are t
 
 def silent(*told: object) -> None:
     """Take a report that nobody reads."""
+
+
+def within(items: Iterable[T], bound: Callable[[T], Any], limit: Callable[[T], Any]) -> Iterator[T]:
+    """Yield items in the order of a lower bound, without those whose bound is above their limit when it is their turn:
+    the skeleton of every search here, whose measurements lower the limit."""
+    bounds = sorted(((bound(item), number, item) for number, item in enumerate(items)), key=lambda each: each[:2])
+    yield from (item for least, _, item in bounds if least <= limit(item))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -51,20 +51,18 @@ from .traffic import (
     FLOAT32,
     ByPass,
     Sent,
+    activation_parts,
     attention_plan,
     attention_spec,
     elements,
     fsdp_copies,
-    fsdp_traffic,
     gather_counts,
-    gathering,
     pass_parts,
 )
 
 if TYPE_CHECKING:
     from .meter import Work
 
-_LINKS = itemgetter("fsdp", "efsdp", "dp_replicate", "loss", "tp")  # extents that parameters travel over
 PUBLISHED_ERROR = 0.11  # mean absolute error of the published steps in benchmarks/results/published.json
 OVERLAPPED_WAITS = 0.5  # part of `wait_fraction` where messages within layers overlap: in traces of runs on two CPUs
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
@@ -572,47 +570,17 @@ def rank_seconds(
     return found + delays(job, hardware, operators, found), update.compute.total
 
 
-def least_seconds(job: Job, hardware: Hardware, *, sharded: bool = False) -> float:
-    """Return a lower bound of `step_seconds`: the compute of the slowest pipeline rank, with exposed copies to the host
-    and the bubble; if `sharded` also with `_shard_seconds`."""
+def least_seconds(job: Job, hardware: Hardware) -> float:
+    """Return a lower bound of `step_seconds` for any ZeRO stage and number of replicas: the compute of the slowest
+    pipeline rank, its exposed messages and copies of activations, and the bubble."""
     number, most = job.config.micro_batches, 0.0
-    rest = 1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number)
     offloads = job.config.ac_offload or job.config.optim_offload
     for place, each, hides in _busy(job, hardware):
-        rank, busy = job.slowest_ranks[place], number * each
+        rank = job.slowest_ranks[place]
+        messages, found = _messages(job, hardware, rank), list[TransferSeconds]()
+        for kind, sent in activation_parts(job, rank).items():
+            found += sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number)).values()
         if offloads:
-            copies = host_copies(job, hardware, rank, hides["forward"], hides["backward"])
-            busy += sum(copy.exposed for copy in copies.values())
-        traffic, optimizer = _shard_seconds(job, hardware, rank, hides) if sharded else (0.0, 0.0)
-        most = max(most, (busy + traffic) / rest + optimizer)
-    return most
-
-
-@shared(lambda job, of, rank: (id(of), gathering(job, rank), _LINKS(job.extents), job.placed or job.world_size, rank))
-def _parameter_seconds(job: Job, hardware: Hardware, rank: int) -> list[tuple[Pass, int, float, int, float]]:
-    """Return a rank's traffic of parameters: the pass, how many micro-batches have it, the seconds in each, the pieces
-    that overlap, and the part of what overlaps that slows down the compute."""
-    found, pieces = [], 1 + sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
-    for kind, sent in fsdp_traffic(job, rank).items():
-        exposed, overlapping = _transfers(job, hardware, sent, rank)
-        found.append((kind, 1, sum(exposed.values()), 1, 0.0))
-        for times, axes in overlapping.items():
-            free = sum(each * _links(job, hardware, axis, rank, "send")[2] for axis, each in axes.items())
-            found.append((kind, times, (together := sum(axes.values())) / times, pieces, 1 - free / together))
-    return found
-
-
-def _shard_seconds(job: Job, hardware: Hardware, rank: int, hides: Mapping[Pass, float]) -> tuple[float, float]:
-    """Return (the exposed traffic of parameters without bubble, the optimizer) of a rank; `hides` as by `_hides`."""
-    total = 0.0
-    for kind, times, seconds, pieces, slows in _parameter_seconds(job, hardware, rank):
-        exposed, hidden = overlapped_in_pieces(seconds, hides[kind] if hardware.streams else 0.0, pieces)
-        total += times * (exposed + slows * hidden)
-    return total, optimizer_seconds(job, hardware, rank)
-
-
-def least_shard_seconds(job: Job, hardware: Hardware) -> tuple[float, float]:
-    """Return (the exposed traffic of parameters without bubble, the optimizer), each of the rank that has least."""
-    ranks = [(job.slowest_ranks[place], hides) for place, _, hides in _busy(job, hardware)]
-    exposed, optimizer = zip(*(_shard_seconds(job, hardware, *each) for each in ranks), strict=True)
-    return min(exposed), min(optimizer)
+            found += host_copies(job, hardware, rank, hides["forward"], hides["backward"]).values()
+        most = max(most, number * each + sum(each.exposed for each in found))
+    return most / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number))

@@ -369,13 +369,19 @@ def attention_traffic(job: Job, rank: int, window: int) -> tuple[tuple[Sent, ...
     )
 
 
-def pass_parts(job: Job, rank: int) -> ByPass:
-    """Return what `rank` sends in each pass of all micro-batches, without groups of one rank; not `merged`."""
+def activation_parts(job: Job, rank: int) -> defaultdict[Pass, list[Sent]]:
+    """Return the part of `pass_parts` that does not depend on how parameters are sharded over dp."""
     parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
     for stage in job.stages(rank):
         for kind, sents in _stage_traffic(job, rank, stage).items():
             if (kind == "forward" or job.trained) and (kind != "count" or job.counts_choices):
                 parts[kind] += [sent.times(job.config.micro_batches) for sent in sents]
+    return parts
+
+
+def pass_parts(job: Job, rank: int) -> ByPass:
+    """Return what `rank` sends in each pass of all micro-batches, without groups of one rank; not `merged`."""
+    parts = activation_parts(job, rank)
     for kind, sents in fsdp_traffic(job, rank).items():
         parts[kind] += sents
     if job.trained:
