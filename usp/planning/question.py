@@ -29,10 +29,10 @@ def silent(*told: object) -> None:
 
 
 def within(items: Iterable[T], bound: Callable[[T], Any], limit: Callable[[T], Any]) -> Iterator[T]:
-    """Yield items in the order of a lower bound, without those whose bound is above their limit when it is their turn:
-    the skeleton of every search here, whose measurements lower the limit."""
+    """Yield items in the order of a lower bound, without those whose bound is not below their limit when it is their
+    turn: the skeleton of every search here, whose measurements lower the limit."""
     bounds = sorted(((bound(item), number, item) for number, item in enumerate(items)), key=lambda each: each[:2])
-    yield from (item for least, _, item in bounds if least <= limit(item))
+    yield from (item for least, _, item in bounds if least < limit(item))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -37,6 +37,7 @@ _SLOWER = 0.03  # of generation, up to which it decodes as many sequences at a t
 _MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
 _REMEDY_SECONDS, _LEAST_SECONDS = 1.0, 10.0  # to search a plan with each remedy; for all, whatever the budget
 _PREDICTING, _NAMING, _SEARCHING = 0.45, 0.3, 0.8  # shares of a budget; the later two of what is left
+_NO_DEGREES = "no degrees fit the ranks, the heads, the layers and the batch"
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
 
 
@@ -224,45 +225,41 @@ def choose_plan(
     named = baselines(problem, space, facts, begin + _NAMING * budget)
     starts, left = [one.plan for one in named if one.plan], begin + budget - problem.clock()
     found = search(problem, seed=seed, budget=_SEARCHING * left, starts=starts, progress=report)
-    if found.best:
-        found, others = _settled(problem, found, begin + budget)
-        return RlhfChoice(problem, found, problem.simulator.run(found.best[0][1]), named, others)
-    if found.nearest is None:
-        raise NothingFits("no plan keeps rollouts and training on different ranks, as --staleness needs")
-    needed, plan = found.nearest
-    layouts = "; ".join(f"{name} {layout}" for name, layout in plan.calls.items())
-    raise NothingFits(
-        f"no plan fits into {problem.memory_bytes / GIB:.1f} GiB per rank. The nearest needs {needed / GIB:.1f} GiB: "
-        f"{layouts}"
-    )
+    if not found.best:
+        if found.nearest is None:
+            raise NothingFits("no plan keeps rollouts and training on different ranks, as --staleness needs")
+        needed, plan = found.nearest
+        layouts = "; ".join(f"{name} {layout}" for name, layout in plan.calls.items())
+        fits = f"no plan fits into {problem.memory_bytes / GIB:.1f} GiB per rank"
+        raise NothingFits(f"{fits}. The nearest needs {needed / GIB:.1f} GiB: {layouts}")
+    best, others = found.best[0], next_best(problem, found.best[0][1], begin + budget)
+    while others and (name := min(others, key=lambda name: others[name][0])) and others[name][0] < best[0]:
+        best = others[name][0], replace(best[1], calls={**best[1].calls, name: others[name][1]})
+        others = next_best(problem, best[1], begin + budget)
+    found = replace(found, best=(best, *(each for each in found.best if each != best)))
+    return RlhfChoice(problem, found, problem.simulator.run(best[1]), named, others)
 
 
-def _settled(problem: Problem, found: Found, until: float) -> tuple[Found, dict[str, tuple[float, CallLayout]]]:
-    """Return the result with the plan that no single call improves, and the next best layout of each call; without the
-    latter where the time is up, but never with one that is faster."""
-    while True:
-        seconds, plan = found.best[0]
-        others = dict(_next_best(problem, plan, until))
-        name = min(others, key=lambda name: others[name][0], default=None)
-        if name is None or others[name][0] >= seconds:
-            return found, others
-        better = replace(plan, calls={**plan.calls, name: others[name][1]})
-        found = replace(found, best=((others[name][0], better), *found.best))
+def next_best(problem: Problem, plan: ExecutionPlan, until: float) -> dict[str, tuple[float, CallLayout]]:
+    """Return `RlhfChoice.next_best` of a plan, as far as it is found by a time."""
 
+    def best(name: str) -> tuple[float, CallLayout]:
+        least, layout = math.inf, plan[name]
 
-def _next_best(problem: Problem, plan: ExecutionPlan, until: float) -> Iterator[tuple[str, tuple[float, CallLayout]]]:
-    for name in problem.options:
-        least, best = math.inf, plan[name]
-        for bound, other in problem.alternatives(plan, name):
-            if bound >= least or problem.clock() >= until:
+        def limit(_: CallLayout) -> float:
+            return least
+
+        for other in problem.alternatives(plan, name, limit):
+            if problem.clock() >= until:
                 break
             same = (len(other[name].ranks), other[name].dims) == (len(plan[name].ranks), plan[name].dims)
             if not same and not problem.shared_ranks(other):
                 took, peak = problem.simulator.measure(other)
                 if peak <= problem.memory_bytes and took < least:
-                    least, best = took, other[name]
-        if least < math.inf:
-            yield name, (least, best)
+                    least, layout = took, other[name]
+        return least, layout
+
+    return {name: found for name in problem.options if (found := best(name))[0] < math.inf}
 
 
 def described_graph(
@@ -332,7 +329,7 @@ def _plans(choice: RlhfChoice) -> Grid:
     for named in choice.named:
         over = "" if named.peak_bytes <= memory else f"does not fit into {memory / GIB:.0f} GiB"
         step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over
-        rows.append((named.name, *(step if named.plan else ("", "", "", named.why))))
+        rows.append((named.name, *(step if named.plan else ("", "", "", _NO_DEGREES))))
     return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
 
 

@@ -15,7 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, count, product, zip_longest
 from operator import itemgetter
 
@@ -29,7 +29,7 @@ from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.run.tables import GIB
 
-from .question import Tried, silent
+from .question import Tried, silent, within
 from .simulator import Simulator, rank_index
 
 _STAGES_BESIDE_HOSTS = 8  # ReaL: pp is at most the number of hosts, or this if there are fewer
@@ -116,8 +116,8 @@ def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
 
 
 def _in_turns(layouts: Iterable[CallLayout]) -> list[list[CallLayout]]:
-    """Return the layouts in groups that differ in their place only, to be popped from the end: of each number of ranks
-    in turns the group with the fewest degrees and options, and the one whose ranks hold least."""
+    """Return the layouts in groups that differ in their place only, in turns the group with the fewest degrees and
+    options, and the one whose ranks hold least."""
 
     def axes(layout: CallLayout) -> int:
         dims = layout.dims
@@ -129,14 +129,11 @@ def _in_turns(layouts: Iterable[CallLayout]) -> list[list[CallLayout]]:
         shards = dims.tp * dims.pp * dims.sp * (dims.batch if layout.zero else 1)
         return -shards, layout.ac == "none", -dims.tp * dims.sp
 
-    groups: dict[CallLayout, list[CallLayout]] = defaultdict(list)
-    sizes: dict[int, list[CallLayout]] = defaultdict(list)
+    groups = defaultdict[CallLayout, list[CallLayout]](list)
     for layout in layouts:
-        first = replace(layout, ranks=tuple(range(len(layout.ranks))))
-        sizes[len(layout.ranks)] += [] if first in groups else [first]
-        groups[first].append(layout)
-    turns = (chain(*zip(sorted(of, key=axes), sorted(of, key=held), strict=True)) for of in sizes.values())
-    return [groups[first] for first in reversed(dict.fromkeys(filter(None, chain(*zip_longest(*turns)))))]
+        groups[replace(layout, ranks=tuple(range(len(layout.ranks))))].append(layout)
+    turns = chain(*zip(sorted(groups, key=axes), sorted(groups, key=held), strict=True))
+    return [groups[first] for first in dict.fromkeys(turns)]
 
 
 class NothingFits(ValueError):
@@ -164,25 +161,21 @@ class Problem:
         limit, work = self.memory_bytes, self.simulator.estimates.call_bytes
         fitting: dict[str, list[CallLayout]] = {name: [] for name in self.options}
         least: dict[str, tuple[float, str]] = dict.fromkeys(fitting, (math.inf, ""))
-        waiting = {name: _in_turns(layouts) for name, layouts in self.options.items()}
+        calls = ([(name, group) for group in _in_turns(layouts)] for name, layouts in self.options.items())
         tried, late, every = 0, Counter[str](), sum(map(len, self.options.values()))
-        while waiting:
-            for name in list(waiting):
-                late[name] += self.clock() >= until
-                if (late[name] and (fitting[name] or late[name] > _MOST_LATE)) or not waiting[name]:
-                    del waiting[name]
-                    continue
-                group = waiting[name].pop()
-                tried += len(group)
-                for layout in group:
-                    needed = self._weight_bytes(name, layout)
-                    if (fitting[name] and needed > limit) or needed >= max(limit, least[name][0]):
-                        continue  # what a call takes beside its weights is only predicted where it may matter
+        for name, group in filter(None, chain(*zip_longest(*calls))):
+            late[name] += self.clock() >= until
+            if late[name] and (fitting[name] or late[name] > _MOST_LATE):
+                continue
+            tried += len(group)
+            for layout in group:
+                needed = self._weight_bytes(name, layout)
+                if needed <= limit or (not fitting[name] and needed < least[name][0]):  # else nothing more matters
                     needed += work(name, layout)
-                    if needed <= limit:
-                        fitting[name].append(layout)
-                    elif needed < least[name][0]:
-                        least[name] = needed, f"{name} needs {needed / GIB:.1f} GiB on {layout}"
+                if needed <= limit:
+                    fitting[name].append(layout)
+                if needed < least[name][0]:
+                    least[name] = needed, f"{name} needs {needed / GIB:.1f} GiB on {layout}"
             report(tried, every)
         if nearest := [words for name, (_, words) in least.items() if not fitting[name]]:
             part = "" if tried == every else f" of the {tried} of {every} layouts that were predicted in time"
@@ -221,17 +214,22 @@ class Problem:
         training = {rank for call in trains for rank in plan[call.name].ranks}
         return sum(len(training.intersection(plan[call.name].ranks)) for call in graph.rollouts_ahead)
 
-    def alternatives(self, plan: ExecutionPlan, call: str) -> Iterator[tuple[float, ExecutionPlan]]:
-        """Yield the plans with another layout of one call, ordered by a bound: the busiest rank's seconds of calls."""
+    def alternatives(
+        self, plan: ExecutionPlan, call: str, limit: Callable[[CallLayout], float]
+    ) -> Iterator[ExecutionPlan]:
+        """Yield the plans with another layout of one call whose bound, the busiest rank's seconds of calls, is below
+        the limit, ordered by it."""
         busy, seconds = np.zeros(self.simulator.world_size), self.simulator.estimates.call_seconds
         for other, layout in plan.calls.items():
             if other != call:
                 busy[rank_index(layout.ranks)] += seconds(other, layout)
-        options, most = self.options[call], float(busy.max())
-        least = {ranks: float(busy[rank_index(ranks)].max()) for ranks in {each.ranks for each in options}}
-        bounds = [(max(most, least[each.ranks] + seconds(call, each)), each) for each in options]
-        for bound, layout in sorted(bounds, key=itemgetter(0)):
-            yield bound, replace(plan, calls={**plan.calls, call: layout})
+        most, at = float(busy.max()), cache(lambda ranks: float(busy[rank_index(ranks)].max()))
+
+        def bound(layout: CallLayout) -> float:
+            return max(most, at(layout.ranks) + seconds(call, layout))
+
+        for layout in within(self.options[call], bound, limit):
+            yield replace(plan, calls={**plan.calls, call: layout})
 
     @property
     def plans(self) -> int:
@@ -249,10 +247,9 @@ class Found:
     """The result of a search."""
 
     best: tuple[tuple[float, ExecutionPlan], ...]  # (seconds of a step, plan) that fit, the shortest first
-    nearest: tuple[float, ExecutionPlan] | None  # (bytes, plan) that needs least memory; None if one fits
+    nearest: tuple[float, ExecutionPlan] | None  # (bytes, plan) that needs least memory of those that do not fit
     simulated: int  # plans
     seconds: float  # of the search
-    history: tuple[tuple[float, float], ...]  # (seconds since the beginning, seconds of a step) of each new best
 
 
 def search(
@@ -270,7 +267,7 @@ def search(
     fastest = {name: min(layouts, key=partial(seconds, name)) for name, layouts in problem.options.items()}
     plans = [ExecutionPlan("search", {name: plan[name] for name in fastest}, plan.offload) for plan in starts]
     plans.append(ExecutionPlan("search", fastest))
-    descents, chance = _Descents(problem, budget, progress, problem.clock()), random.Random(seed)
+    descents, chance, idle = _Descents(problem, budget, progress, problem.clock()), random.Random(seed), 0
     for plan in plans:
         descents.energy(plan)
     if not descents.best:  # several calls may have to change at once until one fits
@@ -278,16 +275,16 @@ def search(
     plans.sort(key=descents.energy)
     for plan in plans:
         descents.descend(plan, chance)
-    number = last = 0
-    while number - last < RESTARTS and not descents.over:
-        before, best = len(descents.history), descents.best[0][1] if descents.best else plans[0]
+    for number in count():
+        if idle == RESTARTS or descents.over:
+            break
+        before, best = descents.best[:1], descents.best[0][1] if descents.best else plans[0]
         share = 0.5 if number % 2 else 1.0
         changed = {name: chance.choice(of) for name, of in problem.options.items() if chance.random() < share}
         descents.descend(replace(best, calls={**best.calls, **changed}), chance)
-        number += 1
-        last = number if len(descents.history) > before else last
-    nearest, took = None if descents.best else descents.nearest, problem.clock() - descents.begin
-    return Found(tuple(descents.best), nearest, len(descents.energies), took, tuple(descents.history))
+        idle = idle + 1 if descents.best[:1] == before else 0
+    took = problem.clock() - descents.begin
+    return Found(tuple(descents.best), descents.nearest, len(descents.energies), took)
 
 
 @dataclass(eq=False)
@@ -301,24 +298,25 @@ class _Descents:
     energies: dict[object, float] = field(default_factory=dict)
     best: list[tuple[float, ExecutionPlan]] = field(default_factory=list)
     nearest: tuple[float, ExecutionPlan] | None = None
-    history: list[tuple[float, float]] = field(default_factory=list)
 
     def descend(self, plan: ExecutionPlan, chance: random.Random) -> None:
         """Offload what helps and give every call its best layout in turn, until no change helps or the time is up."""
-        energy, improved, names = self.energy(plan), True, list(self.problem.options)
-        while improved and not self.over:
-            improved = False
+        energy, before, names = self.energy(plan), math.inf, list(self.problem.options)
+
+        def neighbors() -> Iterator[ExecutionPlan]:
             for name in self.problem.offload:
-                neighbor = replace(plan, offload=plan.offload ^ {name})
-                if self.energy(neighbor) < energy:
-                    plan, energy, improved = neighbor, self.energy(neighbor), True
+                yield replace(plan, offload=plan.offload ^ {name})
             chance.shuffle(names)
             for name in names:
-                for bound, neighbor in self.problem.alternatives(plan, name):
-                    if bound >= energy or self.over:
-                        break
-                    if self.energy(neighbor) < energy:
-                        plan, energy, improved = neighbor, self.energy(neighbor), True
+                yield from self.problem.alternatives(plan, name, lambda _: energy)
+
+        while energy < before and not self.over:
+            before = energy
+            for neighbor in neighbors():
+                if self.over:
+                    return
+                if (found := self.energy(neighbor)) < energy:
+                    plan, energy = neighbor, found
 
     @property
     def over(self) -> bool:
@@ -340,67 +338,61 @@ class _Descents:
             self.nearest = min(self.nearest or (peak, plan), (peak, plan), key=itemgetter(0))
             return _OVER_MEMORY * peak / self.problem.memory_bytes
         if not self.best or seconds < self.best[0][0]:
-            self.history.append((self.problem.clock() - self.begin, seconds))
-            self.progress(self.history[-1][0], len(self.energies), seconds)
+            self.progress(self.problem.clock() - self.begin, len(self.energies), seconds)
         self.best = sorted([*self.best, (seconds, plan)], key=itemgetter(0))[:_BEST]
         return seconds
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A named plan with its best degrees, and its simulated step; `why` says why there is no plan."""
+    """A named plan with its best degrees, and its simulated step; None if it has none."""
 
     name: str
     seconds: float = 0.0
     peak_bytes: float = 0.0
     plan: ExecutionPlan | None = None
-    why: str = ""
 
 
 def baselines(problem: Problem, space: OptionSpace, facts: Facts, until: float = math.inf) -> tuple[Baseline, ...]:
     """Return every named plan with its fastest degrees and memory options, of those that are predicted by the time
     `until`; where none fit, those that need least."""
-    begin, number = problem.clock(), len(NAMED_PLANS)
-    ends = [begin + (until - begin) * place / number for place in range(1, number + 1)]
-    return tuple(_at_its_best(name, problem, space, facts, end) for name, end in zip(NAMED_PLANS, ends, strict=True))
+    found, graph, begin = [], problem.simulator.graph, problem.clock()
 
-
-def _at_its_best(name: str, problem: Problem, space: OptionSpace, facts: Facts, until: float) -> Baseline:
-    variants = [replace(facts, ac=ac, ac_offload=offload) for ac, offload in space.recompute]
-    ranks = space.world_size // 2 if name == "separation" else space.world_size
-    if name != "heuristic":  # which chooses its degrees itself
-        every = product(variants, degrees(ranks, space), space.zero)
-        variants = [replace(saving, dims=dims, zero=zero) for saving, dims, zero in every]
-
-    def best(variants: Iterable[Facts]) -> tuple[Facts, Baseline] | None:
-        measured: list[tuple[Facts, Baseline]] = []
-        for facts in variants:
-            if measured and problem.clock() >= until:
+    def measured(name: str, facts: Facts) -> Baseline | None:
+        """Measure a named plan, offloading all it may where it does not fit; None if it cannot have the degrees."""
+        try:
+            plan = named_plan(name, graph, facts)
+        except ValueError:
+            return None
+        layouts = [(call, plan[call.name]) for call in graph.calls]
+        if not all(allows(call, layout.dims, space) and space.allowed(call, layout) for call, layout in layouts):
+            return None
+        for tried in (plan, replace(plan, offload=frozenset(problem.offload))):
+            seconds, peak = problem.simulator.measure(tried)
+            if peak <= problem.memory_bytes:
                 break
-            if one := _measured(name, facts, problem, space):
-                measured.append((facts, one))
-        fit = [pair for pair in measured if pair[1].peak_bytes <= problem.memory_bytes]
-        fastest = min(fit, key=lambda pair: pair[1].seconds, default=None)
-        return fastest or min(measured, key=lambda pair: pair[1].peak_bytes, default=None)
+        return Baseline(name, seconds, peak, tried)
 
-    found = best(variants)
-    if found and name == "separation":
-        found = best(replace(found[0], rollout_dims=dims) for dims in degrees(ranks, space))
-    return found[1] if found else Baseline(name, why="no degrees fit the ranks, the heads, the layers and the batch")
+    def best(name: str, variants: Iterable[Facts], end: float) -> tuple[Baseline, Facts]:
+        every: list[tuple[Baseline, Facts]] = []
+        for variant in variants:
+            if every and problem.clock() >= end:
+                break
+            every += [(one, variant)] if (one := measured(name, variant)) else []
+        fit = [pair for pair in every if pair[0].peak_bytes <= problem.memory_bytes]
+        fastest = min(fit, key=lambda pair: pair[0].seconds, default=None)
+        return fastest or min(every, key=lambda pair: pair[0].peak_bytes, default=(Baseline(name), facts))
 
-
-def _measured(name: str, facts: Facts, problem: Problem, space: OptionSpace) -> Baseline | None:
-    """Return a named plan, offloading all it may where it does not fit; None if it cannot have the degrees."""
-    graph = problem.simulator.graph
-    try:
-        plan = named_plan(name, graph, facts)
-    except ValueError:
-        return None
-    layouts = [(call, plan[call.name]) for call in graph.calls]
-    if not all(allows(call, layout.dims, space) and space.allowed(call, layout) for call, layout in layouts):
-        return None
-    seconds, peak = problem.simulator.measure(plan)
-    if peak > problem.memory_bytes:
-        plan = replace(plan, offload=frozenset(problem.offload))
-        seconds, peak = problem.simulator.measure(plan)
-    return Baseline(name, seconds, peak, plan)
+    for number, name in enumerate(NAMED_PLANS, start=1):
+        variants = [replace(facts, ac=ac, ac_offload=offload) for ac, offload in space.recompute]
+        end, ranks = begin + (until - begin) * number / len(NAMED_PLANS), space.world_size
+        if name == "separation":
+            ranks //= 2
+        if name != "heuristic":  # which chooses its degrees itself
+            every = product(variants, degrees(ranks, space), space.zero)
+            variants = [replace(saving, dims=dims, zero=zero) for saving, dims, zero in every]
+        one, chosen = best(name, variants, end)
+        if name == "separation" and one.plan:
+            one, _ = best(name, (replace(chosen, rollout_dims=dims) for dims in degrees(ranks, space)), end)
+        found.append(one)
+    return tuple(found)

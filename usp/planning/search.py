@@ -221,7 +221,7 @@ class Search:
         def simplest(option: TrainConfig) -> tuple[int, ...]:
             return simplicity(changed(option, zero=1))
 
-        for option in within(options, simplest, lambda _: simplicity(found[0].config)):
+        for option in within(options, simplest, lambda _: (*simplicity(found[0].config), math.inf)):
             timed = (each for each in map(self.candidate, self._fitting(option)) if each.time.total <= limit)
             found[0] = min([found[0], *timed], key=lambda each: (simplicity(each.config), each.time.total))
         return found[0]

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.usp.planning.estimates import Simple
 from tests.usp.rlhf.toy import ppo
 from usp.model.facts import ModelFacts
-from usp.planning.rlhf_question import RlhfChoice, _next_best, _settled, choose_plan, render_choice
+from usp.planning.rlhf_question import RlhfChoice, choose_plan, next_best, render_choice
 from usp.planning.rlhf_search import Found, OptionSpace, Problem, baselines, options, work_clock
 from usp.planning.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts
@@ -96,13 +96,16 @@ def test_layouts_that_are_not_predicted_in_time_are_left_out() -> None:
     assert not late.next_best and late.simulation.peak_bytes <= 24.0  # found among the named plans
 
 
-def test_a_plan_that_a_single_call_improves_is_not_chosen() -> None:
+def test_a_plan_that_a_single_call_improves_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     made = problem(1e9)
     (named,) = (one for one in baselines(made, SPACE, FACTS) if one.name == "heuristic")
     assert named.plan
-    first = Found(((named.seconds, named.plan),), None, 0, 0.0, ())
-    assert min(seconds for _, (seconds, _) in _next_best(made, named.plan, math.inf)) < named.seconds
-    found, others = _settled(made, first, math.inf)
-    assert found.best[0][0] < named.seconds
-    assert all(seconds >= found.best[0][0] for seconds, _ in others.values())
-    assert _settled(made, first, 0.0) == (first, {})
+    assert min(seconds for seconds, _ in next_best(made, named.plan, math.inf).values()) < named.seconds
+    first = Found(((named.seconds, named.plan),), None, 0, 0.0)
+    monkeypatch.setattr("usp.planning.rlhf_question.search", lambda *_, **options: first)
+    better = choose_plan(made, SPACE, FACTS, report=lambda seconds, simulated, best: None)
+    seconds, plan = better.found.best[0]
+    assert seconds < named.seconds and seconds == made.simulator.measure(plan)[0] == better.simulation.seconds
+    assert all(longer >= seconds for longer, _ in better.next_best.values())
+    late = choose_plan(made, SPACE, FACTS, budget=0.0, report=lambda seconds, simulated, best: None)
+    assert late.plan == named.plan and not late.next_best
