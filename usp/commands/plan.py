@@ -80,8 +80,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
                     raise
                 choices[name] = str(error)
         if len(places) == 1:
-            shown = render_plan(choice, terms)
-            jobs = choice.jobs(terms)
+            shown, jobs = render_plan(choice, terms)
         else:
             shown, jobs = compare_choices(choices, terms)
     Console().print(shown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
@@ -26,14 +26,14 @@ from usp.run.metrics import seconds, size
 from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 
-from .job_cost import JobCost, Terms, job_cost, job_grid, verdicts
+from .job_cost import Jobs, Terms, with_jobs
 from .question import CHOSEN, Tried, enough_devices, from_rank_0, silent
-from .search import NOISE, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
-from .step_report import StepReport, step_report
+from .search import DEGREES, NOISE, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
+from .step_report import FIGURES, StepReport, figures, step_report
 
 T = TypeVar("T")
 _chosen = attrgetter(*CHOSEN)
-_degrees = attrgetter("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep", "sp_order")
+_degrees = attrgetter(*DEGREES, "sp_order")
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,15 @@ class Choice:
         assert self.result.preferred is not None
         return self.result.preferred
 
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of a step over all ranks."""
-        return self.search.question.sequences * self.search.question.base.seq_len
-
-    def job_cost(self, candidate: Candidate, terms: Terms) -> JobCost:
-        """Return what the job takes with one of the configurations."""
-        question = self.search.question
-        return job_cost(terms, question.hardware.name, question.world_size, candidate.time.total, self.step_tokens)
+    def step(self, candidate: Candidate) -> StepReport:
+        """Return the step of one of the configurations."""
+        dims = ParallelDims(*_degrees(candidate.config))
+        return StepReport(replace(self.job, config=candidate.config, dims=dims), self.search.question.hardware)
 
     @property
     def shown(self) -> list[Candidate]:
         """The best, then the fastest of each family."""
         return [self.best, *(each for each in self.result.best if each.config != self.best.config)]
-
-    def jobs(self, terms: Terms) -> list[tuple[str, JobCost]]:
-        """Return what the job takes with each of `shown`, by their numbers in the report."""
-        return [(str(number), self.job_cost(each, terms)) for number, each in enumerate(self.shown, start=1)]
 
 
 def choose(
@@ -274,8 +265,8 @@ def bound(candidate: Candidate, memory_bytes: float) -> str:
     return words
 
 
-def render_plan(choice: Choice, terms: Terms) -> Group:
-    """Return the report for rich to print; `terms` is what is asked of the job."""
+def render_plan(choice: Choice, terms: Terms) -> tuple[Group, Jobs]:
+    """Return (the report for rich to print, the job with each plan by its number); `terms` is what is asked of it."""
     result, memory, first = choice.result, choice.search.question.usable, choice.best
     host = f" and {memory.host / GIB:.0f} GiB of a host" if math.isfinite(memory.host) else ""
     lines = [
@@ -288,8 +279,8 @@ def render_plan(choice: Choice, terms: Terms) -> Group:
             f"1 by a dry run, because {choice.job.approximate}: {size(proof.memory.peak.total)} at the peak, "
             f"{size(sent)} sent by a rank, {seconds(proof.time.total)} per step"
         )
-    slower = enumerate(choice.shown[1:], start=2)
-    lines += [f"{number} compared with 1: {why_slower(candidate, first)}" for number, candidate in slower]
+    numbered = [(str(number), each) for number, each in enumerate(choice.shown, start=1)]
+    lines += [f"{number} compared with 1: {why_slower(candidate, first)}" for number, candidate in numbered[1:]]
     lines += [f"note: {words}" for words in contradicted(choice)]
     kernels = ", ".join(sorted({kernel for candidate in choice.shown for kernel in candidate.time.kernels}))
     titles = (
@@ -298,52 +289,36 @@ def render_plan(choice: Choice, terms: Terms) -> Group:
         f"axes; attention by {kernels}; published steps are predicted within {PUBLISHED_ERROR:.0%} on average",
         "The same degrees with each recomputation, with and without its offload, where it fits",
     )
-    options = choice.search.by_memory_option(result)
-    grids = [_configurations(choice, *each) for each in zip((choice.shown, options), titles, strict=True)]
-    if terms.asked:
-        jobs = choice.jobs(terms)
-        grids.append(job_grid(terms, jobs))
-        lines = [*verdicts(terms, jobs), *lines]
-    return Group(*(grid.table() for grid in grids), *lines)
+    options = [("", each) for each in choice.search.by_memory_option(result)]
+    columns = ("", *FIGURES, "GiB", "GiB of a host", "plan")
+    grids = [
+        Grid(title, columns, tuple(_row(choice, *each) for each in rows))
+        for rows, title in zip((numbered, options), titles, strict=True)
+    ]
+    jobs = [(number, choice.step(each).job_cost(terms)) for number, each in numbered]
+    return with_jobs(terms, jobs if terms.asked else [], grids, lines), jobs
 
 
-def _configurations(choice: Choice, candidates: Sequence[Candidate], title: str) -> Grid:
-    rows = []
-    for number, each in enumerate(candidates, start=1):
-        place = str(number) if candidates == choice.shown else ""
-        rows.append((place, *_figures(choice, each), f"{degrees(each.config)}; {memory_options(each.config)}"))
-    return Grid(title, ("", "step", "tokens/s per device", "MFU", "GiB", "GiB of a host", "plan"), tuple(rows))
-
-
-def _figures(choice: Choice, candidate: Candidate) -> tuple[str, ...]:
-    """Return the step, tokens/s of a device, MFU, and GiB of a device and of a host."""
-    rate = choice.step_tokens / candidate.time.total / choice.search.question.world_size
+def _row(choice: Choice, name: str, candidate: Candidate) -> tuple[str, ...]:
     memory = (f"{nbytes / GIB:.1f}" for nbytes in candidate.memory)
-    return seconds(candidate.time.total), f"{rate:,.0f}", f"{candidate.time.mfu:.2f}", *memory
+    return name, *figures(choice.step(candidate)), *memory, candidate_text(candidate, "{}; {}")
 
 
-def compare_choices(choices: Mapping[str, Choice | str], terms: Terms) -> tuple[Group, list[tuple[str, JobCost]]]:
+def compare_choices(choices: Mapping[str, Choice | str], terms: Terms) -> tuple[Group, Jobs]:
     """Return (the report of the best plans on several kinds or numbers of devices, the job with each), by their names;
     where nothing fits there is an error's text in place of a choice."""
-    rows, jobs, lines = [], [], []
-    for name, choice in choices.items():
-        if isinstance(choice, str):
-            lines.append(f"{name}: {choice}")
-            continue
-        plan = f"{degrees(choice.best.config)}; {memory_options(choice.best.config)}"
-        rows.append((name, *_figures(choice, choice.best)[:4], plan))
-        jobs.append((name, choice.job_cost(choice.best, terms)))
-    grids = [Grid("The plan of each", ("devices", "step", "tokens/s per device", "MFU", "GiB", "plan"), tuple(rows))]
-    if jobs:
-        grids.append(job_grid(terms, jobs))
-        lines = [*verdicts(terms, jobs), *lines]
-    return Group(*(grid.table() for grid in grids), *lines), jobs
+    found = {name: choice for name, choice in choices.items() if isinstance(choice, Choice)}
+    rows = (_row(choice, name, choice.best) for name, choice in found.items())
+    columns = ("devices", *FIGURES, "GiB", "plan")
+    grid = Grid("The plan of each", columns, tuple((*row[:5], row[6]) for row in rows))
+    jobs = [(name, choice.step(choice.best).job_cost(terms)) for name, choice in found.items()]
+    lines = [f"{name}: {choice}" for name, choice in choices.items() if isinstance(choice, str)]
+    return with_jobs(terms, jobs, [grid], lines), jobs
 
 
 def degrees(config: TrainConfig) -> str:
     """Return the degrees above 1, outermost first."""
-    names = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")
-    values = ((name.removeprefix("sp_"), getattr(config, name)) for name in names)
+    values = ((name.removeprefix("sp_"), getattr(config, name)) for name in DEGREES)
     return " ".join(f"{name} {degree}" for name, degree in values if degree > 1) or "one rank"
 
 
@@ -360,6 +335,6 @@ def memory_options(config: TrainConfig) -> str:
     return ", ".join(word for word, holds in words.items() if holds)
 
 
-def candidate_text(candidate: Candidate) -> str:
+def candidate_text(candidate: Candidate, form: str = "{} ({})") -> str:
     """Return the degrees and the memory options of a candidate."""
-    return f"{degrees(candidate.config)} ({memory_options(candidate.config)})"
+    return form.format(degrees(candidate.config), memory_options(candidate.config))

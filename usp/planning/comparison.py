@@ -28,7 +28,7 @@ from .job_cost import Terms
 from .methods import Method, PaperCost, paper_cost
 from .question import Devices
 from .search import MLP_TILE
-from .step_report import StepReport, memory_parts, report_json
+from .step_report import FIGURES, StepReport, figures, memory_parts, report_json
 
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
 
@@ -200,11 +200,8 @@ def _sent(sent: Sequence[Sent]) -> str:
 
 def verdict_table(judged: Iterable[Compared], hardware: str) -> Grid:
     """Return the methods with their step and peak memory, in the order of `judge`."""
-    rows = []
-    for each in judged:
-        time, tokens, memory = each.step.time, each.step.tokens_per_second, each.step.memory.peak.total
-        rows.append((each.method, seconds(time.total), f"{tokens:,.0f}", f"{time.mfu:.2f}", size(memory), each.short))
-    columns = ("method", "step", "tokens/s per device", "MFU", "memory", "fits")
+    rows = ((each.method, *figures(each.step), size(each.step.memory.peak.total), each.short) for each in judged)
+    columns = ("method", *FIGURES, "memory", "fits")
     return Grid(f"A step on {hardware}, the fastest that fits first", columns, tuple(rows))
 
 
@@ -226,8 +223,11 @@ def _json(compared: Compared, terms: Terms) -> dict[str, Any]:
         "paper": None if compared.paper is None else asdict(compared.paper),
         "sent": compared.sent_bytes,
         "memory": asdict(memory) | {"moment": memory.peak._asdict(), "peak": memory.peak.total},
-        **{name: step[name] for name in ("seconds", "parts", "kernels", "mfu", "memory_limit_bytes", "fits")},
-        **({"job": step["job"]} if "job" in step else {}),
+        **{
+            name: step[name]
+            for name in ("seconds", "parts", "kernels", "mfu", "memory_limit_bytes", "fits", "job")
+            if name in step
+        },
     }
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from rich.console import Group
+
 from usp.run.tables import Grid
 
 # Llama 3 405B: 419 unexpected interruptions in 54 days of 16,384 H100 (arXiv 2407.21783, section 3.3.4).
@@ -58,6 +60,9 @@ class JobCost:
         return self.hours > terms.deadline
 
 
+Jobs = Sequence[tuple[str, JobCost]]  # by the texts that name them
+
+
 def job_cost(terms: Terms, hardware: str, devices: int, step_seconds: float, step_tokens: int) -> JobCost:
     """Return what a job of steps of so many seconds and tokens takes."""
     lost = terms.failures * devices * (terms.checkpoint_minutes / 2 + terms.restart_minutes) / 60
@@ -67,8 +72,8 @@ def job_cost(terms: Terms, hardware: str, devices: int, step_seconds: float, ste
     return JobCost(hours, min(1.0, lost), devices * hours, None if price is None else devices * hours * price)
 
 
-def job_grid(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Grid:
-    """Return the table of jobs, each with the text that names it."""
+def job_grid(terms: Terms, jobs: Jobs) -> Grid:
+    """Return the table of jobs."""
     heading = (
         f"{'The whole job' if terms.tokens else 'Each job'}: {terms.trained / BILLION:,g}B tokens, "
         f"{1000 * terms.failures:.3g} failures in 1,000 device-hours, a checkpoint every {terms.checkpoint_minutes:g} "
@@ -81,6 +86,14 @@ def job_grid(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Grid:
         cells = (hours_text(job.hours), f"{job.device_hours:,.1f}", f"{job.lost:.1%}", money, deadline)
         rows.append((name, *(("never ends", "", "100%", "", "missed") if math.isinf(job.hours) else cells)))
     return Grid(heading, ("", "wall-clock", "device-hours", "lost to failures", "cost", "deadline"), tuple(rows))
+
+
+def with_jobs(terms: Terms, jobs: Jobs, grids: Sequence[Grid], lines: Sequence[str]) -> Group:
+    """Return tables and lines for rich to print, with the table of jobs, and first what they come to, if there are
+    any."""
+    if jobs:
+        grids, lines = [*grids, job_grid(terms, jobs)], [*verdicts(terms, jobs), *lines]
+    return Group(*(grid.table() for grid in grids), *lines)
 
 
 def money_text(money: float) -> str:
@@ -100,7 +113,7 @@ def step_cost_text(seconds: float, devices: int, samples: int, hardware: str, pr
     return f"a step costs {cost:,.4g}, a sample {cost / samples:,.4g}, in the unit of --price"
 
 
-def verdicts(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> list[str]:
+def verdicts(terms: Terms, jobs: Jobs) -> list[str]:
     """Return the fastest and the cheapest job, of those that keep the deadline if any does, and what has no price."""
     kept = [pair for pair in jobs if not pair[1].late(terms) and pair[1].hours < math.inf]
     among = kept or list(jobs)
@@ -113,13 +126,13 @@ def verdicts(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> list[str]:
     return lines + missing_prices(jobs)
 
 
-def missing_prices(jobs: Sequence[tuple[str, JobCost]]) -> list[str]:
+def missing_prices(jobs: Jobs) -> list[str]:
     """Return the line that names the jobs whose price is not stated, if any."""
     missing = [name for name, job in jobs if job.money is None]
     return [f"cost unknown: no --price for {'; '.join(missing)}"] if missing else []
 
 
-def pareto(jobs: Sequence[tuple[str, JobCost]]) -> list[int]:
+def pareto(jobs: Jobs) -> list[int]:
     """Return the places of the jobs that no other beats in both time and cost, as by `_costs`; the fastest first."""
     costs = _costs(jobs)
     order = sorted(range(len(jobs)), key=lambda place: (jobs[place][1].hours, costs[place]))
@@ -127,13 +140,13 @@ def pareto(jobs: Sequence[tuple[str, JobCost]]) -> list[int]:
     return [place for place, before in zip(order, cheapest, strict=False) if costs[place] < before]
 
 
-def _costs(jobs: Sequence[tuple[str, JobCost]]) -> list[float]:
+def _costs(jobs: Jobs) -> list[float]:
     """Return what each job costs; where a price is missing, device-hours."""
     money = [job.money for _, job in jobs if job.money is not None]
     return money if len(money) == len(jobs) else [job.device_hours for _, job in jobs]
 
 
-def plot(terms: Terms, jobs: Sequence[tuple[str, JobCost]]) -> Any:
+def plot(terms: Terms, jobs: Jobs) -> Any:
     """Return a matplotlib figure: time and cost of each job, and the line of those that no other beats."""
     from matplotlib.figure import Figure
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
+from operator import attrgetter
 from typing import TypeVar
 
 from usp.config import AC_MODES, TrainConfig
@@ -62,6 +64,10 @@ class Candidate:
     config: TrainConfig
     time: StepTime
     memory: Memory
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.time.total
 
 
 @dataclass(frozen=True)
@@ -189,8 +195,8 @@ class Search:
 
         def limit(config: TrainConfig) -> float:
             """Return the seconds below which a configuration is among the fastest of families."""
-            own = best[kind].time.total if (kind := family(config)) in best else math.inf
-            return min(own, sorted(each.time.total for each in best.values())[keep - 1] if len(best) >= keep else own)
+            own = best[kind].seconds if (kind := family(config)) in best else math.inf
+            return min(own, sorted(each.seconds for each in best.values())[keep - 1] if len(best) >= keep else own)
 
         for layout in within(every, least, limit):
             report(tried, len(every))
@@ -198,8 +204,8 @@ class Search:
             for option in within(self._options(layout, only), least, limit):
                 for candidate in map(self.candidate, self._fitting(option)):
                     first = best.setdefault(family(layout), candidate)
-                    best[family(layout)] = min(first, candidate, key=_seconds)
-        fastest = sorted(best.values(), key=_seconds)[:keep]
+                    best[family(layout)] = min(first, candidate, key=attrgetter("seconds"))
+        fastest = sorted(best.values(), key=attrgetter("seconds"))[:keep]
         preferred = self._simplest(fastest[0], every, only) if fastest else None
         return SearchResult(preferred, tuple(fastest), len(every), tried)
 
@@ -214,7 +220,7 @@ class Search:
     def _simplest(self, fastest: Candidate, every: Sequence[TrainConfig], only: tuple[str, bool] | None) -> Candidate:
         """Return the simplest configuration that takes at most `NOISE` longer than the fastest; of several the
         fastest."""
-        found, limit, least = [fastest], (1 + NOISE) * fastest.time.total, self.predictor.least_seconds
+        found, limit, least = [fastest], (1 + NOISE) * fastest.seconds, self.predictor.least_seconds
         near = (layout for layout in every if least(layout) <= limit)
         options = (each for layout in near for each in self._options(layout, only) if least(each) <= limit)
 
@@ -222,8 +228,8 @@ class Search:
             return simplicity(changed(option, zero=1))
 
         for option in within(options, simplest, lambda _: (*simplicity(found[0].config), math.inf)):
-            timed = (each for each in map(self.candidate, self._fitting(option)) if each.time.total <= limit)
-            found[0] = min([found[0], *timed], key=lambda each: (simplicity(each.config), each.time.total))
+            timed = (each for each in map(self.candidate, self._fitting(option)) if each.seconds <= limit)
+            found[0] = min([found[0], *timed], key=lambda each: (simplicity(each.config), each.seconds))
         return found[0]
 
     def by_memory_option(self, result: SearchResult) -> list[Candidate]:
@@ -233,7 +239,7 @@ class Search:
         like = [layout for layout in self.every if _degrees(layout) in shown]
         options = [(ac, offload) for ac in AC_MODES for offload in (False, True)[: 1 + (ac != "none")]]
         found = [each for option in options for each in self.run(keep=1, every=like, only=option).best]
-        return sorted(found, key=lambda candidate: candidate.time.total)
+        return sorted(found, key=attrgetter("seconds"))
 
     def _fits(self, config: TrainConfig) -> bool:
         return self.predictor.fits(config, self.question.usable)
@@ -265,10 +271,6 @@ class Search:
         held = (each for each in every if self.predictor.host_bytes(each) <= self.question.usable.host)
         smallest = min(held, key=self.predictor.device_bytes, default=None)
         return None if smallest is None else self.candidate(smallest)
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.time.total
 
 
 def _degrees(config: TrainConfig) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ from .job_cost import JobCost, Terms, job_cost, job_grid, missing_prices
 if TYPE_CHECKING:  # with transformers' models it takes seconds to import
     from usp.train.dry_run import DryRun
 
+FIGURES = ("step", "tokens/s per device", "MFU")  # columns of `figures`
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 
 
@@ -110,6 +111,11 @@ class StepReport:
     def tokens_per_second(self) -> float:
         """Tokens that a device processes per second."""
         return self.tokens / self.time.total / self.job.world_size
+
+
+def figures(report: StepReport) -> tuple[str, str, str]:
+    """Return the step, tokens/s of a device and MFU as cells of a table of steps."""
+    return seconds(report.time.total), f"{report.tokens_per_second:,.0f}", f"{report.time.mfu:.2f}"
 
 
 def step_report(

@@ -16,7 +16,7 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -341,15 +341,6 @@ def _hides(compute: Mapping[Pass, Seconds], share: float = 1.0) -> dict[Pass, fl
     return hides
 
 
-@shared(lambda job: (job.model, job.dims.pp, job.config.pp_schedule))
-def _differing_places(job: Job) -> tuple[int, ...]:
-    """Return the places of pipeline ranks of which none has as many layers of each kind as another, and the head."""
-    stages = map(job.stages, job.slowest_ranks)
-    have = [Counter(dict(job.kinds(*of)) | {-1: int(job.last_stage in of)}) for of in stages]
-    different = {frozenset(each.items()): place for place, each in enumerate(have)}.values()
-    return tuple(place for place in different if not any(have[place] < have[other] for other in different))
-
-
 @shared(lambda job, hardware, rank, index: (job.work, _attending(job, hardware, rank), index))
 def _layer_passes(job: Job, hardware: Hardware, rank: int, index: int) -> Mapping[Pass, Seconds]:
     """Return the compute of a layer for one micro-batch in each pass of training."""
@@ -359,6 +350,12 @@ def _layer_passes(job: Job, hardware: Hardware, rank: int, index: int) -> Mappin
     return {"forward": layer.forward + forward, "recompute": again, "backward": layer.backward + backward}
 
 
+def _working(job: Job, hardware: Hardware, rank: int) -> Hashable:
+    """Return what determines the compute of a micro-batch on `rank`."""
+    return job.work, job.dims.pp, job.config.pp_schedule, job.place("pp", rank), _attending(job, hardware, rank)
+
+
+@shared(_working)
 def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
     """Return the compute of one micro-batch in each pass but the update."""
     passes, stages = dict.fromkeys(PASSES, Seconds()), job.stages(rank)
@@ -378,13 +375,6 @@ def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
         moved += number * job.dtype.itemsize * math.prod(job.model.embedding[0].local(job.dims.tp))
     passes["backward"] += Seconds(memory=hardware.memory_seconds(moved))
     return passes
-
-
-@shared(lambda job, hardware: (job.work, job.dims.pp, job.config.pp_schedule, kernel_rates(hardware)))
-def _busy(job: Job, hardware: Hardware) -> list[tuple[int, float, Mapping[Pass, float]]]:
-    """Return of `slowest_ranks` that differ the place, the compute of one micro-batch, and that as by `_hides`."""
-    computes = [(place, _compute(job, hardware, job.slowest_ranks[place])) for place in _differing_places(job)]
-    return [(place, sum(map(sum, of.values())), _hides(of)) for place, of in computes]
 
 
 def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, TransferSeconds]:
@@ -571,16 +561,14 @@ def rank_seconds(
 
 
 def least_seconds(job: Job, hardware: Hardware) -> float:
-    """Return a lower bound of `step_seconds` for any ZeRO stage and number of replicas: the compute of the slowest
-    pipeline rank, its exposed messages and copies of activations, and the bubble."""
-    number, most = job.config.micro_batches, 0.0
-    offloads = job.config.ac_offload or job.config.optim_offload
-    for place, each, hides in _busy(job, hardware):
-        rank = job.slowest_ranks[place]
-        messages, found = _messages(job, hardware, rank), list[TransferSeconds]()
-        for kind, sent in activation_parts(job, rank).items():
-            found += sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number)).values()
-        if offloads:
-            found += host_copies(job, hardware, rank, hides["forward"], hides["backward"]).values()
-        most = max(most, number * each + sum(each.exposed for each in found))
-    return most / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number))
+    """Return a lower bound of `step_seconds` for any ZeRO stage and number of replicas: the compute of the pipeline
+    rank that has the head, its exposed messages and copies of activations, and the bubble."""
+    rank, number = job.slowest_ranks[-1], job.config.micro_batches
+    compute, messages = _compute(job, hardware, rank), _messages(job, hardware, rank)
+    hides, found = _hides(compute), list[TransferSeconds]()
+    for kind, sent in activation_parts(job, rank).items():
+        found += sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number)).values()
+    if job.config.ac_offload or job.config.optim_offload:
+        found += host_copies(job, hardware, rank, hides["forward"], hides["backward"]).values()
+    busy = number * sum(each.total for each in compute.values()) + sum(each.exposed for each in found)
+    return busy / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number))
