@@ -564,11 +564,13 @@ def least_seconds(job: Job, hardware: Hardware) -> float:
     """Return a lower bound of `step_seconds` for any ZeRO stage and number of replicas: the compute of the pipeline
     rank that has the head, its exposed messages and copies of activations, and the bubble."""
     rank, number = job.slowest_ranks[-1], job.config.micro_batches
-    compute, messages = _compute(job, hardware, rank), _messages(job, hardware, rank)
-    hides, found = _hides(compute), list[TransferSeconds]()
-    for kind, sent in activation_parts(job, rank).items():
-        found += sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number)).values()
+    compute = _compute(job, hardware, rank)
+    sent = (each for of in activation_parts(job, rank).values() for each in of if each.axis not in OVERLAPS_WITH)
+    busy = number * sum(map(sum, compute.values())) + sum(sent_seconds(job, hardware, each, rank) for each in sent)
+    if job.dims.ring > 1:
+        messages = sum(_messages(job, hardware, rank).values(), TransferSeconds()).times(number)
+        busy += messages.with_free_part(_links(job, hardware, "ring", rank, "send")[2]).exposed
     if job.config.ac_offload or job.config.optim_offload:
-        found += host_copies(job, hardware, rank, hides["forward"], hides["backward"]).values()
-    busy = number * sum(each.total for each in compute.values()) + sum(each.exposed for each in found)
+        hides = _hides(compute)
+        busy += sum(c.exposed for c in host_copies(job, hardware, rank, hides["forward"], hides["backward"]).values())
     return busy / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number))

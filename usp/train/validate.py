@@ -21,7 +21,6 @@ from usp.optimizers import OPTIMIZERS
 from usp.parallel import ParallelDims, Violation, divisors, violation_of
 from usp.parallel.stages import micro_batch_violation, schedule_violation, stages_per_rank
 
-_TORCH = version("torch")  # from a file, which the search of a plan would read once a layout
 _NOT_BY_DEEPSPEED = (
     *("tp", "pp", "ep", "dp_replicate", "lora_rank", "compile", "fp8", "sample_every", "indexer_loss_coef"),
     "router_bias_update_rate",
@@ -157,10 +156,10 @@ def _micro_batches(config: TrainConfig) -> Iterator[str]:
         yield f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}"
 
 
-def _zero_bubble(config: TrainConfig) -> Iterator[str]:
+def _zero_bubble(config: TrainConfig, torch: str = version("torch")) -> Iterator[str]:  # read from a file, once
     if config.pp == 1 or config.pp_schedule != "zero-bubble":
         return
-    if violation := schedule_violation(config.pp_schedule, _TORCH):
+    if violation := schedule_violation(config.pp_schedule, torch):
         yield f"--pp-schedule = zero-bubble: {violation}"
     if config.zero > 1:
         yield f"--zero = {config.zero} frees after each backward what zero-bubble needs in two parts: use --zero 1"
