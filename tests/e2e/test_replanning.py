@@ -23,7 +23,7 @@ from pathlib import Path
 import usp.planning.run_plan as planners
 from usp.parallel import ParallelDims
 from usp.commands.rlhf import main
-from usp.rlhf.replanning import Decision, SwitchCost
+from usp.rlhf.replanning import Decision
 from usp.rlhf.roles.role_model import RoleModel
 
 FATE = Path("died")
@@ -45,7 +45,7 @@ class Planner:
                 calls[name] = replace(calls[name], zero=0)
         set(calls.values())  # hashed on this rank, as in a search
         best = replace(running, name=f"plan after {measured[-1].number}", calls=calls)
-        return Decision(measured[-1].number, remaining, best, 2.0, 1.0, SwitchCost(build_seconds=0.0), 0.05)
+        return Decision(measured[-1].number, remaining, best, 2.0, 1.0, 0.05)
 
 def discard(self, of_model=RoleModel.discard):
     if os.environ["RANK"] == "1" and os.environ.get("DEADLY") and int(os.environ["DEADLY"]) == len(changes):

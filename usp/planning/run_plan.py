@@ -28,7 +28,7 @@ from usp.rlhf.graph import ModelCall
 from usp.rlhf.plan.operations import kept_copies, trained_copy, weight_copies
 from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, ExecutionPlan, from_mapping, optimizer_of, to_mapping
 from usp.rlhf.prepare import PreparedRlhf
-from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions, SwitchCost
+from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions
 from usp.rlhf.role_specs import call_violations
 from usp.rlhf.runtime.copies import BUCKET_BYTES
 from usp.rlhf.runtime.measure import StepLengths
@@ -182,7 +182,7 @@ class SearchingPlanner:
         steps = [(step.seconds, question.estimates) for step, question in zip(measured, questions, strict=True)]
         self.factors = learned(self.factors, running, steps)
         question = questions[-1]
-        stays = Decision(number, remaining, running, 0.0, 0.0, SwitchCost(), self.options.gain)
+        stays = Decision(number, remaining, running, 0.0, 0.0, self.options.gain)
         try:
             problem = question.problem(estimates=question.estimates.with_factors(self.factors))
         except ValueError as error:  # by prediction nothing fits, and yet the plan runs
@@ -190,13 +190,13 @@ class SearchingPlanner:
         seconds = problem.simulator.measure(running)[0]
         decision = self._best(problem, question, replace(stays, running_seconds=seconds, best_seconds=seconds))
         moved = list(moves(question, running, decision.best))
-        cost = SwitchCost(
-            sum(times * plan.total_bytes for plan, times in moved),
-            sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),
-            build_seconds,
-            time.perf_counter() - begin,
+        return replace(
+            decision,
+            nbytes=sum(times * plan.total_bytes for plan, times in moved),
+            move_seconds=sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),
+            build_seconds=build_seconds,
+            search_seconds=time.perf_counter() - begin,
         )
-        return replace(decision, cost=cost)
 
     def _best(self, problem: Problem, question: RlhfQuestion, stays: Decision) -> Decision:
         """Search, and return the fastest plan that the run can have; with `why_not` if it can have none of them."""

@@ -44,21 +44,6 @@ def call_seconds(events: Iterable[Event]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class SwitchCost:
-    """What it takes to run the next step under another plan."""
-
-    nbytes: int = 0  # of weights and optimizer states that ranks send each other
-    move_seconds: float = 0.0  # in which they are sent
-    build_seconds: float = 0.0  # in which models are built, and ranks get ready
-    search_seconds: float = 0.0  # in which the plan was searched, which are spent in either case
-
-    @property
-    def seconds(self) -> float:
-        """What is yet to spend."""
-        return self.move_seconds + self.build_seconds
-
-
-@dataclass(frozen=True)
 class Decision:
     """Two plans for the steps that remain."""
 
@@ -67,9 +52,17 @@ class Decision:
     best: ExecutionPlan  # to change to
     running_seconds: float  # predicted for a step of the running plan
     best_seconds: float  # and of the best
-    cost: SwitchCost
     gain: float  # the least part of a step's time that is worth a change
+    nbytes: int = 0  # of weights and optimizer states that ranks send each other for the change
+    move_seconds: float = 0.0  # in which they are sent
+    build_seconds: float = 0.0  # in which models are built, and ranks get ready
+    search_seconds: float = 0.0  # in which the plan was searched, which are spent in either case
     why_not: str = ""  # why the best plan cannot run, whatever it would gain
+
+    @property
+    def switch_seconds(self) -> float:
+        """Remaining cost of the change."""
+        return self.move_seconds + self.build_seconds
 
     @property
     def relative_gain(self) -> float:
@@ -94,8 +87,8 @@ class Decision:
             return "no faster plan is found"
         if self.relative_gain < self.gain:
             return f"a step would be {self.relative_gain:.1%} faster, and {self.gain:.1%} is asked for"
-        if self.saved_seconds <= self.cost.seconds:
-            return f"the change takes {self.cost.seconds:.2f} s and saves {self.saved_seconds:.2f} s"
+        if self.saved_seconds <= self.switch_seconds:
+            return f"the change takes {self.switch_seconds:.2f} s and saves {self.saved_seconds:.2f} s"
         return ""
 
     def line(self) -> str:
@@ -103,7 +96,7 @@ class Decision:
         return (
             f"replan after step {self.step}: a step takes {self.running_seconds:.3f} s by prediction, and "
             f"{self.best_seconds:.3f} s with the best plan ({self.relative_gain:.1%} less); {self.remaining} steps "
-            f"remain, and the change moves {self.cost.nbytes / 2**20:.1f} MiB in {self.cost.seconds:.2f} s: "
+            f"remain, and the change moves {self.nbytes / 2**20:.1f} MiB in {self.switch_seconds:.2f} s: "
             f"{self.verdict or 'changing the plan'}"
         )
 
@@ -112,15 +105,15 @@ class Decision:
         return {
             "replan/running_seconds": self.running_seconds,
             "replan/best_seconds": self.best_seconds,
-            "replan/switch_bytes": float(self.cost.nbytes),
-            "replan/switch_seconds": self.cost.seconds,
-            "replan/search_seconds": self.cost.search_seconds,
+            "replan/switch_bytes": float(self.nbytes),
+            "replan/switch_seconds": self.switch_seconds,
+            "replan/search_seconds": self.search_seconds,
             "replan/switched": float(self.switches),
         }
 
 
 # Returns the decision after the last of the measured steps, all of which ran under the running plan; further arguments:
-# how many steps follow, and `SwitchCost.build_seconds`. Raises ValueError if nothing can be predicted.
+# how many steps follow, and `Decision.build_seconds`. Raises ValueError if nothing can be predicted.
 Replanner = Callable[[ExecutionPlan, Sequence[MeasuredStep], int, float], Decision]
 
 
@@ -173,4 +166,4 @@ class Replanning:
 
     def changed(self, decision: Decision, seconds: float) -> None:
         """Learn from a change of plans how long the next one takes. seconds: that it took."""
-        self._build_seconds = max(0.0, seconds - decision.cost.move_seconds)
+        self._build_seconds = max(0.0, seconds - decision.move_seconds)

@@ -101,5 +101,5 @@ def test_a_search_corrects_the_running_plan_and_decides() -> None:
     assert planner.factors["actor_train"]["one rank"] == pytest.approx(4.0)
     assert planner.factors["critic_train"]["one rank"] == pytest.approx(1.0)
     assert decision.switches and decision.best_seconds < 0.99 * decision.running_seconds
-    assert decision.cost.build_seconds == 0.5 and decision.cost.nbytes > 0 and not decision.why_not
+    assert decision.build_seconds == 0.5 and decision.nbytes > 0 and not decision.why_not
     assert not decided(planner, LONG, decision.best, {"actor_train": 4.0}).switches
