@@ -1,4 +1,4 @@
-"""Searched plans against all plans of small spaces."""
+"""Searched plans against all plans of small spaces, and the layouts of calls: as many as ReaL has."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.rlhf.real_search import real_space
 from tests.usp.planning.estimates import Simple, every_plan
 from tests.usp.rlhf.toy import ppo
-from usp.planning.rlhf_search import OptionSpace, Problem, options, search, work_clock
+from usp.model.facts import ModelFacts
+from usp.planning.rlhf_search import OptionSpace, Problem, degrees, options, rank_sets, search, work_clock
 from usp.planning.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts, named_plan
 from usp.rlhf.plan.plan import staleness_violations
 
-GRAPH = ppo()
+GRAPH, FOUR = ppo(), ppo(mini_batches=4)
 SIZES = {"actor": 4.0, "ref": 4.0, "critic": 1.0, "reward": 1.0}
 
 
@@ -95,3 +97,41 @@ def test_rollouts_beside_training_have_ranks_of_their_own() -> None:
     given = replace(given, options={**given.options, "advantages": two}, simulator=simulator)
     found = search(given, budget=2.0)
     assert found.best and not any(any(staleness_violations(graph, plan)) for _, plan in found.best)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "of_one", "of_four"), [(1, 42, 22), (2, 98, 58), (4, 256, 176), (8, 780, 620), (16, 2784, 2464)]
+)
+def test_every_call_has_as_many_options_as_in_real(hosts: int, of_one: int, of_four: int) -> None:
+    counts = []
+    for smallest in (1, 4):
+        space = real_space(8 * hosts, samples=512, smallest=smallest)
+        counts.append(sum(len(list(degrees(len(ranks), space))) for ranks in rank_sets(space)))
+    assert counts == [of_one, of_four]
+
+
+@pytest.mark.parametrize(("hosts", "inference", "train"), [(8, 520, 356), (16, 2095, 1147)])
+def test_as_many_are_left_after_the_filters_of_real(hosts: int, inference: int, train: int) -> None:
+    space = real_space(8 * hosts, samples=512)
+    for name in ("actor_generate", "ref_inference"):
+        assert len(list(options(FOUR[name], space))) == inference
+    assert len(list(options(FOUR["actor_train"], space))) == train
+
+
+def test_options_are_valid_plans_for_any_number_of_ranks() -> None:
+    models = {role: ModelFacts("", 6, 6, 16, 256, (0,) * 3) for role in FOUR.roles}
+    space = OptionSpace(12, 6, 64, max_sequence=4, zero=(0, 1, 3), recompute=(("none", False), ("full", True)))
+    space = replace(space, models=models)
+    found = {call.name: list(options(call, space)) for call in FOUR.calls}
+    for name, layouts in found.items():
+        assert len(set(layouts)) == len(layouts), name
+        for layout in layouts:
+            assert layout.dims.resolve(len(layout.ranks)) == layout.dims
+            assert 6 % layout.dims.tp == 0
+            assert layout.dims.tp * layout.dims.ulysses <= 6
+            assert layout.dims.pp <= 3
+    trained = found["actor_train"]
+    assert {layout.zero for layout in trained} == {0, 1, 3}
+    assert {layout.dims.sp for layout in trained} == {1, 2, 3, 4}
+    assert {layout.zero for layout in found["actor_generate"]} == {0}
+    assert {len(layout.ranks) for layout in trained} == {1, 2, 3, 6, 12}

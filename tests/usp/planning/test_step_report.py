@@ -18,19 +18,8 @@ from usp.planning.step_report import StepReport
 from usp.train.dry_run import dry_run
 from usp.train.resolve import job_of, trained_model
 
-ASKED = [
-    "time",
-    "--model",
-    "llama3-8b",
-    "--seq-len",
-    "131072",
-    "--sp-ulysses",
-    "8",
-    "--world-size",
-    "64",
-    "--ac",
-    "full",
-]
+ASKED = ["time", "--model", "llama3-8b", "--seq-len", "131072"]
+ASKED += ["--sp-ulysses", "8", "--world-size", "64", "--ac", "full"]
 
 
 def report(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
