@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Group
 
@@ -17,7 +17,7 @@ from usp.hf.models import empty_model
 from usp.model.facts import ModelFacts
 from usp.parallel import Hardware, ParallelDims
 from usp.predict.devices import Memory, hardware_here
-from usp.predict.job import ONE_DOCUMENT, Data, Job
+from usp.predict.job import ONE_DOCUMENT, Data, Job, shared
 from usp.predict.memory import host_bytes, peak_moment
 from usp.predict.seconds import PUBLISHED_ERROR, exposure, least_seconds, step_seconds
 from usp.run.failures import ConfigurationError, listed
@@ -31,8 +31,6 @@ from .question import CHOSEN, Tried, enough_devices, from_rank_0, silent
 from .search import DEGREES, NOISE, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
 from .step_report import FIGURES, StepReport, figures, step_report
 
-T = TypeVar("T")
-_chosen = attrgetter(*CHOSEN)
 _degrees = attrgetter(*DEGREES, "sp_order")
 
 
@@ -118,7 +116,8 @@ def _proved(choice: Choice) -> Choice:
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     """Return a predictor for configurations that differ from `job` in what the planner chooses."""
     bare, dims = replace(job), cache(ParallelDims)  # a job that has cached nothing
-    like = _kept_by(_chosen, lambda config: changed(bare, config=config, dims=dims(*_degrees(config))))
+    kept = shared(attrgetter(*CHOSEN))  # which are hashed faster than all fields
+    like = kept(lambda config: changed(bare, config=config, dims=dims(*_degrees(config))))
 
     def on_device(config: TrainConfig) -> int:
         made = like(config)  # its ends have most activations in flight, and the vocabulary loss
@@ -129,23 +128,11 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
         return host_bytes(like(config), hardware.host_devices) if offloads else 0
 
     return Predictor(
-        _kept_by(_chosen, lambda config: step_seconds(like(config), hardware)),
-        _kept_by(_chosen, lambda config: least_seconds(like(config), hardware)),
-        _kept_by(_chosen, on_device),
-        _kept_by(_chosen, on_host),
+        kept(lambda config: step_seconds(like(config), hardware)),
+        kept(lambda config: least_seconds(like(config), hardware)),
+        kept(on_device),
+        kept(on_host),
     )
-
-
-def _kept_by(key: Callable[[TrainConfig], object], function: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
-    """Cache a function of configurations by a `key`, which is hashed faster than all their fields."""
-    results: dict[object, T] = {}
-
-    def cached(config: TrainConfig) -> T:
-        if (known := key(config)) not in results:
-            results[known] = function(config)
-        return results[known]
-
-    return cached
 
 
 def _refused(asked: TrainConfig, world_size: int) -> Iterator[str]:
