@@ -17,6 +17,7 @@ from usp.config import UNPREDICTED, TrainConfig
 from usp.parallel import load_hardware
 from usp.planning.question import CHOSEN
 from usp.run.failures import ConfigurationError
+from usp.run.output import working
 
 from . import flags
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"compile", "train_tokens"}
     asked = flags.parse(argv, PlanConfig, prog, leading_config=True, without=without)
 
-    from usp.planning.choice import choose, compare_choices, render_plan
+    from usp.planning.choice import choose, compare_choices, render_plan, tell
     from usp.planning.job_cost import plot
 
     out, picture = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
@@ -65,16 +66,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if out and len(places) > 1:
         raise ConfigurationError("--out needs one plan: give one --hardware and one --world-size")
     choices: dict[str, Choice | str] = {}
-    with Console(stderr=True).status("planning") as status:
-
-        def report(tried: int, layouts: int) -> None:
-            if tried % 100 == 0:
-                status.update(f"planning: {tried} of {layouts} layouts tried; most are ruled out by their bounds")
-
+    with working("planning") as say:
         for hardware, size in places:
             name = f"{size} x {hardware.name}"
             try:
-                choices[name] = choice = choose(config, size, hardware, report, partial(flags.data_of, asked))
+                choices[name] = choice = choose(
+                    config, size, hardware, partial(tell, say), partial(flags.data_of, asked)
+                )
             except ConfigurationError as error:
                 if len(places) == 1:
                     raise

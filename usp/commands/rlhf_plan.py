@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import yaml
 from rich.console import Console
-from rich.status import Status
 from tyro.conf import arg
 
 from usp.config import MODEL_HELP
@@ -20,6 +17,7 @@ from usp.fields import TOKENS, AtLeast0, AtLeast1, at_least, flag, one_of, value
 from usp.parallel import load_hardware
 from usp.rlhf.algorithms.registry import ALGORITHMS
 from usp.run.failures import ConfigurationError
+from usp.run.output import working
 
 from .flags import Node, check, check_world_size, output_problem, parse, prices_of, token_counts
 
@@ -112,42 +110,23 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         *value_violations(asked).values(),
     )
     prices = prices_of(asked.price)
-    with Console(stderr=True).status("") as status:
-        _plan(asked, begin + asked.budget, out, plot, prices, status)
+    _plan(asked, begin + asked.budget, out, plot, prices)
 
 
-def _plan(
-    asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None, prices: dict[str, float], status: Status
-) -> None:
+def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None, prices: dict[str, float]) -> None:
     """Search until `end`, and print, write and draw the plan."""
-    said = -math.inf
-
-    def say(words: str) -> None:
-        nonlocal said
-        status.update(words)
-        if not status.console.is_terminal and time.monotonic() - said >= _SILENT:
-            said = time.monotonic()
-            print(words, file=sys.stderr, flush=True)
-
-    say("reading the models")
     from usp.planning.job_cost import Terms, step_cost_text
-    from usp.planning.rlhf_question import answer, rate_lines, render_choice, with_fastest_slots
+    from usp.planning.rlhf_question import answer, rate_lines, render_choice, told, with_fastest_slots
     from usp.planning.rlhf_search import work_clock
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
 
-    question = _question(asked)
-    if asked.repeatable:
-        question, end = replace(question, clock=work_clock()), asked.budget
-    question = with_fastest_slots(question, end - (1 - _SLOTS) * (end - question.clock()))
-    choice = answer(
-        question,
-        seed=asked.seed,
-        budget=end - question.clock(),
-        report=lambda _, plans, best: say(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
-        predicted=lambda tried, every: say(f"predicting: {tried} of {every} layouts of calls"),
-    )
-    status.stop()
+    with working("reading the models", every=_SILENT) as say:
+        question = _question(asked)
+        if asked.repeatable:
+            question, end = replace(question, clock=work_clock()), asked.budget
+        question = with_fastest_slots(question, end - (1 - _SLOTS) * (end - question.clock()))
+        choice = answer(question, seed=asked.seed, budget=end - question.clock(), **told(say))
     Console().print(render_choice(choice))
     if question.options.slots < asked.slots:
         print(f"generation is faster with fewer sequences at a time: --slots {question.options.slots}")

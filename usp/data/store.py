@@ -285,10 +285,10 @@ def show_progress(job: str, total: int) -> Iterator[Callable[..., None]]:
         nonlocal last_line
         done = min(done, total)
         bar.update(task, completed=done, note=note)
-        if total > LARGE and not console.is_terminal and time.monotonic() >= last_line + LINE_SECONDS:
+        if total > LARGE and not sys.stderr.isatty() and time.monotonic() >= last_line + LINE_SECONDS:
             last_line = time.monotonic()
             line = f"{job}: {done / total:.0%} of {total / 1e6:,.0f} MB  {note}".rstrip()
             print(line, file=sys.stderr, flush=True)
 
-    with bar if total > LARGE and console.is_terminal else nullcontext():
+    with bar if total > LARGE and sys.stderr.isatty() else nullcontext():
         yield update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ from usp.predict.seconds import PUBLISHED_ERROR, exposure, least_seconds, step_s
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
+from usp.run.output import working
 from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 
@@ -222,7 +223,8 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     hardware = hardware_here(config.hardware, device, launch)
     if launch.rank == 0:
         print(f"plan: searching the fastest layout of {launch.world_size} ranks", flush=True)
-    choice = choose(replace(config, device=device.type), launch.world_size, hardware)
+    with working("planning", shown=launch.rank == 0) as say:
+        choice = choose(replace(config, device=device.type), launch.world_size, hardware, partial(tell, say))
     best = choice.best
     if launch.rank == 0:
         on_host = f"({best.memory.host / GIB:.1f} GiB of a host's memory) " if best.memory.host else ""
@@ -232,6 +234,12 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
             f"on {hardware.name} with attention by {', '.join(best.time.kernels)}"
         )
     return {name: getattr(best.config, name) for name in CHOSEN}
+
+
+def tell(say: Callable[[str], None], tried: int, layouts: int) -> None:
+    """Say how far a search is, at every hundredth layout."""
+    if tried % 100 == 0:
+        say(f"planning: {tried} of {layouts} layouts tried; most are ruled out by their bounds")
 
 
 def why_slower(candidate: Candidate, first: Candidate) -> str:

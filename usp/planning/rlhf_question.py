@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 from rich.console import Group, RenderableType
 
@@ -128,6 +129,14 @@ class RlhfChoice:
     def plan(self) -> ExecutionPlan:
         """The best plan."""
         return self.found.best[0][1]
+
+
+def told(say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the arguments of `answer` with which it says in words how far it is."""
+    return {
+        "report": lambda _, plans, best: say(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
+        "predicted": lambda tried, every: say(f"predicting: {tried} of {every} layouts of calls"),
+    }
 
 
 def answer(

@@ -34,11 +34,12 @@ from usp.rlhf.runtime.copies import BUCKET_BYTES
 from usp.rlhf.runtime.measure import StepLengths
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
+from usp.run.output import working
 
 from .call_cost import CallOptions
 from .estimates import Estimates, Factors, factor_of, layout_key
 from .question import from_rank_0
-from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice
+from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice, told
 from .rlhf_search import Problem, baselines, search
 from .workload import Ahead, Workload
 
@@ -73,7 +74,8 @@ def _searched(run: PreparedRlhf) -> dict[str, Any]:
         return to_mapping(resumed[1])
     print(f"plan: searching for {run.launch.world_size} ranks", flush=True)
     try:
-        choice = answer(question_of(run), seed=run.config.seed, budget=run.config.search_budget)
+        with working("searching a plan") as say:
+            choice = answer(question_of(run), seed=run.config.seed, budget=run.config.search_budget, **told(say))
     except ValueError as error:
         raise ValueError(f"--plan = {SEARCH}: {error}") from error
     Console(width=max(Console().width, _WIDTH)).print(render_choice(choice))

@@ -17,7 +17,7 @@ import os
 import resource
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -134,10 +134,19 @@ class StepRecord:
 
 class RunLog:
     """Log of a run: writes its records below `folder` and prints them to `out` inside a `with` block. after: step of
-    the checkpoint that the run resumes from; 0 for a new run. wandb: see `open_wandb`."""
+    the checkpoint that the run resumes from; 0 for a new run. wandb: see `open_wandb`. phase: returns what the run is
+    doing, which the bar shows."""
 
     def __init__(
-        self, folder: Path, *, steps: int, log_every: int, out: TextIO, after: int = 0, wandb: Any = None
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        log_every: int,
+        out: TextIO,
+        after: int = 0,
+        wandb: Any = None,
+        phase: Callable[[], str] = str,
     ) -> None:
         self._steps = steps
         self._log_every = log_every
@@ -146,10 +155,17 @@ class RunLog:
         self._tensorboard = TensorBoard(folder / "tensorboard", after)
         self._wandb = wandb
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+        from rich.text import Text
+
+        class Phase(TextColumn):
+            def render(self, task: Task) -> Text:
+                return Text(phase())
 
         self._console = Console(file=out, highlight=False)
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+        rest = Phase("", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), rest)
         self._progress = Progress(*columns, console=self._console, refresh_per_second=2, disable=not out.isatty())
         self._task = self._progress.add_task("", total=steps, completed=after)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +24,28 @@ def warn(message: str) -> None:
     """Print a warning to the standard error, unless its reader is gone."""
     with suppress(OSError):
         print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def working(words: str, shown: bool = True, every: float = math.inf) -> Iterator[Callable[[str], None]]:
+    """Say in a `with` block what takes long: beside a spinner on a terminal, elsewhere by a line at most once in `every`
+    seconds; nothing unless `shown`. It gives a function that replaces the words."""
+    from rich.console import Console
+
+    said = -math.inf
+
+    def say(words: str) -> None:
+        nonlocal said
+        if shown and time.monotonic() - said > every:
+            said = time.monotonic()
+            print(words, file=sys.stderr, flush=True)
+
+    if shown and sys.stderr.isatty():
+        with Console(stderr=True).status(words) as status:
+            yield status.update
+    else:
+        say(words)
+        yield say
 
 
 class LineFile:

@@ -117,6 +117,11 @@ class Watchdog:
         """Report that this rank has reached `phase` of `step`; the next call must follow within the timeout."""
         self._now = (step, phase, long)
 
+    @property
+    def phase(self) -> str:
+        """What this rank is doing."""
+        return self._now[1]
+
     @contextmanager
     def naming(self, words: str) -> Iterator[None]:
         """Have torchrun's summary say `words` if this process is killed in the block: nobody else could tell.

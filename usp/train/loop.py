@@ -28,7 +28,7 @@ from usp.presets import PRESETS
 from usp.run.failures import CheckpointFailed, ConfigurationError, Stopped, TrainingDiverged, UserCodeFailed
 from usp.run.launch import StopRequest
 from usp.run.metrics import Record, RunLog, open_wandb
-from usp.run.output import LineFile, warn
+from usp.run.output import LineFile, warn, working
 from usp.run.watchdog import Watchdog
 
 from .build import export_dtype
@@ -205,13 +205,14 @@ class TrainingLoop(ABC):
             for file in self.logs():
                 file.close()
         self.watchdog.progress(self.done, "writing the model", long=True)
-        try:
-            self.export()
-        except Exception:
-            self._finish_saving()
-            raise
-        failure = self._see_through()
-        self.export_best()
+        with working("writing the model", shown=self.is_writer):
+            try:
+                self.export()
+            except Exception:
+                self._finish_saving()
+                raise
+            failure = self._see_through()
+            self.export_best()
         if failure:
             raise CheckpointFailed(f"{failure}; the trained model is written: {self.folder / self.result}")
 
@@ -326,4 +327,5 @@ class TrainingLoop(ABC):
             out=sys.stdout,
             after=self.done,
             wandb=open_wandb(config.wandb_project, self.folder, asdict(config)),
+            phase=lambda: self.watchdog.phase,
         )

@@ -62,12 +62,12 @@ def test_a_line_is_printed_every_log_every_steps(tmp_path: Path) -> None:
 def test_a_terminal_shows_a_bar_below_the_lines(tmp_path: Path) -> None:
     shown = []
     for out in (Terminal(), io.StringIO()):
-        with RunLog(tmp_path, steps=2, log_every=1, out=out) as log:
+        with RunLog(tmp_path, steps=2, log_every=1, out=out, phase=lambda: "sending [weights]") as log:
             log.record(RECORD)
             log.record(replace(RECORD, step=2, loss=1.25))
         assert "step 2/2  loss 1.2500" in out.getvalue()
-        shown.append("━" in out.getvalue())
-    assert shown == [True, False]
+        shown.append(("━" in out.getvalue(), "sending [weights]" in out.getvalue()))
+    assert shown == [(True, True), (False, False)]
 
 
 def test_every_step_is_written(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import usp.run.output
-from usp.run.output import LineFile
+from usp.run.output import LineFile, working
 
 Limit = Callable[[int], None]
 
@@ -54,3 +55,17 @@ def test_the_end_says_which_lines_are_missing(
     limit(-1)
     file.close()
     assert capsys.readouterr().err.endswith(f"warning: {file.path} lacks the lines of steps 1, 7\n")
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(True, True), (True, False), (False, True)])
+def test_a_spinner_is_for_terminals_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, shown: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # with which rich takes a pipe for a terminal
+    with working("planning", shown) as say:
+        say("planning: 100 of 200")
+        print("a line")
+    told = capsys.readouterr()
+    assert ("planning" in told.err) == (terminal and shown) and "a line\n" in told.out + told.err
+    assert bool(told.err) == (terminal and shown)
