@@ -47,11 +47,12 @@ from usp.rlhf.runtime.rollouts import RolloutOptions, Rollouts
 from usp.rlhf.runtime.transfer import StepData
 from usp.run.failures import CheckpointFailed, ConfigurationError, TrainingDiverged, UserCodeFailed
 from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
-from usp.run.output import LineFile, warn
+from usp.run.output import LineFile, warn, working
 from usp.run.watchdog import Watchdog
 from usp.train.checkpoints import ADAPTER, BEST, MODEL, Start, newest_checkpoint, run_folder, settled, sound_start
 from usp.train.loop import TrainingLoop
 from usp.train.step import Evaluations, LearningRate
+from usp.train.summary import next_steps
 
 from .algorithms.algorithm import stateful
 from .algorithms.policy import CLIPPED
@@ -103,9 +104,14 @@ def train_rlhf(
         )
         if prepared.sft_steps:
             prepared = _after_sft(prepared, launch, stop, watchdog, planner)
-        trainer = RlhfTrainer(prepared, launch, stop, watchdog, predicts)
+        with working("building the models, and reading their weights", shown=launch.rank == 0):
+            trainer = RlhfTrainer(prepared, launch, stop, watchdog, predicts)
         outlast(timeout)
         trainer.run()
+        if trainer.is_writer:
+            kind = "CausalLM" if "actor" in prepared.graph.trained_roles else "SequenceClassification"
+            lines = next_steps("rlhf", prepared.config, folder, launch, prepared.tokenizer, trainer.done, kind)
+            print("\n".join(lines), flush=True)
 
 
 def _after_sft(

@@ -1,25 +1,32 @@
-"""What a step of a run sends, needs and takes, as predicted: a few lines before the first step."""
+"""A few lines before the first step of a run, what it sends, needs and takes as predicted, and a few after the last."""
 
 from __future__ import annotations
 
 import io
+import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from usp.config import TrainConfig
-from usp.parallel import Hardware
+from usp.config import CommonConfig, TrainConfig
+from usp.data.tokenizer import TextTokenizer, Tokenizer
+from usp.hf.tokenizers import BESIDE
+from usp.parallel import Hardware, latest
 from usp.predict.devices import hardware_here
 from usp.predict.job import Job
 from usp.predict.memory import largest_footprint
 from usp.predict.seconds import step_seconds
 from usp.predict.traffic import stage_units, step_traffic
 from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
 from usp.run.metrics import count, seconds, size
 
+from .checkpoints import ADAPTER, CHECKPOINTS, MODEL
 from .prepare import PreparedRun
 from .resolve import job_of
 
@@ -58,6 +65,48 @@ def run_summary(job: Job, memory_bytes: int | None, hardware: Hardware | None) -
     text = io.StringIO()
     Console(file=text, width=WIDTH, highlight=False).print(table)
     return ["predicted:", *(f"  {line.rstrip()}" for line in text.getvalue().splitlines())]
+
+
+def next_steps(
+    program: str, config: CommonConfig, folder: Path, launch: Launch, tokenizer: Tokenizer, done: int, kind: str
+) -> Iterator[str]:
+    """Yield how to load, serve and continue a run that has ended. program: train or rlhf. kind: of AutoModelFor."""
+    model, beside = shlex.quote(str(folder / MODEL)), folder / BESIDE
+    again = f"{_command(program, launch)} --config {shlex.quote(str(folder / 'config.yaml'))}"
+    yield f"run: {folder}, {done} steps"
+    if config.lora_rank and not config.lora_merge:
+        scaled = getattr(config, "rope_scaling", "none") != "none"
+        other = f', config=AutoConfig.from_pretrained("{folder / ADAPTER}")' if scaled else ""
+        base = f'AutoModelFor{kind}.from_pretrained("{config.model}"{other})'
+        if not getattr(config, "add_tokens", ""):  # with which the base may have too few rows
+            yield f'load: PeftModel.from_pretrained({base}, "{folder / ADAPTER}")'
+        merge = f"{again} --output {shlex.quote(str(folder))} --resume auto --lora-merge"
+        yield f"serve: a whole model, which is written by {merge}"
+    elif kind == "SequenceClassification":
+        yield f'load: AutoModelFor{kind}.from_pretrained("{folder / MODEL}"), or rlhf.py --reward-model {model}'
+    else:
+        yield f'load: AutoModelFor{kind}.from_pretrained("{folder / MODEL}")'
+        in_model = isinstance(tokenizer, TextTokenizer)
+        yield f"serve: vllm serve {model}" + ("" if in_model else f" --tokenizer {shlex.quote(str(beside))}")
+        if in_model and tokenizer.chats is not None:
+            yield f"chat: transformers serve {model}, and in another terminal transformers chat {model}"
+    if latest(folder / CHECKPOINTS) is None:
+        yield "continue: not possible, because --checkpoint-every 0 keeps no checkpoint"
+    elif getattr(config, "curriculum", ()):
+        yield f"continue: add a stage to {folder / 'config.yaml'}, then {again} --resume {shlex.quote(str(folder))}"
+    else:
+        yield f"continue: {again} --resume {shlex.quote(str(folder))} --steps {2 * done}"
+
+
+def _command(program: str, launch: Launch) -> str:
+    """Return how `program` was started, as a script or as a console script, on as many ranks."""
+    name = f"usp-{program}"
+    installed, hosts = Path(sys.argv[0]).name == name, launch.world_size // launch.local_world_size
+    if not launch.rendezvous:
+        return name if installed else f"python {program}.py"
+    meeting = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if hosts > 1 else ""
+    script = f"--no-python {name}" if installed else f"{program}.py"
+    return f"torchrun {meeting}--nproc-per-node {launch.local_world_size} {script}"
 
 
 def _rows(job: Job, memory_bytes: int | None, hardware: Hardware | None) -> Iterator[tuple[str, str]]:

@@ -49,7 +49,7 @@ from usp.predict.traffic import fsdp_traffic
 from usp.run.failures import ConfigurationError, TrainingDiverged
 from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
 from usp.run.metrics import StepProfiler, StepRecord, count, parse_steps, peak_memory
-from usp.run.output import LineFile
+from usp.run.output import LineFile, working
 from usp.run.watchdog import Watchdog
 
 from . import checkpoints
@@ -58,7 +58,7 @@ from .engines.fsdp2 import Fsdp2Engine
 from .loop import TrainingLoop
 from .prepare import PreparedRun, PreparedStage, prepare
 from .step import Evaluations, HeldOutLoss, LearningRate, backward, held_out_loss, part_of, perplexity, sum_over_ranks
-from .summary import predicted_job, predicted_lines
+from .summary import next_steps, predicted_job, predicted_lines
 
 MANY_EPOCHS = 4  # up to here, repeated data is worth about as much as new data (arXiv 2305.16264)
 # Generates what the model responds to the run's prompts after a step, as lines of samples.jsonl; every rank calls it.
@@ -97,9 +97,14 @@ def train(
             find=lambda damaged: checkpoints.find_start(config, launch, damaged=damaged),
             prepare=lambda start: replace(prepare(config, launch, start), reusable=prepared.reusable),
         )
-        trainer = Trainer(ready, stop, watchdog, sample)
+        with working("building the model, and reading its weights", shown=launch.rank == 0):
+            trainer = Trainer(ready, stop, watchdog, sample)
         outlast(timeout)
         trainer.run()
+        if trainer.is_writer:
+            kind = "ImageTextToText" if ready.images else "CausalLM"
+            lines = next_steps("train", ready.config, folder, launch, ready.tokenizer, trainer.done, kind)
+            print("\n".join(lines), flush=True)
 
 
 class Trainer(TrainingLoop):
