@@ -12,6 +12,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 usp
 
+# At least one of the extras of setup.py.
 ARG EXTRAS=lora,fp8,math
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /opt/usp
