@@ -433,9 +433,14 @@ class RlhfTrainer(TrainingLoop):
     def export(self) -> None:
         """Write every trained model; they are complete when any rank returns."""
         roles = self.prepared.graph.trained_roles
-        for role in roles:
-            self._export(role, MODEL if len(roles) == 1 or role == "actor" else role, ADAPTER)
+        names = {role: MODEL if len(roles) == 1 or role == "actor" else role for role in roles}
+        for role, name in names.items():
+            self._export(role, name, ADAPTER)
         dist.barrier()
+        for role, name in names.items() if self.is_writer else ():
+            merged = [name] if self.config.lora_merge else []
+            written = [name] if self.prepared.roles[role].lora is None else [ADAPTER, *merged]
+            print("\n".join(f"{role}: {self.folder / folder}" for folder in written), flush=True)
 
     def write_best(self) -> None:
         self._export("actor", f"{BEST}-{MODEL}" if self.config.lora_rank else BEST, BEST)
@@ -450,7 +455,7 @@ class RlhfTrainer(TrainingLoop):
             return
         model = self.trained[role]
         spec, has_adapters = model.spec, model.spec.lora is not None
-        written = self.write_model(
+        self.write_model(
             model.weights(),
             [model.stage.model],
             self.prepared.tokenizer,
@@ -462,8 +467,6 @@ class RlhfTrainer(TrainingLoop):
             generates=role == "actor",
             group=group,
         )
-        if dist.get_rank(group) == 0:
-            print("\n".join(f"{role}: {self.folder / folder}" for folder in written), flush=True)
 
     def logs(self) -> Iterator[LineFile]:
         others = self.executor.timeline.file, self.replanning.file if self.replanning else None

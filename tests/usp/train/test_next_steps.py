@@ -15,7 +15,8 @@ import torch.distributed as dist
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.e2e.processes import ROOT
+from tests.e2e.processes import ROOT, run_here
+from tests.harness.ranks import RankPool
 from tests.usp.data.chat_templates import write_tokenizer
 from tests.usp.tiny import drawn_model
 from usp.commands.flags import parse
@@ -121,6 +122,14 @@ def test_rlhf_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert command == ("" if algorithm == "sft" else f"rlhf.py --reward-model {tmp_path}/run/model")
     train_rlhf(parse(words(lines["continue"], "rlhf"), RlhfConfig), Launch(), StopRequest(), None)
     assert steps_of(tmp_path / "run") == [1, 2]
+
+
+@pytest.mark.slow
+def test_the_rank_with_the_bar_says_what_others_wrote(ranks: RankPool, tmp_path: Path) -> None:
+    few = ["--prompts", "2", "--group-size", "2", "--prompt-tokens", "64", "--max-new-tokens", "4", "--sft-steps", "0"]
+    arguments = ["--plan", "separation", *few, "--steps", "1", "--output", "run"]
+    first, second = ranks.run(run_here, 2, "rlhf", arguments, tmp_path)  # the second rank trains
+    assert "actor: run/model\n" in first.out and "load: " in first.out and not second.out
 
 
 def lines_of(
