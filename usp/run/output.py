@@ -28,7 +28,7 @@ def warn(message: str) -> None:
 
 @contextmanager
 def working(words: str, shown: bool = True, every: float = math.inf) -> Iterator[Callable[[str], None]]:
-    """Say in a `with` block what takes long: beside a spinner on a terminal, elsewhere by a line at most once in `every`
+    """Say in a `with` block what takes long: beside a spinner on a terminal, elsewhere by a line at most each `every`
     seconds; nothing unless `shown`. It gives a function that replaces the words."""
     from rich.console import Console
 
