@@ -11,14 +11,24 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.harness.pages import Block, blocks
 from tests.harness.ranks import RankPool
+from tests.usp.hf.vision import tiny_vlm
+from usp import shard_sequence
+from usp.hf.models import load_model_config
+from usp.rlhf import api
+from usp.rlhf.algorithms.registry import build_graph
+from usp.rlhf.graph import TrainStep
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -103,6 +113,70 @@ def sharded_logits(code: str) -> torch.Tensor:
 def test_the_snippet_of_the_readme_runs(ranks: RankPool) -> None:
     (snippet,) = (block.text for block in blocks(README) if block.language == "python")
     assert max(ranks.run(sharded_logits, 8, snippet)) < 1e-5
+
+
+def snippets(page: str) -> list[str]:
+    return [block.text for block in blocks(DOCS / page) if block.language == "python" and not block.title]
+
+
+def names_after(code: str, names: Mapping[str, Any], wanted: Sequence[str]) -> list[Any]:
+    """Run code on this rank with names, and return the values of others."""
+    exec(code, names := dict(names))
+    return [names[name] for name in wanted]
+
+
+def test_the_call_of_the_page_about_attention_is_exact(ranks: RankPool) -> None:
+    (code,) = snippets("guides/attention.md")
+    ((q, k, v, out),) = ranks.run(names_after, 1, code, {}, ("q", "k", "v", "out"))
+    mask = torch.ones(16, 16).tril().triu(-7).bool()
+    heads = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    exact = scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out, exact)
+
+
+def sharded_rows(code: str) -> tuple[int, ...]:
+    (mesh,) = names_after(code.replace('"cuda"', '"cpu"'), {}, ("mesh",))
+    return tuple(shard_sequence(torch.arange(16), mesh, layout="contiguous", dim=0).tolist())
+
+
+def test_the_mesh_of_the_page_about_migrating_divides_a_sequence(ranks: RankPool) -> None:
+    (code,) = snippets("migrating.md")
+    assert sorted(ranks.run(sharded_rows, 8, code)) == [(token, token + 1) for token in range(0, 16, 2)]
+
+
+def test_adapters_load_as_the_page_about_them_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(load_model_config("tiny")).save_pretrained("models/Llama-3.1-8B")
+    base = AutoModelForCausalLM.from_pretrained("models/Llama-3.1-8B")
+    trained = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    trained.save_pretrained("RUN/adapter")
+    (code,) = snippets("guides/lora.md")
+    (loaded,) = names_after(code, {}, ("model",))
+    ids = torch.arange(8).unsqueeze(0)
+    assert torch.equal(loaded(ids).logits, trained(ids).logits)
+
+
+def test_the_text_model_is_taken_out_as_the_page_about_models_says(tmp_path: Path) -> None:
+    model = tiny_vlm("llava").float()
+    (code,) = snippets("models.md")
+    names_after(code, {"model": model, "folder": tmp_path, "AutoModelForCausalLM": AutoModelForCausalLM}, ())
+    ids = torch.arange(8).unsqueeze(0)
+    text = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(text(ids).logits, model(input_ids=ids).logits)
+
+
+def test_the_algorithm_of_the_page_is_one_and_a_teacher_is_a_call_more() -> None:
+    objective, teacher = snippets("algorithms.md")
+    (unclipped,) = names_after(objective, {}, ("UNCLIPPED",))
+    graph = build_graph("unclipped", unclipped.options(), {"unclipped": unclipped})
+    (trained,) = (call.work.objective for call in graph.calls if isinstance(call.work, TrainStep))
+    assert type(trained).__name__ == "Unclipped"
+    options, advantages = unclipped.options(), object()
+    (calls,) = names_after(
+        f"calls = {teacher}", {**vars(api), "options": options, "advantages": advantages}, ("calls",)
+    )
+    assert [call.role for call in calls].count("teacher") == 1
 
 
 def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks() -> None:
