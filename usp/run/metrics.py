@@ -119,15 +119,14 @@ class StepRecord:
         parts = ", ".join(f"{epoch:.2f} of {path}" for path, epoch in self.epochs.items())
         epoch = f"epochs {parts}" if parts else f"epoch {self.epoch:.2f}"
         waited = f"  waited {self.data_seconds:.2f} s for data" if self.data_seconds > WAITING * self.seconds else ""
-        fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         exposed = self.attention_wait_seconds / self.seconds
-        sent = f"  sent/rank {size(self.attention_sent_bytes)} attention ({exposed:.0%} of the step exposed){fsdp}"
+        sent = f"  attention sent {size(self.attention_sent_bytes)} ({exposed:.0%} exposed)"
         auto = "" if self.balanced_rows is None else f"  rows balanced {self.balanced_rows:.0%}"
         indexers = "" if self.indexer_loss is None else f"indexer loss {self.indexer_loss:.4f}  "
         return (
             f"loss {self.loss:.4f}  {indexers}grad norm {self.grad_norm:.3f}  "
             f"{count(self.tokens_per_second)} tokens/s{mfu}  "
-            f"memory {size(self.memory_bytes)}{sent if self.attention_sent_bytes or self.fsdp_sent_bytes else ''}  "
+            f"memory {size(self.memory_bytes)}{sent if self.attention_sent_bytes else ''}  "
             f"{epoch}{auto}{waited}{evaluated}"
         )
 
@@ -161,7 +160,7 @@ class RunLog:
 
         class Phase(TextColumn):
             def render(self, task: Task) -> Text:
-                return Text(phase())
+                return Text("" if task.finished else phase())
 
         self._console = Console(file=out, highlight=False)
         rest = Phase("", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))

@@ -43,7 +43,7 @@ class Terminal(io.StringIO):
 
 def test_a_line_shows_every_metric() -> None:
     line = RECORD.line()
-    for part in ("loss 2.5000", "grad norm 0.500", "8.2k tokens/s", "3.0 GiB", "1.0 MiB attention", "512 B FSDP"):
+    for part in ("loss 2.5000", "grad norm 0.500", "8.2k tokens/s", "3.0 GiB", "attention sent 1.0 MiB (0% exposed)"):
         assert part in line
     assert replace(RECORD, indexer_loss=0.25).line().startswith("loss 2.5000  indexer loss 0.2500  grad norm")
     assert "rows balanced 25%" in replace(RECORD, balanced_rows=0.25).line() and "balanced" not in line
