@@ -17,7 +17,6 @@ from tests.e2e.processes import ROOT, run_here, run_script
 from tests.harness.ranks import RankPool
 
 EXAMPLES = [  # ulysses, ring
-    ("training_loop.py", (2, 1), (), None),
     ("hf_trainer.py", (2, 1), ("--output", "out"), "accelerate"),
     ("deepspeed_ulysses.py", (1, 2), (), "deepspeed"),
 ]
