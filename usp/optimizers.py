@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS
 from torch.optim._muon import _adjust_lr as adjusted_rate
 from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
+from torch.optim.adamw import adamw
 
 from usp.parallel import ParallelMesh, local_tensor
 from usp.parallel.reallocation.boxes import Box, box_at
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # takes half a second to import, and is needed where a parame
 Parameters: TypeAlias = Iterable[nn.Parameter]
 Matrices: TypeAlias = Sequence[nn.Parameter]
 BUFFER = "momentum_buffer"
+_AT_ONCE = 2**22  # elements of which there are moments in float32
 WIRE = torch.bfloat16  # of what Newton-Schulz takes and returns
 
 
@@ -88,6 +90,46 @@ class _LocalAdamW(torch.optim.AdamW):
         for kind in tensors:
             kind[:] = map(local_tensor, kind)
         return has_complex
+
+
+@dataclass(frozen=True)
+class HalfAdamW(AdamW):
+    """AdamW whose moments are kept in bfloat16: torch's fused update in float32, a part of a parameter at a time."""
+
+    @staticmethod
+    def of(config: Any) -> HalfAdamW:
+        return HalfAdamW(**vars(AdamW.of(config)))
+
+    def over(self, parameters: Parameters, matrices: Matrices = (), mesh: ParallelMesh | None = None) -> _HalfAdamW:
+        return _HalfAdamW(super().over(parameters).param_groups, betas=self.betas, eps=self.eps)
+
+    @staticmethod
+    def first_state(parameter: Tensor, matrix: bool = False) -> dict[str, Tensor]:
+        moment = partial(torch.zeros_like, parameter.detach(), dtype=torch.bfloat16)
+        return {"step": torch.zeros((), device=parameter.device), "exp_avg": moment(), "exp_avg_sq": moment()}
+
+
+class _HalfAdamW(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+            beta1, beta2 = group["betas"]
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state.update(HalfAdamW.first_state(parameter))
+                state["step"] += 1
+                tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+                rows = max(1, _AT_ONCE // max(1, parameter.shape[1:].numel()))
+                parts = (torch.atleast_1d(local_tensor(tensor)).split(rows) for tensor in tensors)
+                for weight, gradient, *kept in zip(*parts, strict=True):
+                    average, squares = (moment.float() for moment in kept)
+                    moments, before = ([average], [squares]), [state["step"] - 1]  # the call counts its step
+                    adamw([weight], [gradient], *moments, [], before, fused=True, beta1=beta1, beta2=beta2, **options)
+                    kept[0].copy_(average)
+                    kept[1].copy_(squares)
 
 
 @dataclass(frozen=True)
@@ -303,6 +345,13 @@ def _degrees_without_a_group(config: Any) -> Iterator[str]:
         yield f"--optimizer muon does not support {degrees}: use --tp 1 or --ep 1, or --optimizer adamw"
 
 
+def _betas_beyond_bfloat16(config: Any) -> Iterator[str]:
+    for name in ("adam_beta1", "adam_beta2"):
+        if (beta := getattr(config, name)) > 0.99:
+            given = f"--{name.replace('_', '-')} = {beta:g} must be at most 0.99 with --optimizer adamw-bf16"
+            yield f"{given}, because bfloat16 rounds smaller changes of a moment away: lower it, or use adamw"
+
+
 def _gram_products(a: int, b: int) -> Sequence[tuple[int, int, int]]:
     return (a, b, a), (a, a, a), (a, a, b)
 
@@ -312,6 +361,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     each.name: each
     for each in (
         Optimizer("adamw", AdamW.of, _ADAM, engines=("fsdp2", "deepspeed")),
+        Optimizer(
+            "adamw-bf16",
+            HalfAdamW.of,
+            _ADAM,
+            "AdamW with moments in bfloat16, half the memory",
+            states=1,
+            refuses=_betas_beyond_bfloat16,
+        ),
         Optimizer(
             "muon",
             Muon.of,

@@ -88,9 +88,9 @@ def test_a_new_optimizer_is_one_entry() -> None:
     run = subprocess.run([sys.executable, "-c", NEW], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
-        "--adam-eps = 1e-06 is an option of --optimizer adamw or muon: remove it",
+        "--adam-eps = 1e-06 is an option of --optimizer adamw or adamw-bf16 or muon: remove it",
         "--muon-momentum = 0.5 is an option of --optimizer muon: remove it",
         "--optimizer = signs is not supported by --engine deepspeed: remove it, or use --engine fsdp2",
-        "--optimizer = 'sign' must be one of adamw, muon, signs (did you mean 'signs'?)",
+        "--optimizer = 'sign' must be one of adamw, adamw-bf16, muon, signs (did you mean 'signs'?)",
         "True True",
     ]

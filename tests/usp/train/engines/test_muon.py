@@ -199,7 +199,7 @@ def test_what_has_no_muon_is_refused(tmp_path: Path) -> None:
         ({"engine": "deepspeed"}, "--optimizer = muon is not supported by --engine deepspeed"),
         ({"tp": 2, "ep": 2, "tp_sequence_parallel": True}, "use --tp 1 or --ep 1, or --optimizer adamw"),
         ({"optimizer": "adamw", "muon_momentum": 0.9}, "--muon-momentum = 0.9 is an option of --optimizer muon"),
-        ({"optimizer": "Muon"}, "--optimizer = 'Muon' must be one of adamw, muon"),
+        ({"optimizer": "Muon"}, "--optimizer = 'Muon' must be one of adamw, adamw-bf16, muon"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             resolve(replace(config, **changes), 2).valid()
