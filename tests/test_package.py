@@ -153,6 +153,7 @@ print(usp.__file__)
 
 
 @pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.slow(but=1)
 def test_modules_of_a_user_are_called_what_they_want(tmp_path: Path, installed: bool) -> None:
     """attention.py and parallel.py beside a script that imports usp, from the repository or a wheel."""
     (user := tmp_path / "user").mkdir()

@@ -240,6 +240,7 @@ def test_layers_of_a_training_step_stop_the_host_for_routing_only(steps: Steps, 
     assert syncs.total() <= 2 * most, syncs  # forward and recomputation
 
 
+@pytest.mark.slow
 def test_the_layer_after_experts_is_gathered_before_their_routing_stops_the_host(steps: Steps) -> None:
     _, world_size, flags, _ = LAYOUTS["experts"]
     findings = steps(trained, "mixtral-deep", world_size, "", **flags)

@@ -45,6 +45,7 @@ VALUES: dict[str, list[str]] = {
     "--router-balance": ["step", "micro-batch", "batch"],
     "--rope-scaling": ["none", "none", "none", "yarn", "warp"],
     "--export-dtype": ["auto", "float32", "bfloat16", "int8"],
+    "--optimizer": ["adamw", "adamw-bf16", "muon", "lion"],
     "--adam-eps": ["1e-8", "0", "inf"],
     "--learning-rate": ["1e-3", "0", "nan", "fast"],
     "--steps": ["1", "5", "0"],

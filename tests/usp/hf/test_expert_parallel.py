@@ -234,6 +234,7 @@ def test_ten_steps_match_a_single_process(ranks: RankPool, alone: dict, family: 
 
 
 @pytest.mark.parametrize("broken", [Break(balance=True), Break(gradient=True)], ids=str)
+@pytest.mark.slow(but=1)
 def test_broken_steps_are_detected(ranks: RankPool, alone: dict, broken: Break) -> None:
     found = ranks.run(train_sharded, 4, *GRIDS[0], FEW_STEPS, broken)
     assert largest_difference(found, alone["mixtral"]) > 1e-4

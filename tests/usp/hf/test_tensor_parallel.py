@@ -114,6 +114,7 @@ def test_steps_match_a_single_process(ranks: RankPool, alone: dict, case: Case) 
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+@pytest.mark.slow(but=1)
 def test_missing_gradient_reduction_is_detected(ranks: RankPool, alone: dict, family: str) -> None:
     case = Case(family, ParallelDims(tp=2), sequence_parallel=False, broken="layers.*.self_attn.q_norm")
     assert largest_difference(ranks.run(train, 2, case, STEPS), alone[family]) > 1e-4
