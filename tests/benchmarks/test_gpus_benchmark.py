@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from benchmarks import gpus
@@ -14,7 +13,6 @@ def checks() -> list[Check]:
     return gpus.run(torch.device("cpu"), tiny=True)
 
 
-@pytest.mark.slow
 def test_every_measurement_runs_on_toy_sizes(ranks: RankPool) -> None:
     first, second = ranks.run(checks, 2)
     assert len(first) == len(second) == 3

@@ -108,7 +108,6 @@ def one_after_the_other() -> list[float]:
     return found
 
 
-@pytest.mark.slow
 def test_other_grids_have_other_graphs(ranks: RankPool) -> None:
     assert ranks.run(one_after_the_other, 2) == [[0.0] * 2] * 2
 

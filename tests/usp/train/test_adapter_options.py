@@ -212,7 +212,7 @@ def test_a_dry_run_has_the_optimizer_states_of_all_that_is_trained() -> None:
         ),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 def test_what_cannot_be_trained_is_refused(whole: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     if "resume" in changes:
         changes = changes | {"resume": str(whole / CHECKPOINTS / "step-00000004"), "steps": 8}

@@ -96,7 +96,6 @@ def go_on(folder: str) -> list[tuple[float, float]]:
     return history
 
 
-@pytest.mark.slow
 def test_a_checkpoint_passes_from_engine_to_engine(alone: torch.Tensor, tmp_path: Path) -> None:
     found = torch.tensor(run_ranks(go_on, 2, str(tmp_path)), dtype=torch.float64)
     assert ((found / alone - 1).abs() <= 1e-5).all(), (found / alone - 1).abs().amax((0, 2))

@@ -74,7 +74,6 @@ def differing(
     return found
 
 
-@pytest.mark.slow
 def test_a_vocabulary_of_32_000(ranks: RankPool) -> None:
     works, layouts = tuple(replace(work, max_new_tokens=8) for work in WORKS), LAYOUTS[1:3]
     found = differing(ranks, 32000, torch.float32, works, 8, layouts)
