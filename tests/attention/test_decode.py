@@ -182,7 +182,7 @@ def _tokens(kv_heads: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("world_size", "layout", "part"), [(2, "zigzag", 8), (2, "zigzag", 3), (4, "striped", 2)])
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_steps_on_a_sharded_cache_match_dense_attention(
     ranks: RankPool, world_size: int, layout: str, part: int
 ) -> None:

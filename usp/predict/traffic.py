@@ -15,7 +15,7 @@ from usp.model.facts import NO_ATTENTION, ParameterShape
 
 from .job import ADAPTER, PASSES, Job, Pass, Schedule, actions, shared
 
-BFLOAT16, FLOAT32 = 2, 4  # bytes: FLOAT32 of sharded parameters and of gradient reductions
+FLOAT32 = 4  # bytes: of sharded parameters and of gradient reductions
 FLOAT64 = INT64 = 8
 _ring = lru_cache(maxsize=256)(ring_schedule)  # which does not depend on the Ulysses degree
 

@@ -214,6 +214,7 @@ def with_faults() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_faults_of_a_step_are_noticed(ranks: RankPool) -> None:
     (found,) = ranks.run(with_faults, 1)
     missed = {name: found[name] for name, (_, text) in FAULTS.items() if not found[name].startswith(text)}
