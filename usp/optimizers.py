@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class AdamW:
     weight_decay: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    moments: ClassVar[torch.dtype | None] = None  # their dtype; None: that of the parameter
 
     @staticmethod
     def of(config: Any) -> AdamW:
@@ -73,11 +74,11 @@ class AdamW:
             kind = _LocalAdamW if isinstance(parameter, DTensor) else kind
         return kind(list(groups.values()), betas=self.betas, eps=self.eps, fused=True)
 
-    @staticmethod
-    def first_state(parameter: Tensor, matrix: bool = False) -> dict[str, Tensor]:
+    @classmethod
+    def first_state(cls, parameter: Tensor, matrix: bool = False) -> dict[str, Tensor]:
         """Return the state that the first step would make for a parameter, `matrix` of a layer or any other; the count
         is where the fused kernel updates it."""
-        moment = partial(torch.zeros_like, parameter.detach())
+        moment = partial(torch.zeros_like, parameter.detach(), dtype=cls.moments)
         return {"step": torch.zeros((), device=parameter.device), "exp_avg": moment(), "exp_avg_sq": moment()}
 
 
@@ -96,17 +97,14 @@ class _LocalAdamW(torch.optim.AdamW):
 class HalfAdamW(AdamW):
     """AdamW whose moments are kept in bfloat16: torch's fused update in float32, a part of a parameter at a time."""
 
+    moments = torch.bfloat16
+
     @staticmethod
     def of(config: Any) -> HalfAdamW:
         return HalfAdamW(**vars(AdamW.of(config)))
 
     def over(self, parameters: Parameters, matrices: Matrices = (), mesh: ParallelMesh | None = None) -> _HalfAdamW:
         return _HalfAdamW(super().over(parameters).param_groups, betas=self.betas, eps=self.eps)
-
-    @staticmethod
-    def first_state(parameter: Tensor, matrix: bool = False) -> dict[str, Tensor]:
-        moment = partial(torch.zeros_like, parameter.detach(), dtype=torch.bfloat16)
-        return {"step": torch.zeros((), device=parameter.device), "exp_avg": moment(), "exp_avg_sq": moment()}
 
 
 class _HalfAdamW(torch.optim.AdamW):
@@ -147,8 +145,8 @@ class Muon(AdamW):
         assert mesh is not None
         return MuonAdamW(self, parameters, matrices, mesh)
 
-    @staticmethod
-    def first_state(parameter: Tensor, matrix: bool = False) -> dict[str, Tensor]:
+    @classmethod
+    def first_state(cls, parameter: Tensor, matrix: bool = False) -> dict[str, Tensor]:
         return {BUFFER: torch.zeros_like(parameter.detach())} if matrix else AdamW.first_state(parameter)
 
 
