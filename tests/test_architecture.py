@@ -36,8 +36,8 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/rlhf": 13406,
     "usp/run": 1353,
     "usp/sp": 2355,
-    "usp/train": 3810,
-    "usp": 41578,
+    "usp/train": 3811,
+    "usp": 41577,
 }
 MAP = ROOT / "docs" / "architecture.md"
 
