@@ -11,8 +11,9 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, cast
+
+import torch
 
 from usp.config import CommonConfig, TrainConfig, by_stage
 from usp.fields import as_given, changed_ones, flag, shared_values, value_violations
@@ -156,10 +157,10 @@ def _micro_batches(config: TrainConfig) -> Iterator[str]:
         yield f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}"
 
 
-def _zero_bubble(config: TrainConfig, torch: str = version("torch")) -> Iterator[str]:  # read from a file, once
+def _zero_bubble(config: TrainConfig) -> Iterator[str]:
     if config.pp == 1 or config.pp_schedule != "zero-bubble":
         return
-    if violation := schedule_violation(config.pp_schedule, torch):
+    if violation := schedule_violation(config.pp_schedule, torch.__version__):
         yield f"--pp-schedule = zero-bubble: {violation}"
     if config.zero > 1:
         yield f"--zero = {config.zero} frees after each backward what zero-bubble needs in two parts: use --zero 1"
