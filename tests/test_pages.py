@@ -105,9 +105,8 @@ def sharded_logits(code: str) -> torch.Tensor:
     model, ids = AutoModelForCausalLM.from_config(config), torch.arange(64).unsqueeze(0)
     whole = model(ids).logits
     names = {"model": model, "ids": ids, "labels": ids, "device_type": "cpu"}
-    exec(code, names)
-    positions = names["batch"]["position_ids"][0]
-    return (names["logits"] - whole[:, positions]).abs().max().detach()
+    batch, logits = names_after(code, names, ("batch", "logits"))
+    return (logits - whole[:, batch["position_ids"][0]]).abs().max().detach()
 
 
 def test_the_snippet_of_the_readme_runs(ranks: RankPool) -> None:
