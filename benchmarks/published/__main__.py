@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.harness.record import Record, finish, parser_of
 
-from . import foundry, magi, suites, torchtitan, trl, usp_paper
+from . import foundry, magi, suites, torchtitan, trl, unseen, usp_paper
 from .row import Row, Source, mean_error
 
 MISS, RECENT = 0.15, 2024
@@ -71,7 +71,7 @@ def _notes(sources: Sequence[Source]) -> Iterator[str]:
 
 def main() -> None:
     args = parser_of(QUESTION).parse_args()
-    sources = [module.source() for module in (torchtitan, usp_paper, magi, trl, suites)]
+    sources = [module.source() for module in (torchtitan, usp_paper, magi, trl, suites, unseen)]
     finish(record([*sources, *foundry.sources()]), args)
 
 

@@ -14,6 +14,8 @@ QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings
 QWEN25_14B = {"intermediate_size": 13824, "num_hidden_layers": 48}
 _TWO = {"batch_size": 2, "micro_batches": 2, "zero": 3, "ac": "full"}
 _PRIME = {**_TWO, "compile": True}
+_ZERO2 = {**_TWO, "zero": 2}
+_NEMO = {**_PRIME, "seq_len": 8 * K, "sp_ring": 2, "batch_size": 4, "micro_batches": 4}
 STEPS: tuple[tuple[str, str, dict[str, Any], str, int, dict[str, Any], float], ...] = (
     # name, preset, changes of it, node, GPUs, options, seconds
     ("prime-rl, Qwen3-0.6B, 8K", "qwen3-8b", QWEN3_06B, "h100", 1, {"seq_len": 8 * K, **_PRIME}, 0.62),
@@ -22,24 +24,8 @@ STEPS: tuple[tuple[str, str, dict[str, Any], str, int, dict[str, Any], float], .
     ("prime-rl, Qwen3-4B, 16K", "qwen3-8b", QWEN3_4B, "h200", 8, {"seq_len": 16 * K, **_PRIME}, 4.71),
     ("prime-rl, Qwen3-4B, 16K", "qwen3-8b", QWEN3_4B, "b200", 8, {"seq_len": 16 * K, **_PRIME}, 3.74),
     ("prime-rl, Qwen3-4B, 64K", "qwen3-8b", QWEN3_4B, "b200", 8, {"seq_len": 64 * K, **_PRIME}, 39.61),
-    (
-        "NeMo Automodel, llama3-70b, 8K, ring 2",
-        "llama3-70b",
-        {},
-        "h100",
-        64,
-        {"seq_len": 8 * K, "sp_ring": 2, "batch_size": 4, "micro_batches": 4, "zero": 3, "ac": "full", "compile": True},
-        18.90,
-    ),
-    (
-        "ms-swift, Qwen2.5-14B, 8K, ZeRO-2",
-        "qwen2.5-32b",
-        QWEN25_14B,
-        "a800",
-        8,
-        {"seq_len": 8 * K, **_TWO, "zero": 2},
-        10.32,
-    ),
+    ("NeMo Automodel, llama3-70b, 8K, ring 2", "llama3-70b", {}, "h100", 64, _NEMO, 18.90),
+    ("ms-swift, Qwen2.5-14B, 8K, ZeRO-2", "qwen2.5-32b", QWEN25_14B, "a800", 8, {"seq_len": 8 * K, **_ZERO2}, 10.32),
     ("ms-swift, Qwen2.5-14B, 8K, ZeRO-3", "qwen2.5-32b", QWEN25_14B, "a800", 8, {"seq_len": 8 * K, **_TWO}, 10.56),
 )
 KERNELS = {"prime-rl, Qwen3-0.6B, 8K": "flash3", "prime-rl, Qwen3-0.6B, 16K": "flash3"}

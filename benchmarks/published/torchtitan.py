@@ -11,13 +11,8 @@ from usp.predict.traffic import step_traffic
 
 from .row import K, Row, Source, step_job
 
-LLAMA2_13B = {
-    "hidden_size": 5120,
-    "intermediate_size": 13824,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 40,
-}
+LLAMA2_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40}
+LLAMA2_13B |= {"num_attention_heads": 40, "num_key_value_heads": 40}
 A100: tuple[tuple[str, dict[str, Any], int, int, str, float], ...] = (
     # model, changes of the preset, tokens, sequences of a GPU, recomputation, tokens/s of a GPU
     ("llama3-8b", {}, 8 * K, 1, "selective layer", 2904),

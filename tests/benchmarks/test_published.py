@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
 
-from benchmarks.published import foundry, magi, torchtitan, usp_paper
+from benchmarks.published import foundry, magi, torchtitan, unseen, usp_paper
 from benchmarks.published.__main__ import record
 from benchmarks.published.row import Row, Source
 from usp.parallel import load_hardware
+from usp.predict.seconds import PUBLISHED_ERRORS
 
 
 def test_partial_recomputation_lies_between_none_and_full() -> None:
@@ -24,6 +26,12 @@ def test_partial_recomputation_lies_between_none_and_full() -> None:
 @pytest.mark.slow
 def test_tables_6_and_7_are_whole() -> None:
     assert Counter(row.name.split(",")[0] for row in usp_paper.source().rows) == {"Table 6": 26, "Table 7": 5}
+
+
+@pytest.mark.slow
+def test_the_errors_that_tables_print_are_those_of_unseen_rows() -> None:
+    printed = ", ".join(f"{kind} {error:.0%}" for kind, error in PUBLISHED_ERRORS.items())
+    assert printed == re.sub(r"\.\d% \(\d+\)", "%", unseen.source().notes[-1].split(": ")[1].rstrip("."))
 
 
 def test_every_system_of_the_study_has_all_its_rows() -> None:

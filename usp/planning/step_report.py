@@ -24,7 +24,7 @@ from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job, even_documents
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
-from usp.predict.seconds import PUBLISHED_ERROR, StepTime, counted_seconds, step_seconds
+from usp.predict.seconds import StepTime, counted_seconds, published_error, step_seconds
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
 from usp.run.metrics import METRICS_FILE, parse_steps, seconds
@@ -225,7 +225,7 @@ def _times(report: StepReport) -> Grid:
     total, names = report.time.total, {"attention": f"attention by {', '.join(report.time.kernels)}"}
     slowest = sorted(report.time.parts.items(), key=lambda item: -item[1])
     rows = [(names.get(part, part), seconds(took), f"{took / total:.1%}") for part, took in slowest if took]
-    rows.append(("step", seconds(total), f"+-{PUBLISHED_ERROR:.0%}"))
+    rows.append(("step", seconds(total), f"+-{published_error(report.job)[1]:.0%}"))
     rows.append(("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""))
     rows.append(("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""))
     rows.append(("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""))
