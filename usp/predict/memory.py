@@ -218,12 +218,12 @@ def _backward(job: Job, stage: int, later: bool) -> Iterator[tuple[str, int, int
     accumulates = zero < 2 and job.config.micro_batches > 1  # unsharded gradients
     reduces = (later or not accumulates) and not job.splits_backwards
     root, layer = units.around, units.largest
-    sums = units.numel * FLOAT32 if accumulates and later else 0
+    sums = units.trained_numel * FLOAT32 if accumulates and later else 0
     prefetched = layer.gathered(size) if zero == 3 and layer.numel > layer.shard else 0
     # What reduces gradients stays until the next reduction: the root's of the micro-batch before, or a layer's, whose
     # activations are gone.
     reducing = root.reduced * FLOAT32 if zero >= 2 and later else 0
-    every, weights = units.numel - root.numel, units.gathered(size) - root.gathered(size)
+    trained, weights = units.trained_numel - root.trained_numel, units.gathered(size) - root.gathered(size)
     whole = sums + reducing + root.gathered(size) + (prefetched if zero == 3 else weights)
     if stage == job.last_stage:
         yield "loss", 0, whole, 0
@@ -232,7 +232,7 @@ def _backward(job: Job, stage: int, later: bool) -> Iterator[tuple[str, int, int
     yield "last layer", 0, whole + (layer.gathered(size) if zero == 3 else 0), reduction
     whole = sums + root.gathered(size) + (layer.gathered(size) if reduces or zero == 3 else weights)
     gradients = (units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
-    whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
+    whole += FLOAT32 * (layer.reduced if reduces else 0 if later else trained - layer.trained_numel)
     yield "first layer", gradients, whole, 0
     if reduces:
         gradients += layer.trained_shard * FLOAT32

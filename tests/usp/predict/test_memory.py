@@ -144,6 +144,12 @@ def test_zero_stages_shard_parameters_and_optimizer_states() -> None:
     assert sharded[2].peak.total < sharded[0].peak.total < whole.peak.total
 
 
+def test_frozen_weights_have_no_gradients_to_sum_over_micro_batches() -> None:
+    flags: dict[str, Any] = {"model": "llama3-8b", "seq_len": 2048, "ac": "full", "lora_rank": 16} | _TWO
+    summed, reduced = (footprint(job(1, **flags, zero=zero), 0).peak.total for zero in (1, 2))
+    assert summed == pytest.approx(reduced, rel=0.01)
+
+
 @pytest.mark.parametrize("schedule", PP_SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [8, 12])
 def test_every_micro_batch_passes_each_stage_once(schedule: str, micro_batches: int) -> None:
