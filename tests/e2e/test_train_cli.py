@@ -64,9 +64,8 @@ def test_the_saved_model_has_learned(finished: tuple[Path, Ended]) -> None:
 def test_a_run_chooses_its_own_degrees(ranks: RankPool, tmp_path: Path) -> None:
     flags = ["--plan", "auto", "--hardware", "h100", "--global-batch-size", "2", "--seq-len", "512", "--steps", "2"]
     ended = ranks.run(run_here, 2, "train", [*flags, "--output", "run"], tmp_path)[0]
-    assert (
-        ended.out.count("layouts the simplest within 3% of the fastest") == 1 and len(metrics_of(tmp_path / "run")) == 2
-    )
+    assert ended.out.count("layouts the simplest within 17% of the fastest") == 1
+    assert len(metrics_of(tmp_path / "run")) == 2
     chosen = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert chosen["plan"] == "none" and chosen["batch_size"] * chosen["dp_shard"] * chosen["dp_replicate"] == 2
     assert metrics_of(tmp_path / "run")[0]["tokens"] == 2 * 512

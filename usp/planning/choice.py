@@ -1,4 +1,4 @@
-"""The fastest configuration for a run, what bounds it, why others are slower, and which published tips it breaks."""
+"""The configuration for a run, what bounds it, what others gain and cost, and which published tips it breaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from usp.parallel import Hardware, ParallelDims
 from usp.predict.devices import Memory, hardware_here
 from usp.predict.job import ONE_DOCUMENT, Data, Job, shared
 from usp.predict.memory import host_bytes, peak_moment
-from usp.predict.seconds import PUBLISHED_ERROR, exposure, least_seconds, step_seconds
+from usp.predict.seconds import exposure, least_seconds, published_error, step_seconds
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
@@ -29,7 +29,7 @@ from usp.train.resolve import job_of, resolve
 
 from .job_cost import Jobs, Terms, with_jobs
 from .question import CHOSEN, Tried, enough_devices, from_rank_0, silent
-from .search import DEGREES, NOISE, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
+from .search import CLOSE, DEGREES, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
 from .step_report import FIGURES, StepReport, figures, step_report
 
 _degrees = attrgetter(*DEGREES, "sp_order")
@@ -200,7 +200,7 @@ def contradicted(choice: Choice) -> Iterator[str]:
         if other := search.run(keep=1, every=following).preferred:
             yield (
                 f"{tip}. The fastest that follows it, {candidate_text(other)}, takes "
-                f"{seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"
+                f"{seconds(other.time.total)} ({compared(other, choice.best)})"
             )
         else:
             reason = f"None of the {len(following)} layouts that follow it fits into memory"
@@ -229,7 +229,7 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     if launch.rank == 0:
         on_host = f"({best.memory.host / GIB:.1f} GiB of a host's memory) " if best.memory.host else ""
         print(
-            f"plan: {candidate_text(best)}, of {choice.result.layouts} layouts the simplest within {NOISE:.0%} of the "
+            f"plan: {candidate_text(best)}, of {choice.result.layouts} layouts the simplest within {CLOSE:.0%} of the "
             f"fastest, {seconds(best.time.total)} per step and {best.memory.device / GIB:.1f} GiB {on_host}predicted "
             f"on {hardware.name} with attention by {', '.join(best.time.kernels)}"
         )
@@ -242,13 +242,17 @@ def tell(say: Callable[[str], None], tried: int, layouts: int) -> None:
         say(f"planning: {tried} of {layouts} layouts tried; most are ruled out by their bounds")
 
 
-def why_slower(candidate: Candidate, first: Candidate) -> str:
-    """Return the two components that take longest compared with the first candidate."""
-    its = first.time.parts
-    longer = ((name, took - its.get(name, 0.0)) for name, took in candidate.time.parts.items())
-    largest = sorted(longer, key=lambda item: -item[1])[:2]
-    words = [f"{name} +{seconds(more)}" for name, more in largest if more > 0.001 * first.time.total]
-    return ", ".join(words) or "equally fast"
+def compared(candidate: Candidate, first: Candidate) -> str:
+    """Return how much longer a candidate takes than the first, and the two components that differ most."""
+    its, total = first.time.parts, first.time.total
+    differences = ((name, took - its.get(name, 0.0)) for name, took in candidate.time.parts.items())
+    largest = sorted(differences, key=lambda item: -abs(item[1]))[:2]
+    words = [f"{name} {_signed(more)}" for name, more in largest if abs(more) > 0.001 * total]
+    return f"{candidate.time.total / total - 1:+.1%}: {', '.join(words)}" if words else "equally fast"
+
+
+def _signed(took: float) -> str:
+    return f"{'-' if took < 0 else '+'}{seconds(abs(took))}"
 
 
 def bound(candidate: Candidate, memory_bytes: float) -> str:
@@ -275,13 +279,14 @@ def render_plan(choice: Choice, terms: Terms) -> tuple[Group, Jobs]:
             f"{size(sent)} sent by a rank, {seconds(proof.time.total)} per step"
         )
     numbered = [(str(number), each) for number, each in enumerate(choice.shown, start=1)]
-    lines += [f"{number} compared with 1: {why_slower(candidate, first)}" for number, candidate in numbered[1:]]
+    lines += [f"{number} compared with 1: {compared(candidate, first)}" for number, candidate in numbered[1:]]
     lines += [f"note: {words}" for words in contradicted(choice)]
+    kind, error = published_error(choice.job)
     kernels = ", ".join(sorted({kernel for candidate in choice.shown for kernel in candidate.time.kernels}))
     titles = (
-        f"The simplest of the plans within {NOISE:.0%} of the fastest (fewest degrees above 1; then no offload, least "
-        "recomputation, no tiles, one micro-batch, lowest ZeRO stage), and the fastest of each set of "
-        f"axes; attention by {kernels}; published steps are predicted within {PUBLISHED_ERROR:.0%} on average",
+        f"The simplest plan within {CLOSE:.0%} of the fastest (no offload, fewest axes, least recomputation), then the "
+        f"fastest of each set of axes; attention by {kernels}; published steps of {kind} are predicted within "
+        f"{error:.0%} on average",
         "The same degrees with each recomputation, with and without its offload, where it fits",
     )
     options = [("", each) for each in choice.search.by_memory_option(result)]

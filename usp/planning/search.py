@@ -2,7 +2,7 @@
 
 The search takes layouts, and of each the ways to save activations, in the order of a lower bound of their seconds, and
 times those whose bound is below what is of interest: first the fastest of each family, the configurations with the
-same axes, then, in the order of their simplicity, those within `NOISE` of the fastest. Only the lowest ZeRO stage that
+same axes, then, in the order of their simplicity, those within `CLOSE` of the fastest. Only the lowest ZeRO stage that
 fits is timed, because higher ones communicate more; optimizer offload, which saves no time, only for lower ones."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from usp.model.facts import ModelFacts
 from usp.optimizers import OPTIMIZERS
 from usp.parallel import PP_SCHEDULES, divisors, micro_batch_violation
 from usp.predict.devices import Memory
-from usp.predict.seconds import StepTime
+from usp.predict.seconds import PUBLISHED_ERRORS, StepTime
 from usp.train.validate import violations
 
 from .question import Devices, Tried, silent, within
@@ -28,7 +28,8 @@ from .question import Devices, Tried, silent, within
 MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 FAMILIES = 6  # in a report
-NOISE = 0.03  # predicted steps that differ by less are taken as equal
+# Predicted steps that differ by less are taken as equal. What is more, of experts and float8, all layouts share.
+CLOSE = PUBLISHED_ERRORS["dense models"]
 DEGREES = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")  # outermost first
 D = TypeVar("D")
 
@@ -74,7 +75,7 @@ class Candidate:
 class SearchResult:
     """The result of a search."""
 
-    preferred: Candidate | None  # the simplest within `NOISE` of the fastest; None if nothing fits
+    preferred: Candidate | None  # the simplest within `CLOSE` of the fastest; None if nothing fits
     best: tuple[Candidate, ...]  # the fastest configuration of each family that fits, the fastest first
     layouts: int  # how many there are
     tried: int  # of these, how many were checked against the memory
@@ -96,11 +97,13 @@ def family(config: TrainConfig) -> tuple[str, ...]:
 
 
 def simplicity(config: TrainConfig) -> tuple[int, ...]:
-    """Return what orders configurations, the simplest first: the number of degrees above 1, then offload,
+    """Return what orders configurations, the simplest first: offload, the number of axes, then whether they have a
+    pipeline, tp, sequence parallelism, ep or replicas (the axes in the order in which an expert avoids them), then
     recomputation, MLP tiles, more than one micro-batch, and the ZeRO stage."""
+    sp = config.sp_ring * config.sp_ulysses
+    used = [degree > 1 for degree in (config.pp, config.tp, sp, config.ep, config.dp_replicate, config.dp_shard)]
     saved = AC_MODES.index(config.ac), int(config.mlp_tile > 0), int(config.micro_batches > 1)
-    used = sum(getattr(config, name) > 1 for name in DEGREES)
-    return used, config.ac_offload + config.optim_offload, *saved, config.zero
+    return config.ac_offload + config.optim_offload, sum(used), *used, *saved, config.zero
 
 
 def layouts(question: Question) -> Iterator[TrainConfig]:
@@ -218,18 +221,21 @@ class Search:
         return [each for each in options if only in (None, (each.ac, each.ac_offload))]
 
     def _simplest(self, fastest: Candidate, every: Sequence[TrainConfig], only: tuple[str, bool] | None) -> Candidate:
-        """Return the simplest configuration that takes at most `NOISE` longer than the fastest; of several the
+        """Return the simplest configuration that takes at most `CLOSE` longer than the fastest; of several the
         fastest."""
-        found, limit, least = [fastest], (1 + NOISE) * fastest.seconds, self.predictor.least_seconds
-        near = (layout for layout in every if least(layout) <= limit)
-        options = (each for layout in near for each in self._options(layout, only) if least(each) <= limit)
+        found, slowest, least = [fastest], (1 + CLOSE) * fastest.seconds, self.predictor.least_seconds
 
         def simplest(option: TrainConfig) -> tuple[int, ...]:
             return simplicity(changed(option, zero=1))
 
-        for option in within(options, simplest, lambda _: (*simplicity(found[0].config), math.inf)):
-            timed = (each for each in map(self.candidate, self._fitting(option)) if each.seconds <= limit)
-            found[0] = min([found[0], *timed], key=lambda each: (simplicity(each.config), each.seconds))
+        def limit(_: TrainConfig) -> tuple[float, ...]:
+            return *simplicity(found[0].config), math.inf
+
+        for layout in within((each for each in every if least(each) <= slowest), simplest, limit):
+            near = (each for each in self._options(layout, only) if least(each) <= slowest)
+            for option in within(near, simplest, limit):
+                timed = (each for each in map(self.candidate, self._fitting(option)) if each.seconds <= slowest)
+                found[0] = min([found[0], *timed], key=lambda each: (simplicity(each.config), each.seconds))
         return found[0]
 
     def by_memory_option(self, result: SearchResult) -> list[Candidate]:
