@@ -28,7 +28,7 @@ from usp.run.metrics import seconds
 from usp.run.tables import GIB, Grid
 
 from .call_cost import CallOptions, batchings
-from .estimates import Estimates, Measurements, layout_key
+from .estimates import Corrections, Estimates, Measurements, layout_key
 from .question import Devices, Tried, enough_devices, silent
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
 from .simulator import Simulation, Simulator
@@ -53,6 +53,7 @@ class RlhfQuestion(Devices):
     max_sequence: int = 8  # the highest ring x ulysses degree; 1: no sequence parallelism
     allowed: Callable[[ModelCall, CallLayout], bool] = lambda call, layout: True  # whether a model can have a layout
     measurements: Measurements | None = None  # of calls on these devices
+    corrections: Corrections = field(default_factory=Corrections)  # by what calls took in a run
     clock: Callable[[], float] = time.monotonic  # of every `until` and budget
 
     @cached_property
@@ -80,8 +81,9 @@ class RlhfQuestion(Devices):
     @cached_property
     def estimates(self) -> Estimates:
         """What the calls of a plan take."""
-        by_formula = Estimates(self.graph, self.models, self.workload, self.hardware, self.options)
-        return by_formula.with_factors(self.measurements.factors(by_formula, self.layouts) if self.measurements else {})
+        found = Estimates(self.graph, self.models, self.workload, self.hardware, self.options, self.corrections)
+        times = self.measurements.times(found, self.layouts) if self.measurements else ()
+        return replace(found, corrections=self.corrections.after(times))
 
     @property
     def facts(self) -> Facts:
@@ -91,18 +93,18 @@ class RlhfQuestion(Devices):
         layers = min(len(facts.windows) for facts in models)
         return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=any(f.num_experts for f in models))
 
-    def problem(self, until: float = math.inf, report: Tried = silent, estimates: Estimates | None = None) -> Problem:
+    def problem(self, until: float = math.inf, report: Tried = silent) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
         models and optimizer states; `until` and `report` as in `Problem.that_fit`. Raise NothingFits naming the calls
         that no layout fits, and ValueError for devices that are not whole hosts, or not connected."""
-        simulator = Simulator(self.graph, estimates or self.estimates, self.world_size)
+        simulator = Simulator(self.graph, self.estimates, self.world_size)
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload, self.clock).that_fit(until, report)
 
     def not_measured(self, plan: ExecutionPlan) -> Iterator[str]:
         """Yield which calls of a plan were not measured in its layouts, and how many layouts were not."""
-        measured = {(name, key) for name, of_call in self.estimates.factors.items() for key in of_call}
+        measured = {(name, key) for name, of_call in self.estimates.corrections.factors.items() for key in of_call}
         calls = [call.name for call in self.graph.calls if call.role]
         if missing := [key for name in calls if (key := (name, layout_key(plan[name]))) not in measured]:
             listed = "; ".join(f"{name} ({layout})" for name, layout in missing)

@@ -20,10 +20,10 @@ from usp.planning.estimates import (
     DECODE,
     PREFILL,
     UPDATE,
+    Corrections,
     Estimates,
     Measurements,
     Points,
-    Sizes,
     TimedPart,
     layout_key,
     model_key,
@@ -55,7 +55,7 @@ def law(layers: float, sequences: float, tokens: float) -> float:
 
 
 def measurements(parts: dict[TimedPart, Points]) -> Measurements:
-    return Measurements("here", "float32", 2, Sizes(), parts)
+    return Measurements("here", "float32", 2, {"layers": [1, 2], "counted": 0.5}, parts)
 
 
 def measured(*layouts: CallLayout) -> Estimates:
@@ -70,8 +70,8 @@ def measured(*layouts: CallLayout) -> Estimates:
     graph, models = ppo(), dict.fromkeys(("actor", "ref"), shape(2))
     models |= dict.fromkeys(("critic", "reward"), shape(2, scalar=True))
     estimates = Estimates(graph, models, WORKLOAD, load_hardware("a100"), CallOptions(DTYPE))
-    factors = measurements(parts).factors(estimates, {call.name: layouts for call in graph.calls})
-    return estimates.with_factors(factors)
+    times = measurements(parts).times(estimates, {call.name: layouts for call in graph.calls})
+    return replace(estimates, corrections=Corrections().after(times))
 
 
 def test_measurements_are_linear_between_and_beyond_their_points() -> None:
@@ -143,9 +143,9 @@ def test_calls_take_what_their_parts_take() -> None:
 def test_a_layout_that_was_not_measured_is_predicted_times_the_factor_of_a_similar_one() -> None:
     two, four = layout(0, 2), layout(0, 4)
     found = measured(two, four)
-    assert set(found.factors) == {call.name for call in found.graph.calls if call.role}
-    assert found.factors["ref_inference"].keys() == {"dp=2"}
-    (factor,) = found.factors["ref_inference"].values()
+    assert set(found.corrections.factors) == {call.name for call in found.graph.calls if call.role}
+    assert found.corrections.factors["ref_inference"].keys() == {"dp=2"}
+    (factor,) = found.corrections.factors["ref_inference"].values()
     expected = factor * found.formula("ref_inference", four)
     assert found.call_seconds("ref_inference", four) == pytest.approx(expected)
     assert found.call_seconds("advantages", four) == 0  # a function has no model
