@@ -168,7 +168,7 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
         function=asked.reward == FUNCTION,
     )
     if run:
-        workload = Workload(run.prompts, run.responses, run.group_size, max(run.responses))
+        workload = Workload(**vars(run), limit=max(run.responses))
     else:
         workload = Workload.of(asked.prompts, graph.group_size, asked.prompt_tokens, quantiles)
     critic = asked.critic or asked.actor

@@ -29,7 +29,6 @@ from usp.rlhf.prepare import PreparedRlhf
 from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions
 from usp.rlhf.role_specs import call_violations
 from usp.rlhf.runtime.copies import BUCKET_BYTES
-from usp.rlhf.runtime.measure import StepLengths
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.run.output import working
@@ -156,7 +155,7 @@ def moves(question: RlhfQuestion, before: ExecutionPlan, after: ExecutionPlan) -
 class SearchingPlanner:
     """A `usp.rlhf.replanning.Replanner` that searches from the running plan and the named ones."""
 
-    question: Callable[[StepLengths], RlhfQuestion]  # of the lengths of a step
+    question: RlhfQuestion  # of the run; a step has other lengths
     options: ReplanOptions
     seed: int
     completed: Callable[[ExecutionPlan], ExecutionPlan]  # returns a searched plan with what the run sets for every plan
@@ -167,7 +166,8 @@ class SearchingPlanner:
     ) -> Decision:
         """See `Replanner`. Lengths are expected to stay as those of the last step."""
         begin, number = time.perf_counter(), measured[-1].number
-        questions = [self.question(step.lengths) for step in measured]
+        load = self.question.workload
+        questions = [replace(self.question, workload=replace(load, **vars(step.lengths))) for step in measured]
         self.corrections = self.corrections.after(
             CallTime(call, layout, seconds, question.estimates.formula(call, layout))
             for step, question in zip(measured, questions, strict=True)
@@ -211,13 +211,9 @@ def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
     """Return what `train_rlhf` needs for --replan; raise ConfigurationError as `question_of`."""
     config = prepared.config
     try:
-        first = question_of(prepared)
+        question = question_of(prepared)
     except ValueError as error:
         raise ConfigurationError(f"--replan = {config.replan}: {error}") from error
-
-    def question(lengths: StepLengths) -> RlhfQuestion:
-        workload = Workload(lengths.prompts, lengths.responses, lengths.group_size, config.max_new_tokens)
-        return replace(first, workload=workload)
 
     options = ReplanOptions.parse(config.replan)
     return SearchingPlanner(question, options, config.seed, lambda plan: _completed(plan, prepared))

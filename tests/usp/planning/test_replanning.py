@@ -90,7 +90,7 @@ def decided(
 @pytest.mark.slow
 def test_a_search_corrects_the_running_plan_and_decides() -> None:
     alone = ExecutionPlan("alone", {call.name: ALONE for call in GRAPH.calls})
-    planner = SearchingPlanner(question, ReplanOptions(5, 0.01, 1e3), 0, lambda plan: plan)
+    planner = SearchingPlanner(question(SHORT), ReplanOptions(5, 0.01, 1e3), 0, lambda plan: plan)
     decision = decided(planner, LONG, alone, {"actor_train": 4.0})
     assert planner.corrections.factors["actor_train"]["one rank"] == pytest.approx(4.0)
     assert planner.corrections.factors["critic_train"]["one rank"] == pytest.approx(1.0)
