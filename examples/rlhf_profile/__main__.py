@@ -109,7 +109,7 @@ def measure(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     from usp.predict.rounds import Rounds
     from usp.train.checkpoints import from_first_rank
 
-    from .measuring import Sizes, measure_calls
+    from .measuring import Sizes, measure_calls, save
 
     launch = Launch.from_environment(environ)
     set_library_defaults(launch, environ)
@@ -132,7 +132,7 @@ def measure(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
 
         def keep(measured: Measurements) -> None:
             if launch.rank == 0:
-                measured.save(asked.out)
+                save(measured, asked.out)
 
         measured = measure_calls(calls, known, rounds, groups, progress, keep)
         if launch.rank == 0:

@@ -5,18 +5,20 @@ Every layout is measured on all of its ranks, in turns (`usp.predict.rounds`). A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from usp.data.store import write_json
 from usp.hf.models import model_facts, with_layers
 from usp.hf.tensor_parallel import model_shape
 from usp.parallel import ParallelMesh, ProcessGroups
-from usp.planning.estimates import DECODE, PREFILL, UPDATE, Measurements, TimedPart, layout_key, model_key
+from usp.planning.estimates import DECODE, PREFILL, UPDATE, VERSION, Measurements, TimedPart, layout_key, model_key
 from usp.planning.question import silent
 from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS
@@ -86,6 +88,16 @@ def measure_calls(
                 points.setdefault(measured, {})[at] = seconds
         keep(replace(known, points=points))
     return replace(known, points=points)
+
+
+def save(measured: Measurements, path: Path) -> None:
+    """Write measurements as JSON, for `Measurements.load`."""
+    parts = [
+        {**asdict(part), "points": [[*at, seconds] for at, seconds in points.items()]}
+        for part, points in sorted(measured.points.items())
+    ]
+    made_of = {name: getattr(measured, name) for name in ("device", "dtype", "ranks", "sizes")}
+    write_json(path, {"version": VERSION, **made_of, "parts": parts})
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from usp.data.store import write_json
 from usp.model.facts import ModelShape
 from usp.parallel import Hardware
 from usp.predict.job import Job
@@ -237,15 +236,6 @@ class Measurements:
                     seconds = _MeasuredCalls(layout, shape, *setting, self, key).cost(call).total
                     if not math.isnan(seconds):
                         yield CallTime(call.name, layout, seconds, estimates.formula(call.name, layout))
-
-    def save(self, path: Path) -> None:
-        """Write the measurements as JSON."""
-        parts = [
-            {**asdict(part), "points": [[*at, seconds] for at, seconds in points.items()]}
-            for part, points in sorted(self.points.items())
-        ]
-        made_of = {name: getattr(self, name) for name in ("device", "dtype", "ranks")}
-        write_json(path, {"version": VERSION, **made_of, "sizes": self.sizes, "parts": parts})
 
     @staticmethod
     def load(path: Path) -> Measurements:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.rlhf_profile.measuring import save
 from tests.usp.rlhf.toy import ppo
 from usp.hf.models import load_model_config, model_facts, scalar_config, with_layers
 from usp.hf.tensor_parallel import model_shape
@@ -88,7 +89,7 @@ def test_measurements_are_linear_between_and_beyond_their_points() -> None:
 def test_measurements_are_read_as_they_were_written(tmp_path: Path) -> None:
     written = measurements({TimedPart("m", DECODE, "dp=2"): grid(law), TimedPart("m", PREFILL, "tp=2"): grid(law)})
     path = tmp_path / "profile.json"
-    written.save(path)
+    save(written, path)
     assert Measurements.load(path) == written
     assert Measurements.load(path).points == written.points
     for text in ("{}", "no JSON", '{"version": 7, "parts": []}'):
@@ -100,7 +101,7 @@ def test_measurements_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_a_file_with_the_seconds_of_processors_is_read(tmp_path: Path) -> None:
     written = measurements({TimedPart("m", DECODE, "dp=2"): grid(law)})
     path = tmp_path / "profile.json"
-    written.save(path)
+    save(written, path)
     values = json.loads(path.read_text()) | {"cores": 2, "step": [0.5, 0.5], "moves": [0.1, 0.01, 1e-6]}
     for part in values["parts"]:
         part["points"] = [[*point, 0.25] for point in part["points"]]
