@@ -93,18 +93,6 @@ class CallCost:
         return sum(self.seconds.values())
 
 
-def call_cost(
-    call: ModelCall,
-    layout: CallLayout,
-    model: ModelShape,
-    workload: Workload,
-    hardware: Hardware,
-    options: CallOptions = CallOptions(),
-) -> CallCost:
-    """Return what a call takes by formula; raise as `Calls.cost`."""
-    return Calls(layout, model, workload, hardware, options).cost(call)
-
-
 def weight_elements(layout: CallLayout, model: ModelShape, options: CallOptions) -> int:
     """Return the parameter elements of the rank that holds most in a layout."""
     tokens = _prefill_multiple(layout) * layout.dims.tp  # a short row: only weights matter
@@ -215,7 +203,7 @@ class Calls:
     model: ModelShape
     workload: Workload
     hardware: Hardware
-    options: CallOptions
+    options: CallOptions = CallOptions()
 
     def cost(self, call: ModelCall) -> CallCost:
         """Return what a call takes; raise ValueError for functions, and hardware that is too small or lacks the

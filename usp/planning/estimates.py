@@ -30,7 +30,7 @@ from usp.rlhf.graph import DataflowGraph, Inference
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
 
-from .call_cost import CallOptions, Calls, call_cost, weight_elements
+from .call_cost import CallOptions, Calls, weight_elements
 from .workload import Batching, Workload
 
 PREFILL, DECODE, UPDATE = "prefill", "decode", "update of "
@@ -109,7 +109,7 @@ class Estimates:
             work = call.work.head if isinstance(call.work, Inference) else call.name
             self._like[call.name] = first.setdefault((work, id(models[call.role])), call.name)
         self._placed = cache(self._somewhere)
-        self._cost = cache(lambda call, at: call_cost(graph[call], at, models[graph[call].role], *setting))
+        self._cost = cache(lambda call, at: Calls(at, models[graph[call].role], *setting).cost(graph[call]))
         self._elements = cache(lambda role, at: weight_elements(at, models[role], self.options))
         # Searches ask for the same very often.
         self.call_seconds, self.fill_seconds = cache(self._call_seconds), cache(self._fill_seconds)
@@ -233,7 +233,7 @@ class Measurements:
             for layout in layouts[call.name] if left else ():
                 if (name := layout_key(layout)) in left:
                     left.remove(name)
-                    seconds = _MeasuredCalls(layout, shape, *setting, self, key).cost(call).total
+                    seconds = _MeasuredCalls(layout, shape, *setting, measured=self, key=key).cost(call).total
                     if not math.isnan(seconds):
                         yield CallTime(call.name, layout, seconds, estimates.formula(call.name, layout))
 
@@ -253,7 +253,7 @@ class Measurements:
             raise ValueError(f"{path} is not a profile of python -m examples.rlhf_profile: {error!r}") from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _MeasuredCalls(Calls):
     """The calls of a model whose parts take what was measured; nan where they were not."""
 
