@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 from rich.console import Group, RenderableType
 
@@ -133,24 +132,23 @@ class RlhfChoice:
         return self.found.best[0][1]
 
 
-def told(say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the arguments of `answer` with which it says in words how far it is."""
-    return {
-        "report": lambda _, plans, best: say(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
-        "predicted": lambda tried, every: say(f"predicting: {tried} of {every} layouts of calls"),
-    }
-
-
 def answer(
-    question: RlhfQuestion, *, seed: int = 0, budget: float = 60.0, report: Progress = silent, predicted: Tried = silent
+    question: RlhfQuestion, *, seed: int = 0, budget: float = 60.0, say: Callable[[str], object] = silent
 ) -> RlhfChoice:
-    """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, as `predicted` is told.
+    """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, and `say` how far it is.
     Raise as `Question.problem`, and NothingFits with the plan that needs least memory and what would help."""
+
+    def predicted(tried: int, every: int) -> None:
+        say(f"predicting: {tried} of {every} layouts of calls")
+
+    def found(_: float, plans: int, best: float) -> None:
+        say(f"searching: {plans} plans simulated, a step takes {best:.2f} s")
+
     begin = question.clock()
     try:
         problem = question.problem(until=begin + _PREDICTING * budget, report=predicted)
         left = begin + budget - question.clock()
-        return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
+        return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=found)
     except NothingFits as error:
         now = question.clock()
         remedies = ["a larger --budget"] if budget > 0 and now >= begin + _PREDICTING * budget else []
@@ -325,7 +323,8 @@ def _calls(choice: RlhfChoice) -> Grid:
         layout, slower = choice.plan[call.name], ""
         if call.name in choice.next_best:
             longer, other = choice.next_best[call.name]
-            slower = f"{layout_text(other)}: +{longer / choice.simulation.seconds - 1:.1%}"
+            more = longer / choice.simulation.seconds - 1
+            slower = f"ranks {format_ranks(other.ranks)} {degrees_text(other)}: +{more:.1%}"
         rows.append((call.name, format_ranks(layout.ranks), degrees_text(layout), seconds(took[call.name]), slower))
     headings = ("call", "ranks", "layout", "time", "next best, and how much longer a step takes")
     return Grid(f"Plan: {seconds(choice.simulation.seconds)} a step", headings, tuple(rows))
@@ -342,11 +341,6 @@ def _plans(choice: RlhfChoice) -> Grid:
         step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over
         rows.append((named.name, *(step if named.plan else ("", "", "", _NO_DEGREES))))
     return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
-
-
-def layout_text(layout: CallLayout) -> str:
-    """Return the ranks and the degrees of a layout in a few words."""
-    return f"ranks {format_ranks(layout.ranks)} {degrees_text(layout)}"
 
 
 def degrees_text(layout: CallLayout) -> str:

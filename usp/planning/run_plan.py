@@ -36,7 +36,7 @@ from usp.run.output import working
 from .call_cost import CallOptions
 from .estimates import CallTime, Corrections
 from .question import from_rank_0
-from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice, told
+from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice
 from .rlhf_search import Problem, baselines, search
 from .workload import Ahead, Workload
 
@@ -72,7 +72,7 @@ def _searched(run: PreparedRlhf) -> dict[str, Any]:
     print(f"plan: searching for {run.launch.world_size} ranks", flush=True)
     try:
         with working("searching a plan") as say:
-            choice = answer(question_of(run), seed=run.config.seed, budget=run.config.search_budget, **told(say))
+            choice = answer(question_of(run), seed=run.config.seed, budget=run.config.search_budget, say=say)
     except ValueError as error:
         raise ValueError(f"--plan = {SEARCH}: {error}") from error
     Console(width=max(Console().width, _WIDTH)).print(render_choice(choice))
