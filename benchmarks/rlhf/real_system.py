@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.rlhf.real_rows import MINI_BATCHES, Cell, models, ppo
 from usp.model.facts import ModelShape
 from usp.parallel import Hardware, ParallelDims, load_hardware
-from usp.planning.call_cost import CallCost, CallOptions, call_cost
+from usp.planning.call_cost import CallCost, CallOptions, Calls
 from usp.planning.estimates import Estimates
 from usp.planning.simulator import rank_index
 from usp.planning.workload import Workload
@@ -142,7 +142,7 @@ class RealEstimates(Estimates):
     def cost_of(self, call: str, layout: CallLayout, workload: Workload) -> CallCost:
         launches = self.constants.launches(layout.dims.tp)
         how = CallOptions(slots=len(workload.samples), pipelined=True, collective_launches=launches, prefetches=False)
-        return call_cost(self.graph[call], layout, self.models[self.graph[call].role], workload, self.hardware, how)
+        return Calls(layout, self.models[self.graph[call].role], workload, self.hardware, how).cost(self.graph[call])
 
     def _call_seconds(self, call: str, layout: CallLayout) -> float:
         seconds, work, stages = super()._call_seconds(call, layout), self.graph[call].work, layout.dims.pp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -104,19 +104,19 @@ def measure(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     import torch.distributed as dist
 
     from usp.parallel import ProcessGroups
-    from usp.planning.estimates import Measurements, Sizes
+    from usp.planning.estimates import Measurements
     from usp.predict.compute import dtype_name
     from usp.predict.rounds import Rounds
     from usp.train.checkpoints import from_first_rank
 
-    from .measuring import measure_calls
+    from .measuring import Sizes, measure_calls, save
 
     launch = Launch.from_environment(environ)
     set_library_defaults(launch, environ)
     device = choose_device(asked.device, launch)
     fast = device.type == "cuda"
     dtype = torch.bfloat16 if asked.dtype == "bfloat16" or (asked.dtype == "auto" and fast) else torch.float32
-    sizes = Sizes(layers, samples, tokens, tokens, asked.response_share)
+    sizes = asdict(Sizes([*layers], [*samples], [*tokens], [*tokens], asked.response_share))
     calls = _calls(asked, dtype, max(samples), zero, launch)
     name = torch.cuda.get_device_name(device) if fast else "CPU"
 
@@ -132,7 +132,7 @@ def measure(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
 
         def keep(measured: Measurements) -> None:
             if launch.rank == 0:
-                measured.save(asked.out)
+                save(measured, asked.out)
 
         measured = measure_calls(calls, known, rounds, groups, progress, keep)
         if launch.rank == 0:
@@ -146,10 +146,10 @@ def _known(out: Path, nothing: Measurements) -> Measurements:
         return nothing
     had = nothing.load(out)
     if replace(had, points={}) != nothing:
-        flags = " ".join(f"--{n} {','.join(map(str, getattr(had.sizes, n)))}" for n in ("layers", "samples", "tokens"))
+        flags = " ".join(f"--{n} {','.join(map(str, had.sizes[n]))}" for n in ("layers", "samples", "tokens"))
         raise ValueError(
             f"--out = {out} exists, and was measured by {had.ranks} ranks on {had.device} in {had.dtype}, with "
-            f"{flags} --response-share {had.sizes.counted}: name another file, or remove it"
+            f"{flags} --response-share {had.sizes['counted']}: name another file, or remove it"
         )
     return had
 

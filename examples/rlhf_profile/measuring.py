@@ -5,18 +5,20 @@ Every layout is measured on all of its ranks, in turns (`usp.predict.rounds`). A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from usp.data.store import write_json
 from usp.hf.models import model_facts, with_layers
 from usp.hf.tensor_parallel import model_shape
 from usp.parallel import ParallelMesh, ProcessGroups
-from usp.planning.estimates import PREFILL, UPDATE, Measurements, Sizes, TimedPart, layout_key, model_key, work_of
+from usp.planning.estimates import DECODE, PREFILL, UPDATE, VERSION, Measurements, TimedPart, layout_key, model_key
 from usp.planning.question import silent
 from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS
@@ -28,6 +30,18 @@ from usp.rlhf.samples import Samples
 Timings = Iterator[tuple[TimedPart, tuple[int, int, int], float]]  # (part, (layers, sequences, tokens), seconds)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes to measure. A pipeline of more stages than layers has a layer for each."""
+
+    layers: Sequence[int] = (1, 2)  # depths of the models; empty: their own depth
+    samples: Sequence[int] = (8, 32)  # of a mini-batch or call, over all data-parallel ranks
+    tokens: Sequence[int] = (256, 1024)  # of each sample
+    prompts: Sequence[int] = (256, 1024)  # tokens of a prompt
+    counted: float = 0.5  # the fraction of the tokens that are the response
+    decoded: int = 16  # steps of a timed generation
+
+
 @dataclass(frozen=True, eq=False)
 class Asked:
     """A call to measure, with the model of its role, in a layout."""
@@ -35,6 +49,16 @@ class Asked:
     call: ModelCall
     spec: RoleSpec
     layout: CallLayout
+
+
+def work_of(call: ModelCall) -> str:
+    """Return the `TimedPart.work` of a call with a model; of generation that of a decode step."""
+    if isinstance(call.work, Generate):
+        return DECODE
+    if isinstance(call.work, Inference):
+        return "logprobs" if call.work.head == "logprobs" else "values"
+    assert isinstance(call.work, TrainStep)
+    return f"train {call.work.objective.head}"
 
 
 def measure_calls(
@@ -48,7 +72,7 @@ def measure_calls(
     """Measure every call, once for each model and layout, but what is known; all are of one dtype. Collective over the
     world, all of whose ranks ask the same. `keep` gets what is measured so far after each call. Raise ValueError for
     layers of several kinds, and unsupported layouts."""
-    points = {part: dict(measured) for part, measured in known.points.items()}
+    points, sizes = {part: dict(measured) for part, measured in known.points.items()}, Sizes(**known.sizes)
     for one in asked:
         config = one.spec.config
         key = model_key(model_shape(model_facts(one.spec.source, config), config), one.spec.dtype)
@@ -57,13 +81,23 @@ def measure_calls(
             continue
         progress(f"{part.work} of {part.model}: {part.layout}")
         mesh = ParallelMesh.create(one.layout.dims, rounds.device.type, one.layout.ranks, groups)
-        depths = known.sizes.layers or (config.num_hidden_layers,)
+        depths = sizes.layers or (config.num_hidden_layers,)
         for layers in sorted({max(layers, one.layout.dims.pp) for layers in depths}):
             run = _GenerateRun if isinstance(one.call.work, Generate) else _RowsRun
-            for measured, at, seconds in run(one, part, layers, known.sizes, mesh, rounds).timings():
+            for measured, at, seconds in run(one, part, layers, sizes, mesh, rounds).timings():
                 points.setdefault(measured, {})[at] = seconds
         keep(replace(known, points=points))
     return replace(known, points=points)
+
+
+def save(measured: Measurements, path: Path) -> None:
+    """Write measurements as JSON, for `Measurements.load`."""
+    parts = [
+        {**asdict(part), "points": [[*at, seconds] for at, seconds in points.items()]}
+        for part, points in sorted(measured.points.items())
+    ]
+    made_of = {name: getattr(measured, name) for name in ("device", "dtype", "ranks", "sizes")}
+    write_json(path, {"version": VERSION, **made_of, "parts": parts})
 
 
 @dataclass(eq=False)

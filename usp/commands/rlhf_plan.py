@@ -116,7 +116,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None, prices: dict[str, float]) -> None:
     """Search until `end`, and print, write and draw the plan."""
     from usp.planning.job_cost import Terms, step_cost_text
-    from usp.planning.rlhf_question import answer, rate_lines, render_choice, told, with_fastest_slots
+    from usp.planning.rlhf_question import answer, rate_lines, render_choice, with_fastest_slots
     from usp.planning.rlhf_search import work_clock
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
@@ -126,7 +126,7 @@ def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None
         if asked.repeatable:
             question, end = replace(question, clock=work_clock()), asked.budget
         question = with_fastest_slots(question, end - (1 - _SLOTS) * (end - question.clock()))
-        choice = answer(question, seed=asked.seed, budget=end - question.clock(), **told(say))
+        choice = answer(question, seed=asked.seed, budget=end - question.clock(), say=say)
     Console().print(render_choice(choice))
     if question.options.slots < asked.slots:
         print(f"generation is faster with fewer sequences at a time: --slots {question.options.slots}")
@@ -168,7 +168,7 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
         function=asked.reward == FUNCTION,
     )
     if run:
-        workload = Workload(run.prompts, run.responses, run.group_size, max(run.responses))
+        workload = Workload(**vars(run), limit=max(run.responses))
     else:
         workload = Workload.of(asked.prompts, graph.group_size, asked.prompt_tokens, quantiles)
     critic = asked.critic or asked.actor

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache
 from statistics import fmean as mean
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from usp.model.facts import NO_ATTENTION, ModelShape
 from usp.parallel import Hardware
 from usp.predict.compute import LOGPROB_PASSES, Product, dtype_name, is_matrix
 from usp.predict.job import Job, Output
-from usp.predict.memory import footprint, forward_memory
+from usp.predict.memory import Moment, forward_memory, peak_moment
 from usp.predict.seconds import rank_launches, rank_seconds, sent_seconds, step_seconds
 from usp.predict.traffic import FLOAT32, FLOAT64, Sent, all_reduce, elements, expert_traffic, merged
 from usp.rlhf.generation.decoding import read_length, row_multiple
@@ -91,25 +91,6 @@ class CallCost:
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
-
-
-def call_cost(
-    call: ModelCall,
-    layout: CallLayout,
-    model: ModelShape,
-    workload: Workload,
-    hardware: Hardware,
-    options: CallOptions = CallOptions(),
-) -> CallCost:
-    """Return what a call takes; raise ValueError for functions, and hardware that is too small or lacks the dtype."""
-    calls = _Calls(layout, model, workload, hardware, options)
-    if isinstance(call.work, Generate):
-        return calls.generate()
-    if isinstance(call.work, Inference):
-        return calls.inference(call.work)
-    if isinstance(call.work, TrainStep):
-        return calls.train_step(call.work)
-    raise ValueError(f"{call.name} is a function, which has no model: its time is not predicted")
 
 
 def weight_elements(layout: CallLayout, model: ModelShape, options: CallOptions) -> int:
@@ -215,55 +196,75 @@ def _batchings(
 
 
 @dataclass(frozen=True)
-class _Calls:
-    """The calls of a model in a layout."""
+class Calls:
+    """The calls of a model in a layout, by what their parts take: `rows`, `prefill` and `decode`, here by formula."""
 
     layout: CallLayout
     model: ModelShape
     workload: Workload
     hardware: Hardware
-    options: CallOptions
+    options: CallOptions = CallOptions()
 
-    def inference(self, work: Inference) -> CallCost:
-        rows = packed_rows(self.workload.samples, self.layout, share=self.options.share_prefixes)
-        job = self._of_rows("logprobs" if work.head == "logprobs" else "values", rows)
-        step = step_seconds(job, self.hardware, collective=self.options.collective_launches)
-        memory = max((forward_memory(job, rank) for rank in job.slowest_ranks), key=lambda moment: moment.total)
-        return CallCost({"forward": step.total - step.bubble, "bubble": step.bubble}, memory.total - memory.parameters)
+    def cost(self, call: ModelCall) -> CallCost:
+        """Return what a call takes; raise ValueError for functions, and hardware that is too small or lacks the
+        dtype."""
+        if isinstance(call.work, Generate):
+            return self._generation()
+        if isinstance(call.work, Inference | TrainStep):
+            return self._packed(call.work)
+        raise ValueError(f"{call.name} is a function, which has no model: its time is not predicted")
 
-    def train_step(self, work: TrainStep) -> CallCost:
-        seconds, peaks = defaultdict[str, float](float), []
-        share = self.options.share_prefixes
-        for rows, number in mini_batch_rows(work, self.layout, self.workload, share=share).items():
-            job = self._of_rows(work.objective.head, rows, trained=True)
-            step = step_seconds(job, self.hardware, self.options.prefetches, self.options.collective_launches)
-            parts = {"passes": step.total - step.bubble - step.optimizer, "bubble": step.bubble}
-            for part, value in {**parts, "update": step.optimizer}.items():
-                seconds[part] += number * work.epochs * value
-            peaks += [footprint(job, rank) for rank in job.slowest_ranks]
-        memory = max(peaks, key=lambda each: each.peak.total)
-        return CallCost(seconds, memory.peak.total - memory.parameters - memory.optimizer)
+    def rows(self, job: Job) -> Mapping[str, float]:
+        """Return the seconds of packed rows by part: of the step of a job, or its forwards."""
+        prefetches = self.options.prefetches or not job.trained
+        step = step_seconds(job, self.hardware, prefetches, self.options.collective_launches)
+        passes = step.total - step.bubble - step.optimizer
+        return {"passes": passes, "bubble": step.bubble, "update": step.optimizer}
 
-    def generate(self) -> CallCost:
+    def prefill(self, rows: int, tokens: int) -> float:
+        """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
+        micro_batches = self.layout.dims.pp if self.options.pipelined else 1
+        job = self._job("cache", seq_len=tokens, batch_size=-(-rows // micro_batches))
+        each = self.options.collective_launches
+        stages = [rank_seconds(job, self.hardware, rank, collective=each)[0].total for rank in job.slowest_ranks]
+        return sum(stages) + (micro_batches - 1) * max(stages)
+
+    def decode(self, run: Batching, length: float) -> float:
+        """Return the time of a decode step; the cache is read up to a multiple of the places in use, a `length`."""
+        fixed, per_place, launches = self._step(run.slots)
+        busy = fixed + per_place * min(read_length(math.ceil(length)), run.places)
+        return max(launches, busy) if self.hardware.streams else launches + busy
+
+    def _packed(self, work: Inference | TrainStep) -> CallCost:
+        share, trained = self.options.share_prefixes, isinstance(work, TrainStep)
+        if isinstance(work, TrainStep):
+            batches, output = mini_batch_rows(work, self.layout, self.workload, share=share), work.objective.head
+        else:
+            batches = Counter([packed_rows(self.workload.samples, self.layout, share=share)])
+            output = "logprobs" if work.head == "logprobs" else "values"
+        seconds, moments = defaultdict[str, float](float), list[Moment]()
+        for rows, number in batches.items():
+            sizes = {"seq_len": rows.tokens, "batch_size": rows.number, "micro_batches": rows.number}
+            job = replace(self._job(output, trained, **sizes), visible=rows.visible)
+            for part, took in self.rows(job).items():
+                seconds[part] += number * (work.epochs if isinstance(work, TrainStep) else 1) * took
+            moments += [(peak_moment if trained else forward_memory)(job, rank) for rank in job.slowest_ranks]
+        most = max(moments, key=lambda moment: moment.total)
+        return CallCost(seconds, most.total - most.parameters - most.optimizer)
+
+    def _generation(self) -> CallCost:
         of_ranks = batchings(self.layout, self.workload, self.options)
         runs = [run for of_rank in of_ranks for run in of_rank.steps]
         shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
-        prefills = {shape: self._prefill(*shape) for shape in shapes}
-        job = self._job("cache", seq_len=_prefill_multiple(self.layout))
-        step = cache(partial(self._decode_step, job))
+        prefills = {shape: self.prefill(*shape) for shape in shapes}
 
         def seconds(run: Batching) -> tuple[float, float]:
             prefill = sum(prefills[shape] for stretch in run.stretches for shape in stretch.prefills)
-            fixed, per_place, launches = step(run.slots)
-            decode = 0.0
-            for stretch in run.stretches:  # the cache is read up to a multiple of the places in use
-                busy = fixed + per_place * min(read_length(math.ceil(stretch.length)), run.places)
-                decode += stretch.steps * (max(launches, busy) if self.hardware.streams else launches + busy)
-            return prefill, decode
+            return prefill, sum(stretch.steps * self.decode(run, stretch.length) for stretch in run.stretches)
 
         of_steps = ([seconds(run) for run in of_rank.steps] for of_rank in of_ranks)
         prefill, decode = max((tuple(map(mean, zip(*each, strict=True))) for each in of_steps), key=sum)
-        place_bytes = max(_bytes_per_place(job, stage) for stage in range(job.dims.pp))
+        place_bytes = max(_bytes_per_place(self._decoding, stage) for stage in range(self.layout.dims.pp))
         cache_bytes = max(run.slots * run.places for run in runs) * place_bytes
         moments = [forward_memory(self._job("cache", seq_len=tokens, batch_size=rows), 0) for rows, tokens in shapes]
         work = max((moment.total - moment.parameters for moment in moments), default=0)
@@ -272,23 +273,19 @@ class _Calls:
     def _job(self, output: Output, trained: bool = False, **sizes: int) -> Job:
         return _job(self.layout, self.model, self.options, output, trained, **sizes)
 
-    def _of_rows(self, output: Output, rows: CallRows, trained: bool = False) -> Job:
-        job = self._job(output, trained, seq_len=rows.tokens, batch_size=rows.number, micro_batches=rows.number)
-        return replace(job, visible=rows.visible)
+    @cached_property
+    def _decoding(self) -> Job:
+        return self._job("cache", seq_len=_prefill_multiple(self.layout))
 
-    def _prefill(self, rows: int, tokens: int) -> float:
-        """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
-        micro_batches = self.layout.dims.pp if self.options.pipelined else 1
-        job = self._job("cache", seq_len=tokens, batch_size=-(-rows // micro_batches))
-        each = self.options.collective_launches
-        stages = [rank_seconds(job, self.hardware, rank, collective=each)[0].total for rank in job.slowest_ranks]
-        return sum(stages) + (micro_batches - 1) * max(stages)
+    @cached_property
+    def _step(self) -> Callable[[int], tuple[float, float, float]]:
+        return cache(self._decode_step)
 
-    def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
+    def _decode_step(self, slots: int) -> tuple[float, float, float]:
         """Return the seconds of a decode step: of products, communication and sampling; to read a place of the cache of
         every slot; and in which the host launches its operators, the least that the step takes."""
         micro_batches = self.layout.dims.pp if self.options.pipelined else 1  # the slowest stage sets the pace
-        rows, stages = -(-slots // micro_batches), []
+        job, rows, stages = self._decoding, -(-slots // micro_batches), []
         for rank in job.ranks("pp", 0):
             each = _DECODE_COLLECTIVE if self.options.collective_launches is None else self.options.collective_launches
             launched = rank_launches(job, self.hardware, rank, decode_traffic(job, rank, rows), each)

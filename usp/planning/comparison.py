@@ -215,19 +215,15 @@ def comparison_json(
 
 
 def _json(compared: Compared, terms: Terms) -> dict[str, Any]:
-    memory, step = compared.step.memory, report_json(compared.step, terms)
+    memory = compared.step.memory
     traffic = {"block_parameters": compared.block_parameters, "block_activations": compared.block_activations}
     return {
+        **report_json(compared.step, terms),
         **{name: getattr(compared, name) for name in ("method", "rank", "sender", "degrees", "reason")},
         **{name: [each._asdict() for each in sent] for name, sent in (traffic | {"step": compared.sent}).items()},
         "paper": None if compared.paper is None else asdict(compared.paper),
         "sent": compared.sent_bytes,
         "memory": asdict(memory) | {"moment": memory.peak._asdict(), "peak": memory.peak.total},
-        **{
-            name: step[name]
-            for name in ("seconds", "parts", "kernels", "mfu", "memory_limit_bytes", "fits", "job")
-            if name in step
-        },
     }
 
 

@@ -10,33 +10,33 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean as mean
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
-from usp.data.store import write_json
 from usp.model.facts import ModelShape
 from usp.parallel import Hardware
+from usp.predict.job import Job
 from usp.predict.traffic import FLOAT32
-from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
+from usp.rlhf.graph import DataflowGraph, Inference
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
 
-from .call_cost import CallOptions, CallRows, batchings, call_cost, mini_batch_rows, packed_rows, weight_elements
+from .call_cost import CallOptions, Calls, weight_elements
 from .workload import Batching, Workload
 
 PREFILL, DECODE, UPDATE = "prefill", "decode", "update of "
 VERSION = 2
 Points = Mapping[tuple[int, int, int], float]  # seconds by (layers, sequences of a data-parallel rank, tokens of each)
 _PLACE = ("ranks", "dims", "zero", "micro_batch_tokens")
-Factors = Mapping[str, Mapping[str, float]]  # measured over predicted seconds, by call and `layout_key`
 
 
 @lru_cache(1 << 16)
@@ -55,10 +55,37 @@ def layout_key(layout: CallLayout) -> str:
     return " ".join(words) or "one rank"
 
 
-def factor_of(factors: Factors, call: str, layout: CallLayout) -> float | None:
-    """Return the factor of a call in the most similar layout in which it was measured; None if it never was."""
-    known, words = factors.get(call), set(layout_key(layout).split())
-    return known[min(known, key=lambda key: len(words.symmetric_difference(key.split())))] if known else None
+class CallTime(NamedTuple):
+    """The seconds of a call in a layout, and those by formula for the same samples."""
+
+    call: str
+    layout: CallLayout
+    seconds: float
+    predicted: float
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Measured over predicted seconds, by call and `layout_key`: what measurements change in predictions."""
+
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def of(self, call: str, layout: CallLayout) -> float | None:
+        """Return the factor of a call in the most similar layout in which it was measured; None if it never was."""
+        known, words = self.factors.get(call), set(layout_key(layout).split())
+        return known[min(known, key=lambda key: len(words.symmetric_difference(key.split())))] if known else None
+
+    def after(self, measured: Iterable[CallTime]) -> Corrections:
+        """Return the corrections after further measurements. The median of those of a call in a layout counts half, the
+        factor before half (geometrically): one slow step changes nothing for long."""
+        ratios, factors = defaultdict[tuple[str, CallLayout], list[float]](list), {**self.factors}
+        for each in measured:
+            ratios[each[:2]].append(each.seconds / each.predicted)
+        for (call, layout), of_all in ratios.items():
+            before, now = self.of(call, layout), median(of_all)
+            factor = now if before is None else math.sqrt(before * now)
+            factors[call] = {**factors.get(call, {}), layout_key(layout): factor}
+        return Corrections(factors)
 
 
 @dataclass(eq=False)
@@ -72,7 +99,7 @@ class Estimates:
     workload: Workload
     hardware: Hardware
     options: CallOptions
-    factors: Factors = field(default_factory=dict)
+    corrections: Corrections = field(default_factory=Corrections)
 
     def __post_init__(self) -> None:
         graph, models, setting = self.graph, self.models, (self.workload, self.hardware, self.options)
@@ -82,7 +109,7 @@ class Estimates:
             work = call.work.head if isinstance(call.work, Inference) else call.name
             self._like[call.name] = first.setdefault((work, id(models[call.role])), call.name)
         self._placed = cache(self._somewhere)
-        self._cost = cache(lambda call, at: call_cost(graph[call], at, models[graph[call].role], *setting))
+        self._cost = cache(lambda call, at: Calls(at, models[graph[call].role], *setting).cost(graph[call]))
         self._elements = cache(lambda role, at: weight_elements(at, models[role], self.options))
         # Searches ask for the same very often.
         self.call_seconds, self.fill_seconds = cache(self._call_seconds), cache(self._fill_seconds)
@@ -91,16 +118,10 @@ class Estimates:
             lambda copy: self._elements(copy.role, self._placed(copy.layout)) * self.options.dtype.itemsize
         )
 
-    def with_factors(self, factors: Factors) -> Estimates:
-        """Return the same estimates with other factors."""
-        other = replace(self, factors=factors)
-        other._cost, other._elements = self._cost, self._elements
-        return other
-
     def _call_seconds(self, call: str, layout: CallLayout) -> float:
         """Return the time of a call on all its ranks, from the first that begins to the last that ends."""
         unknown = 1.0 if call in self._like else 0.0  # of functions nothing is predicted
-        return (factor_of(self.factors, call, layout) or unknown) * self.formula(call, layout)
+        return (self.corrections.of(call, layout) or unknown) * self.formula(call, layout)
 
     def call_bytes(self, call: str, layout: CallLayout) -> float:
         """Return the memory that a call takes beside weights and optimizer: activations, gradients, KV cache."""
@@ -174,16 +195,6 @@ class TimedPart:
     layout: str  # `layout_key`
 
 
-def work_of(call: ModelCall) -> str:
-    """Return the `Part.work` of a call with a model; of generation that of a decode step."""
-    if isinstance(call.work, Generate):
-        return DECODE
-    if isinstance(call.work, Inference):
-        return "logprobs" if call.work.head == "logprobs" else "values"
-    assert isinstance(call.work, TrainStep)
-    return f"train {call.work.objective.head}"
-
-
 def model_key(model: ModelShape, dtype: torch.dtype) -> str:
     """Return a key that identifies a model up to its depth; raise ValueError for layers of several kinds."""
     if len(set(model.alike)) > 1:
@@ -197,25 +208,13 @@ def model_key(model: ModelShape, dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes to measure. A pipeline of more stages than layers has a layer for each."""
-
-    layers: tuple[int, ...] = (1, 2)  # depths of the models; empty: their own depth
-    samples: tuple[int, ...] = (8, 32)  # of a mini-batch or call, over all data-parallel ranks
-    tokens: tuple[int, ...] = (256, 1024)  # of each sample
-    prompts: tuple[int, ...] = (256, 1024)  # tokens of a prompt
-    counted: float = 0.5  # the fraction of the tokens that are the response
-    decoded: int = 16  # steps of a timed generation
-
-
-@dataclass(frozen=True)
 class Measurements:
     """What was measured on a machine."""
 
     device: str
     dtype: str
     ranks: int  # in the launch
-    sizes: Sizes  # of every part
+    sizes: Mapping[str, Any] = field(hash=False)  # of every part
     points: Mapping[TimedPart, Points] = field(hash=False)
 
     def at(self, part: TimedPart, layers: int, sequences: float, tokens: float) -> float:
@@ -224,63 +223,19 @@ class Measurements:
         depths = {depth for depth, *_ in points}
         return _along(points, layers, sequences, tokens) if len(depths) > 1 or layers in depths else math.nan
 
-    def factors(self, estimates: Estimates, layouts: Mapping[str, Iterable[CallLayout]]) -> Factors:
-        """Return the measured seconds over those by formula, of the layouts of calls that were measured."""
-        factors: dict[str, dict[str, float]] = {}
-        for name, of_call in layouts.items():
-            call = estimates.graph[name]
-            if not call.role or len(set(estimates.models[call.role].alike)) > 1:
-                continue
-            model = model_key(estimates.models[call.role], estimates.options.dtype)
-            for layout in of_call:
-                part = TimedPart(model, work_of(call), layout_key(layout))
-                if part in self.points and part.layout not in factors.get(name, {}):
-                    ratio = self._call_seconds(part, call, layout, estimates) / estimates.formula(name, layout)
-                    if not math.isnan(ratio):
-                        factors.setdefault(name, {})[part.layout] = ratio
-        return factors
-
-    def _call_seconds(self, part: TimedPart, call: ModelCall, layout: CallLayout, estimates: Estimates) -> float:
-        depth, workload = len(estimates.models[call.role].layers), estimates.workload
-        share = estimates.options.share_prefixes
-        if isinstance(call.work, Generate):
-            return self._generation(part, depth, layout, estimates)
-        if isinstance(call.work, TrainStep):
-            mini_batches = mini_batch_rows(call.work, layout, workload, share=share).elements()
-            return call.work.epochs * sum(self._rows(part, depth, rows, layout, workload) for rows in mini_batches)
-        return self._rows(part, depth, packed_rows(workload.samples, layout, share=share), layout, workload)
-
-    def _rows(self, part: TimedPart, depth: int, rows: CallRows, layout: CallLayout, workload: Workload) -> float:
-        """Return the seconds of rows of packed sequences: of the fewest that the layout allows, and of the others."""
-        least, tokens = layout.dims.pp, sum(workload.sequences) / len(workload.sequences)
-        seconds = self.at(part, depth, least * rows.tokens / tokens, tokens)
-        if rows.number <= least:
-            return seconds
-        update = replace(part, work=UPDATE + part.work)
-        once = self.at(update, depth, 1, 1) if update in self.points else 0.0
-        return seconds + (seconds - once) * (rows.number - least) / least
-
-    def _generation(self, part: TimedPart, depth: int, layout: CallLayout, estimates: Estimates) -> float:
-        prompts = replace(part, work=PREFILL)
-
-        def seconds(run: Batching) -> float:
-            return sum(
-                stretch.steps * self.at(part, depth, run.slots, stretch.length * layout.dims.sp)
-                + sum(self.at(prompts, depth, *shape) for shape in stretch.prefills)
-                for stretch in run.stretches
-            )
-
-        of_ranks = batchings(layout, estimates.workload, estimates.options)
-        return max(mean(map(seconds, of_rank.steps)) for of_rank in of_ranks)
-
-    def save(self, path: Path) -> None:
-        """Write the measurements as JSON."""
-        parts = [
-            {**asdict(part), "points": [[*at, seconds] for at, seconds in points.items()]}
-            for part, points in sorted(self.points.items())
-        ]
-        made_of = {name: getattr(self, name) for name in ("device", "dtype", "ranks")}
-        write_json(path, {"version": VERSION, **made_of, "sizes": asdict(self.sizes), "parts": parts})
+    def times(self, estimates: Estimates, layouts: Mapping[str, Iterable[CallLayout]]) -> Iterator[CallTime]:
+        """Yield the seconds of calls in those of their layouts that were measured, once for each `layout_key`."""
+        setting = estimates.workload, estimates.hardware, estimates.options
+        for call in (each for each in estimates.graph.calls if each.role):
+            shape = estimates.models[call.role]
+            key = model_key(shape, estimates.options.dtype) if len(set(shape.alike)) == 1 else ""
+            left = {part.layout for part in self.points if part.model == key}
+            for layout in layouts[call.name] if left else ():
+                if (name := layout_key(layout)) in left:
+                    left.remove(name)
+                    seconds = _MeasuredCalls(layout, shape, *setting, measured=self, key=key).cost(call).total
+                    if not math.isnan(seconds):
+                        yield CallTime(call.name, layout, seconds, estimates.formula(call.name, layout))
 
     @staticmethod
     def load(path: Path) -> Measurements:
@@ -293,10 +248,35 @@ class Measurements:
             for part in values["parts"]:  # whose points may end with the seconds of processors, which are not used
                 measured = {(d, n, t): float(took) for d, n, t, took, *_ in part["points"]}
                 points[TimedPart(part["model"], part["work"], part["layout"])] = measured
-            sizes: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in values["sizes"].items()}
-            return Measurements(values["device"], values["dtype"], values["ranks"], Sizes(**sizes), points)
+            return Measurements(values["device"], values["dtype"], values["ranks"], dict(values["sizes"]), points)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is not a profile of python -m examples.rlhf_profile: {error!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MeasuredCalls(Calls):
+    """The calls of a model whose parts take what was measured; nan where they were not."""
+
+    measured: Measurements
+    key: str  # `model_key`
+
+    def _at(self, work: str, sequences: float, tokens: float) -> float:
+        part = TimedPart(self.key, work, layout_key(self.layout))
+        return self.measured.at(part, len(self.model.layers), sequences, tokens)
+
+    def rows(self, job: Job) -> Mapping[str, float]:
+        """Return the seconds of the fewest rows that the layout allows, and of the others."""
+        work, least = f"train {job.output}" if job.trained else job.output, job.dims.pp
+        tokens, once = mean(self.workload.sequences), self._at(UPDATE + work, 1, 1)
+        seconds = self._at(work, least * job.config.seq_len / tokens, tokens)
+        again = seconds - (0.0 if math.isnan(once) else once)
+        return {work: seconds + again * max(0, job.config.micro_batches - least) / least}
+
+    def prefill(self, rows: int, tokens: int) -> float:
+        return self._at(PREFILL, rows, tokens)
+
+    def decode(self, run: Batching, length: float) -> float:
+        return self._at(DECODE, run.slots, length * self.layout.dims.sp)
 
 
 def _along(known: Mapping[Any, float], x: float, *others: float) -> float:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 from rich.console import Group, RenderableType
 
@@ -28,7 +27,7 @@ from usp.run.metrics import seconds
 from usp.run.tables import GIB, Grid
 
 from .call_cost import CallOptions, batchings
-from .estimates import Estimates, Measurements, layout_key
+from .estimates import Corrections, Estimates, Measurements, layout_key
 from .question import Devices, Tried, enough_devices, silent
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
 from .simulator import Simulation, Simulator
@@ -53,6 +52,7 @@ class RlhfQuestion(Devices):
     max_sequence: int = 8  # the highest ring x ulysses degree; 1: no sequence parallelism
     allowed: Callable[[ModelCall, CallLayout], bool] = lambda call, layout: True  # whether a model can have a layout
     measurements: Measurements | None = None  # of calls on these devices
+    corrections: Corrections = field(default_factory=Corrections)  # by what calls took in a run
     clock: Callable[[], float] = time.monotonic  # of every `until` and budget
 
     @cached_property
@@ -80,8 +80,9 @@ class RlhfQuestion(Devices):
     @cached_property
     def estimates(self) -> Estimates:
         """What the calls of a plan take."""
-        by_formula = Estimates(self.graph, self.models, self.workload, self.hardware, self.options)
-        return by_formula.with_factors(self.measurements.factors(by_formula, self.layouts) if self.measurements else {})
+        found = Estimates(self.graph, self.models, self.workload, self.hardware, self.options, self.corrections)
+        times = self.measurements.times(found, self.layouts) if self.measurements else ()
+        return replace(found, corrections=self.corrections.after(times))
 
     @property
     def facts(self) -> Facts:
@@ -91,18 +92,18 @@ class RlhfQuestion(Devices):
         layers = min(len(facts.windows) for facts in models)
         return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=any(f.num_experts for f in models))
 
-    def problem(self, until: float = math.inf, report: Tried = silent, estimates: Estimates | None = None) -> Problem:
+    def problem(self, until: float = math.inf, report: Tried = silent) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware, which may offload untrained
         models and optimizer states; `until` and `report` as in `Problem.that_fit`. Raise NothingFits naming the calls
         that no layout fits, and ValueError for devices that are not whole hosts, or not connected."""
-        simulator = Simulator(self.graph, estimates or self.estimates, self.world_size)
+        simulator = Simulator(self.graph, self.estimates, self.world_size)
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return Problem(simulator, self.layouts, self.usable.device, offload, self.clock).that_fit(until, report)
 
     def not_measured(self, plan: ExecutionPlan) -> Iterator[str]:
         """Yield which calls of a plan were not measured in its layouts, and how many layouts were not."""
-        measured = {(name, key) for name, of_call in self.estimates.factors.items() for key in of_call}
+        measured = {(name, key) for name, of_call in self.estimates.corrections.factors.items() for key in of_call}
         calls = [call.name for call in self.graph.calls if call.role]
         if missing := [key for name in calls if (key := (name, layout_key(plan[name]))) not in measured]:
             listed = "; ".join(f"{name} ({layout})" for name, layout in missing)
@@ -131,24 +132,23 @@ class RlhfChoice:
         return self.found.best[0][1]
 
 
-def told(say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the arguments of `answer` with which it says in words how far it is."""
-    return {
-        "report": lambda _, plans, best: say(f"searching: {plans} plans simulated, a step takes {best:.2f} s"),
-        "predicted": lambda tried, every: say(f"predicting: {tried} of {every} layouts of calls"),
-    }
-
-
 def answer(
-    question: RlhfQuestion, *, seed: int = 0, budget: float = 60.0, report: Progress = silent, predicted: Tried = silent
+    question: RlhfQuestion, *, seed: int = 0, budget: float = 60.0, say: Callable[[str], object] = silent
 ) -> RlhfChoice:
-    """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, as `predicted` is told.
+    """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, and `say` how far it is.
     Raise as `Question.problem`, and NothingFits with the plan that needs least memory and what would help."""
+
+    def predicted(tried: int, every: int) -> None:
+        say(f"predicting: {tried} of {every} layouts of calls")
+
+    def found(_: float, plans: int, best: float) -> None:
+        say(f"searching: {plans} plans simulated, a step takes {best:.2f} s")
+
     begin = question.clock()
     try:
         problem = question.problem(until=begin + _PREDICTING * budget, report=predicted)
         left = begin + budget - question.clock()
-        return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
+        return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=found)
     except NothingFits as error:
         now = question.clock()
         remedies = ["a larger --budget"] if budget > 0 and now >= begin + _PREDICTING * budget else []
@@ -323,7 +323,8 @@ def _calls(choice: RlhfChoice) -> Grid:
         layout, slower = choice.plan[call.name], ""
         if call.name in choice.next_best:
             longer, other = choice.next_best[call.name]
-            slower = f"{layout_text(other)}: +{longer / choice.simulation.seconds - 1:.1%}"
+            more = longer / choice.simulation.seconds - 1
+            slower = f"ranks {format_ranks(other.ranks)} {degrees_text(other)}: +{more:.1%}"
         rows.append((call.name, format_ranks(layout.ranks), degrees_text(layout), seconds(took[call.name]), slower))
     headings = ("call", "ranks", "layout", "time", "next best, and how much longer a step takes")
     return Grid(f"Plan: {seconds(choice.simulation.seconds)} a step", headings, tuple(rows))
@@ -340,11 +341,6 @@ def _plans(choice: RlhfChoice) -> Grid:
         step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over
         rows.append((named.name, *(step if named.plan else ("", "", "", _NO_DEGREES))))
     return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
-
-
-def layout_text(layout: CallLayout) -> str:
-    """Return the ranks and the degrees of a layout in a few words."""
-    return f"ranks {format_ranks(layout.ranks)} {degrees_text(layout)}"
 
 
 def degrees_text(layout: CallLayout) -> str:

@@ -3,13 +3,11 @@ and what a change costs: the exact reallocations of weights and optimizer states
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -31,15 +29,14 @@ from usp.rlhf.prepare import PreparedRlhf
 from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions
 from usp.rlhf.role_specs import call_violations
 from usp.rlhf.runtime.copies import BUCKET_BYTES
-from usp.rlhf.runtime.measure import StepLengths
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.run.output import working
 
 from .call_cost import CallOptions
-from .estimates import Estimates, Factors, factor_of, layout_key
+from .estimates import CallTime, Corrections
 from .question import from_rank_0
-from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice, told
+from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice
 from .rlhf_search import Problem, baselines, search
 from .workload import Ahead, Workload
 
@@ -75,7 +72,7 @@ def _searched(run: PreparedRlhf) -> dict[str, Any]:
     print(f"plan: searching for {run.launch.world_size} ranks", flush=True)
     try:
         with working("searching a plan") as say:
-            choice = answer(question_of(run), seed=run.config.seed, budget=run.config.search_budget, **told(say))
+            choice = answer(question_of(run), seed=run.config.seed, budget=run.config.search_budget, say=say)
     except ValueError as error:
         raise ValueError(f"--plan = {SEARCH}: {error}") from error
     Console(width=max(Console().width, _WIDTH)).print(render_choice(choice))
@@ -137,17 +134,6 @@ def _workload(run: PreparedRlhf) -> Workload:
     return Workload(tuple(prompts), (limit,) * len(prompts), group, limit)
 
 
-def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping[str, float], Estimates]]) -> Factors:
-    """Return the factors of calls after further steps (seconds by call, and the estimates for its lengths) of a plan.
-    The median over them counts half, the factor before half (geometrically): one slow step changes nothing for long."""
-    found = {call: dict(of_call) for call, of_call in factors.items()}
-    for call, layout in plan.calls.items():
-        if ratios := [seconds[call] / of.formula(call, layout) for seconds, of in steps if seconds.get(call)]:
-            before, now = factor_of(factors, call, layout), median(ratios)
-            found.setdefault(call, {})[layout_key(layout)] = now if before is None else math.sqrt(before * now)
-    return found
-
-
 def moves(question: RlhfQuestion, before: ExecutionPlan, after: ExecutionPlan) -> Iterator[tuple[ReallocPlan, int]]:
     """Yield the reallocations between two plans, of trained copies and of untrained ones that only `after` has, each
     with the number of tensors per parameter that it runs for."""
@@ -169,24 +155,29 @@ def moves(question: RlhfQuestion, before: ExecutionPlan, after: ExecutionPlan) -
 class SearchingPlanner:
     """A `usp.rlhf.replanning.Replanner` that searches from the running plan and the named ones."""
 
-    question: Callable[[StepLengths], RlhfQuestion]  # of the lengths of a step
+    question: RlhfQuestion  # of the run; a step has other lengths
     options: ReplanOptions
     seed: int
     completed: Callable[[ExecutionPlan], ExecutionPlan]  # returns a searched plan with what the run sets for every plan
-    factors: Factors = field(default_factory=dict)  # of the estimates, after the last decision
+    corrections: Corrections = field(default_factory=Corrections)  # after the last decision
 
     def __call__(
         self, running: ExecutionPlan, measured: Sequence[MeasuredStep], remaining: int, build_seconds: float
     ) -> Decision:
         """See `Replanner`. Lengths are expected to stay as those of the last step."""
         begin, number = time.perf_counter(), measured[-1].number
-        questions = [self.question(step.lengths) for step in measured]
-        steps = [(step.seconds, question.estimates) for step, question in zip(measured, questions, strict=True)]
-        self.factors = learned(self.factors, running, steps)
-        question = questions[-1]
+        load = self.question.workload
+        questions = [replace(self.question, workload=replace(load, **vars(step.lengths))) for step in measured]
+        self.corrections = self.corrections.after(
+            CallTime(call, layout, seconds, question.estimates.formula(call, layout))
+            for step, question in zip(measured, questions, strict=True)
+            for call, layout in running.calls.items()
+            if (seconds := step.seconds.get(call))
+        )
+        question = replace(questions[-1], corrections=self.corrections)
         stays = Decision(number, remaining, running, 0.0, 0.0, self.options.gain)
         try:
-            problem = question.problem(estimates=question.estimates.with_factors(self.factors))
+            problem = question.problem()
         except ValueError as error:  # by prediction nothing fits, and yet the plan runs
             return replace(stays, why_not=str(error))
         seconds = problem.simulator.measure(running)[0]
@@ -220,13 +211,9 @@ def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
     """Return what `train_rlhf` needs for --replan; raise ConfigurationError as `question_of`."""
     config = prepared.config
     try:
-        first = question_of(prepared)
+        question = question_of(prepared)
     except ValueError as error:
         raise ConfigurationError(f"--replan = {config.replan}: {error}") from error
-
-    def question(lengths: StepLengths) -> RlhfQuestion:
-        workload = Workload(lengths.prompts, lengths.responses, lengths.group_size, config.max_new_tokens)
-        return replace(first, workload=workload)
 
     options = ReplanOptions.parse(config.replan)
     return SearchingPlanner(question, options, config.seed, lambda plan: _completed(plan, prepared))

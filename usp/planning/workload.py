@@ -14,6 +14,7 @@ import numpy as np
 
 from usp.rlhf.generation.decoding import Rollout, Slots, capacity, fitting_slots
 from usp.rlhf.rollout_queue import QueueRules, RolloutQueue, choose
+from usp.rlhf.runtime.measure import StepLengths
 
 PREFILL_TOKENS = 16384  # as in usp.rlhf.generation.generate
 _LENGTHS = 128  # of responses that are begun ahead, rounded to as many different ones
@@ -21,12 +22,9 @@ _COUNTED_STEPS = 4  # in the middle of a run
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(StepLengths):
     """The lengths of a step's samples; raise ValueError if groups are not whole, or a response beyond the limit."""
 
-    prompts: tuple[int, ...]  # tokens of each sample's prompt; the samples of a prompt are adjacent
-    responses: tuple[int, ...]
-    group_size: int  # samples per prompt
     limit: int  # the most tokens that a response may have
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ and all ranks sending together give the bandwidth that the ranks of a host share
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -179,7 +179,6 @@ class Plan:
 class CallTimes:
     """The seconds of every call, of these kernels and tiers."""
 
-    turns: Mapping[str, Sequence[float]]  # of this rank, each of which is 0 where another rank was measured
     times: Mapping[str, Estimate]  # over all ranks
     kernels: Mapping[str, str]  # the --attention-kernel of each by the name that has its rates
     tiers: list[LinkTier]
@@ -198,7 +197,7 @@ def measure(plan: Plan) -> CallTimes:
     n, dtype = plan.sizes[-2], plan.trained
     product = _product(plan, n, dtype), seconds[_of_product(n, dtype)]
     turns |= rounds.turns([timed for tier in tiers for timed in tier.overlapping(plan.device, *product, seconds)])
-    return CallTimes(turns, rounds.estimates(turns), kernels, tiers, load.share())
+    return CallTimes(rounds.estimates(turns), kernels, tiers, load.share())
 
 
 def contents(plan: Plan, name: str, measured: CallTimes) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Evaluator:
         `Executor.run_step`."""
         begin, config = time.perf_counter(), self._config
         result = self._executor.run_step(self._given, step, derived_seed(config.seed, "evaluation"))
-        lengths = StepLengths.of(self._evaluated, result.lengths).responses
+        lengths = StepLengths.of_step(self._evaluated, result.lengths).responses
         metrics = evaluation_metrics(result.numbers, lengths, config.eval_samples, config.eval_pass_score)
         self.past.values[step] = metrics["eval/score"]
         return {**metrics, "eval/seconds": time.perf_counter() - begin}, result.samples

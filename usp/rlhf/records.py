@@ -117,7 +117,7 @@ class SampleFiles:
         self, number: int, lengths: Mapping[str, Sequence[int]], tickets: Sequence[int] | None = None
     ) -> None:
         """Write the lengths of all samples of a step. tickets: of their prompts, if it takes those complete first."""
-        line = {"step": number, **asdict(StepLengths.of(self._graph, lengths))}
+        line = {"step": number, **asdict(StepLengths.of_step(self._graph, lengths))}
         if tickets is not None:
             line["tickets"] = list(tickets[:: self._graph.group_size])
         self._lengths.append(number, [json.dumps(line)])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -117,33 +116,26 @@ class Decision:
 Replanner = Callable[[ExecutionPlan, Sequence[MeasuredStep], int, float], Decision]
 
 
+@dataclass(eq=False)
 class Replanning:
-    """The steps that ran since the last decision. Every rank calls every method, in the same order.
+    """The steps that ran since the last decision. Every rank calls every method, in the same order."""
 
-    Args:
-        options: of --replan.
-        replanner: used on rank 0.
-        steps: of the run.
-        build_seconds: what the models took to build for the first plan.
-        folder: of the run, whose `file` has every decision, a line each, with the plan that it is about.
-    """
-
-    def __init__(
-        self, options: str, replanner: Replanner, graph: DataflowGraph, steps: int, build_seconds: float, folder: Path
-    ) -> None:
-        self._options, self._replanner, self._graph = ReplanOptions.parse(options), replanner, graph
-        self._steps, self._build_seconds = steps, build_seconds
-        self.file = LineFile(folder / DECISIONS_FILE)
-        self._ran: list[tuple[int, StepLengths, tuple[Event, ...]]] = []
-        self._warm = False  # whether a step ran under this plan before those that are remembered
+    options: ReplanOptions
+    replanner: Replanner  # used on rank 0
+    graph: DataflowGraph
+    steps: int  # of the run
+    build_seconds: float  # what the models took to build for the running plan
+    file: LineFile  # has every decision, a line each, with the plan that it is about
+    _ran: list[tuple[int, StepLengths, tuple[Event, ...]]] = field(default_factory=list)
+    _warm: bool = False  # whether a step ran under this plan before those that are remembered
 
     def due(self, number: int) -> bool:
         """Return whether a decision follows step `number`."""
-        return number % self._options.every == 0 and number < self._steps
+        return number % self.options.every == 0 and number < self.steps
 
     def add(self, number: int, result: StepResult) -> None:
         """Remember a step."""
-        self._ran.append((number, StepLengths.of(self._graph, result.lengths), result.events))
+        self._ran.append((number, StepLengths.of_step(self.graph, result.lengths), result.events))
 
     def decide(self, running: ExecutionPlan) -> Decision:
         """Return the decision after the step that was added last; rank 0 says and writes it. Collective. Raises
@@ -155,8 +147,8 @@ class Replanning:
         ]
         if not self._warm and len(measured) > 1:
             del measured[0]  # which took longer than those after it will
-        remaining = self._steps - measured[-1].number
-        decision = from_first_rank(lambda: self._replanner(running, measured, remaining, self._build_seconds))
+        remaining = self.steps - measured[-1].number
+        decision = from_first_rank(lambda: self.replanner(running, measured, remaining, self.build_seconds))
         self._ran, self._warm = [], not decision.switches
         if dist.get_rank() == 0:
             print(decision.line(), flush=True)
@@ -166,4 +158,4 @@ class Replanning:
 
     def changed(self, decision: Decision, seconds: float) -> None:
         """Learn from a change of plans how long the next one takes. seconds: that it took."""
-        self._build_seconds = max(0.0, seconds - decision.move_seconds)
+        self.build_seconds = max(0.0, seconds - decision.move_seconds)

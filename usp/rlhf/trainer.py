@@ -57,13 +57,13 @@ from usp.train.summary import next_steps
 from .algorithms.algorithm import stateful
 from .algorithms.policy import CLIPPED
 from .checkpoints import RlhfState
-from .config import RlhfConfig, unused_layout_flags
+from .config import ReplanOptions, RlhfConfig, unused_layout_flags
 from .datasets import example_indices, given_samples
 from .evaluation import COLLECTED, Evaluator
 from .graph import ModelCall, TrainStep
 from .prepare import SFT, Planner, PreparedRlhf, engine_calls, engine_options, find_rlhf_start, prepare, sft_config
 from .records import SHOWN, RlhfRecord, SampleFiles
-from .replanning import Replanner, Replanning
+from .replanning import DECISIONS_FILE, Replanner, Replanning
 from .samples import Samples, derived_seed
 from .served import RolloutServer
 
@@ -191,8 +191,9 @@ class RlhfTrainer(TrainingLoop):
             )
         self.replanning: Replanning | None = None
         if replanner is not None:
-            took, steps = time.perf_counter() - begin, self.config.steps
-            self.replanning = Replanning(self.config.replan, replanner, prepared.graph, steps, took, self.folder)
+            options, took = ReplanOptions.parse(self.config.replan), time.perf_counter() - begin
+            file = LineFile(self.folder / DECISIONS_FILE)
+            self.replanning = Replanning(options, replanner, prepared.graph, self.config.steps, took, file)
         self.taken = 0  # examples, with those of samples in flight
         if prepared.saved is not None:
             self._resume(prepared.saved)

@@ -12,7 +12,7 @@ from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
 from usp.parallel import Hardware, ParallelDims, load_hardware
-from usp.planning.call_cost import CallCost, CallOptions, CallRows, call_cost, packed_rows
+from usp.planning.call_cost import CallCost, CallOptions, CallRows, Calls, packed_rows
 from usp.planning.workload import Ahead, Sample, Workload, batching, batchings_ahead
 from usp.rlhf.generation.decoding import Rollout, Slots
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
@@ -48,7 +48,7 @@ def cost(kind: str, load: Workload = LOAD, ranks: Any = range(8), model: ModelSh
     options = {name: how.pop(name) for name in ("zero", "ac", "tp_sequence_parallel") if name in how}
     dims = ParallelDims(**how).resolve(len(ranks))
     layout = CallLayout(tuple(ranks), dims, **options)
-    return call_cost(ModelCall(kind, "actor", WORKS[kind], ()), layout, model, load, A100, CallOptions())
+    return Calls(layout, model, load, A100, CallOptions()).cost(ModelCall(kind, "actor", WORKS[kind], ()))
 
 
 def stepped(samples: list[Sample], slots: int, ranks: int, multiple: int) -> tuple[int, int, list[tuple[int, int]]]:
@@ -142,14 +142,14 @@ def test_a_decode_step_takes_the_host_as_long_as_it_launches() -> None:
     load = Workload.of(prompts=1, group_size=1, prompt_tokens=64, quantiles=(16,))
     layout = CallLayout(tuple(range(8)), ParallelDims(tp=8, dp_shard=1))
     call = ModelCall("generate", "actor", WORKS["generate"], (), ())
-    found, without = (call_cost(call, layout, LLAMA, load, node).seconds["decode"] for node in (NODE, A100))
+    found, without = (Calls(layout, LLAMA, load, node).cost(call).seconds["decode"] for node in (NODE, A100))
     assert without < found == pytest.approx(16 * (32 * (38 + 2 * 2) + 2) * NODE.launch_seconds)
     # 7 of 38 operators are products; two sums of each layer and one of the embedding, each with a wait
     for model, replayed in ((LLAMA, without), (replace(LLAMA, facts=replace(LLAMA.facts, experts_per_token=1)), found)):
-        graphs = call_cost(call, layout, model, load, NODE, CallOptions(cuda_graphs=True)).seconds["decode"]
+        graphs = Calls(layout, model, load, NODE, CallOptions(cuda_graphs=True)).cost(call).seconds["decode"]
         assert graphs == pytest.approx(replayed), "a GPU launches a step at once, but not with experts"
     cpu = replace(NODE, streams=False)
-    both = call_cost(call, layout, LLAMA, load, cpu, CallOptions(cuda_graphs=True)).seconds["decode"]
+    both = Calls(layout, LLAMA, load, cpu, CallOptions(cuda_graphs=True)).cost(call).seconds["decode"]
     assert both > found + 0.9 * without, "a CPU issues an operator, then computes it"
 
 
@@ -161,7 +161,7 @@ def test_passes_take_the_host_as_long_as_it_launches() -> None:
 
         def seconds(node: Hardware, collective: float, call: ModelCall = call) -> float:
             options = CallOptions(collective_launches=collective)
-            found = call_cost(call, layout, LLAMA, load, node, options)
+            found = Calls(layout, LLAMA, load, node, options).cost(call)
             return found.total - found.seconds.get("update", 0.0)
 
         found = seconds(NODE, 0.0)
@@ -174,7 +174,8 @@ def test_gradients_are_exposed_where_nothing_is_prefetched() -> None:
     layout = CallLayout(tuple(range(8)), ParallelDims(dp_shard=8), zero=1)
     call, two = ModelCall("train", "actor", WORKS["train"], ()), 2  # mini-batches
     hidden, exposed = (
-        call_cost(call, layout, LLAMA, LOAD, A100, CallOptions(prefetches=by)).seconds["passes"] for by in (True, False)
+        Calls(layout, LLAMA, LOAD, A100, CallOptions(prefetches=by)).cost(call).seconds["passes"]
+        for by in (True, False)
     )
     sent = two * 2 * 7 / 8 * 2 * LLAMA.numel / 300e9  # a reduction and a gather, in bfloat16
     assert exposed - hidden == pytest.approx(sent, rel=0.5)
@@ -185,7 +186,9 @@ def test_pipelined_generation_keeps_all_stages_busy() -> None:
     layout = CallLayout(tuple(range(4)), ParallelDims(pp=4, dp_shard=1))
     call = ModelCall("generate", "actor", WORKS["generate"], (), ())
     load = Workload.of(prompts=16, group_size=4, prompt_tokens=2048, quantiles=(512,))
-    in_turn, pipelined = (call_cost(call, layout, LLAMA, load, A100, CallOptions(pipelined=by)) for by in (False, True))
+    in_turn, pipelined = (
+        Calls(layout, LLAMA, load, A100, CallOptions(pipelined=by)).cost(call) for by in (False, True)
+    )
     cache = in_turn.cache_bytes * 4 * 2304 / 2560
     head = 2 * sum(p.numel for p in LLAMA.head)  # on the last stage, which sets the pace
     saved = in_turn.seconds["decode"] - pipelined.seconds["decode"]
@@ -248,7 +251,7 @@ def test_a_long_tail_holds_no_step_with_partial_rollouts() -> None:
     assert 1 < ahead.mean_age < 2 and ahead.oldest == 2
     layout = CallLayout((0,), ParallelDims(dp_shard=1))
     seconds = [
-        call_cost(ModelCall("generate", "actor", WORKS["generate"], ()), layout, LLAMA, load, A100, options).total
+        Calls(layout, LLAMA, load, A100, options).cost(ModelCall("generate", "actor", WORKS["generate"], ())).total
         for options in (CallOptions(slots=128), CallOptions(slots=128, ahead=Ahead(1.5, 2)))
     ]
     assert 0.4 < seconds[1] / seconds[0] < 0.8

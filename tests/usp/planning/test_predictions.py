@@ -16,7 +16,7 @@ from usp.hf.models import load_model_config, model_facts, scalar_config
 from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelFacts, ModelShape, weight_layout
 from usp.parallel import ParallelDims, load_hardware, plan_realloc, realloc_seconds
-from usp.planning.call_cost import CallOptions, call_cost
+from usp.planning.call_cost import CallOptions, Calls
 from usp.planning.estimates import Estimates
 from usp.planning.rlhf_search import OptionSpace, options
 from usp.planning.workload import Workload
@@ -61,7 +61,7 @@ def test_calls_take_as_long_wherever_their_hosts_are(quick: Estimates) -> None:
     for name, layouts in OPTIONS.items():
         call = GRAPH[name]
         for layout in chance.sample(layouts, 2) if call.role else ():
-            exact = call_cost(call, layout, quick.models[call.role], quick.workload, A100, quick.options)
+            exact = Calls(layout, quick.models[call.role], quick.workload, A100, quick.options).cost(call)
             assert quick.call_seconds(name, layout) == pytest.approx(exact.total)
             assert quick.call_bytes(name, layout) == exact.work_bytes
     crossing = CallLayout(tuple(range(4, 12)), next(o.dims for o in OPTIONS["ref_inference"] if o.dims.tp == 8))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.rlhf_profile.measuring import save
 from tests.usp.rlhf.toy import ppo
 from usp.hf.models import load_model_config, model_facts, scalar_config, with_layers
 from usp.hf.tensor_parallel import model_shape
@@ -20,10 +21,10 @@ from usp.planning.estimates import (
     DECODE,
     PREFILL,
     UPDATE,
+    Corrections,
     Estimates,
     Measurements,
     Points,
-    Sizes,
     TimedPart,
     layout_key,
     model_key,
@@ -55,7 +56,7 @@ def law(layers: float, sequences: float, tokens: float) -> float:
 
 
 def measurements(parts: dict[TimedPart, Points]) -> Measurements:
-    return Measurements("here", "float32", 2, Sizes(), parts)
+    return Measurements("here", "float32", 2, {"layers": [1, 2], "counted": 0.5}, parts)
 
 
 def measured(*layouts: CallLayout) -> Estimates:
@@ -70,8 +71,8 @@ def measured(*layouts: CallLayout) -> Estimates:
     graph, models = ppo(), dict.fromkeys(("actor", "ref"), shape(2))
     models |= dict.fromkeys(("critic", "reward"), shape(2, scalar=True))
     estimates = Estimates(graph, models, WORKLOAD, load_hardware("a100"), CallOptions(DTYPE))
-    factors = measurements(parts).factors(estimates, {call.name: layouts for call in graph.calls})
-    return estimates.with_factors(factors)
+    times = measurements(parts).times(estimates, {call.name: layouts for call in graph.calls})
+    return replace(estimates, corrections=Corrections().after(times))
 
 
 def test_measurements_are_linear_between_and_beyond_their_points() -> None:
@@ -88,7 +89,7 @@ def test_measurements_are_linear_between_and_beyond_their_points() -> None:
 def test_measurements_are_read_as_they_were_written(tmp_path: Path) -> None:
     written = measurements({TimedPart("m", DECODE, "dp=2"): grid(law), TimedPart("m", PREFILL, "tp=2"): grid(law)})
     path = tmp_path / "profile.json"
-    written.save(path)
+    save(written, path)
     assert Measurements.load(path) == written
     assert Measurements.load(path).points == written.points
     for text in ("{}", "no JSON", '{"version": 7, "parts": []}'):
@@ -100,7 +101,7 @@ def test_measurements_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_a_file_with_the_seconds_of_processors_is_read(tmp_path: Path) -> None:
     written = measurements({TimedPart("m", DECODE, "dp=2"): grid(law)})
     path = tmp_path / "profile.json"
-    written.save(path)
+    save(written, path)
     values = json.loads(path.read_text()) | {"cores": 2, "step": [0.5, 0.5], "moves": [0.1, 0.01, 1e-6]}
     for part in values["parts"]:
         part["points"] = [[*point, 0.25] for point in part["points"]]
@@ -143,9 +144,9 @@ def test_calls_take_what_their_parts_take() -> None:
 def test_a_layout_that_was_not_measured_is_predicted_times_the_factor_of_a_similar_one() -> None:
     two, four = layout(0, 2), layout(0, 4)
     found = measured(two, four)
-    assert set(found.factors) == {call.name for call in found.graph.calls if call.role}
-    assert found.factors["ref_inference"].keys() == {"dp=2"}
-    (factor,) = found.factors["ref_inference"].values()
+    assert set(found.corrections.factors) == {call.name for call in found.graph.calls if call.role}
+    assert found.corrections.factors["ref_inference"].keys() == {"dp=2"}
+    (factor,) = found.corrections.factors["ref_inference"].values()
     expected = factor * found.formula("ref_inference", four)
     assert found.call_seconds("ref_inference", four) == pytest.approx(expected)
     assert found.call_seconds("advantages", four) == 0  # a function has no model

@@ -10,9 +10,9 @@ from tests.usp.planning.test_predictions import graph
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.parallel import Hardware, ParallelDims, load_hardware
-from usp.planning.estimates import Factors, factor_of, layout_key
+from usp.planning.estimates import CallTime, Corrections, layout_key
 from usp.planning.rlhf_question import RlhfQuestion
-from usp.planning.run_plan import SearchingPlanner, learned, moves
+from usp.planning.run_plan import SearchingPlanner, moves
 from usp.planning.workload import Workload
 from usp.rlhf.plan.named_plans import Facts, flattening, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
@@ -31,25 +31,20 @@ def question(lengths: StepLengths, hardware: Hardware = A100) -> RlhfQuestion:
     return RlhfQuestion(graph=GRAPH, models=MODELS, workload=workload, hardware=hardware, world_size=4)
 
 
-ONE = ExecutionPlan("one", dict.fromkeys(("train", "reward"), CallLayout((0,), ParallelDims(dp_shard=1))))
+ALONE = CallLayout((0,), ParallelDims(dp_shard=1))
 
 
-class Said:
-    """Estimates that predict a second for every call."""
-
-    def formula(self, call: str, layout: CallLayout) -> float:
-        return 1.0
-
-
-def after(factors: Factors, *measured: dict[str, float]) -> Factors:
-    return learned(factors, ONE, [(seconds, Said()) for seconds in measured])  # type: ignore[misc]
+def took(call: str, *seconds: float) -> list[CallTime]:
+    """A call on one rank, which is predicted to take half a second."""
+    return [CallTime(call, ALONE, each, 0.5) for each in seconds]
 
 
 def test_factors_follow_the_median_of_the_steps_halfway() -> None:
-    first = after({}, {"train": 2.0}, {"train": 8.0}, {"train": 2.0})
-    assert first == {"train": {"one rank": pytest.approx(2.0)}}
-    then = after(first, {"train": 8.0, "reward": 0.5}, {"reward": 0.25})
-    assert then == {"train": {"one rank": pytest.approx(4.0)}, "reward": {"one rank": pytest.approx(0.375)}}
+    first = Corrections().after(took("train", 1.0, 4.0, 1.0))
+    assert first.factors == {"train": {"one rank": pytest.approx(2.0)}}
+    then = first.after([*took("train", 4.0), *took("reward", 0.25, 0.125)])
+    assert then.factors == {"train": {"one rank": pytest.approx(4.0)}, "reward": {"one rank": pytest.approx(0.375)}}
+    assert first.factors == {"train": {"one rank": pytest.approx(2.0)}}
 
 
 def test_factors_change_only_the_seconds_of_calls() -> None:
@@ -57,7 +52,7 @@ def test_factors_change_only_the_seconds_of_calls() -> None:
     key = layout_key(layout)
     factors = {"actor_train": {key: 3.0}, "advantages": {"one rank": 0.25}}
     exact = question(SHORT).estimates
-    corrected = exact.with_factors(factors)
+    corrected = replace(exact, corrections=Corrections(factors))
     assert corrected.call_seconds("actor_train", layout) == 3 * exact.call_seconds("actor_train", layout) > 0
     assert corrected.call_seconds("advantages", layout) == 0.25 and exact.call_seconds("advantages", layout) == 0
     for name in ("critic_train", "actor_inference"):
@@ -67,10 +62,10 @@ def test_factors_change_only_the_seconds_of_calls() -> None:
 
 def test_a_layout_that_was_not_measured_has_the_factor_of_the_most_similar_one() -> None:
     two, zero = CallLayout((0, 1), ParallelDims(dp_shard=2)), CallLayout((0, 1), ParallelDims(dp_shard=2), zero=1)
-    factors = {"train": {"one rank": 2.0, layout_key(two): 3.0}}
-    assert factor_of(factors, "train", two) == factor_of(factors, "train", zero) == 3.0
-    assert factor_of(factors, "train", CallLayout((3,), ParallelDims(dp_shard=1))) == 2.0
-    assert factor_of(factors, "other", two) is None
+    found = Corrections({"train": {"one rank": 2.0, layout_key(two): 3.0}})
+    assert found.of("train", two) == found.of("train", zero) == 3.0
+    assert found.of("train", replace(ALONE, ranks=(3,))) == 2.0
+    assert found.of("other", two) is None
 
 
 def test_a_change_moves_what_trains_three_times_and_what_stays_not_at_all() -> None:
@@ -94,12 +89,11 @@ def decided(
 
 @pytest.mark.slow
 def test_a_search_corrects_the_running_plan_and_decides() -> None:
-    layout = CallLayout((0,), ParallelDims(dp_shard=1))
-    alone = ExecutionPlan("alone", {call.name: layout for call in GRAPH.calls})
-    planner = SearchingPlanner(question, ReplanOptions(5, 0.01, 1e3), 0, lambda plan: plan)
+    alone = ExecutionPlan("alone", {call.name: ALONE for call in GRAPH.calls})
+    planner = SearchingPlanner(question(SHORT), ReplanOptions(5, 0.01, 1e3), 0, lambda plan: plan)
     decision = decided(planner, LONG, alone, {"actor_train": 4.0})
-    assert planner.factors["actor_train"]["one rank"] == pytest.approx(4.0)
-    assert planner.factors["critic_train"]["one rank"] == pytest.approx(1.0)
+    assert planner.corrections.factors["actor_train"]["one rank"] == pytest.approx(4.0)
+    assert planner.corrections.factors["critic_train"]["one rank"] == pytest.approx(1.0)
     assert decision.switches and decision.best_seconds < 0.99 * decision.running_seconds
     assert decision.build_seconds == 0.5 and decision.nbytes > 0 and not decision.why_not
     assert not decided(planner, LONG, decision.best, {"actor_train": 4.0}).switches

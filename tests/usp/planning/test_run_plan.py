@@ -38,7 +38,7 @@ def searched(run: PreparedRlhf) -> ExecutionPlan:
     samples = {"prompts": 16, "pairs": 8, "answers": 4}
     assert len(question.workload.prompts) == samples[run.algorithm.data]
     assert question.ranks_per_host == 2 and question.hardware.memory_bytes < 80 * 2**30
-    return answer(question, budget=run.config.search_budget, report=lambda seconds, simulated, best: None).plan
+    return answer(question, budget=run.config.search_budget).plan
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_model_that_is_too_large_is_told_what_the_nearest_needs(tmp_path: Path
     def little(run: PreparedRlhf) -> ExecutionPlan:
         question = question_of(run)
         small = replace(question, clock=work_clock(), hardware=replace(question.hardware, memory_bytes=2**20))
-        return answer(small, budget=0.1, report=lambda seconds, simulated, best: None).plan
+        return answer(small, budget=0.1).plan
 
     with pytest.raises(ConfigurationError, match=r"The nearest: .*actor_train needs .* GiB on ranks .*devices with"):
         prepare(replace(SMALL, output=str(tmp_path / "run")), Launch(world_size=2, local_world_size=1), planner=little)

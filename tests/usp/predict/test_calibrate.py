@@ -74,7 +74,7 @@ def test_a_file_says_what_not_to_trust_and_nonsense_is_not_written() -> None:
     quick = ("product of 16 in float32", "product of 32 in float32", "memory")
     passes = [f"sdpa {name} of 32 tokens" for name in AttentionRates.__dataclass_fields__]
     fine = {**dict.fromkeys(quick, Estimate(1e-3, 0.0)), **dict.fromkeys(passes, Estimate(1.0, 0.0))}
-    measured = CallTimes({}, fine, {"sdpa": "sdpa"}, [], other_load=0.0)
+    measured = CallTimes(fine, {"sdpa": "sdpa"}, [], other_load=0.0)
     found = contents(plan, "", measured)
     assert cautions(found) == [] and hardware_from_mapping(found, "").peak("float32") == 2 * 32**3 / 1e-3
     assert found["efficiency"]["attention"]["sdpa"]["backward"] == [[32, 5 * 2 * 2 * 16 * 528 / (2 * 32**3 / 1e-3)]]

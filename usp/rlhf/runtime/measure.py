@@ -162,7 +162,7 @@ class StepLengths:
     group_size: int
 
     @staticmethod
-    def of(graph: DataflowGraph, lengths: Mapping[str, Sequence[int]]) -> StepLengths:
+    def of_step(graph: DataflowGraph, lengths: Mapping[str, Sequence[int]]) -> StepLengths:
         """Return those of the first call that generates, from the lengths of a step's sequences by key."""
         call = next(call for call in graph.calls if isinstance(call.work, Generate))
         prompts = lengths[PROMPTS]

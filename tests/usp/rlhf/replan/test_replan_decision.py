@@ -65,5 +65,5 @@ def test_a_call_takes_what_its_slowest_rank_works() -> None:
 
 
 def test_lengths_are_those_of_the_call_that_generates() -> None:
-    lengths = StepLengths.of(ppo(), {"prompt_ids": [3, 3, 2, 2], "tokens": [5, 7, 3, 10]})
+    lengths = StepLengths.of_step(ppo(), {"prompt_ids": [3, 3, 2, 2], "tokens": [5, 7, 3, 10]})
     assert lengths == StepLengths((3, 3, 2, 2), (2, 4, 1, 8), ppo().group_size)
