@@ -25,6 +25,7 @@ setup(
     package_data={
         "usp.parallel.cluster": ["nodes/*.json", "peaks.json"],
         "usp": ["presets.json"],
+        "usp.hf": ["shrink.json"],
         "usp.rlhf": ["sample_page.html"],
     },
     install_requires=[
