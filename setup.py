@@ -25,7 +25,9 @@ setup(
     package_data={
         "usp.parallel.cluster": ["nodes/*.json", "peaks.json"],
         "usp": ["presets.json"],
+        "usp.hf": ["shrink.json"],
         "usp.rlhf": ["sample_page.html"],
+        "usp.rlhf.environments": ["forbidden.json", "judge.txt"],
     },
     install_requires=[
         "torch>=2.11",

@@ -58,12 +58,6 @@ class Task:
         """True if nothing in the rectangle is masked."""
         return self.lowest is None and self.highest is None
 
-    def shift_keys(self, offset: int) -> Task:
-        """Return the same task with its keys moved by `offset` within their buffer."""
-        lowest = None if self.lowest is None else self.lowest - offset
-        highest = None if self.highest is None else self.highest - offset
-        return Task(self.q_start, self.q_stop, self.k_start + offset, self.k_stop + offset, lowest, highest)
-
     def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> Task | None:
         """Return the tight part within the given query and key ranges, or None if nothing in it is visible."""
         q_start, q_stop = max(self.q_start, rows[0]), min(self.q_stop, rows[1])

@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint import FileSystemReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -53,32 +53,25 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint is not, or no longer, what was written; the message names the path."""
 
 
-class _UsedOnce:
-    """What a storage that serves one checkpoint leaves as it is."""
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Do nothing."""
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
-
-
-class SafetensorsWriter(_UsedOnce, StorageWriter):
+class SafetensorsWriter(StorageWriter):
     """Writes one checkpoint, whose final path is `folder`; `finished` is called by the first rank at the end."""
 
     def __init__(self, folder: Path, extra: Mapping[str, Any], finished: Callable[[], None]) -> None:
         self.folder, self.partial = folder, folder.with_name(folder.name + PARTIAL)
         self.extra, self.finished = extra, finished
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Do nothing: it serves one checkpoint."""
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: no role needs setup."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the folder before any rank writes to it, and assign a file to each rank."""
@@ -124,32 +117,25 @@ class SafetensorsWriter(_UsedOnce, StorageWriter):
         self.finished()
 
 
-class SafetensorsReader(_UsedOnce, StorageReader):
+class SafetensorsReader(FileSystemReader):
     """Reads checkpoints of `SafetensorsWriter`; each rank reads only the boxes it needs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files: dict[MetadataIndex, str] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
         files: dict[MetadataIndex, str] = {}
-        for name, entry in _read_index(self.folder)["tensors"].items():
+        for name, entry in _read_index(Path(self.path))["tensors"].items():
             boxes = [ChunkStorageMetadata(torch.Size(b["offset"]), torch.Size(b["shape"])) for b in entry["boxes"]]
             properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
             files.update({MetadataIndex(name, torch.Size(b["offset"])): b["file"] for b in entry["boxes"]})
         return Metadata(tensors, storage_data=files)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.files = metadata.storage_data
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         items = defaultdict(list)
         for item in plan.items:
-            items[self.files[item.storage_index]].append(item)
+            items[self.storage_data[item.storage_index]].append(item)
         for name, wanted in items.items():
-            with safe_open(self.folder / name, framework="pt") as file:
+            with safe_open(Path(self.path, name), framework="pt") as file:
                 for item in wanted:
                     part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                     key = _key(item.storage_index)

@@ -252,8 +252,9 @@ def test_dense_launches_cover_the_pairs_of_the_tasks(rectangles: list, leaf: int
 
 def relative_band(task: Task) -> tuple[int | None, int | None]:
     """Return the band's limits counted from the rectangle's corner."""
-    moved = task.shift_keys(task.q_start - task.k_start)
-    return moved.lowest, moved.highest
+    offset = task.q_start - task.k_start
+    lowest, highest = (None if limit is None else limit - offset for limit in (task.lowest, task.highest))
+    return lowest, highest
 
 
 def test_tiny_tasks_are_batched_and_masks_stay_small() -> None:

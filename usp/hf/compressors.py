@@ -46,6 +46,8 @@ from usp.sp.mask import Mask
 from usp.sp.sequence import documents_of
 from usp.sp.sp_attention import JointAttention, UnifiedSPAttention
 
+from .indexers import CausalMask
+
 _OF_COMPRESSORS = {"hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx"}
 
 
@@ -72,13 +74,8 @@ def _with_documents(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return forward(*args, **{**kwargs, "past_key_values": Documents(*map(kwargs.get, ("cu_seqlens", "kv_cache")))})
 
 
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """Takes the place of an attention module's cache, which its compressor gets as well; attributes as of
-    `CausalMask`."""
-
-    cu_seqlens: Tensor | None
-    kv_cache: Prefill | DecodeStep | None
+class Documents(CausalMask):
+    """Takes the place of an attention module's cache, which its compressor gets as well."""
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         return keys, values

@@ -107,7 +107,7 @@ class ShardedIndexer:
     mask = CausalMask(None)
     block = 1
 
-    def __init__(self, module: nn.Module, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
+    def __init__(self, module: Any, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
         self.module, self.mesh, self.attention = module, mesh, attention
         self.choose, self._call = module.forward, dict[str, Any]()
         self._signature = inspect.signature(module.forward)
@@ -133,20 +133,37 @@ class ShardedIndexer:
         with torch.no_grad():
             return self.attention.keep(("indexer", call["hidden_states"].shape), choose)[0]
 
-    def own_keys(self, call: dict[str, Any]) -> Tensor:
-        """Return the keys (B, S, D) of this rank's tokens."""
-        return own_keys(self.choose, call)
+    def own_keys(self, call: dict[str, Any], forward: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return the keys (B, S, D) of this rank's tokens, by another forward of the indexer if it is given."""
+        x, made = call["hidden_states"], list[Tensor]()
+        anything = torch.ones(1, 1, 1, dtype=torch.bool, device=x.device)
 
-    def chosen(self, call: dict[str, Any], *scored: Any) -> Tensor:
-        """Return the indices of this rank's queries from what `scored` returns."""
-        return tiled_indices(self.choose, call, *scored)
+        def keep(keys: Tensor) -> Tensor:
+            made.append(keys)
+            return keys[:, :1]  # only one is scored
+
+        for start in range(0, x.shape[1], 1024):
+            inputs = {**_part(call, slice(start, start + 1024)), "attention_mask": anything}
+            (forward or self.choose)(**inputs, past_key_values=_Keys(keep))
+        return torch.cat(made, 1)
+
+    def chosen(self, call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, scores: int) -> Tensor:
+        """Return the indices (B, S, k) of this rank's queries, at `positions` (B or 1, S) in documents that begin at
+        `starts` (B, S), among all keys (B, L, D). scores: elements of the scores of a query."""
+        indices = None
+        for part, inputs in score_tiles(call, keys, positions, starts, scores):
+            chosen = self.choose(**inputs)
+            if indices is None:
+                indices = chosen.new_empty(*call["hidden_states"].shape[:2], chosen.shape[-1])
+            indices[:, part] = chosen
+        return cast(Tensor, indices)
 
     def _decoded(self, call: dict[str, Any], step: DecodeStep) -> Tensor:
         """Return the indices (B, 1, k) of the new tokens, among the cached keys of all ranks."""
         keys = _cached_keys(self.module, step)
         own = _scores(self.choose, {**call, "attention_mask": step.seen().unsqueeze(1), "past_key_values": keys})
         scores = step.of_all_ranks(own.squeeze(1))
-        chosen = scores.topk(min(cast(int, self.module.index_topk), scores.shape[1])).indices
+        chosen = scores.topk(min(self.module.index_topk, scores.shape[1])).indices
         return chosen.unsqueeze(1).int()
 
     @property
@@ -183,57 +200,41 @@ class ShardedBlockIndexer(ShardedIndexer):
 
     def __init__(self, module: Any, mesh: ParallelMesh | DeviceMesh, attention: UnifiedSPAttention) -> None:
         super().__init__(module, mesh, attention)
-        self.choose, self.block = partial(_of_blocks, module.forward), module.block_size
+        self.choose, self.block = partial(_without_mask, module.forward), module.block_size
 
-    def own_keys(self, call: dict[str, Any]) -> Tensor:
+    def own_keys(self, call: dict[str, Any], forward: Callable[..., Tensor] | None = None) -> Tensor:
         # The blocks of single keys, which are dropped, would be beyond them.
         x = call["hidden_states"]
-        return super().own_keys({**call, "position_ids": x.new_zeros(x.shape[:2], dtype=torch.int64)})
+        return super().own_keys({**call, "position_ids": x.new_zeros(x.shape[:2], dtype=torch.int64)}, forward)
 
-    def chosen(self, call: dict[str, Any], *scored: Any) -> Tensor:
-        return chosen_blocks(self.module, self.choose, call, *scored)
+    def chosen(self, call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, scores: int) -> Tensor:
+        rows, tokens = call["hidden_states"].shape[:2]
+        shape = rows, tokens, self.module.num_heads, self.module.topk_blocks
+        indices = torch.full(shape, -1, dtype=torch.int32, device=keys.device)
+        at = (positions - starts).to(keys.device)
+        for row, (of_row, own) in enumerate(zip(positions.expand(rows, -1).tolist(), starts.tolist(), strict=True)):
+            end = 0
+            for start, run in groupby(own):  # consecutive tokens of a document
+                begin, end = end, end + len([*run])
+                seen = keys[row : row + 1, start : of_row[end - 1] + 1]
+                for tile in token_tiles(end - begin if seen.shape[1] else 0, scores // rows):
+                    part = slice(begin + tile.start, begin + tile.stop)
+                    inputs = {name: _of_row(value, row) for name, value in _part(call, part).items()}
+                    inputs["position_ids"] = at[row : row + 1, part].clamp(max=seen.shape[1] - 1)  # of padding
+                    blocks = self.choose(**inputs, attention_mask=None, past_key_values=_all_keys(seen))
+                    first = first_positions(blocks, self.block)
+                    indices[row, part, :, : first.shape[-1]] = first[0].where(first[0] < 0, first[0] + start)
+        return indices
 
     def _decoded(self, call: dict[str, Any], step: DecodeStep) -> Tensor:
-        keys = _CachedScores(self.module, step)
-        with keys:
-            blocks = self.choose(**{**call, "past_key_values": keys})
+        with _CachedScores(self.module, step) as scores:
+            blocks = self.choose(**{**call, "past_key_values": _Keys(scores.update)})
         first = first_positions(blocks, self.block).unsqueeze(-1)
         return (first + torch.arange(self.block, device=first.device)).where(first >= 0, -1).flatten(3)
 
 
-def _of_blocks(forward: Callable[..., Tensor], *, past_key_values: Any, attention_mask: Any, **call: Any) -> Tensor:
-    """Run the forward of an indexer of blocks with what this file passes to others."""
-    return forward(**call, past_key_values=None if past_key_values is None else _OneLayer(past_key_values))
-
-
-def chosen_blocks(
-    module: Any,
-    forward: Callable[..., Tensor],
-    call: dict[str, Any],
-    keys: Tensor,
-    positions: Tensor,
-    starts: Tensor,
-    scores: int,
-) -> Tensor:
-    """Return where the blocks begin (B, S, K, k) that a call's queries choose, -1 for none; `tiled_indices` of an
-    indexer of blocks."""
-    rows, tokens = call["hidden_states"].shape[:2]
-    shape = rows, tokens, module.num_heads, module.topk_blocks
-    indices = torch.full(shape, -1, dtype=torch.int32, device=keys.device)
-    at = (positions - starts).to(keys.device)
-    for row, (of_row, own) in enumerate(zip(positions.expand(rows, -1).tolist(), starts.tolist(), strict=True)):
-        end = 0
-        for start, run in groupby(own):  # consecutive tokens of a document
-            begin, end = end, end + len([*run])
-            seen = keys[row : row + 1, start : of_row[end - 1] + 1]
-            for tile in token_tiles(end - begin if seen.shape[1] else 0, scores // rows):
-                part = slice(begin + tile.start, begin + tile.stop)
-                inputs = {name: _of_row(value, row) for name, value in _part(call, part).items()}
-                inputs["position_ids"] = at[row : row + 1, part].clamp(max=seen.shape[1] - 1)  # of padding
-                blocks = forward(**inputs, attention_mask=None, past_key_values=_all_keys(seen))
-                first = first_positions(blocks, module.block_size)
-                indices[row, part, :, : first.shape[-1]] = first[0].where(first[0] < 0, first[0] + start)
-    return indices
+def _without_mask(forward: Callable[..., Tensor], *, attention_mask: Any, **call: Any) -> Tensor:
+    return forward(**call)
 
 
 def _of_row(value: Any, row: int) -> Any:
@@ -247,38 +248,10 @@ def first_positions(blocks_BKSk: Tensor, size: int) -> Tensor:
     return (blocks_BKSk * size).where(blocks_BKSk >= 0, -1).transpose(1, 2)
 
 
-def own_keys(forward: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
-    """Return the keys (B, S, D) that an indexer makes of the tokens of a call."""
-    x, made = call["hidden_states"], list[Tensor]()
-    anything = torch.ones(1, 1, 1, dtype=torch.bool, device=x.device)
-
-    def keep(keys: Tensor) -> Tensor:
-        made.append(keys)
-        return keys[:, :1]  # only one is scored
-
-    for start in range(0, x.shape[1], 1024):
-        forward(**_part(call, slice(start, start + 1024)), attention_mask=anything, past_key_values=_Keys(keep))
-    return torch.cat(made, 1)
-
-
-def tiled_indices(
-    forward: Callable[..., Tensor], call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, scores: int
-) -> Tensor:
-    """Return the indices (B, S, k) of a call's queries, at `positions` (B or 1, S) in documents that begin at `starts`
-    (B, S), among all keys (B, L, D). scores: elements of the scores of a query."""
-    indices = None
-    for part, inputs in score_tiles(call, keys, positions, starts, scores):
-        chosen = forward(**inputs)
-        if indices is None:
-            indices = chosen.new_empty(*call["hidden_states"].shape[:2], chosen.shape[-1])
-        indices[:, part] = chosen
-    return cast(Tensor, indices)
-
-
 def score_tiles(
     call: dict[str, Any], keys: Tensor, positions: Tensor, starts: Tensor, scores: int
 ) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """Yield a part of the queries, and the call that scores it; the arguments are those of `tiled_indices`."""
+    """Yield a part of the queries, and the call that scores it; the arguments are those of `ShardedIndexer.chosen`."""
     x, every = call["hidden_states"], torch.arange(keys.shape[1], device=keys.device)
     positions, starts = (each.to(x.device).unsqueeze(-1) for each in (positions, starts))
     for part in token_tiles(x.shape[1], scores):
@@ -300,12 +273,23 @@ def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Keys:
-    """A cache as indexers take it. update: from the keys that an indexer makes to those that it scores."""
+    """A cache as indexers take it, and those of blocks, whose layers are all the same. update: from the keys that an
+    indexer makes to those that it scores."""
 
     update: Callable[[Tensor], Tensor]
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
         return self.update(keys)
+
+    def update_index(self, keys_B1SD: Tensor) -> Tensor:
+        return self.update(keys_B1SD.squeeze(1)).unsqueeze(1)
+
+    @property
+    def layers(self) -> _Keys:
+        return self
+
+    def __getitem__(self, layer: int) -> _Keys:
+        return self
 
 
 def _all_keys(keys: Tensor) -> _Keys:
@@ -318,32 +302,15 @@ def _cached_keys(indexer: nn.Module, step: DecodeStep) -> _Keys:
     return _Keys(lambda keys: step.store(indexer, keys.unsqueeze(2))[0].squeeze(1))
 
 
-@dataclass(frozen=True)
-class _OneLayer:
-    """A cache as indexers of blocks take it, whose layers are all the same, from one as other indexers take it."""
-
-    keys: Any
-
-    @property
-    def layers(self) -> _OneLayer:
-        return self
-
-    def __getitem__(self, layer: int) -> _OneLayer:
-        return self
-
-    def update_index(self, keys_B1SD: Tensor) -> Tensor:
-        return self.keys.update_indexer(keys_B1SD.squeeze(1), 0).unsqueeze(1)
-
-
 class _CachedScores(TorchFunctionMode):
-    """A cache that keeps the key of a new token, and in whose context scores are those of the keys of all ranks."""
+    """Keeps the key of a new token, as `_cached_keys`; in its context scores are those of the keys of all ranks."""
 
     def __init__(self, indexer: nn.Module, step: DecodeStep) -> None:
         super().__init__()
         self.cached, self.step = _cached_keys(indexer, step), step
 
-    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        self.own = self.cached.update_indexer(keys, layer)
+    def update(self, keys: Tensor) -> Tensor:
+        self.own = self.cached.update(keys)
         return keys.expand(-1, self.step.tokens, -1)  # stands for those of all positions
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -404,7 +371,7 @@ class IndexerLoss:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         with torch.enable_grad():
             run = partial(self.forward, module)
-            keys, *scored = self.indexer.scored(call, own_keys(run, call))
+            keys, *scored = self.indexer.scored(call, self.indexer.own_keys(call, run))
             every = keys.detach().requires_grad_()
             own = every.nbytes * (ranks - 1) // ranks  # of this rank's keys to the others, and of their gradients
             self.indexer.attention.indexer_bytes += 2 * own

@@ -1,60 +1,26 @@
 """A tiny configuration of the same model: same classes, layers and masks, small enough to run in a moment.
 
-Every size is set by the name that configurations of transformers use for it, so one rule serves all families."""
+Every size is set by the name that configurations of transformers use for it, as `shrink.json` states, so one rule
+serves all families."""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
-HIDDEN, HEADS, HEAD_DIM, VOCAB = 64, 4, 16, 96
-# Distinct, so that a mask tells which of them it uses.
-WINDOWS = {"sliding_window": 5, "attention_chunk_size": 6, "window_size": 4}
-WINDOWS |= {"attention_window_size": 7, "local_attention": 3}
+_STATED: dict[str, dict[str, int]] = json.loads(Path(__file__).with_name("shrink.json").read_text())
+WINDOWS, _AT_MOST = _STATED["windows"], _STATED["at_most"]  # windows: distinct, so that a mask tells which it uses
+_SIZES = _STATED["sizes"] | WINDOWS  # linear attention and state spaces: heads x head size = 2 x hidden
+HIDDEN, HEADS, HEAD_DIM, VOCAB = (
+    _SIZES[name] for name in ("hidden_size", "num_attention_heads", "head_dim", "vocab_size")
+)
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
-_SIZES = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "embedding_size"), HIDDEN),
-    **dict.fromkeys(("word_embed_proj_dim", "embedding_dim", "lru_width"), HIDDEN),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"), 48),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
-    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
-    **dict.fromkeys(("shared_experts_intermediate_size", "q_lora_rank", "o_lora_rank"), 24),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "swa_num_attention_heads"), HEADS),
-    **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "query_pre_attn_scalar", "d_kv"), HEAD_DIM),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys(POSITIONS, 64),
-    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), 12),
-    "zero_expert_num": 2,
-    **dict.fromkeys(("index_head_dim", "index_n_heads"), 16),
-    "dim_model_base": 16,
-    **dict.fromkeys(("nemo_conv_channels", "ext_pw_out_channel", "depthwise_separable_out_channel"), HIDDEN),
-    "index_block_size": 4,
-    # linear attention and state spaces: heads x head size = 2 x hidden
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), HEADS),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), HEAD_DIM),
-    **dict.fromkeys(("mamba_num_heads", "mamba_n_heads", "n_mamba_heads"), HEADS),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim", "attention_head_dim"), 2 * HIDDEN // HEADS),
-    **dict.fromkeys(("mamba_d_ssm", "attention_hidden_size"), 2 * HIDDEN),
-    **dict.fromkeys(("ssm_state_size", "mamba_d_state", "state_size"), 8),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 4),
-    **WINDOWS,
-}
-_AT_MOST = {
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "num_expert_group", "n_groups", "mamba_n_groups", "mamba_ngroups"), 2),
-    **dict.fromkeys(("index_topk_blocks", "hc_sinkhorn_iters"), 2),
-    **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts"), 1),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-}
 _KV_HEADS = (
     *("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads"),
     *("num_query_groups", "kv_n_heads"),

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .outside import REWARD_CODE, Unscored, clean
@@ -25,18 +26,7 @@ TEXT_REWARDS = ("match", "math", "regex", "code")  # which fail, or take forever
 SLOW = ("math", "regex")  # of these, what may take more than linear time: in a process that can be ended
 MOST_SCORE = 3.4e38
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-QUESTION = """Judge the response to a prompt.
-
-Prompt:
-{prompt}
-
-Correct answer:
-{answer}
-
-Response:
-{response}
-
-End with a line that holds nothing but a number, from 0 (wrong) to 1 (right)."""
+QUESTION = Path(__file__).with_name("judge.txt").read_text().rstrip()
 
 
 def from_spec(spec: str, kinds: Mapping[str, Callable[..., Any]]) -> Any:

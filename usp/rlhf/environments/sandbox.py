@@ -54,21 +54,11 @@ SCOPED = 6  # the version from which Landlock keeps signals and abstract sockets
 READ, OF_FILES = 1 << 0 | 1 << 2 | 1 << 3, 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
 CGROUPS, PROCS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"), "cgroup.procs"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-# By seccomp(2), for x86_64 and aarch64: the architecture as the kernel audits it, and numbers of system calls.
+# By seccomp(2), for x86_64 and aarch64: the architecture as the kernel audits it, and numbers of system calls,
+# with those of `forbidden.json`, by what they would give a program.
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE, CLONE3, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
-FORBIDDEN = (
-    # memory that no limit counts
-    "memfd_create 319 279, memfd_secret 447 447, vmsplice 278 75, userfaultfd 323 282, bpf 321 280, mq_open 240 180",
-    "shmget 29 194, shmat 30 196, semget 64 190, msgget 68 186, perf_event_open 298 241, io_setup 206 0",
-    "io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427",
-    # namespaces and mounts of its own
-    "unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, open_tree 428 428",
-    "move_mount 429 429, fsopen 430 430, fsmount 432 432",
-    # other processes, and keys of the user
-    "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271",
-    "add_key 248 217, request_key 249 218, keyctl 250 219",
-)
+FORBIDDEN: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_name("forbidden.json").read_text())
 
 
 class Limits(NamedTuple):
@@ -272,8 +262,8 @@ def forbid() -> None:
     program = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
     if machine == "x86_64":
         program += [(at_least, 0, 1, 1 << 30), (give, 0, 0, kill)]  # the x32 calls
-    for named in ", ".join(FORBIDDEN).split(", "):
-        program += [(equal, 0, 1, int(named.split()[1 + column])), (give, 0, 0, deny | errno.EPERM)]
+    for numbers in (each for calls in FORBIDDEN.values() for each in calls.values()):
+        program += [(equal, 0, 1, numbers[column]), (give, 0, 0, deny | errno.EPERM)]
     program += [(equal, 0, 1, CLONE3[column]), (give, 0, 0, deny | errno.ENOSYS)]  # the C library takes clone instead
     program += [(equal, 0, 3, CLONE[column]), (load, 0, 0, 16), (same, 0, 1, NEW), (give, 0, 0, deny | errno.EPERM)]
     program += [(load, 0, 0, 0)]

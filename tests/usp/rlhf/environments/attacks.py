@@ -1,6 +1,7 @@
 """What attacks on the sandbox see, as a table: `python -m tests.usp.rlhf.environments.attacks` writes docs/sandbox.md.
 
-`python attacks.py` beside a copy of sandbox.py prints what they see for the user that calls it, as JSON."""
+`python attacks.py` beside copies of sandbox.py and forbidden.json prints what they see for the user that
+calls it, as JSON."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ def seen_by(kind: str) -> dict[str, str]:
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        for file in (Path(module.__file__), HERE / PROGRAM, Path(__file__)):
+        sandbox = Path(module.__file__)
+        for file in (sandbox, sandbox.with_name("forbidden.json"), HERE / PROGRAM, Path(__file__)):
             shutil.copy(file, folder)
             Path(folder, file.name).chmod(0o644)
         python = sys.executable if kind == "root" else "/usr/bin/python3"  # others may not read ours

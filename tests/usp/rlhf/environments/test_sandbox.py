@@ -217,6 +217,7 @@ def test_without_namespaces_a_program_is_refused_unless_it_is_allowed(
     copy = tmp_path / "sandbox.py"
     refused = '    raise PermissionError(1, "not permitted")\n    uid, gid, new ='
     copy.write_text(FILE.read_text().replace("    uid, gid, new =", refused))
+    shutil.copy(FILE.with_name("forbidden.json"), tmp_path)
     monkeypatch.setattr(sandbox, "__file__", str(copy))
     with pytest.raises(Unprotected, match=r"namespaces \(not permitted\), and so the number of processes, and others"):
         run_python("print('no')")
