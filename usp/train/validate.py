@@ -48,7 +48,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[Any]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
-    rules = (_length, _micro_batches, _zero_bubble, common_violations)
+    rules = (_length, _micro_batches, _schedule, common_violations)
     yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer, _float8))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts, _indexers))
@@ -155,11 +155,11 @@ def _micro_batches(config: TrainConfig) -> Iterator[str]:
     violation = micro_batch_violation(config.pp_schedule, config.pp, config.micro_batches) if config.pp > 1 else None
     if violation:
         yield f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}"
+
+
+def _schedule(config: TrainConfig) -> Iterator[str]:
     if config.pp > 1 and (violation := stages_violation(config.pp_schedule, config.pp_stages_per_rank)):
         yield f"--pp-stages-per-rank = {config.pp_stages_per_rank}: {violation}"
-
-
-def _zero_bubble(config: TrainConfig) -> Iterator[str]:
     if config.pp == 1 or config.pp_schedule != "zero-bubble":
         return
     if violation := schedule_violation(config.pp_schedule, torch.__version__):
