@@ -27,12 +27,13 @@ from .reallocation.realloc_plan import ReallocPlan, plan_realloc
 from .reallocation.reallocation import Reallocation
 from .stages import (
     PP_SCHEDULES,
+    PipelineSchedule,
     bubble_fraction,
     micro_batch_violation,
     rank_stages,
     schedule_violation,
     stage_layers,
-    stages_per_rank,
+    stages_violation,
 )
 from .violation import Violation, all_of, option, violation_of
 

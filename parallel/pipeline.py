@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from .fsdp import before_micro_batch
 from .mesh import ParallelMesh
-from .stages import micro_batch_violation, rank_stages, schedule_violation, stages_per_rank
+from .stages import PipelineSchedule, micro_batch_violation, rank_stages, schedule_violation
 
 
 class Pipeline:
@@ -41,34 +41,35 @@ class Pipeline:
         self,
         stages: Sequence[nn.Module],
         mesh: ParallelMesh,
-        schedule: str,
+        schedule: PipelineSchedule,
         *,
         micro_batches: int,
         stage_outputs: Sequence[Tensor],
         zero: int,
     ) -> None:
         pp = mesh.size("pp")
-        violation = micro_batch_violation(schedule, pp, micro_batches)
-        if schedule == "zero-bubble" and zero > 1 and any(isinstance(stage, FSDPModule) for stage in stages):
+        violation = micro_batch_violation(schedule.name, pp, micro_batches)
+        if schedule.name == "zero-bubble" and zero > 1 and any(isinstance(stage, FSDPModule) for stage in stages):
             violation = f"zero={zero} frees parameters or gradients that zero-bubble still needs: use zero=1"
-        if violation := schedule_violation(schedule, torch.__version__) or violation:
+        if violation := schedule_violation(schedule.name, torch.__version__) or violation:
             raise ValueError(violation)
-        indices, last = rank_stages(schedule, pp, mesh.rank("pp")), pp * stages_per_rank(schedule) - 1
+        indices, last = rank_stages(schedule, pp, mesh.rank("pp")), pp * schedule.stages_per_rank - 1
         self.device = next(stages[0].parameters()).device
         # Given the shapes, torch does not run extra forwards and backwards to infer them.
         edge = tuple(torch.empty_like(x, requires_grad=x.is_floating_point(), device="meta") for x in stage_outputs)
         loss = torch.empty((), requires_grad=True, device="meta")
 
         def build(module: nn.Module, index: int) -> PipelineStage:
-            kind: Any = PipelineStage if schedule == "zero-bubble" else partial(_Stage, zero)
+            kind: Any = PipelineStage if schedule.name == "zero-bubble" else partial(_Stage, zero)
             shapes = {"input_args": edge if index else (), "output_args": loss if index == last else edge}
             return kind(module, index, last + 1, self.device, group=mesh.group("pp"), **shapes)
 
-        built: list[Any] = [*map(build, stages, indices)]
-        several = ScheduleZBVZeroBubble if schedule == "zero-bubble" else ScheduleInterleaved1F1B
+        built: list[Any] = [build(*each) for each in zip(stages, indices, strict=True)]
+        several: Any = ScheduleZBVZeroBubble if schedule.name == "zero-bubble" else ScheduleInterleaved1F1B
         # The output of the last stage already is the loss.
         options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": lambda x, _: x, "scale_grads": False}
-        self._schedule: Any = Schedule1F1B(built[0], **options) if schedule == "1f1b" else several(built, **options)
+        one = schedule.name == "1f1b"
+        self._schedule: Any = Schedule1F1B(built[0], **options) if one else several(built, **options)
         self._parameters = [parameter for stage in stages for parameter in stage.parameters()]
 
     def step(self, ids: Tensor, **kwargs: Any) -> Tensor:

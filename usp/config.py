@@ -37,7 +37,7 @@ from usp.fields import (
     without_effect,
 )
 from usp.optimizers import OPTIMIZERS
-from usp.parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES
+from usp.parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES, PipelineSchedule
 from usp.presets import PRESETS
 
 ENGINES = ("fsdp2", "deepspeed")
@@ -114,7 +114,7 @@ _OF_TRAINING = (
         "shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it",
     ),
     OnlyWith(
-        ("pp_schedule",),
+        ("pp_schedule", "pp_stages_per_rank"),
         lambda c: c.pp > 1 or c.plan == "auto",
         "schedules a pipeline, but --pp is 1: set --pp, or remove it",
     ),
@@ -429,6 +429,8 @@ class _Training:
     """Modules to train in full beside the adapters, and to write with them, such as embed_tokens,lm_head."""
     pp_schedule: Annotated[str, one_of(PP_SCHEDULES)] = "1f1b"
     """Pipeline schedule. interleaved-1f1b and zero-bubble (torch 2.13) run two stages a rank, with smaller bubbles."""
+    pp_stages_per_rank: AtLeast0 = 0
+    """Stages on each rank, which interleaved-1f1b may have more of. 0: 1 for 1f1b, 2 for the other schedules."""
     engine: Annotated[str, one_of(ENGINES)] = "fsdp2"
     """Training engine: PyTorch FSDP2, or DeepSpeed (requires the deepspeed extra)."""
     optim_offload: bool = False
@@ -463,6 +465,11 @@ class TrainConfig(CommonConfig, DocumentFlags, _Training):
     def padded_len(self) -> int:
         """Tokens of a sequence with those behind its end that the sequence-parallel ranks need to divide it."""
         return SequenceLayout.padded_len(self.sp_layout, self.seq_len, self.sp_ring, self.sp_ulysses)
+
+    @property
+    def pipeline(self) -> PipelineSchedule:
+        """The schedule of the pipeline with its stages. Raises ValueError if the two contradict each other."""
+        return PipelineSchedule(self.pp_schedule, self.pp_stages_per_rank)
 
     @property
     def emulates_float8(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import pytest
 import torch
@@ -17,17 +18,20 @@ from usp.parallel import (
     PP_SCHEDULES,
     ParallelDims,
     ParallelMesh,
+    PipelineSchedule,
     apply_fsdp,
     bubble_fraction,
     micro_batch_violation,
     rank_stages,
     schedule_violation,
     stage_layers,
-    stages_per_rank,
+    stages_violation,
 )
 from usp.parallel.pipeline import Pipeline
+from usp.predict.job import Schedule, actions
 
 schedules = st.sampled_from(PP_SCHEDULES)
+interleaved = st.builds(PipelineSchedule, st.just("interleaved-1f1b"), st.integers(2, 8))
 RUNS_HERE = [schedule for schedule in PP_SCHEDULES if schedule_violation(schedule, torch.__version__) is None]
 degrees = st.integers(1, 16)
 
@@ -45,11 +49,33 @@ def test_layers_are_divided_evenly_with_extra_layers_in_the_middle_stages_first(
     assert sizes[-1] <= sizes[0] <= min(sizes[1:-1], default=sizes[0])
 
 
-@given(schedules, degrees)
-def test_every_stage_is_on_one_rank(schedule: str, pp: int) -> None:
-    held = [rank_stages(schedule, pp, rank) for rank in range(pp)]
-    assert sorted(stage for stages in held for stage in stages) == list(range(pp * stages_per_rank(schedule)))
-    assert all(list(stages) == sorted(stages) and len(stages) == stages_per_rank(schedule) for stages in held)
+@given(st.builds(PipelineSchedule, schedules) | interleaved, degrees)
+def test_every_stage_is_on_one_rank(schedule: PipelineSchedule, pp: int) -> None:
+    held, each = [rank_stages(schedule, pp, rank) for rank in range(pp)], schedule.stages_per_rank
+    assert sorted(stage for stages in held for stage in stages) == list(range(pp * each))
+    assert all(list(stages) == sorted(stages) and len(stages) == each for stages in held)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "said"),
+    [
+        ("1f1b", 2, "stages per rank of 1f1b must be 1, not 2: use interleaved-1f1b"),
+        ("zero-bubble", 1, "stages per rank of zero-bubble must be 2, not 1: use 1f1b"),
+        ("zero-bubble", 4, "stages per rank of zero-bubble must be 2, not 4: use interleaved-1f1b"),
+        ("interleaved-1f1b", 1, "stages per rank of interleaved-1f1b must be 2 or more, not 1: use 1f1b"),
+        ("gpipe", 0, "schedule=gpipe must be one of 1f1b, interleaved-1f1b, zero-bubble"),
+    ],
+)
+def test_only_interleaved_schedules_leave_the_number_of_stages_open(name: str, stages: int, said: str) -> None:
+    assert stages_violation(name, stages) == said
+    with pytest.raises(ValueError) as caught:
+        PipelineSchedule(name, stages)
+    assert str(caught.value) == said
+
+
+def test_schedules_have_as_few_stages_as_they_can() -> None:
+    assert [PipelineSchedule(name).stages_per_rank for name in PP_SCHEDULES] == [1, 2, 2]
+    assert PipelineSchedule("interleaved-1f1b") == PipelineSchedule("interleaved-1f1b", 2)
 
 
 @given(schedules, degrees, st.integers(1, 100))
@@ -66,6 +92,7 @@ def test_a_refusal_suggests_a_valid_number_of_micro_batches(schedule: str, pp: i
 # torch's schedules
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+PREDICTED = {"forward": "F", "backward": "B", "inputs": "I", "weights": "W"}
 
 
 class Recorded(nn.Module):
@@ -84,13 +111,13 @@ class Recorded(nn.Module):
         return out.sum() if self.last else out
 
 
-def order_of(schedule: str, micro_batches: int) -> list[tuple[str, int, int]]:
+def order_of(schedule: PipelineSchedule, micro_batches: int) -> list[tuple[str, int, int]]:
     """Return this rank's actions in order: (forward, backward or one of its halves, stage, micro-batch)."""
     pp = dist.get_world_size()
     mesh = ParallelMesh.create(ParallelDims(pp=pp))
     stages = [Recorded(stage, stage == pp - 1) for stage in rank_stages(schedule, pp, mesh.rank("pp"))]
     pipeline = Pipeline(stages, mesh, schedule, micro_batches=micro_batches, stage_outputs=[torch.empty(1, 1)], zero=0)
-    if schedule == "1f1b":  # torch exposes the order only of the other two
+    if schedule.name == "1f1b":  # torch exposes the order only of the other two
         pipeline.step(torch.randn(micro_batches, 1), scale=0.5)
         return stages[0].actions
     order = pipeline._schedule.pipeline_order[mesh.rank("pp")]
@@ -124,24 +151,50 @@ def idle_part(order: dict[int, list[tuple[str, int, int]]]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "micro_batches"),
+    ("name", "stages", "pp", "micro_batches"),
     [
-        *(("1f1b", 2, 2), ("1f1b", 4, 7)),
-        *(("interleaved-1f1b", 2, 4), ("interleaved-1f1b", 4, 8)),
-        *([("zero-bubble", 2, 3), ("zero-bubble", 4, 9)] if "zero-bubble" in RUNS_HERE else []),
+        *(("interleaved-1f1b", 4, 2, 4), ("interleaved-1f1b", 2, 2, 4), ("interleaved-1f1b", 3, 4, 10)),
+        *(("1f1b", 1, 2, 2), ("1f1b", 1, 4, 7)),
+        *([("zero-bubble", 2, 2, 3), ("zero-bubble", 2, 4, 9)] if "zero-bubble" in RUNS_HERE else []),
     ],
 )
 @pytest.mark.slow(but=1)
-def test_bubbles_match_torchs_schedules(ranks: RankPool, schedule: str, pp: int, micro_batches: int) -> None:
+def test_bubbles_match_torchs_schedules(ranks: RankPool, name: str, stages: int, pp: int, micro_batches: int) -> None:
+    schedule = PipelineSchedule(name, stages)
     order = dict(enumerate(ranks.run(order_of, pp, schedule, micro_batches)))
-    for rank, actions in order.items():
-        assert {stage for _, stage, _ in actions} == set(rank_stages(schedule, pp, rank))
+    for rank, found in order.items():
+        assert {stage for _, stage, _ in found} == set(rank_stages(schedule, pp, rank))
+        predicted = actions(Schedule(schedule, rank, pp, micro_batches))
+        assert found == [(PREDICTED[kind], stage, number) for kind, stage, number in predicted]
     assert idle_part(order) == pytest.approx(bubble_fraction(schedule, pp, micro_batches))
+
+
+@given(interleaved, st.integers(2, 6), st.integers(1, 14))
+def test_more_stages_shrink_the_bubble_and_what_is_in_flight(
+    schedule: PipelineSchedule, pp: int, micro_batches: int
+) -> None:
+    """As arXiv 2104.04473, section 2.2.2, and arXiv 2205.05198, section 4.2.3, say: idle are (p - 1) / (v m) of the
+    work, and the first rank has activations of p (1 + (p - 1) / (p v)) micro-batches."""
+    if micro_batch_violation(schedule.name, pp, micro_batches):
+        return
+    each, work = schedule.stages_per_rank, schedule.stages_per_rank * micro_batches
+    made = {rank: actions(Schedule(schedule, rank, pp, micro_batches)) for rank in range(pp)}
+    order = {rank: [(PREDICTED[kind], *where) for kind, *where in found] for rank, found in made.items()}
+    idle = idle_part(order)
+    assert idle / (1 - idle) == pytest.approx((pp - 1) / work)
+    assert idle == pytest.approx(bubble_fraction(schedule, pp, micro_batches))
+    for rank, found in made.items():
+        live = max(accumulate(1 if action.kind == "forward" else -1 for action in found))
+        together = micro_batches // (micro_batches // pp)  # pass a stage before the next
+        assert live == min((each - 1) * together + 2 * (pp - 1 - rank) + 1, work)
+    if micro_batches % pp == 0 and micro_batches > pp:
+        first = max(accumulate(1 if action.kind == "forward" else -1 for action in made[0]))
+        assert first / each == pytest.approx(pp * (1 + (pp - 1) / (pp * each)))
 
 
 # A step
 
-ROWS, WIDTH, BLOCKS, MICRO_BATCHES = 8, 6, 4, 4
+ROWS, WIDTH, BLOCKS, MICRO_BATCHES = 8, 6, 8, 4
 SHARDED, REPLICATED = ParallelDims(pp=2, dp_shard=2), ParallelDims(pp=2, dp_replicate=2)
 
 
@@ -187,7 +240,7 @@ def blocks_and_batch() -> tuple[list[nn.Module], Tensor, Tensor]:
 
 
 def step(
-    dims: ParallelDims, schedule: str, zero: int, dtype: torch.dtype
+    dims: ParallelDims, schedule: PipelineSchedule, zero: int, dtype: torch.dtype
 ) -> tuple[float, dict[int, list[Tensor]], Seen]:
     """Return loss, gradients by block, and the observed FSDP2 states of one of 2 x 2 ranks."""
     mesh = ParallelMesh.create(dims)
@@ -228,16 +281,18 @@ def reference_step() -> tuple[float, dict[int, list[Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    ("dims", "schedule", "zero", "dtype", "tolerance"),
+    ("dims", "name", "stages", "zero", "dtype", "tolerance"),
     [
         case
         for case in (
-            (SHARDED, "1f1b", 3, torch.float32, 1e-5),
-            (SHARDED, "1f1b", 1, torch.float32, 1e-5),
-            (REPLICATED, "interleaved-1f1b", 2, torch.float32, 1e-5),
-            (SHARDED, "zero-bubble", 1, torch.float32, 1e-5),
-            (SHARDED, "1f1b", 3, torch.bfloat16, 3e-2),
-            (REPLICATED, "zero-bubble", 0, torch.bfloat16, 3e-2),
+            (SHARDED, "interleaved-1f1b", 4, 3, torch.float32, 1e-5),
+            (SHARDED, "1f1b", 1, 3, torch.float32, 1e-5),
+            (SHARDED, "1f1b", 1, 1, torch.float32, 1e-5),
+            (REPLICATED, "interleaved-1f1b", 2, 2, torch.float32, 1e-5),
+            (REPLICATED, "interleaved-1f1b", 3, 1, torch.float32, 1e-5),
+            (SHARDED, "zero-bubble", 2, 1, torch.float32, 1e-5),
+            (SHARDED, "1f1b", 1, 3, torch.bfloat16, 3e-2),
+            (REPLICATED, "zero-bubble", 2, 0, torch.bfloat16, 3e-2),
         )
         if case[1] in RUNS_HERE
     ],
@@ -245,9 +300,9 @@ def reference_step() -> tuple[float, dict[int, list[Tensor]]]:
 )
 @pytest.mark.slow(but=1)
 def test_gradients_are_summed_over_micro_batches_and_ranks(
-    ranks: RankPool, dims: ParallelDims, schedule: str, zero: int, dtype: torch.dtype, tolerance: float
+    ranks: RankPool, dims: ParallelDims, name: str, stages: int, zero: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    found = ranks.run(step, 4, dims, schedule, zero, dtype)
+    found = ranks.run(step, 4, dims, PipelineSchedule(name, stages), zero, dtype)
     loss, wanted = reference_step()
     assert sum(part for part, _, _ in found) == pytest.approx(loss, rel=tolerance)
     for _, grads, _ in found:
@@ -259,9 +314,10 @@ def test_gradients_are_summed_over_micro_batches_and_ranks(
 
 @pytest.mark.slow
 def test_zero_3_gathers_one_block_at_a_time_and_reduce_scatters_immediately(ranks: RankPool) -> None:
-    for _, _, seen in ranks.run(step, 4, SHARDED, "1f1b", 3, torch.float32):
+    for _, _, seen in ranks.run(step, 4, SHARDED, PipelineSchedule("1f1b"), 3, torch.float32):
         assert max(seen.whole) == 1
-        assert seen.scattered[2 * MICRO_BATCHES - 1] == 1, "the block of two that is not running"
+        held = BLOCKS // 2
+        assert seen.scattered[held * MICRO_BATCHES - 1] == held - 1, "the blocks that are not running"
 
 
 def wrong_pipelines() -> list[str]:
@@ -272,7 +328,14 @@ def wrong_pipelines() -> list[str]:
     for micro_batches, zero in ((4, 3), (2, 1)):
         with pytest.raises(ValueError) as caught:
             outputs = [torch.empty(1)]
-            Pipeline(stages, mesh, "zero-bubble", micro_batches=micro_batches, stage_outputs=outputs, zero=zero)
+            Pipeline(
+                stages,
+                mesh,
+                PipelineSchedule("zero-bubble"),
+                micro_batches=micro_batches,
+                stage_outputs=outputs,
+                zero=zero,
+            )
         messages.append(str(caught.value))
     return messages
 

@@ -115,6 +115,23 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
             ],
         ),
         (
+            {"pp": 2, "pp_stages_per_rank": 4, "micro_batches": 2, "batch_size": 2},
+            2,
+            ["--pp-stages-per-rank = 4: stages per rank of 1f1b must be 1, not 4: use interleaved-1f1b"],
+        ),
+        (
+            {"pp": 2, "pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 4, "micro_batches": 2, "batch_size": 2},
+            2,
+            ["--pp 2 with --pp-schedule interleaved-1f1b of 4 stages a rank: 8 pipeline stages need as many layers"],
+        ),
+        (
+            {"pp": 4, "pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 3, "micro_batches": 2, "batch_size": 2},
+            4,
+            ["micro-batches of interleaved-1f1b over 4 ranks must be at least 4, not 2: use 4"],
+        ),
+        ({"pp_stages_per_rank": 2}, 1, ["--pp-stages-per-rank = 2 schedules a pipeline, but --pp is 1: set --pp"]),
+        ({"pp": 2, "pp_stages_per_rank": -1}, 2, ["--pp-stages-per-rank = -1 must be at least 0"]),
+        (
             {"pp": 2, "pp_schedule": "zero-bubble", "ac": "full", "micro_batches": 2, "batch_size": 2},
             2,
             ["at least 2 x 2 - 1 = 3, not 2: use 3", "--zero = 3 frees", "use --zero 1", "use --ac none"],

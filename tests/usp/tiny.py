@@ -41,6 +41,7 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 DEEP = SIZES | {"num_hidden_layers": 4}  # layers for four pipeline stages
+EIGHT = SIZES | {"num_hidden_layers": 8, "initializer_range": 0.1}  # for eight; with 0.02 rounding grows in ten steps
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama-4kv": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
@@ -48,6 +49,7 @@ CONFIGS = {
         **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
     "llama-deep": lambda: LlamaConfig(**DEEP),
+    "llama-eight": lambda: LlamaConfig(**EIGHT),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=11),
     "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen2-deep": lambda: Qwen2Config(**DEEP, use_sliding_window=True, sliding_window=9, max_window_layers=2),
@@ -57,6 +59,7 @@ CONFIGS = {
     "phi3": lambda: Phi3Config(**SIZES, pad_token_id=0, initializer_range=0.2),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=8),
     "mixtral-deep": lambda: MixtralConfig(**DEEP, num_local_experts=8),
+    "mixtral-eight": lambda: MixtralConfig(**EIGHT, num_local_experts=8),
     # its first layer is dense, and its experts choose three of eight
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SIZES,

@@ -18,7 +18,7 @@ Tried = Callable[[int, int], None]  # is told how many layouts are tried, of all
 
 LAYOUT = (  # what a plan of a training step sets, without options to save memory
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
-    *("batch_size", "micro_batches"),
+    *("pp_stages_per_rank", "batch_size", "micro_batches"),
 )
 CHOSEN = (*LAYOUT, "zero", "ac", "ac_offload", "mlp_tile", "optim_offload")
 MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are too few

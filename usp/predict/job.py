@@ -21,7 +21,7 @@ from usp.attention import OF_DOCUMENTS, SequenceLayout, layout_name
 from usp.config import TrainConfig
 from usp.model.facts import LayerShape, ModelShape, ParameterShape
 from usp.optimizers import OPTIMIZERS, Optimizer
-from usp.parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
+from usp.parallel import ParallelDims, PipelineSchedule, rank_stages, stage_layers
 from usp.parallel.dims import DERIVED_AXES
 
 Pass = Literal["count", "forward", "recompute", "backward", "update"]
@@ -68,7 +68,7 @@ class Action(NamedTuple):
 class Schedule(NamedTuple):
     """What determines the actions of a rank: `place` is its own of `pp` pipeline ranks."""
 
-    name: str
+    pipeline: PipelineSchedule
     place: int
     pp: int
     micro_batches: int
@@ -80,13 +80,14 @@ _KINDS = {"FULL_BACKWARD": "backward", "BACKWARD_INPUT": "inputs", "BACKWARD_WEI
 
 @lru_cache(maxsize=256)
 def actions(schedule: Schedule) -> tuple[Action, ...]:
-    """Return the actions of a step, in order: torch's own for schedules of two stages on a rank; torch states none for
-    1F1B, which starts with one forward per stage from its own to the last."""
+    """Return the actions of a step, in order: torch's own, but for 1F1B, of which it states none: it starts with one
+    forward per stage from its own to the last."""
     place, pp, number = schedule.place, schedule.pp, schedule.micro_batches
-    if pp > 1 and schedule.name in _TORCH:
-        sizes = {"n_local_stages": 2, "num_stages": 2 * pp, "pp_group_size": pp, "_n_microbatches": number}
+    name, each = schedule.pipeline.name, schedule.pipeline.stages_per_rank
+    if pp > 1 and name in _TORCH:
+        sizes = {"n_local_stages": each, "num_stages": each * pp, "pp_group_size": pp, "_n_microbatches": number}
         fields = SimpleNamespace(**sizes, microbatches_per_round=number // max(1, number // pp))
-        order = filter(None, _TORCH[schedule.name]._calculate_single_rank_operations(fields, place))
+        order = filter(None, _TORCH[name]._calculate_single_rank_operations(fields, place))
         return tuple(Action(_KINDS[x.computation_type.name], x.stage_index, x.microbatch_index) for x in order)
     ahead = min(number, pp - place)
     alternating = [Action("forward", place, each) for each in range(ahead)]
@@ -203,11 +204,16 @@ class Job:
         """The same object for all jobs whose stages are sharded alike."""
         over = (self.degree("fsdp"), self.degree("efsdp")) if self.config.zero else (1, 1)
         across = self.dims.ep, self.dims.tp, self.config.tp_sequence_parallel, self.frozen, self.config.fp8
-        return _same((self.model, *over, *across, self.dims.pp, self.config.pp_schedule))
+        return _same((self.model, *over, *across, self.dims.pp, self.pipeline))
 
     def expert_rows(self, tokens: int) -> int:
         """Return the rows that the busiest expert-parallel rank gets where each rank sends so many tokens."""
         return math.ceil(tokens * self.model.facts.experts_per_token * min(self.data.router_imbalance, self.dims.ep))
+
+    @cached_property
+    def pipeline(self) -> PipelineSchedule:
+        """The schedule of the pipeline, and its stages."""
+        return self.config.pipeline
 
     @property
     def splits_backwards(self) -> bool:
@@ -217,7 +223,7 @@ class Job:
     @cached_property
     def stage_layers(self) -> tuple[range, ...]:
         """The layers of each pipeline stage."""
-        return _stage_layers(len(self.model.layers), self.dims.pp * stages_per_rank(self.config.pp_schedule))
+        return _stage_layers(len(self.model.layers), self.dims.pp * self.pipeline.stages_per_rank)
 
     @cached_property
     def last_stage(self) -> int:
@@ -225,10 +231,10 @@ class Job:
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """Return the pipeline stages of a rank."""
-        return _rank_stages(self.config.pp_schedule, self.dims.pp, self.place("pp", rank))
+        return _rank_stages(self.pipeline, self.dims.pp, self.place("pp", rank))
 
     def schedule(self, rank: int) -> Schedule:
-        return Schedule(self.config.pp_schedule, self.place("pp", rank), self.dims.pp, self.config.micro_batches)
+        return Schedule(self.pipeline, self.place("pp", rank), self.dims.pp, self.config.micro_batches)
 
     def kinds(self, *stages: int) -> tuple[tuple[int, int], ...]:
         """Return (a layer, how many equal it: `ModelShape.alike`) of the layers of stages."""

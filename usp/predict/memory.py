@@ -173,7 +173,7 @@ class StageBytes(NamedTuple):
     of_head: int  # and the elements of its gradient
 
 
-@shared(lambda job, stage: (job.work, job.config.ac_offload, job.dims.pp, job.config.pp_schedule, stage))
+@shared(lambda job, stage: (job.work, job.config.ac_offload, job.dims.pp, job.pipeline, stage))
 def stage_bytes(job: Job, stage: int) -> StageBytes:
     """Return what a micro-batch takes in a stage."""
     size, width, layers = job.dtype.itemsize, job.model.hidden_size, job.stage_layers[stage]

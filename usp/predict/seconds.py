@@ -356,7 +356,7 @@ def _layer_passes(job: Job, hardware: Hardware, rank: int, index: int) -> Mappin
 
 def _working(job: Job, hardware: Hardware, rank: int) -> Hashable:
     """Return what determines the compute of a micro-batch on `rank`."""
-    return job.work, job.dims.pp, job.config.pp_schedule, job.place("pp", rank), _attending(job, hardware, rank)
+    return job.work, job.dims.pp, job.pipeline, job.place("pp", rank), _attending(job, hardware, rank)
 
 
 @shared(_working)
@@ -502,7 +502,7 @@ def whole_step(
     job: Job, hardware: Hardware, slowest: PassSeconds, optimizer: float, kernels: tuple[str, ...]
 ) -> StepTime:
     """Return the time of a step by that of the slowest rank, without waiting for other pipeline stages."""
-    fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
+    fraction = bubble_fraction(job.pipeline, job.dims.pp, job.config.micro_batches)
     bubble, flops = slowest.total * fraction / (1 - fraction), model_flops(job) / job.world_size
     peak = hardware.peak(dtype_name(job.dtype))
     return StepTime(slowest.compute, slowest.communication, bubble, optimizer, flops, peak, kernels)
@@ -584,4 +584,4 @@ def least_seconds(job: Job, hardware: Hardware) -> float:
     if job.config.ac_offload or job.config.optim_offload:
         hides = _hides(compute)
         busy += sum(c.exposed for c in host_copies(job, hardware, rank, hides["forward"], hides["backward"]).values())
-    return busy / (1 - bubble_fraction(job.config.pp_schedule, job.dims.pp, number))
+    return busy / (1 - bubble_fraction(job.pipeline, job.dims.pp, number))

@@ -413,7 +413,7 @@ def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
 @shared(
     lambda job, rank, stage: (
         *(job.work, job.place("ring", rank), job.place("ulysses", rank), stage),
-        *(job.dims.pp, job.config.pp_schedule, job.degree("loss")),
+        *(job.dims.pp, job.pipeline, job.degree("loss")),
     )
 )
 def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:

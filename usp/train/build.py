@@ -39,7 +39,8 @@ from usp.hf.weights import fill_buffers, initialise, load_weights
 from usp.losses import UNCHANGED
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, compile_layers
 from usp.optimizers import OPTIMIZERS, AdamW
-from usp.parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
+from usp.parallel import ParallelMesh, PipelineSchedule, apply_fsdp, local_tensor, rank_stages, stage_layers
+from usp.parallel.stages import ONE_STAGE
 from usp.presets import PRESETS
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -74,7 +75,7 @@ class EngineRecipe:
     zero: int | None
     optimizer: AdamW | None
     engine: str = "fsdp2"
-    pp_schedule: str = "1f1b"
+    pipeline: PipelineSchedule = ONE_STAGE
     sp_layout: str = "zigzag"
     kernel: str = "auto"
     tp_sequence_parallel: bool = False
@@ -144,7 +145,7 @@ def build_engine(
 
 def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
     """Build this rank's stages on the meta device, sharded where FSDP2 does that. Raises as `build_engine`."""
-    stages = [_build_stage(i, recipe, mesh) for i in rank_stages(recipe.pp_schedule, mesh.size("pp"), mesh.rank("pp"))]
+    stages = [_build_stage(i, recipe, mesh) for i in rank_stages(recipe.pipeline, mesh.size("pp"), mesh.rank("pp"))]
     if recipe.engine == "fsdp2" and recipe.zero is not None:
         for stage in stages:
             layers = [*encoder_blocks(stage.model), *decoder_layers(stage.model)]
@@ -169,7 +170,7 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
         pipeline = PipelineRunner(
             stages,
             mesh,
-            recipe.pp_schedule,
+            recipe.pipeline,
             recipe.zero,
             recipe.model.hidden_size,
             recipe.dtype,
@@ -231,7 +232,7 @@ def export_dtype(config: CommonConfig, computed: torch.dtype) -> torch.dtype:
 def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> CausalLMStage:
     model = models.empty_model(recipe.model)
     transform = UNCHANGED if models.is_scalar(recipe.model) else logit_transform(model)
-    layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
+    layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * recipe.pipeline.stages_per_rank)
     first, last = index == 0, index == len(layers) - 1
     prune_to_stage(model, layers[index], first, last, structure(type(model), model.config).layer_outputs)
     saved = recipe.lora.saved if recipe.lora else None

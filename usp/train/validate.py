@@ -19,8 +19,8 @@ from usp.config import CommonConfig, TrainConfig, by_stage
 from usp.fields import as_given, changed_ones, flag, shared_values, value_violations
 from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
 from usp.optimizers import OPTIMIZERS
-from usp.parallel import ParallelDims, Violation, divisors, violation_of
-from usp.parallel.stages import micro_batch_violation, schedule_violation, stages_per_rank
+from usp.parallel import ParallelDims, PipelineSchedule, Violation, divisors, violation_of
+from usp.parallel.stages import micro_batch_violation, schedule_violation, stages_violation
 
 _NOT_BY_DEEPSPEED = (
     *("tp", "pp", "ep", "dp_replicate", "lora_rank", "compile", "fp8", "sample_every", "indexer_loss_coef"),
@@ -48,7 +48,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[Any]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
-    rules = (_length, _micro_batches, _zero_bubble, common_violations)
+    rules = (_length, _micro_batches, _schedule, common_violations)
     yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer, _float8))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts, _indexers))
@@ -157,7 +157,9 @@ def _micro_batches(config: TrainConfig) -> Iterator[str]:
         yield f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}"
 
 
-def _zero_bubble(config: TrainConfig) -> Iterator[str]:
+def _schedule(config: TrainConfig) -> Iterator[str]:
+    if config.pp > 1 and (violation := stages_violation(config.pp_schedule, config.pp_stages_per_rank)):
+        yield f"--pp-stages-per-rank = {config.pp_stages_per_rank}: {violation}"
     if config.pp == 1 or config.pp_schedule != "zero-bubble":
         return
     if violation := schedule_violation(config.pp_schedule, torch.__version__):
@@ -192,7 +194,7 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
     if config.tp_sequence_parallel:
         yield f"{given}, which --tp-sequence-parallel cannot divide: remove one"
     if config.pp > 1 and config.pp_schedule != "1f1b":
-        yield f"{given} with one stage on a rank, and --pp-schedule {config.pp_schedule} has two: use 1f1b"
+        yield f"{given} with one stage on a rank, and --pp-schedule {config.pp_schedule} has more: use 1f1b"
 
 
 def _recomputation(config: TrainConfig) -> Iterator[str]:
@@ -250,8 +252,9 @@ def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[Violation | str]
 
 
 def _pipeline(config: TrainConfig, facts: ModelFacts) -> Iterator[Violation | str]:
-    stages = config.pp * stages_per_rank(config.pp_schedule) if config.pp > 1 else 1
-    given = f"--pp {config.pp} with --pp-schedule {config.pp_schedule}: "
+    each = config.pp_stages_per_rank or PipelineSchedule(config.pp_schedule).stages_per_rank
+    given = f"--pp {config.pp} with --pp-schedule {config.pp_schedule} of {each} stages a rank: "
+    stages = config.pp * each if config.pp > 1 else 1
     yield from (given + violation for violation in pp_violations(facts, stages))
 
 

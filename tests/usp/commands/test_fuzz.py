@@ -31,6 +31,7 @@ VALUES: dict[str, list[str]] = {
     "--tp": ["1", "2", "4", "8", "3", "0"],
     "--pp": ["1", "2", "4", "8", "5"],
     "--pp-schedule": ["1f1b", "interleaved-1f1b", "zero-bubble", "gpipe"],
+    "--pp-stages-per-rank": ["0", "2", "4", "1", "-1"],
     "--ep": ["1", "2", "4", "8", "5", "0"],
     "--zero": ["0", "1", "2", "3", "4", "-1"],
     "--engine": ["fsdp2", "deepspeed", "megatron"],

@@ -28,6 +28,12 @@ WORLD = 8
 MEGATRON = {"tp": 2, "tp_sequence_parallel": True}
 PIPELINE = {"pp": 2, "batch_size": 2, "micro_batches": 2}
 
+FOUR_STAGES = (
+    "pp of 4 stages a rank",
+    "llama-eight",
+    PIPELINE | {"pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 4},
+)
+
 # (name, family of `tests.usp.tiny`, flags on 8 ranks); the remaining ranks are dp_shard
 MIXTURES: list[tuple[str, str, dict[str, Any]]] = [
     # single axes
@@ -42,6 +48,7 @@ MIXTURES: list[tuple[str, str, dict[str, Any]]] = [
     ("tp, tokens shared", "llama", MEGATRON),
     ("pp", "llama-deep", {"pp": 4, "batch_size": 4, "micro_batches": 4}),
     ("pp interleaved", "llama-deep", PIPELINE | {"pp_schedule": "interleaved-1f1b"}),
+    FOUR_STAGES,
     (
         "pp zero-bubble",
         "llama-deep",
@@ -78,6 +85,7 @@ FEW: list[tuple[str, str, dict[str, Any]]] = [  # on 4 ranks, with every axis be
     ("pp x tp, tokens shared", "qwen2", PIPELINE | MEGATRON),
     ("ep x ring x ulysses", "qwen3_moe", {"ep": 2, "sp_ring": 2, "sp_ulysses": 2}),
     ("ring balanced, windows", "qwen2", {"sp_ring": 4, "sp_layout": "balanced"}),
+    FOUR_STAGES,
 ]
 SMALL = TrainConfig(seq_len=128, dtype="float32", device="cpu", loss_chunk=24)
 

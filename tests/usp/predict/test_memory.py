@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.usp.tiny import tiny_model
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.parallel import PP_SCHEDULES, load_hardware
+from usp.parallel import PP_SCHEDULES, PipelineSchedule, load_hardware
 from usp.predict.job import Action, Job, Schedule, actions
-from usp.predict.memory import footprint, rank_host_bytes
+from usp.predict.memory import footprint, rank_host_bytes, stage_bytes
 from usp.predict.seconds import least_seconds, step_seconds
 from usp.predict.traffic import step_traffic
 from usp.train.dry_run import dry_run
@@ -70,13 +70,23 @@ def test_the_peak_is_near_that_of_the_dry_run(world_size: int, flags: dict[str, 
 
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.slow
-def test_the_peak_of_split_backwards_is_near_that_of_the_dry_run(rank: int, tmp_path: Path) -> None:
-    """Check zero-bubble, which keeps a micro-batch's graph and output gradients until the weight half."""
-    model = tiny_model("llama-deep")
+@pytest.mark.parametrize(
+    ("family", "pipeline"),
+    [
+        ("llama-deep", {"pp_schedule": "zero-bubble", "zero": 1}),
+        ("llama-eight", {"pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 4}),
+    ],
+)
+def test_the_peak_of_a_pipeline_is_near_that_of_the_dry_run(
+    rank: int, family: str, pipeline: dict[str, Any], tmp_path: Path
+) -> None:
+    """Check zero-bubble, which keeps a micro-batch's graph and output gradients until the weight half, and more
+    stages."""
+    model = tiny_model(family)
     model.config.max_position_embeddings = 4096
     model.save_pretrained(tmp_path)
-    pipeline = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1}
-    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 4096, **pipeline}
+    four = {"pp": 2, "micro_batches": 4, "batch_size": 4}
+    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 4096, **four, **pipeline}
     formula, measured = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
     assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
 
@@ -150,11 +160,31 @@ def test_frozen_weights_have_no_gradients_to_sum_over_micro_batches() -> None:
     assert summed == pytest.approx(reduced, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", PP_SCHEDULES)
+def test_more_stages_a_rank_save_less_and_idle_less() -> None:
+    flags = {"model": "llama3-8b", "pp": 4, "zero": 1, "micro_batches": 8, "batch_size": 8}
+    plain, *more = (
+        job(4, **flags, pp_schedule=name, pp_stages_per_rank=each)
+        for name, each in (("1f1b", 0), *(("interleaved-1f1b", each) for each in (2, 4, 8)))
+    )
+    for rank in range(3):  # the last also saves what the loss needs
+        of_micro_batch = footprint(plain, rank).activations / (4 - rank)  # of a quarter of the layers
+        for asked, each in zip(more, (2, 4, 8), strict=True):
+            assert len(asked.stages(rank)) == each and len(asked.stage_layers) == 4 * each
+            in_flight, found = (each - 1) * 4 + 2 * (3 - rank) + 1, footprint(asked, rank).activations
+            assert rank == 0 or found == in_flight * stage_bytes(asked, rank).saved
+            assert found == pytest.approx(in_flight / each * of_micro_batch, rel=0.04)  # and the input of each stage
+    assert footprint(more[0], 0).activations > footprint(more[1], 0).activations > footprint(more[2], 0).activations
+    bubbles = [step_seconds(asked, H100) for asked in (plain, *more)]
+    for time, each in zip(bubbles, (1, 2, 4, 8), strict=True):
+        busy = time.total - time.bubble - time.optimizer
+        assert time.bubble / busy == pytest.approx(3 / (each * 8))
+
+
+@pytest.mark.parametrize(("schedule", "each"), [*((name, 0) for name in PP_SCHEDULES), ("interleaved-1f1b", 5)])
 @pytest.mark.parametrize("micro_batches", [8, 12])
-def test_every_micro_batch_passes_each_stage_once(schedule: str, micro_batches: int) -> None:
+def test_every_micro_batch_passes_each_stage_once(schedule: str, each: int, micro_batches: int) -> None:
     flags = {"zero": 1, "micro_batches": micro_batches, "batch_size": micro_batches, "pp_schedule": schedule}
-    asked = job(4, model="llama3-8b", pp=4, **flags)
+    asked = job(4, model="llama3-8b", pp=4, **flags, pp_stages_per_rank=each)
     kinds = ("forward", "inputs", "weights") if schedule == "zero-bubble" else ("forward", "backward")
     for rank in range(4):
         order, stages = actions(asked.schedule(rank)), asked.stages(rank)
@@ -166,5 +196,5 @@ def test_every_micro_batch_passes_each_stage_once(schedule: str, micro_batches: 
 
 
 def test_one_forward_per_stage_to_the_last_comes_before_the_first_backward() -> None:
-    order = [action.kind[0] for action in actions(Schedule("1f1b", place=1, pp=4, micro_batches=5))]
+    order = [action.kind[0] for action in actions(Schedule(PipelineSchedule("1f1b"), place=1, pp=4, micro_batches=5))]
     assert "".join(order) == "fffbfbfbbb"

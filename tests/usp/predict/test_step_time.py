@@ -10,7 +10,7 @@ import pytest
 from benchmarks.published.magi import attention_seconds
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
-from usp.parallel import bubble_fraction, load_hardware
+from usp.parallel import PipelineSchedule, bubble_fraction, load_hardware
 from usp.predict.compute import BACKWARD, FORWARD, Product, flops_per_pair, head_products, layer_products, layer_seconds
 from usp.predict.job import Job
 from usp.predict.seconds import (
@@ -239,7 +239,7 @@ def test_a_step_of_a_pipeline_includes_its_bubble() -> None:
     made = llama(pp=4, batch_size=8, micro_batches=8, tp=4, tp_sequence_parallel=True)
     found = step_seconds(made, A800)
     busy = found.compute.total + found.exposed
-    assert found.bubble / (busy + found.bubble) == pytest.approx(bubble_fraction("1f1b", 4, 8))
+    assert found.bubble / (busy + found.bubble) == pytest.approx(bubble_fraction(PipelineSchedule("1f1b"), 4, 8))
     assert 0 < found.mfu < 1 and found.mfu == found.causal_flops / found.total / A800.peak("bfloat16")
     assert found.total == pytest.approx(busy + found.bubble + found.optimizer)
     assert sum(found.parts.values()) == pytest.approx(found.total)

@@ -53,6 +53,7 @@ FLOAT8: list[Flags] = [  # of the tiny models, keys and values stay in bfloat16
     {"fp8": "row", "sp_ulysses": 2},
     {"fp8": "mx", "model": "mixtral", "ep": 2},
 ]
+FOUR_STAGES: Flags = {"pp": 2, "pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 4, "micro_batches": 4}
 MIXTURES: list[Flags] = [
     {"model": "qwen3", "sp_ulysses": 4, "sp_ring": 2},  # 2 key-value heads, so they are replicated
     {"model": "mistral", "sp_ring": 4, "sp_layout": "striped", "ac": "full", "seq_len": SEQ_LEN - 3},
@@ -84,6 +85,9 @@ MIXTURES: list[Flags] = [
     {"model": TIED, "pp": 2, "dp_shard": 4, "zero": 0, "micro_batches": 2, "batch_size": 2},
     {"model": TIED, "pp": 2, "pp_schedule": "interleaved-1f1b", "micro_batches": 2, "batch_size": 2},
     {"model": TIED, "pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1},
+    FOUR_STAGES | {"model": "llama-eight", "batch_size": 4, "ac": "full"},
+    FOUR_STAGES | {"model": "mixtral-eight", "batch_size": 4, "zero": 1, "ep": 2},
+    FOUR_STAGES | {"model": "llama-eight", "batch_size": 4, "pp_stages_per_rank": 3, "tp": 2},
 ]
 
 
@@ -141,11 +145,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama",
         "llama-4kv",
         "llama-deep",
+        "llama-eight",
         "mistral",
         "qwen2",
         "qwen3",
         "mixtral",
         "mixtral-deep",
+        "mixtral-eight",
         "qwen3_moe",
         TIED,
     ):
@@ -163,7 +169,7 @@ def test_every_byte_is_predicted(
     ranks: RankPool, models: Path, exhaustive: bool, world_size: int, mixtures: list[Flags]
 ) -> None:
     if not exhaustive:
-        some = (MIXTURES[2], *MIXTURES[8::12])  # the others with dp_shard=2
+        some = (MIXTURES[2], *MIXTURES[8:-3:12], MIXTURES[-3])  # the others with dp_shard=2
         on_four = [flags | {"sp_ring": min(2, flags.get("sp_ring", 1))} for flags in some]
         mixtures = {2: SINGLE[-4:], 4: [*PAIRS[::6], *on_four]}[world_size]
     configs = [config_of(flags, models) for flags in mixtures]

@@ -68,7 +68,14 @@ DENSE: list[dict[str, Any]] = [
     {"tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "zero": 1, "ac": "full"},
     {"tp": 2, "sp_ring": 2, "sp_layout": "contiguous"},
     {"pp": 2, "sp_ring": 2, "batch_size": 4, "micro_batches": 4},
-    {"pp": 2, "dp_shard": 2, "batch_size": 4, "micro_batches": 2, "pp_schedule": "interleaved-1f1b"},
+    {
+        "pp": 2,
+        "dp_shard": 2,
+        "batch_size": 4,
+        "micro_batches": 2,
+        "pp_schedule": "interleaved-1f1b",
+        "pp_stages_per_rank": 4,
+    },
 ]
 EXPERTS: list[dict[str, Any]] = [
     {"ep": 2, "sp_ulysses": 2, "batch_size": 2, "micro_batches": 2},
@@ -82,7 +89,7 @@ def test_losses_by_position_are_those_of_plain_transformers_on_every_layout(
 ) -> None:
     """The load-balancing loss of experts is no part of them."""
     deep = load_model_config("tiny")
-    deep.num_hidden_layers = 4
+    deep.num_hidden_layers = 8
     save_weights(dict(drawn_model(deep).named_parameters()), tmp_path / "deep", config=deep)
     config = replace(SMALL, eval_data=str(held_out), tokenizer="bytes")
     for model, layouts in ((str(tmp_path / "deep"), DENSE), ("qwen3-moe-tiny", EXPERTS)):

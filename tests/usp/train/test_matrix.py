@@ -70,6 +70,9 @@ U1, U2, R1 = {"sp_ulysses": 1}, {"sp_ulysses": 2}, {"sp_ring": 1}
 U2_R2, U4_R2 = {"sp_ulysses": 2, "sp_ring": 2}, {"sp_ulysses": 4, "sp_ring": 2}
 REPLICAS = {"dp_replicate": 2, "sp_ulysses": 2, "zero": 2}
 ZERO_BUBBLE = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "zero": 1}
+INTERLEAVED, FOUR_STAGES, THREE_STAGES = (
+    {"pp": 2, "pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": each} for each in (0, 4, 3)
+)
 ON_HOST = {"optim_offload": True, "micro_batches": 2}
 MATRIX = [
     # tensor parallel
@@ -81,7 +84,9 @@ MATRIX = [
     also("pp2 u2 r2", pp=2, micro_batches=4, **U2_R2),
     also("pp2 tp2 u2", pp=2, tp=2, sp_ulysses=2, micro_batches=2, zero=2),
     also("pp2 tp2 r2, tokens shared", "qwen3", pp=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
-    row("pp2 dp2 r2, interleaved", "llama-deep", {}, pp=2, pp_schedule="interleaved-1f1b", micro_batches=2, sp_ring=2),
+    row("pp2 dp2 r2, interleaved", "llama-deep", {}, **INTERLEAVED, micro_batches=2, sp_ring=2),
+    row("pp2 dp2 r2, 4 stages a rank", "llama-eight", {}, **FOUR_STAGES, micro_batches=4, sp_ring=2),
+    also("pp2 tp2 u2, 3 stages a rank", "llama-eight", **THREE_STAGES, tp=2, sp_ulysses=2, micro_batches=2, ac="full"),
     also("pp2 u2 r2, zero bubble", "llama-deep", **ZERO_BUBBLE, **U2_R2),
     also("pp2 ep2 u2 r2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=2),
     # experts
@@ -91,7 +96,8 @@ MATRIX = [
     also("ep4 u4 r2, accumulation 4, zero 1", "qwen3_moe", ep=4, **U4_R2, micro_batches=4, zero=1, ac="full"),
     also("pp2 ep2 u2 r2, zero 2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=4, zero=2),
     row("pp2 ep2 tp2 r2", "qwen3_moe", R1, pp=2, ep=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
-    also("pp2 u2 r2, interleaved", "mixtral-deep", pp=2, pp_schedule="interleaved-1f1b", **U2_R2, micro_batches=4),
+    also("pp2 u2 r2, interleaved", "mixtral-deep", **INTERLEAVED, **U2_R2, micro_batches=4),
+    row("pp2 ep2 u2 r2, 4 stages a rank", "mixtral-eight", U1, **FOUR_STAGES, ep=2, **U2_R2, micro_batches=2),
     row("pp2 u2 r2, zero bubble", "mixtral-deep", U1, **ZERO_BUBBLE, **U2_R2),
     row("u4 r2, balance by micro-batch", "mixtral", U2, **U4_R2, micro_batches=2, router_balance="micro-batch"),
     row("ep4 tp2 u2 r2, tokens shared", "qwen3_moe", U1 | {"ep": 2}, ep=4, tp=2, tp_sequence_parallel=True, **U2_R2),

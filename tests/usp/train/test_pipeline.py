@@ -9,17 +9,26 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import RankPool
-from tests.usp.tiny import FEW_STEPS, MAX_NORM, ROWS, SIZES, optimiser, packed_batch, tiny_model, train_alone
+from tests.usp.tiny import CONFIGS, FEW_STEPS, MAX_NORM, ROWS, SIZES, optimiser, packed_batch, tiny_model, train_alone
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
-from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm, rank_stages, stage_layers
+from usp.parallel import (
+    ParallelDims,
+    ParallelMesh,
+    PipelineSchedule,
+    apply_fsdp,
+    clip_grad_norm,
+    rank_stages,
+    stage_layers,
+)
 from usp.sp.sequence import IGNORED_LABEL
 from usp.train.engines.base import PipelineRunner, joined
 
-LAYERS, MICRO_BATCHES = 4, 4
+MICRO_BATCHES = 4
+LAYERS = {family: CONFIGS[family]().num_hidden_layers for family in ("llama-deep", "llama-eight", "qwen2-deep")}
 
 
 @dataclass(frozen=True)
@@ -30,9 +39,9 @@ class Break:
     scale: bool = False  # average gradients over micro-batches
 
 
-def stages_of(family: str, mesh: ParallelMesh, schedule: str, zero: int) -> list[CausalLMStage]:
+def stages_of(family: str, mesh: ParallelMesh, schedule: PipelineSchedule, zero: int) -> list[CausalLMStage]:
     indices, stages = rank_stages(schedule, mesh.size("pp"), mesh.rank("pp")), []
-    layers = stage_layers(LAYERS, mesh.size("pp") * len(indices))
+    layers = stage_layers(LAYERS[family], mesh.size("pp") * len(indices))
     for index in indices:
         first, last = index == 0, index == len(layers) - 1
         model = tiny_model(family)
@@ -45,7 +54,7 @@ def stages_of(family: str, mesh: ParallelMesh, schedule: str, zero: int) -> list
 
 
 def train_pipelined(
-    family: str, dims: ParallelDims, schedule: str, zero: int, broken: Break
+    family: str, dims: ParallelDims, schedule: PipelineSchedule, zero: int, broken: Break
 ) -> tuple[list[tuple[float, float]], list[str]]:
     """(loss, gradient norm) of each step, and the names of this rank's parameters."""
     mesh = ParallelMesh.create(dims)
@@ -80,7 +89,7 @@ def train_pipelined(
 
 @pytest.fixture(scope="module")
 def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
-    return {family: ranks.run(train_alone, 1, family, FEW_STEPS)[0] for family in ("llama-deep", "qwen2-deep")}
+    return {family: ranks.run(train_alone, 1, family, FEW_STEPS)[0] for family in LAYERS}
 
 
 def largest_difference(found: list, alone: list[tuple[float, float]]) -> float:
@@ -89,38 +98,42 @@ def largest_difference(found: list, alone: list[tuple[float, float]]) -> float:
     return float((histories / torch.tensor(alone, dtype=torch.float64) - 1).abs().max())
 
 
-def parameters_of(stage: int, num_stages: int) -> set[str]:
+def parameters_of(family: str, stage: int, num_stages: int) -> set[str]:
     """What a stage has to hold of a model whose layers go evenly, from their names alone."""
-    each = LAYERS // num_stages
-    owners = {f"model.layers.{layer}.": layer // each for layer in range(LAYERS)}
+    each = LAYERS[family] // num_stages
+    owners = {f"model.layers.{layer}.": layer // each for layer in range(LAYERS[family])}
     owners |= {"model.embed_tokens.": 0, "model.norm.": num_stages - 1, "lm_head.": num_stages - 1}
-    names = [name for name, _ in tiny_model("llama-deep").named_parameters()]
+    names = [name for name, _ in tiny_model(family).named_parameters()]
     return {f"model.{name}" for name in names if owners[next(p for p in owners if name.startswith(p))] == stage}
 
 
 CASES = [
-    ("llama-deep", ParallelDims(pp=2, ring=2), "1f1b", 3),
-    ("qwen2-deep", ParallelDims(pp=2, ulysses=2), "interleaved-1f1b", 3),
-    ("llama-deep", ParallelDims(pp=2, ring=2), "zero-bubble", 1),
+    ("llama-deep", ParallelDims(pp=2, ring=2), "1f1b", 1, 3),
+    ("qwen2-deep", ParallelDims(pp=2, ulysses=2), "interleaved-1f1b", 2, 3),
+    ("llama-eight", ParallelDims(pp=2, ulysses=2), "interleaved-1f1b", 4, 3),
+    ("llama-deep", ParallelDims(pp=2, ring=2), "zero-bubble", 2, 1),
 ]
 
 
-@pytest.mark.parametrize(("family", "dims", "schedule", "zero"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(
+    ("family", "dims", "name", "each", "zero"), CASES, ids=lambda value: str(value).replace(" ", "-")
+)
 @pytest.mark.slow
 def test_steps_are_those_of_one_process(
-    ranks: RankPool, alone: dict, family: str, dims: ParallelDims, schedule: str, zero: int
+    ranks: RankPool, alone: dict, family: str, dims: ParallelDims, name: str, each: int, zero: int
 ) -> None:
+    schedule = PipelineSchedule(name, each)
     found = ranks.run(train_pipelined, dims.pp * dims.sp, family, dims, schedule, zero, Break())
     assert largest_difference(found, alone[family]) <= 1e-5
-    if family == "llama-deep":
+    if family.startswith("llama"):
         for rank, (_, names) in enumerate(found):
             stages = rank_stages(schedule, 2, rank // dims.sp)
-            assert set(names) == set().union(*(parameters_of(stage, 2 * len(stages)) for stage in stages))
+            assert set(names) == set().union(*(parameters_of(family, stage, 2 * each) for stage in stages))
 
 
 @pytest.mark.parametrize("broken", [Break(drop=True), Break(scale=True)], ids=str)
 def test_a_broken_step_is_seen(ranks: RankPool, alone: dict, broken: Break) -> None:
-    found = ranks.run(train_pipelined, 2, "llama-deep", ParallelDims(pp=2), "1f1b", 3, broken)
+    found = ranks.run(train_pipelined, 2, "llama-deep", ParallelDims(pp=2), PipelineSchedule("1f1b"), 3, broken)
     assert largest_difference(found, alone["llama-deep"]) > 1e-3
 
 

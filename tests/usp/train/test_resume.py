@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from tests.harness.ranks import RankPool
+from tests.usp.tiny import drawn_model
 from usp.config import CurriculumStage, TrainConfig
 from usp.data.batches import BatchStream
+from usp.hf.export import save_weights
+from usp.hf.models import load_model_config
 from usp.parallel import latest
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -65,6 +69,25 @@ def test_it_continues_on_any_layout(
     ranks.run(run, world_size, config)
     found, wanted = metrics_of(tmp_path / "on"), metrics_of(whole)[2:]
     assert (found / wanted - 1).abs().max() <= (0 if layout == SAVED_ON else 1e-5)
+
+
+@pytest.mark.slow
+def test_it_continues_on_other_stages(ranks: RankPool, tmp_path: Path) -> None:
+    """Four stages on each of two ranks; then two, then one rank, and export the same weights."""
+    deep = load_model_config("tiny")
+    deep.num_hidden_layers = 8
+    save_weights(dict(drawn_model(deep).named_parameters()), tmp_path / "deep", config=deep)
+    of_four: dict[str, Any] = {"pp": 2, "pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 4, "micro_batches": 2}
+    config = replace(RUN, model=str(tmp_path / "deep"), tokenizer="bytes", batch_size=4, output=str(tmp_path / "whole"))
+    ranks.run(run, 2, replace(config, **of_four))
+    resumed = replace(config, resume=str(tmp_path / "whole" / CHECKPOINTS / "step-00000002"))
+    others = {"two": of_four | {"pp_stages_per_rank": 2}, "one": {}}
+    for name, layout in others.items():
+        ranks.run(run, 2 if layout else 1, replace(resumed, **layout, output=str(tmp_path / name)))
+        assert (metrics_of(tmp_path / name) / metrics_of(tmp_path / "whole")[2:] - 1).abs().max() <= 1e-5
+    exported = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", *others)]
+    for other in exported[1:]:
+        torch.testing.assert_close(other, exported[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from usp.hf.stage import CausalLMStage
 from usp.losses import Head
-from usp.parallel import ParallelMesh, rank_stages
+from usp.parallel import ParallelMesh, PipelineSchedule, rank_stages
 from usp.parallel.fsdp import forget_forwards
 from usp.parallel.pipeline import Pipeline
+from usp.parallel.stages import ONE_STAGE
 
 # input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), other inputs of the head sharded alike, and
 # images, as `CausalLMStage` takes them
@@ -105,7 +106,7 @@ def forward_only(
     micro_batches: Sequence[Mapping[str, Any]],
     *,
     calls: Sequence[Callable[..., Any]] | None = None,
-    schedule: str = "1f1b",
+    schedule: PipelineSchedule = ONE_STAGE,
     sent: Sequence[Tensor] = (),
 ) -> list[Any]:
     """Run this rank's stages forward on all micro-batches; return the outputs of the last stage, if it is here.
@@ -170,7 +171,7 @@ class PipelineRunner:
 
     stages: Sequence[CausalLMStage]
     mesh: ParallelMesh
-    schedule: str
+    schedule: PipelineSchedule
     zero: int
     hidden_size: int
     dtype: torch.dtype
