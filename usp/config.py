@@ -118,6 +118,7 @@ _OF_TRAINING = (
         lambda c: c.pp > 1 or c.plan == "auto",
         "schedules a pipeline, but --pp is 1: set --pp, or remove it",
     ),
+    OnlyWith(("ep_chunks",), lambda c: c.ep > 1 or c.plan == "auto", "divides messages of --ep, which is 1: remove it"),
     OnlyWith(("hardware",), lambda c: c.plan == "auto", "is only used by --plan auto: give both or neither"),
     OnlyWith(
         ("eval_every", "early_stopping_patience"),
@@ -431,6 +432,9 @@ class _Training:
     """Pipeline schedule. interleaved-1f1b and zero-bubble (torch 2.13) run two stages a rank, with smaller bubbles."""
     engine: Annotated[str, one_of(ENGINES)] = "fsdp2"
     """Training engine: PyTorch FSDP2, or DeepSpeed (requires the deepspeed extra)."""
+    ep_chunks: AtLeast0 = 0
+    """Equal chunks of the experts of an --ep rank, whose messages overlap with the computation of other chunks. Results
+    are the same. 0: the largest number up to 4 that divides them."""
     optim_offload: bool = False
     """Keep optimizer states, float32 weights and gradients in host memory, and update the weights there."""
     compile: bool = False
