@@ -1,4 +1,5 @@
-"""Two or more GPUs: attention over all ranks against one device's, and steps that use all communicators at once.
+"""Two or more GPUs: attention over all ranks against one device's, a layer of experts in one chunk and in more, and
+steps that use all communicators at once.
 
     torchrun --nproc-per-node 8 -m benchmarks.gpus
     torchrun --nproc-per-node 2 -m benchmarks.gpus --device cpu --tiny     # the same code on toy sizes
@@ -17,9 +18,12 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import silu
 
 from benchmarks.gpu.model import batch_of, configured, llama_8b, seeded
 from benchmarks.gpu.setup import Setup
@@ -27,6 +31,7 @@ from benchmarks.harness.checks import Check
 from tests.attention.dense import dense_attention, relative_l2
 from usp import UnifiedSPAttention, shard_sequence
 from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel.expert import ExpertRows, grouped_linear, mix_experts
 from usp.predict.job import ONE_DOCUMENT
 from usp.run.launch import Launch, choose_device, process_group
 from usp.train.build import EngineRecipe, build_engine
@@ -56,6 +61,36 @@ def parity(setup: Setup) -> Iterator[Check]:
         yield Check(what, float(worst), "", 1e-6 if setup.tiny else 1e-2, 0, 1)
 
 
+def experts(setup: Setup) -> Iterator[Check]:
+    """Time forward and backward of experts over all ranks by number of chunks; results are those of one. Collective."""
+    tokens, hidden, inner, own, chosen = (64, 32, 64, 4, 2) if setup.tiny else (8192, 2048, 768, 16, 8)
+    torch.manual_seed(dist.get_rank())
+    number, found = own * dist.get_world_size(), dict[int, list[Tensor]]()
+    choices = torch.rand(tokens, number).topk(chosen).indices.to(setup.device)
+    tensors = [(tokens, hidden), (tokens, chosen), (own, inner, hidden), (own, hidden, inner)]
+    leaves = [(setup.randn(*shape) / shape[-1] ** 0.5).requires_grad_() for shape in tensors]
+    group = dist.group.WORLD
+    assert group is not None
+    for chunks in (1, 2, 4):
+        for repeat in range(2 if setup.tiny else 20):
+            if repeat == 1:  # the first one warms up
+                setup.synchronize()
+                begin = time.perf_counter()
+            parts = [matrices.chunk(chunks) for matrices in leaves[2:]]
+
+            def mlp(rows: Tensor, of: ExpertRows, chunk: int, parts: list[Any] = parts) -> Tensor:
+                return grouped_linear(silu(grouped_linear(rows, parts[0][chunk], of)), parts[1][chunk], of)
+
+            options = {"num_experts": number, "group": group, "experts": mlp, "chunks": chunks}
+            out = mix_experts(leaves[0], choices, leaves[1], **options)
+            found[chunks] = [out, *torch.autograd.grad(out.square().sum(), leaves)]
+        setup.synchronize()
+        each = 1e3 * (time.perf_counter() - begin) / repeat
+        yield Check(f"experts of {tokens:,} tokens in chunks: {chunks}, forward and backward", each, "ms")
+        errors = [relative_l2(x, y) for x, y in zip(found[chunks], found[1], strict=True)]
+        yield Check(f"experts in chunks: {chunks}, difference from one", max(errors), "", 0.0)
+
+
 def steps(setup: Setup) -> Iterator[Check]:
     """Train with FSDP2, ring and Ulysses at once: communicators in another order on a rank would hang. Collective."""
     changes = {"sp_ring": 2, "sp_ulysses": 2 if dist.get_world_size() % 4 == 0 else 1}
@@ -80,7 +115,7 @@ def run(device: torch.device, tiny: bool) -> list[Check]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         setup = Setup(device, tiny, Path(folder))
-        for check in chain(parity(setup), steps(setup)):
+        for check in chain(parity(setup), experts(setup), steps(setup)):
             found.append(check)
             if dist.get_rank() == 0:
                 print(*check.cells(), sep="  ", flush=True)

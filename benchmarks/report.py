@@ -14,7 +14,7 @@ from benchmarks.harness.record import RESULTS, ROOT, Record
 
 DOCUMENT, TABLES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks"
 SECTIONS = {
-    "Attention and memory": ("attention", "attention_cluster", "host_time", "memory", "throughput"),
+    "Attention and memory": ("attention", "attention_cluster", "host_time", "memory", "throughput", "experts"),
     "Data": ("data",),
     "Predictions": ("published", "planner"),
     "RLHF": ("learning", "real_figure"),

@@ -118,6 +118,7 @@ _OF_TRAINING = (
         lambda c: c.pp > 1 or c.plan == "auto",
         "schedules a pipeline, but --pp is 1: set --pp, or remove it",
     ),
+    OnlyWith(("ep_chunks",), lambda c: c.ep > 1 or c.plan == "auto", "divides messages of --ep, which is 1: remove it"),
     OnlyWith(("hardware",), lambda c: c.plan == "auto", "is only used by --plan auto: give both or neither"),
     OnlyWith(
         ("eval_every", "early_stopping_patience"),
@@ -433,6 +434,9 @@ class _Training:
     """Stages on each rank, which interleaved-1f1b may have more of. 0: 1 for 1f1b, 2 for the other schedules."""
     engine: Annotated[str, one_of(ENGINES)] = "fsdp2"
     """Training engine: PyTorch FSDP2, or DeepSpeed (requires the deepspeed extra)."""
+    ep_chunks: AtLeast0 = 0
+    """Equal chunks of the experts of an --ep rank, whose messages overlap with the computation of other chunks. Results
+    are the same. 0: the largest number up to 4 that divides them."""
     optim_offload: bool = False
     """Keep optimizer states, float32 weights and gradients in host memory, and update the weights there."""
     compile: bool = False

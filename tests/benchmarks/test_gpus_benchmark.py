@@ -15,5 +15,5 @@ def checks() -> list[Check]:
 
 def test_every_measurement_runs_on_toy_sizes(ranks: RankPool) -> None:
     first, second = ranks.run(checks, 2)
-    assert len(first) == len(second) == 3
+    assert len(first) == len(second) == 9
     assert all(check.right for check in (*first, *second))

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -363,10 +364,10 @@ class FakeGpu(TorchDispatchMode):
         both = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
         return self.post([dist.P2POp(kind, x, group=group, group_peer=peer) for kind, peer, x in both])
 
-    def post_exchange(self, group: Any, received: Tensor, x: Tensor, *splits: list[int]) -> _Arrival:
-        """Stand in for `usp.attention.comm.post_exchange`."""
-        work = dist.all_to_all_single(received, x, *splits, group=group, async_op=True)
-        return _Arrival(work, self._issued or self.current)
+    def post_exchange(self, exchange: Callable[..., Any], *args: Any, **options: Any) -> _Arrival | None:
+        """Stand in for `dist.all_to_all_single`, which is `exchange`."""
+        work = exchange(*args, **options)
+        return None if work is None else _Arrival(work, self._issued or self.current)
 
     def _key(self, x: Tensor) -> int:
         return x.untyped_storage()._cdata
@@ -478,7 +479,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
             (FakeTensor, "tolist", gpu.numbers),
             (dist, "batch_isend_irecv", gpu.post),
             (usp.attention.comm, "post_messages", gpu.post_messages),
-            (usp.attention.comm, "post_exchange", gpu.post_exchange),
+            (dist, "all_to_all_single", partial(gpu.post_exchange, dist.all_to_all_single)),
             (dist.Work, "wait", waited),
             # In inference mode, fake tensors decompose operators below this mode, which would not see the parts.
             (torch._C, "_InferenceMode", lambda mode: torch.no_grad()),

@@ -24,7 +24,7 @@ from usp.config import TrainConfig
 from usp.hf.expert_parallel import apply_ep
 from usp.hf.models import empty_model, load_model_config, materialise
 from usp.model.recompute import PinnedCopier
-from usp.parallel import ParallelDims, ParallelMesh
+from usp.parallel import ParallelDims, ParallelMesh, expert
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
@@ -69,6 +69,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "": nullcontext,
     "item in a layer": lambda: patch.object(UnifiedSPAttention, "forward", item_in_a_layer(UnifiedSPAttention.forward)),
     "no wait for messages": lambda: patch.object(comm.Pending, "wait", lambda pending: None),
+    "no wait for rows": lambda: patch.object(expert._Messages, "_wait", lambda self, at: self._pending.pop(at)[2]),
     "no wait for offloaded tensors": lambda: patch.object(PinnedCopier, "wait", lambda copier, event: None),
 }
 
@@ -264,14 +265,15 @@ def test_decode_steps_do_not_stop_the_host(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"),
+    ("fault", "kind", "layout"),
     [
-        ("item in a layer", "synchronization"),
-        ("no wait for messages", "race"),
-        ("no wait for offloaded tensors", "race"),
+        ("item in a layer", "synchronization", "offloaded"),
+        ("no wait for messages", "race", "offloaded"),
+        ("no wait for offloaded tensors", "race", "offloaded"),
+        ("no wait for rows", "race", "experts"),
     ],
 )
-def test_faults_in_a_training_step_are_found(steps: Steps, fault: str, kind: str) -> None:
-    model, world_size, flags, _ = LAYOUTS["offloaded"]
+def test_faults_in_a_training_step_are_found(steps: Steps, fault: str, kind: str, layout: str) -> None:
+    model, world_size, flags, _ = LAYOUTS[layout]
     right, wrong = (Counter(map(str, steps(trained, model, world_size, each, **flags))) for each in ("", fault))
     assert any(place.startswith(kind) for place in wrong - right), wrong

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,7 +45,7 @@ def mixed(kind: str) -> dict[str, Tensor]:
     own = matrices().chunk(world)[rank].clone().requires_grad_()
     group = dist.group.WORLD
     assert group is not None
-    plan = plan_dispatch(torch.bincount(choices.flatten(), minlength=EXPERTS), group)
+    (plan,) = plan_dispatch(torch.bincount(choices.flatten(), minlength=EXPERTS), group)
     assert plan.rows.counts == [sum(rows) for rows in zip(*plan.received, strict=True)]
     assert plan.rows.ends.tolist() == list(accumulate(plan.rows.counts))
     assert plan.receive_splits == [sum(rows) for rows in plan.received]
@@ -53,7 +56,7 @@ def mixed(kind: str) -> dict[str, Tensor]:
             weights,
             num_experts=EXPERTS,
             group=group,
-            experts=lambda x, rows: grouped_linear(x, own, rows),
+            experts=lambda x, rows, _: grouped_linear(x, own, rows),
         )
     splits = enumerate(zip(plan.send_splits, plan.receive_splits, strict=True))
     rows = HIDDEN * 8 * sum(sum(both) for peer, both in splits if peer != rank)  # dispatch and combine
@@ -85,6 +88,85 @@ def test_expert_parallel_results_match_one_rank(ranks: RankPool, world: int, kin
     for name, tensor in wanted.items():
         together = torch.cat([result[name] for result in found])  # a missing gradient is a KeyError
         torch.testing.assert_close(together, tensor, rtol=1e-12, atol=1e-12, msg=name)
+
+
+# Chunks
+
+
+MANY = 8  # experts, of which two ranks have two chunks of two or four of one
+
+
+class Posted:
+    """Log of a rank's all-to-alls of rows and of its products, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._exchange = dist.all_to_all_single
+
+    def exchange(self, received: Tensor, sent: Tensor, *args: Any, async_op: bool = False, **options: Any) -> Any:
+        work = self._exchange(received, sent, *args, async_op=async_op, **options)
+        if work is None:
+            self.log.append("all-to-all")
+            return None
+        number = sum(entry.startswith("post") for entry in self.log)
+        self.log.append(f"post {number}")
+        return Waited(work, lambda: self.log.append(f"wait {number}"))
+
+
+class Waited:
+    def __init__(self, work: dist.Work, told: Callable[[], None]) -> None:
+        self._work, self._told = work, told
+
+    def wait(self) -> None:
+        self._told()
+        self._work.wait()
+
+
+def in_chunks(tokens: int, chunks: int) -> tuple[list[Tensor], list[str], int]:
+    """Return the result and gradients of a mixture of `MANY` experts, the rank's log, and the bytes that it sent.
+
+    tokens: of rank 0; the other one has none, and no token chooses one of the last two experts.
+    """
+    rank, posted = dist.get_rank(), Posted()
+    draws = torch.Generator().manual_seed(rank)
+    tokens_TH = torch.randn(0 if rank else tokens, HIDDEN, generator=draws).requires_grad_()
+    choices = torch.rand(len(tokens_TH), MANY - 2, generator=draws).argsort(dim=1)[:, :TOP_K]
+    weights = torch.rand(choices.shape, generator=draws).requires_grad_()
+    own = torch.randn(MANY, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(9)).chunk(2)[rank].clone()
+    of_chunks = own.requires_grad_().chunk(chunks)
+
+    def experts(rows_GH: Tensor, rows: ExpertRows, chunk: int) -> Tensor:
+        posted.log.append(f"experts {chunk}")
+        out = grouped_linear(rows_GH, of_chunks[chunk], rows)
+        out.register_hook(lambda _: posted.log.append(f"experts {chunk}"))
+        return out
+
+    group = dist.group.WORLD
+    assert group is not None
+    with patch.object(dist, "all_to_all_single", posted.exchange), SentBytes() as sent:
+        out = mix_experts(tokens_TH, choices, weights, num_experts=MANY, group=group, experts=experts, chunks=chunks)
+        out.square().sum().backward()
+    grads = [x.grad for x in (tokens_TH, weights, own) if x.grad is not None]
+    return [out.detach(), *grads], posted.log, sent.total
+
+
+@pytest.mark.parametrize("tokens", [11, 1])
+def test_chunks_change_no_bit_and_no_byte(ranks: RankPool, tokens: int) -> None:
+    whole = ranks.run(in_chunks, 2, tokens, 1)
+    for chunks in (2, 4):
+        for (found, _, sent), (wanted, _, all_sent) in zip(ranks.run(in_chunks, 2, tokens, chunks), whole, strict=True):
+            assert len(found) == len(wanted) == 4 and sent == all_sent
+            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_messages_of_a_chunk_travel_while_another_computes(ranks: RankPool) -> None:
+    (_, log, _), (_, of_other, _) = ranks.run(in_chunks, 2, 11, 2)
+    assert log == of_other
+    assert log == [
+        *("all-to-all", "post 0", "wait 0"),  # counts of rows, and the rows of the first chunk
+        *("post 1", "experts 0", "post 2", "wait 1", "experts 1", "post 3", "wait 2", "wait 3"),
+        *("post 4", "wait 4", "post 5", "experts 1", "post 6", "wait 5", "experts 0", "post 7", "wait 7", "wait 6"),
+    ]
 
 
 @pytest.mark.parametrize(("rows", "size_in"), [([3, 0, 5], 8), ([0, 0, 0], 8), ([3, 0, 5], 7), ([0, 0, 0], 7)])

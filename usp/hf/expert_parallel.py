@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from usp.attention.comm import gather_rows
-from usp.model.facts import ep_violations
+from usp.model.facts import ep_chunks, ep_violations
 from usp.parallel import ParallelMesh, all_of, local_tensor
 from usp.parallel.expert import ExpertRows, grouped_linear, mix_experts, sorted_by_expert
 
@@ -48,22 +49,24 @@ from .models import model_facts
 NAME = "expert_parallel"
 
 
-def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: bool = True) -> None:
+def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: bool = True, chunks: int = 0) -> None:
     """Shard the experts of a transformers causal LM over the ep axis, in place; leaves a dense model unchanged.
 
     Call it before FSDP; supports the meta device. Ranks that have the same tokens, as tp ranks without Megatron's
     sequence parallelism, route a part of them each and gather the results, which supports no gradients. The experts'
     gradients cover the tokens of the rank's ep group and must be summed over efsdp and dp_replicate, as FSDP over
-    `expert_modules` does. Raises ValueError, naming all `ep_violations`.
+    `expert_modules` does. chunks: of a rank's experts, as `ep_chunks` has it. Raises ValueError, naming all
+    `ep_violations`.
     """
-    experts_mesh = mesh.expert_mesh("ep")
-    violations = ep_violations(model_facts(model.config.model_type, model.config), experts_mesh.size())
+    experts_mesh, facts = mesh.expert_mesh("ep"), model_facts(model.config.model_type, model.config)
+    violations = ep_violations(facts, experts_mesh.size(), chunks)
     if violations:
         raise ValueError(all_of(violations))
     modules = expert_modules(model)
     ExpertsInterface.register(NAME, _experts_forward)
     for module in modules:
         module.ep_group = experts_mesh.get_group()  # type: ignore[assignment]
+        module.ep_chunks = ep_chunks(facts, experts_mesh.size(), chunks)
         module.ep_replicas = () if tp_sequence_parallel else (mesh.group("tp"),)  # type: ignore[assignment]
         if experts_mesh.size() == 1:
             continue
@@ -76,45 +79,51 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: b
 
 @contextmanager
 def same_tokens(experts: Sequence[Any], groups: tuple[dist.ProcessGroup, ...]) -> Iterator[None]:
-    """Run forwards of experts in which the ranks of `groups`, outermost first, have the same tokens."""
-    usual = [module.ep_replicas for module in experts]
+    """Run forwards of experts in one chunk, in which the ranks of `groups`, outermost first, have the same tokens."""
+    usual = [(module.ep_replicas, module.ep_chunks) for module in experts]
     for module in experts:
-        module.ep_replicas = groups
+        module.ep_replicas, module.ep_chunks = groups, 1
     try:
         yield
     finally:
         for module, before in zip(experts, usual, strict=True):
-            module.ep_replicas = before
+            module.ep_replicas, module.ep_chunks = before
 
 
 def serve_experts(experts: Sequence[Any]) -> None:
-    """Take part in a forward of the other ranks of the ep groups, without tokens."""
-    for module in experts:
-        weight = local_tensor(module.down_proj)
-        hidden_size = weight.shape[2 if module.is_transposed else 1]
-        tokens = torch.empty(0, hidden_size, dtype=weight.dtype, device=weight.device)
-        _experts_forward(module, tokens, torch.empty(0, 1, dtype=torch.int64, device=weight.device), tokens[:, :1])
+    """Take part in a forward of the other ranks of the ep groups under `same_tokens`, without tokens."""
+    with same_tokens(experts, ()):
+        for module in experts:
+            weight = local_tensor(module.down_proj)
+            hidden_size = weight.shape[2 if module.is_transposed else 1]
+            tokens = torch.empty(0, hidden_size, dtype=weight.dtype, device=weight.device)
+            _experts_forward(module, tokens, torch.empty(0, 1, dtype=torch.int64, device=weight.device), tokens[:, :1])
 
 
 def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of a layer on (T, H), (T, K), (T, K); registered with `ExpertsInterface`."""
 
-    def linear(name: str, rows_GX: Tensor, rows: ExpertRows) -> Tensor:
-        weight = local_tensor(getattr(module, name))
-        bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
+    @cache
+    def of_chunks(name: str) -> tuple[Tensor, ...]:
+        whole, chunks = local_tensor(getattr(module, name)), module.ep_chunks
+        return whole.chunk(chunks) if chunks > 1 else (whole,)  # the gradient of one chunk would be copied
+
+    def linear(name: str, rows_GX: Tensor, rows: ExpertRows, chunk: int) -> Tensor:
+        weight = of_chunks(name)[chunk]
+        bias = of_chunks(f"{name}_bias")[chunk] if module.has_bias else None
         weight = weight.transpose(1, 2) if module.is_transposed else weight
         return grouped_linear(rows_GX, weight, rows, bias, getattr(module, "grouped_product", None))
 
-    def experts(rows_GH: Tensor, rows: ExpertRows) -> Tensor:
+    def experts(rows_GH: Tensor, rows: ExpertRows, chunk: int) -> Tensor:
         if module.has_gate:
-            inner_GI = module._apply_gate(linear("gate_up_proj", rows_GH, rows))
+            inner_GI = module._apply_gate(linear("gate_up_proj", rows_GH, rows, chunk))
         else:
-            inner_GI = module.act_fn(linear("up_proj", rows_GH, rows))
-        return linear("down_proj", inner_GI, rows)
+            inner_GI = module.act_fn(linear("up_proj", rows_GH, rows, chunk))
+        return linear("down_proj", inner_GI, rows, chunk)
 
     def mix(hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        group, number = module.ep_group, module.num_experts
-        return mix_experts(hidden_TH, index_TK, weights_TK, num_experts=number, group=group, experts=experts)
+        options = {"num_experts": module.num_experts, "group": module.ep_group, "chunks": module.ep_chunks}
+        return mix_experts(hidden_TH, index_TK, weights_TK, experts=experts, **options)
 
     replicas = [group for group in module.ep_replicas if group.size() > 1]
     if module.ep_group.size() == 1 or not replicas:

@@ -284,8 +284,14 @@ def tp_violations(facts: ModelFacts, tp: int, tp_sequence_parallel: bool, traine
     return violations
 
 
-def ep_violations(facts: ModelFacts, ep: int) -> list[Violation]:
-    """Return why the model's experts cannot be sharded over `ep` ranks, one message per violation."""
+def ep_chunks(facts: ModelFacts, ep: int, chunks: int = 0) -> int:
+    """Return the number of chunks of the experts of one of `ep` ranks: `chunks`, or for 0 the most up to 4 that divide
+    them, as more would hide little more."""
+    return 1 if ep == 1 else chunks or divisors(facts.num_experts // ep, 4)[-1]
+
+
+def ep_violations(facts: ModelFacts, ep: int, chunks: int = 0) -> list[Violation]:
+    """Return why the model's experts cannot be sharded over `ep` ranks in `chunks` each, one message per violation."""
     given = option("ep", ep)
     if not facts.num_experts:
         return [given + f" shards experts, and {facts.name} has none: use " + option("ep", 1)] if ep > 1 else []
@@ -296,6 +302,9 @@ def ep_violations(facts: ModelFacts, ep: int) -> list[Violation]:
     if facts.num_experts % ep:
         fitting = option("ep", _listed(divisors(facts.num_experts)))
         violations.append(given + f" must divide the {facts.num_experts} experts of {facts.name}: use " + fitting)
+    elif ep > 1 and chunks not in (0, *(numbers := divisors(facts.num_experts // ep))):
+        why = f" must divide the {numbers[-1]} experts of a rank ({facts.num_experts} / ep {ep}): use "
+        violations.append(option("ep_chunks", chunks) + why + option("ep_chunks", _listed(numbers)))
     if facts.router_jitter:
         noise = f"router_jitter_noise={facts.router_jitter} of {facts.name}"
         violations.append(Violation((f"{noise} makes routing depend on the rank and the layout: set it to 0",)))

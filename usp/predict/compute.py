@@ -99,6 +99,7 @@ LOGPROB_PASSES = 6, 7  # of forward and backward: the same up to the sum; differ
 NORM_LAUNCHES = 8
 LAYER_LAUNCHES = 2 * NORM_LAUNCHES + 2 * 5 + 2 + 1 + 2  # norms, rotations, an MLP's activation, attention, additions
 EXPERT_LAUNCHES = 20  # choosing experts, sorting rows by expert and back
+CHUNK_LAUNCHES = 9  # of each further chunk of experts: messages, rows by expert and back, products, activation
 RING_LAUNCHES = 8  # per step after the first: two messages, attention, merging its output and lse
 # Time of the host in operators, about as on a CPU under gloo: of a collective that FSDP2 or DTensor issues, without its
 # message, and of a training step besides its layers (embedding, head, gradients' norm, optimizer).
@@ -273,12 +274,14 @@ def ring_work(ring: RingSchedule) -> tuple[tuple[RingWork, ...], tuple[int, ...]
 
 
 class LayerSeconds(NamedTuple):
-    """Seconds of a decoder layer for one micro-batch, without attention's kernels, and its eager operators."""
+    """Seconds of a decoder layer for one micro-batch, without attention's kernels, and its eager operators; `experts`
+    are the seconds of experts' products in a forward."""
 
     forward: Seconds
     recompute: Seconds
     backward: Seconds
     launches: int
+    experts: float
 
 
 def _rates(hardware: Hardware) -> Hashable:
@@ -309,7 +312,7 @@ def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
     # Frozen weights have no gradients, but torchao computes those of its linears.
     frozen = _matmul_seconds(job, hardware, list(compress(forward, of_float8))) if job.frozen else matmul
     others = LAYER_LAUNCHES + EXPERT_LAUNCHES * bool(layer.experts) + RING_LAUNCHES * (job.dims.ring - 1)
-    others += 2 * NORM_LAUNCHES * layer.norms_heads
+    others += 2 * NORM_LAUNCHES * layer.norms_heads + CHUNK_LAUNCHES * (job.ep_chunks - 1) * bool(layer.experts)
     launches = CAST_LAUNCHES * (5 if recomputes else 4) + COPIES
     if job.config.fp8 == "mx":
         launches = MX_CASTS * (4 if recomputes else 3)
@@ -321,6 +324,7 @@ def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
         + len(again)
         + (others if recomputes else 0)
         + sum(of_float8) * launches,
+        _matmul_seconds(job, hardware, forward[len(forward) - len(layer.experts) :]),
     )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZer
 
 from usp.attention import OF_DOCUMENTS, SequenceLayout, layout_name
 from usp.config import TrainConfig
-from usp.model.facts import LayerShape, ModelShape, ParameterShape
+from usp.model.facts import LayerShape, ModelShape, ParameterShape, ep_chunks
 from usp.optimizers import OPTIMIZERS, Optimizer
 from usp.parallel import ParallelDims, PipelineSchedule, rank_stages, stage_layers
 from usp.parallel.dims import DERIVED_AXES
@@ -188,7 +188,7 @@ class Job:
     def micro_batch(self) -> object:
         """The same object for all jobs with the same work of a layer and a micro-batch, apart from recomputation."""
         dims, config = self.dims, self.config
-        axes = dims.ring, dims.ulysses, dims.tp, dims.ep, config.tp_sequence_parallel, config.sp_layout
+        axes = dims.ring, dims.ulysses, dims.tp, dims.ep, self.ep_chunks, config.tp_sequence_parallel, config.sp_layout
         sizes = self.rows, config.seq_len, self.trained, self.frozen, config.fp8, config.emulates_float8, config.compile
         return _same((self.model, self.dtype, *sizes, *axes, self.data, config.attention_kernel))
 
@@ -214,6 +214,11 @@ class Job:
     def pipeline(self) -> PipelineSchedule:
         """The schedule of the pipeline, and its stages."""
         return self.config.pipeline
+
+    @property
+    def ep_chunks(self) -> int:
+        """The chunks of a rank's experts, each with messages of its own; generation has one."""
+        return 1 if self.output == "cache" else ep_chunks(self.model.facts, self.dims.ep, self.config.ep_chunks)
 
     @property
     def splits_backwards(self) -> bool:

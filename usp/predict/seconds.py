@@ -11,7 +11,8 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
     host             a layer's compute hides the copy of what the previous layer saved, and in the backward the copy of
                      what the next layer needs; the devices of a host copy at once and share its memory, and a copy
                      waits while overlapped messages to other hosts occupy the device's link to its host
-    the rest         Ulysses, tp, ep and pp are exposed"""
+    ep               the experts of a chunk hide the rows of others, but the first to arrive and the last to return
+    the rest         Ulysses, tp and pp are exposed"""
 
 from __future__ import annotations
 
@@ -73,6 +74,7 @@ SCALARS = 64  # bytes of a call up to which it sums scalars, rather than paramet
 _LAYERS = "the compute of the neighbouring layers"
 OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
     "ring": "the attention of the previous ring step",
+    "ep": "the experts of other chunks",
     **dict.fromkeys(("fsdp", "efsdp", "dp_replicate", "loss", "host"), _LAYERS),
 }
 _KINDS: Mapping[str, tuple[str, int]] = {  # kind of transfer, and its steps over n ranks as a multiple of n - 1
@@ -326,8 +328,10 @@ def pass_seconds(
     if it `prefetches`, as in the implementation, compute hides the traffic of parameters. `parts`: `pass_parts`."""
     compute, messages, number = _compute(job, hardware, rank), _messages(job, hardware, rank), job.config.micro_batches
     hides, passes, copied = _hides(compute, float(prefetches)), dict[Pass, PassSeconds](), fsdp_copies(job, rank)
+    experts = _experts(job, hardware, rank)
     for kind, sent in (parts or pass_parts(job, rank)).items():
-        communication = sent_by_axis(job, hardware, sent, rank, hides[kind], messages[kind].times(number))
+        within = messages[kind].times(number), number * experts.get(kind, 0.0)
+        communication = sent_by_axis(job, hardware, sent, rank, hides[kind], *within)
         busy = compute[kind].times(number) + Seconds(memory=hardware.memory_seconds(copied.get(kind, 0)))
         passes[kind] = PassSeconds(busy, communication)
     if job.trained:
@@ -336,6 +340,15 @@ def pass_seconds(
             summed = FLOAT32 * (number + 1) * elements(job, rank, "trained_numel")
             passes["backward"] += PassSeconds(Seconds(memory=hardware.memory_seconds(summed)))
     return passes
+
+
+def _experts(job: Job, hardware: Hardware, rank: int) -> dict[Pass, float]:
+    """Return the seconds of experts' products in the passes of a micro-batch; with `selective` they are saved."""
+    layers = job.kinds(*job.stages(rank)) if job.ep_chunks > 1 else ()
+    forward = sum(number * layer_seconds(job, hardware, index).experts for index, number in layers)
+    back = forward * job.trained
+    again = back if job.config.ac not in ("none", "selective") else 0.0
+    return {"count": forward * job.counts_choices, "forward": forward, "recompute": again, "backward": 2 * back}
 
 
 def _hides(compute: Mapping[Pass, Seconds], share: float = 1.0) -> dict[Pass, float]:
@@ -412,10 +425,10 @@ def _transfers(
 
 
 def sent_by_axis(
-    job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds
+    job: Job, hardware: Hardware, sent: Iterable[Sent], rank: int, compute: float, ring: TransferSeconds, experts: float
 ) -> dict[str, TransferSeconds]:
     """Return the communication of a pass. The seconds of `compute` of one micro-batch hide gathers and reductions, if
-    collectives have streams; the `ring`'s overlaps with attention."""
+    collectives have streams; the `ring`'s overlaps with attention, and ep's with the seconds of all `experts`."""
     hiding = compute if hardware.streams else 0.0
     exposed, overlapping = _transfers(job, hardware, sent, rank)
     by_axis = {axis: TransferSeconds(exposed=seconds) for axis, seconds in exposed.items() if seconds}
@@ -427,6 +440,9 @@ def sent_by_axis(
             free = _links(job, hardware, axis, rank, "send")[2]
             found = once.times(times * seconds / together).with_free_part(free)
             by_axis[axis] = by_axis[axis] + found if axis in by_axis else found
+    if "ep" in by_axis and job.ep_chunks > 1:
+        found = overlapped_in_pieces(by_axis["ep"].exposed, experts, job.ep_chunks)
+        by_axis["ep"] = found.with_free_part(_links(job, hardware, "ep", rank, "send")[2])
     if any(ring):
         by_axis["ring"] = ring.with_free_part(_links(job, hardware, "ring", rank, "send")[2])
     return by_axis
@@ -517,7 +533,8 @@ def counted_seconds(
     busy, micro_batches = work.seconds(hardware, dtype, kernel), job.config.micro_batches
     messages = sum(sent_seconds(job, hardware, each, rank) for each in sent if each.axis == "ring")
     ring = overlapped([messages], [busy.attention])
-    communication = sent_by_axis(job, hardware, sent, rank, busy.total / micro_batches, ring)
+    experts = micro_batches * sum(_experts(job, hardware, rank).values())
+    communication = sent_by_axis(job, hardware, sent, rank, busy.total / micro_batches, ring, experts)
     share = 4 if job.config.ac != "none" else 3  # of the forward
     forward = busy.total / share
     passes = forward / micro_batches, (busy.total - forward) / micro_batches
@@ -576,8 +593,12 @@ def least_seconds(job: Job, hardware: Hardware) -> float:
     rank that has the head, its exposed messages and copies of activations, and the bubble."""
     rank, number = job.slowest_ranks[-1], job.config.micro_batches
     compute = _compute(job, hardware, rank)
-    sent = (each for of in activation_parts(job, rank).values() for each in of if each.axis not in OVERLAPS_WITH)
-    busy = number * sum(map(sum, compute.values())) + sum(sent_seconds(job, hardware, each, rank) for each in sent)
+    sent = [each for of in activation_parts(job, rank).values() for each in of]
+    seconds = [(each.axis, sent_seconds(job, hardware, each, rank)) for each in sent if each.axis != "ring"]
+    busy = number * sum(map(sum, compute.values())) + sum(took for axis, took in seconds if axis not in OVERLAPS_WITH)
+    rows = sum(took for axis, took in seconds if axis == "ep")
+    experts = number * sum(_experts(job, hardware, rank).values())
+    busy += overlapped_in_pieces(rows, experts, job.ep_chunks).exposed
     if job.dims.ring > 1:
         messages = sum(_messages(job, hardware, rank).values(), TransferSeconds()).times(number)
         busy += messages.with_free_part(_links(job, hardware, "ring", rank, "send")[2]).exposed

@@ -400,7 +400,7 @@ def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
     experts = bool(job.model.layers[index].experts)
     alike = job.dims.ep > 1 and job.dims.tp > 1 and not job.config.tp_sequence_parallel  # the tokens of tp ranks
     tokens = -(-job.outer_tokens // job.dims.tp) if alike else job.outer_tokens
-    blocks, exchanges = 1 if experts else 2, list(expert_traffic(job, tokens, gathers=alike)) if experts else []
+    blocks, exchanges = 1 if experts else 2, list(expert_traffic(job, tokens, alike, job.ep_chunks)) if experts else []
     forward = [*entering, *_tensor_traffic(job, blocks, blocks), *exchanges]
     recompute: list[Sent] = []
     if job.config.ac != "none":
@@ -488,14 +488,15 @@ def _choice_sums(job: Job) -> list[Sent]:
     return _sums(job, job.model.facts.num_experts * FLOAT32, *axes)
 
 
-def expert_traffic(job: Job, tokens: int, gathers: bool) -> Iterator[Sent]:
-    """Yield the counts of rows, and the rows of `tokens` to the experts and back, which in a backward are gradients.
+def expert_traffic(job: Job, tokens: int, gathers: bool, chunks: int = 1) -> Iterator[Sent]:
+    """Yield the counts of rows, and the rows of `tokens` to the experts and back, which in a backward are gradients, in
+    messages for each of the `chunks` of experts.
     Tensor-parallel ranks with the same tokens send a part of them each, and one that `gathers` gets all results. If
     routers are uneven, rows are those of the busiest rank, which receives as many as it sends back.
     """
     ep, itemsize, rows = job.dims.ep, job.dtype.itemsize, job.expert_rows(tokens)
     yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
-    yield Sent("ep", "alltoall_base_", rows * (ep - 1) // ep * job.model.hidden_size * itemsize).times(2)
+    yield Sent("ep", "alltoall_base_", 2 * (rows * (ep - 1) // ep) * job.model.hidden_size * itemsize, 2 * chunks)
     if gathers:
         yield Sent("tp", "_allgather_base_", tokens * job.model.hidden_size * itemsize * (job.dims.tp - 1))
 

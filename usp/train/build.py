@@ -79,6 +79,7 @@ class EngineRecipe:
     sp_layout: str = "zigzag"
     kernel: str = "auto"
     tp_sequence_parallel: bool = False
+    ep_chunks: int = 0
     ac: str = "none"
     ac_offload: bool = False
     optim_offload: bool = False
@@ -243,7 +244,7 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     if recipe.indexer_loss_coef:
         coefficient = recipe.indexer_loss_coef / (recipe.micro_batches * mesh.size("batch"))
         train_indexers(model, coefficient, recipe.indexer_warmup)
-    apply_ep(model, mesh, recipe.tp_sequence_parallel)
+    apply_ep(model, mesh, recipe.tp_sequence_parallel, recipe.ep_chunks)
     if recipe.fp8 != "none":
         apply_float8(model, recipe.fp8, recipe.fp8_emulate, mesh.size("tp"))
     apply_tp(model, mesh, recipe.tp_sequence_parallel, trained=recipe.optimizer is not None)

@@ -259,7 +259,7 @@ def _pipeline(config: TrainConfig, facts: ModelFacts) -> Iterator[Violation | st
 
 
 def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[Violation | str]:
-    yield from ep_violations(facts, config.ep)
+    yield from ep_violations(facts, config.ep, config.ep_chunks)
     yield from balance_violations(config, facts)
     if facts.num_experts and config.zero == 0 and config.ep * config.tp > 1:
         given = f"--zero 0 replicates every expert, which --ep {config.ep} x --tp {config.tp} ranks share"

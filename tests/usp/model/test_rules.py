@@ -8,7 +8,7 @@ import pytest
 from transformers import MixtralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from usp.hf.models import load_model_config, model_facts
-from usp.model.facts import ModelFacts, ep_violations, tp_violations
+from usp.model.facts import ModelFacts, ep_chunks, ep_violations, tp_violations
 
 
 def test_tp_must_divide_every_sharded_size() -> None:
@@ -37,6 +37,14 @@ def test_ep_must_divide_the_experts() -> None:
     assert not ep_violations(facts, 4)
     divisibility, jitter = ep_violations(replace(facts, router_jitter=0.1), 3)
     assert str(divisibility) == "ep=3 must divide the 8 experts of m: use ep=1, 2, 4, 8"
+    assert [ep_chunks(facts, ep) for ep in (1, 2, 4, 8)] == [1, 4, 2, 1] and ep_chunks(facts, 2, 2) == 2
+    assert not any(ep_violations(facts, 2, chunks) for chunks in (0, 1, 2, 4))
+    for chunks in (3, 8, -2):
+        (violation,) = ep_violations(facts, 2, chunks)
+        assert (
+            str(violation)
+            == f"ep_chunks={chunks} must divide the 4 experts of a rank (8 / ep 2): use ep_chunks=1, 2, 4"
+        )
     assert "router_jitter_noise=0.1" in str(jitter)
     dense = model_facts("tiny", load_model_config("tiny"))
     assert list(map(str, ep_violations(dense, 2))) == ["ep=2 shards experts, and tiny has none: use ep=1"]

@@ -24,7 +24,7 @@ from usp.predict.seconds import (
     pass_seconds,
     step_seconds,
 )
-from usp.predict.traffic import attention_plan, elements
+from usp.predict.traffic import attention_plan, elements, step_traffic
 from usp.train.dry_run import dry_run
 from usp.train.resolve import job_of
 
@@ -157,7 +157,7 @@ def test_overlapped_transfers_can_slow_down_compute() -> None:
         {"sp_ring": 8, "dp_replicate": 2},
         {"sp_ring": 2, "zero": 0},
         {"pp": 4, "batch_size": 8, "micro_batches": 8, "tp": 4, "tp_sequence_parallel": True},
-        {"model": "mixtral-8x7b", "ep": 8, "zero": 2},
+        {"model": "mixtral-8x7b", "ep": 4, "zero": 2},  # of two experts each, in two chunks
     ],
     ids=str,
 )
@@ -284,6 +284,22 @@ def test_mxfp8_has_products_of_its_own_and_casts_of_one_kernel() -> None:
     mixtures = (job(8, model="mixtral-8x7b", seq_len=8192, ep=8, fp8=fp8) for fp8 in ("none", "tensor", "mx"))
     experts = [layer_seconds(mixture, b200, 0).forward.matmul for mixture in mixtures]
     assert experts[2] < 0.8 * experts[1] < experts[0]  # with scales of tensors, experts stay in bfloat16
+
+
+@pytest.mark.slow
+def test_chunks_of_experts_hide_messages_behind_experts() -> None:
+    h100 = load_hardware("h100")
+    free = replace(h100, tiers=tuple(replace(tier, overlap=1.0) for tier in h100.tiers))
+    jobs = [job(8, model="mixtral-8x7b", seq_len=8192, ep=2, ep_chunks=chunks, ac="full") for chunks in (1, 2, 4)]
+    found = [step_seconds(each, free).communication["ep"] for each in jobs]
+    assert found[0].overlapped == 0 < found[1].overlapped < found[2].overlapped
+    for chunks, transfer in zip((2, 4), found[1:], strict=True):  # products take longer than rows
+        assert transfer.exposed == pytest.approx(sum(transfer) / chunks) and found[0].exposed < sum(transfer)
+    sent = [[s for s in step_traffic(each, 0) if s.axis == "ep"] for each in jobs]
+    assert len({sum(s.nbytes for s in each) for each in sent}) == 1
+    assert [sum(s.calls for s in each) for each in sent] == [32 * number for number in (8, 14, 26)]  # 32 layers
+    assert all(least_seconds(each, h100) <= step_seconds(each, h100).total for each in jobs)
+    assert job(8, model="mixtral-8x7b", ep=2).ep_chunks == 4 and job(8, model="mixtral-8x7b", ep=8).ep_chunks == 1
 
 
 def test_narrow_products_are_slower_on_a_processor_and_not_on_a_gpu() -> None:

@@ -41,7 +41,7 @@ AXES: dict[str, Flags] = {
     "ep": {"ep": 2, "model": "mixtral", "router_aux_loss_coef": 0.02},
 }
 ODD: Flags = {"sp_ring": 2, "sp_layout": "striped", "seq_len": SEQ_LEN - 1}
-SINGLE: list[Flags] = [*AXES.values(), {"tp": 2}, {"zero": 0}, ODD]
+SINGLE: list[Flags] = [*AXES.values(), {"tp": 2}, {"zero": 0}, AXES["ep"] | {"ep_chunks": 2, "ac": "full"}, ODD]
 PAIRS: list[Flags] = [AXES[a] | AXES[b] for a, b in combinations(AXES, 2)]
 FLOAT8: list[Flags] = [  # of the tiny models, keys and values stay in bfloat16
     {"fp8": "tensor"},

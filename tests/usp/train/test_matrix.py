@@ -92,13 +92,15 @@ MATRIX = [
     # experts
     also("ep2 u2 r2 dp2", "mixtral", ep=2, **U2_R2),
     row("ep2 u2 r2 dp2", "qwen3_moe", U1, ep=2, **U2_R2),
+    also("ep2 u2 r2 dp2, one chunk", "qwen3_moe", ep=2, **U2_R2, ep_chunks=1),
     also("ep2 u4 r2, accumulation 4", "mixtral", ep=2, **U4_R2, micro_batches=4),
     also("ep4 u4 r2, accumulation 4, zero 1", "qwen3_moe", ep=4, **U4_R2, micro_batches=4, zero=1, ac="full"),
     also("pp2 ep2 u2 r2, zero 2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=4, zero=2),
     row("pp2 ep2 tp2 r2", "qwen3_moe", R1, pp=2, ep=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
     also("pp2 u2 r2, interleaved", "mixtral-deep", **INTERLEAVED, **U2_R2, micro_batches=4),
     row("pp2 ep2 u2 r2, 4 stages a rank", "mixtral-eight", U1, **FOUR_STAGES, ep=2, **U2_R2, micro_batches=2),
-    row("pp2 u2 r2, zero bubble", "mixtral-deep", U1, **ZERO_BUBBLE, **U2_R2),
+    also("pp2 u2 r2, zero bubble", "mixtral-deep", **ZERO_BUBBLE, **U2_R2),
+    row("pp2 ep2 u2 r2, zero bubble", "mixtral-deep", U1, **ZERO_BUBBLE, **U2_R2, ep=2, ep_chunks=2),
     row("u4 r2, balance by micro-batch", "mixtral", U2, **U4_R2, micro_batches=2, router_balance="micro-batch"),
     row("ep4 tp2 u2 r2, tokens shared", "qwen3_moe", U1 | {"ep": 2}, ep=4, tp=2, tp_sequence_parallel=True, **U2_R2),
     # ZeRO and engines
