@@ -179,9 +179,6 @@ def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[tuple[str, C
     if sp > 1 and config.batch_size > 1 and config.pp == 1:
         words = f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them"
         yield f"{words}; data parallelism would communicate less", lambda other: other.sp_ring * other.sp_ulysses == 1
-    if sp > 1 and config.zero == 0:
-        words = "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank"
-        yield words, lambda other: other.zero > 0
     if config.tp > 1 and config.tp > ulysses and left > 1:
         words = f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off"
         yield f"{words} only where it saves memory", lambda other: other.tp == 1 or other.tp <= other.sp_ulysses
@@ -247,12 +244,9 @@ def compared(candidate: Candidate, first: Candidate) -> str:
     its, total = first.time.parts, first.time.total
     differences = ((name, took - its.get(name, 0.0)) for name, took in candidate.time.parts.items())
     largest = sorted(differences, key=lambda item: -abs(item[1]))[:2]
-    words = [f"{name} {_signed(more)}" for name, more in largest if abs(more) > 0.001 * total]
-    return f"{candidate.time.total / total - 1:+.1%}: {', '.join(words)}" if words else "equally fast"
-
-
-def _signed(took: float) -> str:
-    return f"{'-' if took < 0 else '+'}{seconds(abs(took))}"
+    large = ((name, "-" if more < 0 else "+", abs(more)) for name, more in largest if abs(more) > 0.001 * total)
+    words = ", ".join(f"{name} {sign}{seconds(more)}" for name, sign, more in large)
+    return f"{candidate.time.total / total - 1:+.1%}: {words}" if words else "equally fast"
 
 
 def bound(candidate: Candidate, memory_bytes: float) -> str:

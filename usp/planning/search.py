@@ -28,8 +28,7 @@ from .question import Devices, Tried, silent, within
 MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 FAMILIES = 6  # in a report
-# Predicted steps that differ by less are taken as equal. What is more, of experts and float8, all layouts share.
-CLOSE = PUBLISHED_ERRORS["dense models"]
+CLOSE = PUBLISHED_ERRORS["dense models"]  # steps that differ by less are equal; layouts share what experts add to it
 DEGREES = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")  # outermost first
 D = TypeVar("D")
 
@@ -97,9 +96,8 @@ def family(config: TrainConfig) -> tuple[str, ...]:
 
 
 def simplicity(config: TrainConfig) -> tuple[int, ...]:
-    """Return what orders configurations, the simplest first: offload, the number of axes, then whether they have a
-    pipeline, tp, sequence parallelism, ep or replicas (the axes in the order in which an expert avoids them), then
-    recomputation, MLP tiles, more than one micro-batch, and the ZeRO stage."""
+    """Return what orders configurations, the simplest first: offload, the number of axes, the axes themselves (dp, ep,
+    sp, tp, pp), then recomputation, MLP tiles, more than one micro-batch, and the ZeRO stage."""
     sp = config.sp_ring * config.sp_ulysses
     used = [degree > 1 for degree in (config.pp, config.tp, sp, config.ep, config.dp_replicate, config.dp_shard)]
     saved = AC_MODES.index(config.ac), int(config.mlp_tile > 0), int(config.micro_batches > 1)
@@ -221,8 +219,7 @@ class Search:
         return [each for each in options if only in (None, (each.ac, each.ac_offload))]
 
     def _simplest(self, fastest: Candidate, every: Sequence[TrainConfig], only: tuple[str, bool] | None) -> Candidate:
-        """Return the simplest configuration that takes at most `CLOSE` longer than the fastest; of several the
-        fastest."""
+        """Return the simplest configuration that takes at most `CLOSE` longer; of several the fastest."""
         found, slowest, least = [fastest], (1 + CLOSE) * fastest.seconds, self.predictor.least_seconds
 
         def simplest(option: TrainConfig) -> tuple[int, ...]:

@@ -348,6 +348,7 @@ _OPTIONS: Mapping[str, Sequence[str]] = {
     "environment": names_of(EnvironmentConfig)[1:],
     "supervised_data": names_of(SupervisedConfig)[1:],
 }
+_SCORING = ("reward_model", "reward_retries", "reward_processes", "reward_timeout")
 _ONLY_WITH = (
     *ONLY_WITH,
     *(
@@ -371,20 +372,13 @@ _ONLY_WITH = (
         lambda c: c.data != STDLIB or c.eval_data or c.supervised_data,
         "requires a --data file: built-in prompts are good, remove it",
     ),
-    OnlyWith(
-        names_of(RewardConfig),
-        lambda c: not c.reward_model or c.environment,
-        "is not used with --reward-model, which scores the responses: remove one",
-    ),
-    OnlyWith(
-        ("reward_model", "reward_retries", "reward_processes", "reward_timeout"),
-        lambda c: not c.environment,
-        "is not used with --environment, which scores the responses: remove one",
-    ),
-    OnlyWith(
-        ("reward_function",),
-        lambda c: c.environment in ("", TOOLS),
-        "is not used with --environment, which scores the responses: remove one",
+    *(
+        OnlyWith(names, condition, f"is not used with {flag(scorer)}, which scores the responses: remove one")
+        for names, condition, scorer in (
+            (names_of(RewardConfig), lambda c: not c.reward_model or c.environment, "reward_model"),
+            (_SCORING, lambda c: not c.environment, "environment"),
+            (("reward_function",), lambda c: c.environment in ("", TOOLS), "environment"),
+        )
     ),
 )
 

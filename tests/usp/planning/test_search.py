@@ -293,7 +293,6 @@ class Tip:
     [
         Tip(1, TrainConfig(sp_ring=8)),
         Tip(2, TrainConfig(sp_ulysses=4, batch_size=2)),
-        Tip(3, TrainConfig(sp_ulysses=4, zero=0)),
         Tip(4, TrainConfig(tp=4, sp_ring=1)),
         Tip(7, TrainConfig(sp_ulysses=2, sp_ring=4, sp_order="ulysses-outer")),
     ],
