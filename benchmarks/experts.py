@@ -38,8 +38,8 @@ from usp.train.validate import parallel_dims
 QUESTION = "Do experts' messages travel while experts compute?"
 COLUMNS = ("chunks", "step ms", "exposed expert messages ms", "of one chunk", "loss", "gradient norm")
 RATE, HOSTS, WARMUPS, CHUNKS, TOKENS = "100mbit", 2, 1, (1, 2, 4), 512
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 2048, "num_experts": 32, "num_experts_per_tok": 4}
-LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+SIZES: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 2048, "num_experts": 32, "num_experts_per_tok": 4}
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
 Step = Callable[[], tuple[float, float]]
 
 
@@ -47,7 +47,8 @@ class Timed:
     """All-to-alls of rows, which have splits, with the seconds in their calls and in waits for them."""
 
     def __init__(self) -> None:
-        self.seconds, self._exchange = 0.0, dist.all_to_all_single
+        self.seconds = 0.0
+        self._exchange: Callable[..., Any] = dist.all_to_all_single
 
     def __call__(self, received: torch.Tensor, rows: torch.Tensor, *splits: list[int], **options: Any) -> Any:
         work = self._during(lambda: self._exchange(received, rows, *splits, **options), bool(splits))

@@ -66,7 +66,7 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: b
     ExpertsInterface.register(NAME, _experts_forward)
     for module in modules:
         module.ep_group = experts_mesh.get_group()  # type: ignore[assignment]
-        module.ep_chunks = ep_chunks(facts, experts_mesh.size(), chunks)
+        module.ep_chunks = ep_chunks(facts, experts_mesh.size(), chunks)  # type: ignore[assignment]
         module.ep_replicas = () if tp_sequence_parallel else (mesh.group("tp"),)  # type: ignore[assignment]
         if experts_mesh.size() == 1:
             continue
