@@ -81,7 +81,7 @@ def experts(setup: Setup) -> Iterator[Check]:
             def mlp(rows: Tensor, of: ExpertRows, chunk: int, parts: list[Any] = parts) -> Tensor:
                 return grouped_linear(silu(grouped_linear(rows, parts[0][chunk], of)), parts[1][chunk], of)
 
-            options = {"num_experts": number, "group": group, "experts": mlp, "chunks": chunks}
+            options: dict[str, Any] = {"num_experts": number, "group": group, "experts": mlp, "chunks": chunks}
             out = mix_experts(leaves[0], choices, leaves[1], **options)
             found[chunks] = [out, *torch.autograd.grad(out.square().sum(), leaves)]
         setup.synchronize()

@@ -85,7 +85,7 @@ MATRIX = [
     also("pp2 tp2 u2", pp=2, tp=2, sp_ulysses=2, micro_batches=2, zero=2),
     also("pp2 tp2 r2, tokens shared", "qwen3", pp=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
     row("pp2 dp2 r2, interleaved", "llama-deep", {}, **INTERLEAVED, micro_batches=2, sp_ring=2),
-    row("pp2 dp2 r2, 4 stages a rank", "llama-eight", {}, **FOUR_STAGES, micro_batches=4, sp_ring=2),
+    row("pp2 dp2 r2, 4 stages a rank", "llama-eight", {"micro_batches": 4}, **FOUR_STAGES, micro_batches=2, sp_ring=2),
     also("pp2 tp2 u2, 3 stages a rank", "llama-eight", **THREE_STAGES, tp=2, sp_ulysses=2, micro_batches=2, ac="full"),
     also("pp2 u2 r2, zero bubble", "llama-deep", **ZERO_BUBBLE, **U2_R2),
     also("pp2 ep2 u2 r2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=2),
