@@ -107,7 +107,9 @@ def measure(folder: str, rounds: int) -> dict[int, dict[str, list[float]]]:
     """Return by number of chunks the seconds of each step, those in which this rank waited, losses and norms."""
     groups, timed = ProcessGroups(), Timed()
     steps = {chunks: step_of(folder, chunks, groups) for chunks in CHUNKS}
-    found = {chunks: {"seconds": [], "exposed": [], "loss": [], "norm": []} for chunks in CHUNKS}
+    found: dict[int, dict[str, list[float]]] = {
+        chunks: {"seconds": [], "exposed": [], "loss": [], "norm": []} for chunks in CHUNKS
+    }
     for round_, chunks in in_turns(CHUNKS, WARMUPS + rounds):
         dist.barrier()
         timed.take()
