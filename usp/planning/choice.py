@@ -303,8 +303,7 @@ def compare_choices(choices: Mapping[str, Choice | str], terms: Terms) -> tuple[
     where nothing fits there is an error's text in place of a choice."""
     found = {name: choice for name, choice in choices.items() if isinstance(choice, Choice)}
     rows = (_row(choice, name, choice.best) for name, choice in found.items())
-    columns = ("devices", *FIGURES, "GiB", "plan")
-    grid = Grid("The plan of each", columns, tuple((*row[:5], row[6]) for row in rows))
+    grid = Grid("The plan of each", ("devices", *FIGURES, "GiB", "plan"), tuple((*row[:5], row[6]) for row in rows))
     jobs = [(name, choice.step(choice.best).job_cost(terms)) for name, choice in found.items()]
     lines = [f"{name}: {choice}" for name, choice in choices.items() if isinstance(choice, str)]
     return with_jobs(terms, jobs, [grid], lines), jobs

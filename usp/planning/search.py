@@ -146,7 +146,8 @@ def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConf
     """Yield a layout, in the smallest shards, with every way to save activations, the most last."""
     local = config.padded_len // (config.sp_ring * config.sp_ulysses) // config.tp
     smallest = shardings(config)[0][-1]
-    for ac in AC_MODES if config.pp_schedule != "zero-bubble" else ("none",):
+    modes = AC_MODES if config.pp_schedule != "zero-bubble" else ("none",)
+    for ac in (mode for mode in modes if not (config.compile and mode == "selective")):
         tiled = local > MLP_TILE and not facts.num_experts and ac not in ("none", "selective")
         for offload, tile in product((False, True)[: 1 + (ac != "none")], (0, MLP_TILE)[: 1 + tiled]):
             yield changed(smallest, ac=ac, ac_offload=offload, mlp_tile=tile)

@@ -109,6 +109,14 @@ def savings(layout: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
             yield from (sharded, replace(sharded, optim_offload=True))
 
 
+@pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_plans_of_compiled_layers_are_valid(facts: ModelFacts) -> None:
+    compiled = replace(question(facts), base=TrainConfig(seq_len=2**17, compile=True))
+    every = [config for layout in [*layouts(compiled)][::7] for config in savings(layout, facts)]
+    assert {config.ac for config in every} == {"none", "attention-saved", "full"}
+    assert not any(violations(config, compiled.world_size, facts) for config in every)
+
+
 class Made(NamedTuple):
     config: TrainConfig
     seconds: float
