@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import yaml
 
 from examples.models import tiny_config
 from usp.__main__ import main
-from usp.config import TrainConfig
+from usp.config import AC_MODES, TrainConfig
 from usp.fields import config_from_mapping
 from usp.hf.models import empty_model, load_model_config, model_facts
 from usp.hf.tensor_parallel import tp_problems
@@ -110,11 +110,16 @@ def savings(layout: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
 
 
 @pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
-def test_plans_of_compiled_layers_are_valid(facts: ModelFacts) -> None:
-    compiled = replace(question(facts), base=TrainConfig(seq_len=2**17, compile=True))
-    every = [config for layout in [*layouts(compiled)][::7] for config in savings(layout, facts)]
-    assert {config.ac for config in every} == {"none", "attention-saved", "full"}
-    assert not any(violations(config, compiled.world_size, facts) for config in every)
+@pytest.mark.parametrize(
+    "asked",
+    [{"compile": True}, {"lora_rank": 8, "lora_dropout": 0.1}, {"fp8": "row"}, {"optimizer": "adamw-bf16"}],
+    ids=lambda asked: [*asked][-1],
+)
+def test_plans_are_valid_with_what_is_asked(asked: dict[str, Any], facts: ModelFacts) -> None:
+    given = replace(question(facts), base=TrainConfig(seq_len=2**17, **asked))
+    every = [config for layout in [*layouts(given)][::7] for config in recomputations(layout, facts)]
+    assert {config.ac for config in every} == {*AC_MODES} - ({"selective"} if "compile" in asked else set())
+    assert not any(violations(config, given.world_size, facts) for config in every)
 
 
 class Made(NamedTuple):
