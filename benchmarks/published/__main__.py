@@ -37,6 +37,7 @@ def _answer(sources: Sequence[Source]) -> str:
         f"{sum(row.timed for source in timed for row in source.rows)} measurements that others published are predicted "
         f"within {mean(*timed)} on average, those from {RECENT} on within {mean(*recent)} "
         f"({'; '.join(f'{source.title}: {mean(source)}' for source in timed)})."
+        f"{''.join(f' {note}' for source in sources for note in source.notes if ', mean error by kind' in note)}"
     )
 
 
