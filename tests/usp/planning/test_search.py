@@ -117,7 +117,7 @@ def savings(layout: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
 )
 def test_plans_are_valid_with_what_is_asked(asked: dict[str, Any], facts: ModelFacts) -> None:
     given = replace(question(facts), base=TrainConfig(seq_len=2**17, **asked))
-    every = [config for layout in [*layouts(given)][::7] for config in recomputations(layout, facts)]
+    every = [config for layout in [*layouts(given)][::23] for config in recomputations(layout, facts)]
     assert {config.ac for config in every} == {*AC_MODES} - ({"selective"} if "compile" in asked else set())
     assert not any(violations(config, given.world_size, facts) for config in every)
 
