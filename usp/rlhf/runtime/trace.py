@@ -13,9 +13,11 @@ from rich.table import Table
 
 from .timeline import Activity, Event, activities, bounds, covered, critical_path, rank_times
 
-_KINDS = ("generate", "train_step", "transfer", "reallocate", "compute", "load", "announce", "switch", "offload")
-_COLOURS = {kind: f"C{number}" for number, kind in enumerate((*_KINDS, "inference"))}  # of matplotlib
-_COLOURS |= {"release": "#444444", "waiting": "#e4e4e4", "critical path": "black"}
+_COLOURS = {
+    "generate": "#4477aa", "inference": "#66ccee", "train_step": "#ee7733", "compute": "#aa77bb",
+    "reallocate": "#cc3344", "transfer": "#228833", "announce": "#88bb44", "load": "#997755", "offload": "#ccaa77",
+    "release": "#444444", "switch": "#882255", "waiting": "#e4e4e4", "critical path": "black",
+}  # fmt: skip
 _HATCHED = ("reallocate", "load", "offload")
 _SHOWN = ("kind", "step", "sent", "received", "minimum", "crossed", "host_minimum")  # of an event, in a trace
 _SHORT = 0.005  # of a step: shorter parts of the critical path are listed as one
