@@ -55,8 +55,7 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: b
     Call it before FSDP; supports the meta device. Ranks that have the same tokens, as tp ranks without Megatron's
     sequence parallelism, route a part of them each and gather the results, which supports no gradients. The experts'
     gradients cover the tokens of the rank's ep group and must be summed over efsdp and dp_replicate, as FSDP over
-    `expert_modules` does. chunks: of a rank's experts, as `ep_chunks` has it. Raises ValueError, naming all
-    `ep_violations`.
+    `expert_modules` does. chunks: as of `ep_chunks`. Raises ValueError, naming all `ep_violations`.
     """
     experts_mesh, facts = mesh.expert_mesh("ep"), model_facts(model.config.model_type, model.config)
     violations = ep_violations(facts, experts_mesh.size(), chunks)

@@ -206,8 +206,7 @@ class Calls:
     options: CallOptions = CallOptions()
 
     def cost(self, call: ModelCall) -> CallCost:
-        """Return what a call takes; raise ValueError for functions, and hardware that is too small or lacks the
-        dtype."""
+        """Return what a call takes; raise ValueError for functions, and hardware too small or without the dtype."""
         if isinstance(call.work, Generate):
             return self._generation()
         if isinstance(call.work, Inference | TrainStep):
