@@ -37,7 +37,7 @@ def _answer(sources: Sequence[Source]) -> str:
         f"{sum(row.timed for source in timed for row in source.rows)} measurements that others published are predicted "
         f"within {mean(*timed)} on average, those from {RECENT} on within {mean(*recent)} "
         f"({'; '.join(f'{source.title}: {mean(source)}' for source in timed)})."
-        f"{''.join(f' {note}' for source in sources for note in source.notes if ', mean error by kind' in note)}"
+        f"{''.join(f' {source.summary}' for source in sources if source.summary)}"
     )
 
 
@@ -67,7 +67,7 @@ def _means(sources: Sequence[Source]) -> Iterator[str]:
 def _notes(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
         yield f"{source.title}: {source.reference}."
-        yield from source.notes
+        yield from (*source.notes, *filter(None, (source.summary,)))
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ class Source:
         reference: where the measurements stand.
         notes: what the source leaves open and is assumed here, and what was looked for and not found.
         year: of the measurements.
+        summary: what the answer says of them besides their mean error.
     """
 
     title: str
@@ -50,6 +51,7 @@ class Source:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     year: int = 2024
+    summary: str = ""
 
 
 def mean_error(rows: Sequence[Row]) -> float:

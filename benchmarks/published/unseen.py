@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from typing import Any
 
 from usp.parallel import load_hardware
@@ -59,12 +60,18 @@ REFERENCE = (
 )
 
 
-def source() -> Source:
-    rows, kinds = [], defaultdict[str, list[Row]](list)
+def by_kind() -> dict[str, list[Row]]:
+    """Return the rows of each kind of `published_error`."""
+    kinds = defaultdict[str, list[Row]](list)
     for name, preset, like, node, gpus, options, seconds in STEPS:
         hardware, job = load_hardware(node), step_job(preset, gpus, like=like, **options)
         title, took = f"{name}, {options['seq_len'] // K}K, {gpus} x {hardware.name}", step_seconds(job, hardware).total
-        rows.append(Row(title, "s", seconds, took, timed=False))
-        kinds[published_error(job)[0]].append(rows[-1])
-    by_kind = (f"{kind} {mean_error(of_kind):.1%} ({len(of_kind)})" for kind, of_kind in kinds.items())
-    return Source("Unseen", REFERENCE, tuple(rows), (*NOTES, f"Unseen, mean error by kind: {', '.join(by_kind)}."))
+        kinds[published_error(job)[0]].append(Row(title, "s", seconds, took, timed=False))
+    return kinds
+
+
+def source() -> Source:
+    kinds = by_kind()
+    errors = ", ".join(f"{kind} {mean_error(rows):.1%} ({len(rows)})" for kind, rows in kinds.items())
+    summary = f"Unseen, mean error by kind: {errors}."
+    return Source("Unseen", REFERENCE, tuple(chain(*kinds.values())), NOTES, summary=summary)
