@@ -90,36 +90,36 @@ class RlhfPlanConfig:
     """Seed of the search."""
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
     """Write the plan to this file, for rlhf.py --plan."""
-    plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
-    """Write the timeline of the predicted step to this file."""
+    trace: Annotated[str, arg(metavar="PATH.json", help_behavior_hint="(optional)")] = ""
+    """Write the timeline of the predicted step to this file, for chrome://tracing or ui.perfetto.dev."""
     price: Annotated[str, arg(metavar="PRICE|PATH", help_behavior_hint="(optional)")] = ""
     """Price of a device-hour, or a JSON or YAML file of prices by hardware name."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
-    """Print the plan that `argv` asks for, and write --out and --plot; raise ConfigurationError if nothing fits."""
+    """Print the plan that `argv` asks for, and write --out and --trace; raise ConfigurationError if nothing fits."""
     begin = time.monotonic() - min(time.process_time(), _IMPORTING)
     asked = parse(argv, RlhfPlanConfig, prog)
     check_world_size(asked.world_size)
-    out, plot = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
+    out, trace = (Path(path).expanduser() if path else None for path in (asked.out, asked.trace))
     lengths = [name for name in _LENGTHS if asked.workload and getattr(asked, name) != getattr(RlhfPlanConfig, name)]
     check(
         output_problem("--out", out, ".yaml", ".yml"),
-        output_problem("--plot", plot, ".png"),
+        output_problem("--trace", trace, ".json"),
         *(f"{flag(name)} and --workload exclude each other: remove one" for name in lengths),
         *value_violations(asked).values(),
     )
     prices = prices_of(asked.price)
-    _plan(asked, begin + asked.budget, out, plot, prices)
+    _plan(asked, begin + asked.budget, out, trace, prices)
 
 
-def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None, prices: dict[str, float]) -> None:
-    """Search until `end`, and print, write and draw the plan."""
+def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, trace: Path | None, prices: dict[str, float]) -> None:
+    """Search until `end`, and print and write the plan."""
     from usp.planning.job_cost import Terms, step_cost_text
     from usp.planning.rlhf_question import answer, rate_lines, render_choice, with_fastest_slots
     from usp.planning.rlhf_search import work_clock
     from usp.rlhf.plan.plan import to_mapping
-    from usp.rlhf.runtime.trace import plot as draw
+    from usp.rlhf.runtime.trace import write_chrome_trace
 
     with working("reading the models", every=_SILENT) as say:
         question = _question(asked)
@@ -139,9 +139,9 @@ def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, plot: Path | None
     if out:
         out.write_text(yaml.safe_dump(to_mapping(choice.plan), sort_keys=False))
         print(f"written: {out} (torchrun ... rlhf.py --plan {out})")
-    if plot:
-        draw(list(choice.simulation.events), plot)
-        print(f"written: {plot}")
+    if trace:
+        write_chrome_trace(choice.simulation.events, trace)
+        print(f"written: {trace}")
 
 
 def _question(asked: RlhfPlanConfig) -> RlhfQuestion:

@@ -16,8 +16,8 @@ from .flags import check, output_problem
 
 @dataclass(frozen=True)
 class RlhfTraceConfig:
-    """Show where the time of an RLHF run goes: a summary of its steps; of one step the idle share of each rank, the
-    critical path and a plot; and a trace for chrome://tracing or ui.perfetto.dev.
+    """Show where the time of an RLHF run goes: a summary of its steps; of one step the idle share of each rank and the
+    critical path; and a trace for chrome://tracing or ui.perfetto.dev.
 
     An operation's work begins when its last rank has arrived. What the others spend until then is waiting.
     """
@@ -25,26 +25,24 @@ class RlhfTraceConfig:
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Output directory of the run."""
     step: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the last)")] = None
-    """Step to show and plot; the summary and the trace are then of this step, too, instead of all."""
-    out: Annotated[Path | None, arg(metavar="FILE.png", help_behavior_hint="(default: RUN/timeline/timeline.png)")] = (
+    """Step to show; the summary and the trace are then of this step, too, instead of all."""
+    out: Annotated[Path | None, arg(metavar="FILE.json", help_behavior_hint="(default: RUN/timeline/trace.json)")] = (
         None
     )
-    """Plot to write; the trace is written next to it, as .json."""
+    """Trace to write."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     asked = tyro.cli(RlhfTraceConfig, args=argv, prog=prog)
     from usp.rlhf.runtime.timeline import read_events
-    from usp.rlhf.runtime.trace import by_step, path_table, plot, rank_table, summary_table, write_chrome_trace
+    from usp.rlhf.runtime.trace import by_step, path_table, rank_table, summary_table, write_chrome_trace
 
     events = read_events(asked.run, asked.step)
-    out = asked.out or asked.run / "timeline" / "timeline.png"
-    check(output_problem("--out", out, ".png"))
+    out = asked.out or asked.run / "timeline" / "trace.json"
+    check(output_problem("--out", out, ".json"))
     number, step = list(by_step(events).items())[-1]
     console = Console()
     for table in (summary_table(events), rank_table(number, step), path_table(number, step)):
         console.print(table)
-    plot([event for event in events if event.step == number], out)
-    trace = out.with_suffix(".json")
-    write_chrome_trace(events, trace)
-    print(f"plot of step {number}: {out}\ntrace: {trace} (for chrome://tracing or ui.perfetto.dev)")
+    write_chrome_trace(events, out)
+    print(f"trace: {out} (for chrome://tracing or ui.perfetto.dev)")

@@ -1,9 +1,9 @@
-"""Views of a run's timeline: tables, a trace for chrome://tracing or ui.perfetto.dev, and a plot of a step."""
+"""Views of a timeline: tables, and a trace for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, pstdev
@@ -13,12 +13,6 @@ from rich.table import Table
 
 from .timeline import Activity, Event, activities, bounds, covered, critical_path, rank_times
 
-_COLOURS = {
-    "generate": "#4477aa", "inference": "#66ccee", "train_step": "#ee7733", "compute": "#aa77bb",
-    "reallocate": "#cc3344", "transfer": "#228833", "announce": "#88bb44", "load": "#997755", "offload": "#ccaa77",
-    "release": "#444444", "switch": "#882255", "waiting": "#e4e4e4", "critical path": "black",
-}  # fmt: skip
-_HATCHED = ("reallocate", "load", "offload")
 _SHOWN = ("kind", "step", "sent", "received", "minimum", "crossed", "host_minimum")  # of an event, in a trace
 _SHORT = 0.005  # of a step: shorter parts of the critical path are listed as one
 
@@ -164,80 +158,3 @@ def write_chrome_trace(events: Sequence[Event], path: Path) -> None:
     for event in shown(events):
         add(event, event.name, event.kind, event.start, event.end, thread=1)
     path.write_text(json.dumps({"traceEvents": records}), encoding="utf-8")
-
-
-def plot(events: Sequence[Event], path: Path) -> None:
-    """Write a PNG of one step with one row per rank: work, waiting, and the critical path. Transfers are thin bars
-    below; in the row itself they stand only where a call waits for them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    step, transfers = activities(events), shown(events)
-    times = rank_times(step)
-    rows = {time.rank: row for row, time in enumerate(times)}
-    begin, end = bounds(step)
-    width = end - begin
-    figure = Figure(figsize=(14, 2.6 + 0.6 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-
-    def bar(rank: int, kind: str, start: float, end: float, thin: bool = False) -> None:
-        axes.barh(
-            rows[rank] + (0.38 if thin else -0.06),
-            max(end - start, width / 2000),  # shorter ones would be invisible
-            left=start - begin,
-            height=0.12 if thin else 0.7,
-            color=_COLOURS.get(kind, "black"),
-            hatch="////" if kind in _HATCHED else None,
-            edgecolor="white",
-            linewidth=0.3,
-        )
-
-    for activity in step:
-        rank, kind = activity.event.rank, activity.event.kind
-        if activity.waiting:
-            bar(rank, "waiting", activity.start, activity.begin)
-        if activity.work or not activity.waiting:
-            bar(rank, kind, activity.begin, activity.end)
-    for event in transfers:
-        bar(event.rank, event.kind, event.start, event.end, thin=True)
-    # The critical path, as one line along the tops of its bars.
-    points = [(at - begin, rows[part.rank] - 0.44) for part in critical_path(step) for at in (part.start, part.end)]
-    axes.plot(*zip(*points, strict=True) if points else ((), ()), color=_COLOURS["critical path"], linewidth=1.8)
-    _label(axes, step, rows, begin, width)
-    axes.set_yticks(range(len(rows)), [f"rank {time.rank}\nidle {time.idle_share:.0%}" for time in times])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, width * 1.005 or 1.0)
-    axes.set_xlabel(f"seconds of step {events[0].step}")
-    axes.spines[["top", "right"]].set_visible(False)
-    present = {"waiting", "critical path", *(event.kind for event in events)}
-    kinds = [kind for kind in _COLOURS if kind in present]
-    handles = [Patch(facecolor=_COLOURS[k], hatch="////" if k in _HATCHED else None, edgecolor="white") for k in kinds]
-    figure.legend(handles, kinds, loc="outside lower center", ncols=len(kinds), frameon=False)
-    FigureCanvasAgg(figure).print_png(str(path))
-
-
-def _label(axes: Any, step: Sequence[Activity], rows: Mapping[int, int], begin: float, width: float) -> None:
-    """Label bars that are wide enough inside, and other calls above the plot, with a line to the first of each."""
-    inside: set[str] = set()
-    narrow: dict[str, tuple[float, int]] = {}
-    for activity in sorted(step, key=lambda activity: (activity.begin, activity.event.rank)):
-        kind, name = activity.event.kind, activity.event.name
-        if kind in ("transfer", "wait", "announce", "release"):
-            continue
-        middle, row = (activity.begin + activity.end) / 2 - begin, rows[activity.event.rank]
-        text = f"{kind} {name}" if kind in _HATCHED else name
-        if activity.work > 0.0062 * width * len(text):
-            back = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if kind in _HATCHED else None
-            axes.text(middle, row - 0.06, text, ha="center", va="center", fontsize=8, clip_on=True, bbox=back)
-            inside.add(text)
-        elif kind not in _HATCHED:
-            narrow.setdefault(text, (middle, row))
-    free = -width
-    for text, (middle, row) in sorted(narrow.items(), key=lambda item: item[1]):
-        if text not in inside:
-            free = max(middle, free + 0.018 * width)
-            line = {"arrowstyle": "-", "color": "gray", "linewidth": 0.5, "relpos": (0, 0)}
-            axes.annotate(
-                text, (middle, row - 0.4), (free, -0.7), fontsize=7, rotation=35, va="bottom", arrowprops=line
-            )

@@ -23,16 +23,17 @@ SMALL = [*PLAN, "--prompts", "16", "--prompt-tokens", "128", "--response-tokens"
 
 
 @pytest.mark.slow
-def test_the_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, plot = tmp_path / "plan.yaml", tmp_path / "plan.png"
-    files = ["--out", str(out), "--plot", str(plot), "--options", "mini_batches=1"]
+def test_the_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, trace = tmp_path / "plan.yaml", tmp_path / "step.json"
+    files = ["--out", str(out), "--trace", str(trace), "--options", "mini_batches=1"]
     assert main([*SMALL, *files, "--algorithm", "grpo", "--reward", "function"], {}) == 0
     printed = capsys.readouterr().out
     for word in ("actor_generate", "heuristic", "separation"):
         assert word in printed
     plan = from_mapping(yaml.safe_load(out.read_text()))
     assert set(plan.calls) >= {"actor_generate", "actor_train"}
-    assert plot.stat().st_size > 10_000
+    slices = json.loads(trace.read_text())["traceEvents"]
+    assert set(plan.calls) <= {each["name"] for each in slices}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A timeline is written, read, divided into waiting and work, and shown as tables, a trace and a plot."""
+"""A timeline is written, read, divided into waiting and work, and shown as tables and a trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from usp.rlhf.runtime.timeline import (
     rank_times,
     read_events,
 )
-from usp.rlhf.runtime.trace import plot, totals, write_chrome_trace
+from usp.rlhf.runtime.trace import totals, write_chrome_trace
 
 CALLS = (  # kind, name, ranks, start, end, bytes, minimum
     ("reallocate", "actor", range(8), 0.0, 0.4, 4000, 4000),
@@ -184,25 +184,24 @@ def test_totals_sum_over_ranks_and_average_over_steps() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_writes_a_trace_and_a_plot(
+def test_the_command_prints_tables_and_writes_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     write(tmp_path, 1, 2)
-    out = tmp_path / "plot.png"
+    out = tmp_path / "trace.json"
     assert main(["rlhf-trace", str(tmp_path), "--step", "2", "--out", str(out)], {}) == 0
     printed = capsys.readouterr().out
     assert "step 2, 8 ranks: 8.000 s" in printed
     row = next(line for line in printed.splitlines() if "ref_inference to advantages" in line)
     assert "2,400" in row and "1.500" in row  # bytes, and of how many that are needed
-    assert out.read_bytes().startswith(b"\x89PNG")
-    records = json.loads(out.with_suffix(".json").read_text())["traceEvents"]
+    records = json.loads(out.read_text())["traceEvents"]
     assert {record["args"]["step"] for record in records if record["ph"] == "X"} == {2}
     assert main(["rlhf-trace", str(tmp_path)], {}) == 0
     printed = capsys.readouterr().out
     for part in ("mean of 2 steps, 1 to 2, 8 ranks: 8.000 s", "step 2: each rank", "step 2: critical path"):
         assert part in printed
-    assert f"plot of step 2: {tmp_path / 'timeline' / 'timeline.png'}" in printed
+    assert f"trace: {tmp_path / 'timeline' / 'trace.json'}" in printed
 
 
 def test_a_trace_shows_waiting_as_slices_of_its_own(tmp_path: Path) -> None:
@@ -220,8 +219,8 @@ def test_a_trace_shows_waiting_as_slices_of_its_own(tmp_path: Path) -> None:
         (["nowhere"], "nowhere is not a run folder"),
         (["empty"], "empty has no timeline: timeline/rank-N.jsonl does not exist"),
         (["run", "--step", "7"], "step 7 is not in the timeline of run, which has steps 1 to 2"),
-        (["run", "--out", "plot.pdf"], "--out plot.pdf must end in .png"),
-        (["run", "--out", "nowhere/plot.png"], "--out nowhere/plot.png: nowhere is not a directory"),
+        (["run", "--out", "trace.png"], "--out trace.png must end in .json"),
+        (["run", "--out", "nowhere/trace.json"], "--out nowhere/trace.json: nowhere is not a directory"),
         (["broken"], "line 1 is not an event: expected the keys"),
     ],
 )
@@ -239,7 +238,3 @@ def test_the_command_reports_bad_input(
     (tmp_path / "broken" / "timeline" / "rank-0.jsonl").write_text("{}\n")
     assert main(["rlhf-trace", *arguments], {}) == 1
     assert message in capsys.readouterr().err
-
-
-def test_a_plot_of_one_instant(tmp_path: Path) -> None:
-    plot([Event(1, 0, "generate", "actor_generate", 1.0, 1.0)], tmp_path / "plot.png")
