@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -16,7 +15,7 @@ from usp.config import AC_MODES, FP8, TrainConfig
 from usp.fields import TOKENS, AtLeast1, at_least, one_of, value_violations
 from usp.parallel import load_hardware
 
-from .flags import DataFlags, JobFlags, Node, data_of, output_problem, terms_of
+from .flags import DataFlags, JobFlags, Node, data_of, terms_of
 
 
 @dataclass(frozen=True)
@@ -47,22 +46,18 @@ class CostConfig(JobFlags, DataFlags):
     """Print JSON, with sizes in bytes."""
     markdown: bool = False
     """Print Markdown tables."""
-    plot: Annotated[Path | None, arg(metavar="FILE.png", help_behavior_hint="(optional)")] = None
-    """Also plot against the number of devices and the sequence length."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the comparison that `argv` asks for; raise ValueError naming all invalid arguments."""
     asked = tyro.cli(CostConfig, args=argv, prog=prog)
-    both = "--json and --markdown are mutually exclusive: give one" if asked.json and asked.markdown else None
-    output = output_problem("--plot", asked.plot, ".png")
-    if invalid := [*value_violations(asked).values(), *filter(None, (both, output))]:
+    both = ["--json and --markdown are mutually exclusive: give one"] if asked.json and asked.markdown else []
+    if invalid := [*value_violations(asked).values(), *both]:
         raise ValueError("; ".join(invalid))
     from usp.hf.models import load_model_config, model_facts
     from usp.planning import comparison
     from usp.planning.job_cost import job_grid
     from usp.planning.methods import DEFAULT, Method
-    from usp.run.metrics import short
 
     terms = terms_of(asked)
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
@@ -91,8 +86,3 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         print("\n".join(table.markdown() for table in shown), end="")
     else:
         Console().print(*(table.table() for table in shown), sep="\n")
-    if asked.plot is not None:
-        figure = comparison.plot(comparison.sweep(methods, setting))
-        devices = f"{asked.world_size} x {setting.hardware.name}"
-        figure.suptitle(f"{asked.model}, {short(asked.seq_len)} tokens, batch {asked.global_batch_size}, {devices}")
-        figure.savefig(asked.plot)

@@ -44,8 +44,6 @@ class PlanConfig(flags.JobFlags, flags.DataFlags, TrainConfig):
     hardware: Annotated[str, arg(metavar="NODE|PATH.json,...", help=flags.NODE_HELP)] = "h100"
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
     """Write the first configuration to this file, for train.py --config."""
-    plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
-    """Plot time against cost of the job with each plan."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
@@ -55,10 +53,9 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     asked = flags.parse(argv, PlanConfig, prog, leading_config=True, without=without)
 
     from usp.planning.choice import choose, compare_choices, render_plan, tell
-    from usp.planning.job_cost import plot
 
-    out, picture = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
-    flags.check(flags.output_problem("--out", out, ".yaml", ".yml"), flags.output_problem("--plot", picture, ".png"))
+    out = Path(asked.out).expanduser() if asked.out else None
+    flags.check(flags.output_problem("--out", out, ".yaml", ".yml"))
     sizes, terms = _sizes(asked.world_size), flags.terms_of(asked)
     kinds = {name: load_hardware(name) for name in asked.hardware.split(",")}
     config = replace(flags.as_kind(asked, TrainConfig), train_tokens=0, hardware=TrainConfig.hardware)
@@ -77,17 +74,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
                 if len(places) == 1:
                     raise
                 choices[name] = str(error)
-        if len(places) == 1:
-            shown, jobs = render_plan(choice, terms)
-        else:
-            shown, jobs = compare_choices(choices, terms)
+        shown = render_plan(choice, terms) if len(places) == 1 else compare_choices(choices, terms)
     Console().print(shown)
     if out:
         out.write_text(yaml.safe_dump(asdict(choice.best.config), sort_keys=False))
         print(f"written: {out} (torchrun ... train.py --config {out})")
-    if picture and jobs:
-        plot(terms, jobs).savefig(picture, dpi=150)
-        print(f"written: {picture}")
 
 
 def _sizes(text: str) -> list[int]:

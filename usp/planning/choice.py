@@ -27,7 +27,7 @@ from usp.run.output import working
 from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 
-from .job_cost import Jobs, Terms, with_jobs
+from .job_cost import Terms, with_jobs
 from .question import CHOSEN, Tried, enough_devices, from_rank_0, silent
 from .search import CLOSE, DEGREES, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
 from .step_report import FIGURES, StepReport, figures, step_report
@@ -258,8 +258,8 @@ def bound(candidate: Candidate, memory_bytes: float) -> str:
     return words
 
 
-def render_plan(choice: Choice, terms: Terms) -> tuple[Group, Jobs]:
-    """Return (the report for rich to print, the job with each plan by its number); `terms` is what is asked of it."""
+def render_plan(choice: Choice, terms: Terms) -> Group:
+    """Return the report for rich to print, with the job by each plan if `terms` ask for it."""
     result, memory, first = choice.result, choice.search.question.usable, choice.best
     host = f" and {memory.host / GIB:.0f} GiB of a host" if math.isfinite(memory.host) else ""
     lines = [
@@ -289,8 +289,8 @@ def render_plan(choice: Choice, terms: Terms) -> tuple[Group, Jobs]:
         Grid(title, columns, tuple(_row(choice, *each) for each in rows))
         for rows, title in zip((numbered, options), titles, strict=True)
     ]
-    jobs = [(number, choice.step(each).job_cost(terms)) for number, each in numbered]
-    return with_jobs(terms, jobs if terms.asked else [], grids, lines), jobs
+    jobs = [(number, choice.step(each).job_cost(terms)) for number, each in numbered] if terms.asked else []
+    return with_jobs(terms, jobs, grids, lines)
 
 
 def _row(choice: Choice, name: str, candidate: Candidate) -> tuple[str, ...]:
@@ -298,15 +298,15 @@ def _row(choice: Choice, name: str, candidate: Candidate) -> tuple[str, ...]:
     return name, *figures(choice.step(candidate)), *memory, candidate_text(candidate, "{}; {}")
 
 
-def compare_choices(choices: Mapping[str, Choice | str], terms: Terms) -> tuple[Group, Jobs]:
-    """Return (the report of the best plans on several kinds or numbers of devices, the job with each), by their names;
+def compare_choices(choices: Mapping[str, Choice | str], terms: Terms) -> Group:
+    """Return the report of the best plans on several kinds or numbers of devices, by their names, with the job of each;
     where nothing fits there is an error's text in place of a choice."""
     found = {name: choice for name, choice in choices.items() if isinstance(choice, Choice)}
     rows = (_row(choice, name, choice.best) for name, choice in found.items())
     grid = Grid("The plan of each", ("devices", *FIGURES, "GiB", "plan"), tuple((*row[:5], row[6]) for row in rows))
     jobs = [(name, choice.step(choice.best).job_cost(terms)) for name, choice in found.items()]
     lines = [f"{name}: {choice}" for name, choice in choices.items() if isinstance(choice, str)]
-    return with_jobs(terms, jobs, [grid], lines), jobs
+    return with_jobs(terms, jobs, [grid], lines)
 
 
 def degrees(config: TrainConfig) -> str:

@@ -1,10 +1,8 @@
 """Methods side by side on given devices: the bytes that each sends, as sent and as the paper counts them, its step and
-memory, whether it fits, and which flags would make it fit; as tables, as JSON, and as plots by number of devices and
-sequence length."""
+memory, whether it fits, and which flags would make it fit; as tables and as JSON."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,7 +18,7 @@ from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import largest_footprint
 from usp.predict.seconds import exposure
 from usp.predict.traffic import Sent, block_traffic, step_traffic
-from usp.run.metrics import seconds, short, size
+from usp.run.metrics import seconds, size
 from usp.run.tables import AND, GIB, Grid
 from usp.train.resolve import job_of
 
@@ -225,63 +223,3 @@ def _json(compared: Compared, terms: Terms) -> dict[str, Any]:
         "sent": compared.sent_bytes,
         "memory": asdict(memory) | {"moment": memory.peak._asdict(), "peak": memory.peak.total},
     }
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Lines of methods by number of devices or sequence length; both axes are logarithmic to base 2."""
-
-    title: str
-    below: str
-    places: tuple[int, ...]  # on the horizontal axis
-    lines: Mapping[str, Mapping[int, float]]  # GiB by method and place, where it is feasible
-    limit: float | None = None  # GiB that are usable, for memory
-
-
-def sweep(methods: Sequence[Method], setting: Setting) -> list[Panel]:
-    """Return what is sent and the memory by devices (powers of two up to the setting's), then by length (1/8 to 8x)."""
-    numbers = [2**power for power in range(1, setting.world_size.bit_length())]
-    lengths = [max(1, setting.base.seq_len // 8) * 2**power for power in range(7)]
-    by_number = {number: replace(setting, world_size=number) for number in numbers}
-    by_length = {length: replace(setting, base=replace(setting.base, seq_len=length)) for length in lengths}
-    panels = []
-    for settings, below in ((by_number, "devices"), (by_length, "tokens of a sequence")):
-        sent, memory = defaultdict[str, dict[int, float]](dict), defaultdict[str, dict[int, float]](dict)
-        for place, at in settings.items():
-            for each in compare(methods, at)[0]:
-                sent[each.method][place] = each.sent_bytes / GIB
-                memory[each.method][place] = each.step.memory.peak.total / GIB
-        places, limit = tuple(settings), setting.usable.device / GIB
-        panels += [
-            Panel("GiB that the busiest rank sends in a step", below, places, sent),
-            Panel("GiB of memory of the rank that needs most", below, places, memory, limit),
-        ]
-    return panels
-
-
-def plot(panels: Sequence[Panel]) -> Any:
-    """Return a matplotlib figure of the four panels of a sweep."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
-
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    columns = figure.subplots(2, 2).T.flat
-    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    for axes, panel in zip(columns, panels, strict=True):
-        for number, name in enumerate(names):
-            style, color = ("-", "--", ":", "-.")[number // 10 % 4], f"C{number % 10}"
-            points = panel.lines.get(name, {})
-            axes.plot(list(points), list(points.values()), style, marker="o", ms=4, color=color, label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks(panel.places, [short(place) for place in panel.places])
-        axes.yaxis.set_major_locator(LogLocator(base=2, numticks=99))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_ylim(bottom=max(axes.get_ylim()[0], 2.0**-4))
-        axes.minorticks_off()
-        axes.set_xlabel(panel.below)
-        axes.set_ylabel(panel.title)
-        axes.grid(alpha=0.3)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    return figure

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
 
 from rich.console import Group
 
@@ -130,42 +128,3 @@ def missing_prices(jobs: Jobs) -> list[str]:
     """Return the line that names the jobs whose price is not stated, if any."""
     missing = [name for name, job in jobs if job.money is None]
     return [f"cost unknown: no --price for {'; '.join(missing)}"] if missing else []
-
-
-def pareto(jobs: Jobs) -> list[int]:
-    """Return the places of the jobs that no other beats in both time and cost, as by `_costs`; the fastest first."""
-    costs = _costs(jobs)
-    order = sorted(range(len(jobs)), key=lambda place: (jobs[place][1].hours, costs[place]))
-    cheapest = accumulate((costs[place] for place in order), min, initial=math.inf)
-    return [place for place, before in zip(order, cheapest, strict=False) if costs[place] < before]
-
-
-def _costs(jobs: Jobs) -> list[float]:
-    """Return what each job costs; where a price is missing, device-hours."""
-    money = [job.money for _, job in jobs if job.money is not None]
-    return money if len(money) == len(jobs) else [job.device_hours for _, job in jobs]
-
-
-def plot(terms: Terms, jobs: Jobs) -> Any:
-    """Return a matplotlib figure: time and cost of each job, and the line of those that no other beats."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes, front, costs = figure.subplots(), pareto(jobs), _costs(jobs)
-    unit = 24 if min(job.hours for _, job in jobs) >= 48 else 1
-    points = [(job.hours / unit, cost) for (_, job), cost in zip(jobs, costs, strict=True)]
-    axes.plot([points[place][0] for place in front], [points[place][1] for place in front], color="0.6", zorder=1)
-    for place, (name, _) in enumerate(jobs):
-        color, below = ("tab:blue", -12) if place in front else ("0.5", 5)
-        axes.scatter(*points[place], color=color, zorder=2)
-        axes.annotate(name, points[place], textcoords="offset points", xytext=(6, below), fontsize="small")
-    if terms.deadline < math.inf:
-        axes.axvline(terms.deadline / unit, color="tab:red", linestyle="--", linewidth=1, label="deadline")
-        axes.legend(frameon=False)
-    axes.set_xlabel(f"{'days' if unit == 24 else 'hours'} of wall-clock time, restarts included")
-    axes.set_ylabel("device-hours (a price is missing)" if missing_prices(jobs) else "cost, in the unit of --price")
-    axes.set_title(f"{terms.trained / BILLION:,g}B tokens; the line joins plans that no other beats", fontsize="medium")
-    axes.margins(x=0.2)
-    axes.set_ylim(0, 1.15 * max((cost for cost in costs if cost < math.inf), default=1.0))
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    return figure

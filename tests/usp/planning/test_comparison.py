@@ -1,4 +1,4 @@
-"""The comparison of methods: names, errors, tables, the plot, and the generated document."""
+"""The comparison of methods: names, errors, tables, and the generated document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from usp.config import TrainConfig
 from usp.fields import token_count
 from usp.hf.models import load_model_config
 from usp.parallel import load_hardware
-from usp.planning.comparison import Compared, Setting, compare, judge, plot, sweep
+from usp.planning.comparison import Compared, Setting, compare, judge
 from usp.planning.methods import DEFAULT, Method
 from usp.planning.step_report import StepReport
 from usp.predict.traffic import step_traffic
@@ -163,7 +163,6 @@ def test_the_fastest_that_fits_comes_first_and_others_say_what_would_help(capsys
         (["--hardware", "h900"], "hardware 'h900' must be a file or one of"),
         (["--ac", "ful"], "did you mean 'full'"),
         (["--json", "--markdown"], "give one"),
-        (["--plot", "no/page.png"], "--plot no/page.png: no is not a directory"),
         (["--methods", "sp"], "unknown part 'sp'"),
     ],
 )
@@ -173,16 +172,6 @@ def test_nonsense_is_refused_in_one_line(
     assert main([*TINY, *arguments]) == 1
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
-
-
-def test_the_plot_has_points_where_methods_are_feasible() -> None:
-    panels = sweep([Method.parse(name) for name in ("ulysses", "dp")], setting(batch=2))
-    by_number, _, by_length, _ = panels
-    assert {name: list(line) for name, line in by_number.lines.items()} == {"ulysses": [2, 4], "dp": [2]}
-    assert list(by_length.lines) == ["ulysses"] and len(by_length.lines["ulysses"]) == 7
-    axes = plot(panels).axes
-    points = {line.get_label(): len(line.get_xdata()) for line in axes[0].lines}
-    assert len(axes) == 4 and points == {"ulysses": 2, "dp": 1}
 
 
 def test_sequence_lengths_are_parsed() -> None:
