@@ -1,9 +1,10 @@
-"""The configuration for a run, what bounds it, what others gain and cost, and which published tips it breaks."""
+"""The configuration for a run, what bounds it, and what others gain and cost."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
@@ -19,7 +20,7 @@ from usp.parallel import Hardware, ParallelDims
 from usp.predict.devices import Memory, hardware_here
 from usp.predict.job import ONE_DOCUMENT, Data, Job, shared
 from usp.predict.memory import host_bytes, peak_moment
-from usp.predict.seconds import exposure, least_seconds, published_error, step_seconds
+from usp.predict.seconds import least_seconds, published_error, step_seconds
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
@@ -28,7 +29,7 @@ from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 
 from .job_cost import Terms, with_jobs
-from .question import CHOSEN, Tried, enough_devices, from_rank_0, silent
+from .question import CHOSEN, MORE_DEVICES, Tried, from_rank_0, silent
 from .search import CLOSE, DEGREES, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
 from .step_report import FIGURES, StepReport, figures, step_report
 
@@ -151,57 +152,20 @@ def _refused(asked: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def _nothing_fits(search: Search, job: Job) -> str:
-    question = search.question
-
-    def fits(larger: Question) -> bool:
-        every = tuple(layouts(larger))
-        return Search(larger, predictor_for(job, larger.hardware), every).run(keep=1).preferred is not None
-
-    smallest = search.tightest()
+    question, smallest, enough = search.question, search.tightest(), ""
     assert smallest is not None
-    enough = enough_devices(question, fits)
+    with suppress(ValueError):  # beyond what the hardware connects
+        for factor in MORE_DEVICES:
+            larger = replace(question, world_size=factor * question.world_size)
+            if Search(larger, search.predictor, tuple(layouts(larger))).fits():
+                enough = f"{larger.world_size} devices, or "
+                break
     return (
         f"{question.base.model} at {question.base.seq_len} tokens does not fit {question.world_size} x "
         f"{question.hardware.name} in any of {len(search.every)} layouts. The smallest is {candidate_text(smallest)} "
         f"with {smallest.memory.device / GIB:.1f} GiB per device, and "
-        f"{question.usable.device / GIB:.1f} GiB are usable: use {f'{enough} devices, or ' if enough else ''}fewer "
-        f"tokens"
+        f"{question.usable.device / GIB:.1f} GiB are usable: use {enough}fewer tokens"
     )
-
-
-def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[tuple[str, Callable[[TrainConfig], bool]]]:
-    """Yield the tips of arXiv 2405.07719, section 4, that a configuration breaks, each with whether another follows."""
-    ring, ulysses, sp = config.sp_ring, config.sp_ulysses, config.sp_ring * config.sp_ulysses
-    left = facts.num_heads // config.tp
-    if ring > 1 and ulysses == 1 and left > 1:
-        words = f"tip 1: pure ring attention (ring {ring}), although {left} heads per rank would allow Ulysses"
-        yield words, lambda other: other.sp_ring == 1 or other.sp_ulysses > 1
-    if sp > 1 and config.batch_size > 1 and config.pp == 1:
-        words = f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them"
-        yield f"{words}; data parallelism would communicate less", lambda other: other.sp_ring * other.sp_ulysses == 1
-    if config.tp > 1 and config.tp > ulysses and left > 1:
-        words = f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off"
-        yield f"{words} only where it saves memory", lambda other: other.tp == 1 or other.tp <= other.sp_ulysses
-    if config.sp_order != "ring-outer" and ring > 1 and ulysses > 1:
-        words = (
-            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}"
-        )
-        yield f"{words}; the planner keeps --sp-order", lambda other: other.sp_ring == 1 or other.sp_ulysses == 1
-
-
-def contradicted(choice: Choice) -> Iterator[str]:
-    """Yield the tips of the USP paper that the choice contradicts, each with the fastest configuration that follows."""
-    search = choice.search
-    for tip, followed in broken_tips(choice.best.config, search.question.facts):
-        following = list(filter(followed, search.every))
-        if other := search.run(keep=1, every=following).preferred:
-            yield (
-                f"{tip}. The fastest that follows it, {candidate_text(other)}, takes "
-                f"{seconds(other.time.total)} ({compared(other, choice.best)})"
-            )
-        else:
-            reason = f"None of the {len(following)} layouts that follow it fits into memory"
-            yield f"{tip}. {reason if following else 'No layout of these devices and this batch follows it'}"
 
 
 def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
@@ -274,23 +238,17 @@ def render_plan(choice: Choice, terms: Terms) -> Group:
         )
     numbered = [(str(number), each) for number, each in enumerate(choice.shown, start=1)]
     lines += [f"{number} compared with 1: {compared(candidate, first)}" for number, candidate in numbered[1:]]
-    lines += [f"note: {words}" for words in contradicted(choice)]
     kind, error = published_error(choice.job)
     kernels = ", ".join(sorted({kernel for candidate in choice.shown for kernel in candidate.time.kernels}))
-    titles = (
+    title = (
         f"The simplest plan within {CLOSE:.0%} of the fastest (no offload, fewest axes, least recomputation), then the "
         f"fastest of each set of axes; attention by {kernels}; published steps of {kind} are predicted within "
-        f"{error:.0%} on average",
-        "The same degrees with each recomputation, with and without its offload, where it fits",
+        f"{error:.0%} on average"
     )
-    options = [("", each) for each in choice.search.by_memory_option(result)]
     columns = ("", *FIGURES, "GiB", "GiB of a host", "plan")
-    grids = [
-        Grid(title, columns, tuple(_row(choice, *each) for each in rows))
-        for rows, title in zip((numbered, options), titles, strict=True)
-    ]
+    grid = Grid(title, columns, tuple(_row(choice, *each) for each in numbered))
     jobs = [(number, choice.step(each).job_cost(terms)) for number, each in numbered] if terms.asked else []
-    return with_jobs(terms, jobs, grids, lines)
+    return with_jobs(terms, jobs, grid, lines)
 
 
 def _row(choice: Choice, name: str, candidate: Candidate) -> tuple[str, ...]:
@@ -306,7 +264,7 @@ def compare_choices(choices: Mapping[str, Choice | str], terms: Terms) -> Group:
     grid = Grid("The plan of each", ("devices", *FIGURES, "GiB", "plan"), tuple((*row[:5], row[6]) for row in rows))
     jobs = [(name, choice.step(choice.best).job_cost(terms)) for name, choice in found.items()]
     lines = [f"{name}: {choice}" for name, choice in choices.items() if isinstance(choice, str)]
-    return with_jobs(terms, jobs, [grid], lines)
+    return with_jobs(terms, jobs, grid, lines)
 
 
 def degrees(config: TrainConfig) -> str:

@@ -86,12 +86,10 @@ def job_grid(terms: Terms, jobs: Jobs) -> Grid:
     return Grid(heading, ("", "wall-clock", "device-hours", "lost to failures", "cost", "deadline"), tuple(rows))
 
 
-def with_jobs(terms: Terms, jobs: Jobs, grids: Sequence[Grid], lines: Sequence[str]) -> Group:
-    """Return tables and lines for rich to print, with the table of jobs, and first what they come to, if there are
-    any."""
-    if jobs:
-        grids, lines = [*grids, job_grid(terms, jobs)], [*verdicts(terms, jobs), *lines]
-    return Group(*(grid.table() for grid in grids), *lines)
+def with_jobs(terms: Terms, jobs: Jobs, grid: Grid, lines: Sequence[str]) -> Group:
+    """Return a table and lines for rich to print, and between them the jobs and what they come to, if there are any."""
+    about = [job_grid(terms, jobs).table(), *verdicts(terms, jobs)] if jobs else []
+    return Group(grid.table(), *about, *lines)
 
 
 def money_text(money: float) -> str:

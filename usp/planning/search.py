@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from operator import attrgetter
 from typing import TypeVar
 
@@ -178,48 +178,40 @@ class Search:
         base, link = self.question.base, self.question.hardware.host_link_bytes_per_second
         return math.isfinite(link) and not OPTIMIZERS[base.optimizer].only_on_device and base.fp8 != "tensor"
 
-    def run(
-        self,
-        keep: int = FAMILIES,
-        report: Tried = silent,
-        every: Sequence[TrainConfig] | None = None,
-        only: tuple[str, bool] | None = None,
-    ) -> SearchResult:
-        """Search the fastest configurations of `keep` families, and the simplest that is about as fast.
-
-        report: is told how many layouts were tried, and all.
-        every: the layouts to search; None: all.
-        only: (--ac, --ac-offload) of all configurations; None: any.
-        """
-        every, least = self.every if every is None else every, self.predictor.least_seconds
+    def run(self, report: Tried = silent) -> SearchResult:
+        """Search the fastest configurations of `FAMILIES`, and the simplest that is about as fast; tell `report` how
+        many layouts are tried, of all."""
+        least, tried = self.predictor.least_seconds, 0
         best: dict[tuple[str, ...], Candidate] = {}
-        tried = 0
 
         def limit(config: TrainConfig) -> float:
             """Return the seconds below which a configuration is among the fastest of families."""
             own = best[kind].seconds if (kind := family(config)) in best else math.inf
-            return min(own, sorted(each.seconds for each in best.values())[keep - 1] if len(best) >= keep else own)
+            return min(own, *sorted(each.seconds for each in best.values())[FAMILIES - 1 : FAMILIES], math.inf)
 
-        for layout in within(every, least, limit):
-            report(tried, len(every))
+        for layout in within(self.every, least, limit):
+            report(tried, len(self.every))
             tried += 1
-            for option in within(self._options(layout, only), least, limit):
+            for option in within(self._options(layout), least, limit):
                 for candidate in map(self.candidate, self._fitting(option)):
                     first = best.setdefault(family(layout), candidate)
                     best[family(layout)] = min(first, candidate, key=attrgetter("seconds"))
-        fastest = sorted(best.values(), key=attrgetter("seconds"))[:keep]
-        preferred = self._simplest(fastest[0], every, only) if fastest else None
-        return SearchResult(preferred, tuple(fastest), len(every), tried)
+        fastest = sorted(best.values(), key=attrgetter("seconds"))[:FAMILIES]
+        preferred = self._simplest(fastest[0]) if fastest else None
+        return SearchResult(preferred, tuple(fastest), len(self.every), tried)
 
-    def _options(self, layout: TrainConfig, only: tuple[str, bool] | None) -> list[TrainConfig]:
+    def fits(self) -> bool:
+        """Return whether any configuration fits; raise ValueError if the hardware does not connect the devices."""
+        options = chain.from_iterable(map(self._options, self.every))
+        return any(map(self.candidate, chain.from_iterable(map(self._fitting, options))))
+
+    def _options(self, layout: TrainConfig) -> list[TrainConfig]:
         """Return a layout with the ways to save activations, none if it does not even fit with the most of them."""
         *_, smallest = options = list(recomputations(layout, self.question.facts))
         least_bytes = self.predictor.device_bytes(changed(smallest, optim_offload=self.can_offload))
-        if least_bytes > self.question.usable.device:
-            return []
-        return [each for each in options if only in (None, (each.ac, each.ac_offload))]
+        return options if least_bytes <= self.question.usable.device else []
 
-    def _simplest(self, fastest: Candidate, every: Sequence[TrainConfig], only: tuple[str, bool] | None) -> Candidate:
+    def _simplest(self, fastest: Candidate) -> Candidate:
         """Return the simplest configuration that takes at most `CLOSE` longer; of several the fastest."""
         found, slowest, least = [fastest], (1 + CLOSE) * fastest.seconds, self.predictor.least_seconds
 
@@ -229,21 +221,12 @@ class Search:
         def limit(_: TrainConfig) -> tuple[float, ...]:
             return *simplicity(found[0].config), math.inf
 
-        for layout in within((each for each in every if least(each) <= slowest), simplest, limit):
-            near = (each for each in self._options(layout, only) if least(each) <= slowest)
+        for layout in within((each for each in self.every if least(each) <= slowest), simplest, limit):
+            near = (each for each in self._options(layout) if least(each) <= slowest)
             for option in within(near, simplest, limit):
                 timed = (each for each in map(self.candidate, self._fitting(option)) if each.seconds <= slowest)
                 found[0] = min([found[0], *timed], key=lambda each: (simplicity(each.config), each.seconds))
         return found[0]
-
-    def by_memory_option(self, result: SearchResult) -> list[Candidate]:
-        """Search the fastest configuration with each recomputation, with and without its offload, among the layouts
-        with the degrees of a result; without those that do not fit."""
-        shown = {_degrees(candidate.config) for candidate in result.best}
-        like = [layout for layout in self.every if _degrees(layout) in shown]
-        options = [(ac, offload) for ac in AC_MODES for offload in (False, True)[: 1 + (ac != "none")]]
-        found = [each for option in options for each in self.run(keep=1, every=like, only=option).best]
-        return sorted(found, key=attrgetter("seconds"))
 
     def _fits(self, config: TrainConfig) -> bool:
         return self.predictor.fits(config, self.question.usable)
@@ -275,9 +258,3 @@ class Search:
         held = (each for each in every if self.predictor.host_bytes(each) <= self.question.usable.host)
         smallest = min(held, key=self.predictor.device_bytes, default=None)
         return None if smallest is None else self.candidate(smallest)
-
-
-def _degrees(config: TrainConfig) -> tuple[int, ...]:
-    """Return the degrees, whatever part of dp replicates."""
-    whole = changed(config, dp_replicate=1, dp_shard=config.dp_replicate * config.dp_shard)
-    return tuple(getattr(whole, name) for name in DEGREES)

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ from usp.hf.models import empty_model, load_model_config, model_facts
 from usp.hf.tensor_parallel import tp_problems
 from usp.model.facts import ModelFacts
 from usp.parallel import load_hardware, node_of
-from usp.planning.choice import broken_tips, choose, compared, contradicted, degrees, planned, predictor_for
+from usp.planning.choice import choose, compared, degrees, planned, predictor_for
 from usp.planning.search import (
     CLOSE,
     FAMILIES,
@@ -224,15 +224,6 @@ def test_a_plan_fits_the_memory_of_its_host() -> None:
 
 
 @pytest.mark.slow
-def test_a_broken_tip_names_the_fastest_that_follows_it_or_that_none_fits() -> None:
-    asked = TrainConfig(model="llama3-8b", seq_len=2**20, global_batch_size=16)
-    *_, slower = contradicted(choose(asked, 8, H100))
-    assert slower.startswith("tip 2") and re.search(r"The fastest that follows it, .*, takes .* \([+-]", slower)
-    *_, forbidden = contradicted(choose(replace(asked, seq_len=2**21), 8, H100))
-    assert forbidden.startswith("tip 2") and re.search(r"None of the \d+ layouts that follow it fits", forbidden)
-
-
-@pytest.mark.slow
 def test_rank_0_plans_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu")
     alone, store = planned(asked, Launch(world_size=8)), dist.HashStore()
@@ -293,29 +284,6 @@ def test_reasons_are_the_components_that_take_longer() -> None:
     assert compared(slower, first) == "+63.6%: pipeline bubble +500.0 ms, exposed ring attention +300.0 ms"
     assert compared(first, slower) == "-38.9%: pipeline bubble -500.0 ms, exposed ring attention -300.0 ms"
     assert compared(first, first) == "equally fast" and degrees(slower.config) == "pp 2 ring 8"
-
-
-@dataclass(frozen=True)
-class Tip:
-    number: int
-    config: TrainConfig
-
-
-@pytest.mark.parametrize(
-    "tip",
-    [
-        Tip(1, TrainConfig(sp_ring=8)),
-        Tip(2, TrainConfig(sp_ulysses=4, batch_size=2)),
-        Tip(4, TrainConfig(tp=4, sp_ring=1)),
-        Tip(7, TrainConfig(sp_ulysses=2, sp_ring=4, sp_order="ulysses-outer")),
-    ],
-    ids=lambda tip: f"tip {tip.number}",
-)
-def test_tips_that_a_plan_contradicts_are_named(tip: Tip) -> None:
-    ((words, followed),) = broken_tips(tip.config, DENSE)
-    follows = TrainConfig(dp_shard=4, sp_ulysses=1)
-    assert words.startswith(f"tip {tip.number}:") and not followed(tip.config) and followed(follows)
-    assert not list(broken_tips(TrainConfig(sp_ulysses=4, sp_ring=2), DENSE))
 
 
 @pytest.mark.slow
