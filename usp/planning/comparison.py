@@ -1,5 +1,5 @@
-"""Methods side by side on given devices: the bytes that each sends, as sent and as the paper counts them, its step and
-memory, whether it fits, and which flags would make it fit; as tables and as JSON."""
+"""Methods side by side on given devices: the bytes that each sends, its step and memory, whether it fits, and which
+flags would make it fit; as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from usp.run.tables import AND, GIB, Grid
 from usp.train.resolve import job_of
 
 from .job_cost import Terms
-from .methods import Method, PaperCost, paper_cost
+from .methods import Method
 from .question import Devices
 from .search import MLP_TILE
 from .step_report import FIGURES, StepReport, figures, memory_parts, report_json
@@ -64,7 +64,6 @@ class Compared:
     sent: tuple[Sent, ...]
     block_parameters: tuple[Sent, ...]  # what the sender's first layer sends
     block_activations: tuple[Sent, ...]
-    paper: PaperCost | None  # None for methods that Table 2 does not have
     remedy: tuple[str, StepReport] | None = None
 
     @property
@@ -110,8 +109,7 @@ def compare(methods: Iterable[Method], setting: Setting) -> tuple[list[Compared]
             sent = {rank: step_traffic(job, rank) for rank in ranks}
             sender = max(sent, key=lambda rank: sum(each.nbytes for each in sent[rank]))
             step, (_, rank) = StepReport(job, setting.hardware), largest_footprint(job)
-            block, paper = block_traffic(job, sender), paper_cost(method.name, job, setting.sequences)
-            feasible.append(Compared(method.name, step, rank, sender, sent[sender], *block, paper))
+            feasible.append(Compared(method.name, step, rank, sender, sent[sender], *block_traffic(job, sender)))
         except ValueError as error:
             problems[method.name] = str(error)
     return feasible, problems
@@ -148,13 +146,13 @@ def _remedy(step: StepReport, setting: Setting) -> tuple[str, StepReport] | None
 
 
 def comparison_tables(compared: Sequence[Compared], problems: Mapping[str, str] | None = None) -> list[Grid]:
-    """Return tables of traffic on the wire, memory, the paper's costs, overlap, and infeasible methods."""
+    """Return tables of traffic on the wire, memory, overlap, and infeasible methods."""
     axes = sorted({sent.axis for each in compared for sent in each.sent if sent.nbytes > 1024})
     overlap = Grid(
         "Overlap of communication", ("axis", "communication"), tuple((axis, exposure(axis)) for axis in axes)
     )
     infeasible = Grid("Not feasible", ("method", "reason"), tuple((problems or {}).items()))
-    tables = [_communication(compared), _memory(compared), _paper(compared), overlap] if compared else []
+    tables = [_communication(compared), _memory(compared), overlap] if compared else []
     return [table for table in (*tables, infeasible) if table.rows]
 
 
@@ -174,16 +172,6 @@ def _memory(compared: Sequence[Compared]) -> Grid:
     rows = ((method, *(f"{n / unit:.1f}" for n in sizes(memory)), memory.peak.name) for method, memory in held)
     columns = ("method", "params", "grads", "optim", "activ", "host", "peak", "at")
     return Grid(f"Memory of the rank that needs most, {name}", columns, tuple(rows))
-
-
-def _paper(compared: Sequence[Compared]) -> Grid:
-    columns = ("method", "activations", "parameters: as printed", "by its own factors", "P and G", "OS", "Act")
-    rows = tuple(
-        (each.method, *map(size, (paper.activations, paper.parameters_printed, paper.parameters)), *paper.states)
-        for each in compared
-        if (paper := each.paper) is not None
-    )
-    return Grid("As the paper counts: sent per rank and block, and memory", columns, rows)
 
 
 def _sent(sent: Sequence[Sent]) -> str:
@@ -219,7 +207,6 @@ def _json(compared: Compared, terms: Terms) -> dict[str, Any]:
         **report_json(compared.step, terms),
         **{name: getattr(compared, name) for name in ("method", "rank", "sender", "degrees", "reason")},
         **{name: [each._asdict() for each in sent] for name, sent in (traffic | {"step": compared.sent}).items()},
-        "paper": None if compared.paper is None else asdict(compared.paper),
         "sent": compared.sent_bytes,
         "memory": asdict(memory) | {"moment": memory.peak._asdict(), "peak": memory.peak.total},
     }

@@ -1,4 +1,4 @@
-"""Parallelization methods by name, translated to train.py's flags, and their cost in the convention of the USP paper.
+"""Parallelization methods by name, translated to train.py's flags.
 
 A name such as `ulysses`, `usp+zero1` or `tp-sp8+ring2+zero3` has parts: each is an axis and its degree, which one part
 may omit to take the remaining ranks. docs/cost.md has the collectives of each."""
@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from usp.config import TrainConfig
 from usp.model.facts import ModelFacts
-from usp.predict.job import Job
 from usp.run.failures import nearest
 
 PARTS = {"ulysses": "sp_ulysses", "ring": "sp_ring", "usp": "", "dp": "dp_shard", "hsdp": "dp_replicate"}
@@ -21,24 +19,6 @@ DEFAULT = (
     *("ulysses", "ring", "usp", "dp", "zero1", "zero2", "zero3", "usp+zero1", "usp+zero2", "usp+zero3"),
     *("tp", "tp-sp", "pp", "ep", "tp-sp2+usp+zero1", "pp2+usp+zero1"),
 )
-BF16 = 2  # bytes: the paper's P, G and activations are in half precision
-_SHARDED = ("(P+G)/N", "6P/N", "A/N")
-# Table 2 of arXiv 2405.07719v5, then what it lacks. By method, of one block: cost of parameters in O(d^2) by the
-# paper's factors, which it prints halved; cost of activations in O(bs L d) without sequence parallelism; and bytes of
-# parameters P and gradients G, of optimizer states, and of activations A, on N ranks with M micro-batches.
-PAPER: dict[str, tuple[int, int, tuple[str, str, str]]] = {
-    "ulysses": (24, 8, ("P+G", "6P", "A/N")),
-    "ring": (24, 4, ("P+G", "6P", "A/N")),
-    "dp": (24, 0, ("P+G", "6P", "A/N")),
-    "zero1": (24, 0, ("P+G", "6P/N", "A/N")),
-    "usp+zero1": (24, 0, ("P+G", "6P/N", "A/N")),
-    "usp+zero2": (24, 0, ("P+G/N", "6P/N", "A/N")),
-    "usp+zero3": (36, 0, _SHARDED),
-    "tp": (0, 8, ("(P+G)/N", "6P/N", "αA")),
-    "tp-sp": (0, 10, _SHARDED),
-    "ep": (8, 4, ("P+G, experts' /N", "6P, experts' /N", "A/N")),  # activations: times experts per token / N
-    "pp": (0, 2, ("(P+G)/N", "6P/N", "A/M")),
-}
 
 
 @dataclass(frozen=True)
@@ -112,34 +92,3 @@ class Method:
             elif part != "dp":
                 flags[PARTS[part]] = degree
         return flags
-
-
-@dataclass(frozen=True)
-class PaperCost:
-    """Bytes of one block, forward and backward, as the paper counts."""
-
-    parameters_printed: int
-    parameters: int
-    activations: int
-    states: tuple[str, str, str]
-
-
-def unified_cost(ulysses: int, ring: int, group: int = 1) -> Fraction:
-    """Return the paper's cost in O(bs L d) of ulysses x ring with `group` query heads per KV head: Ulysses exchanges q,
-    k, v, the output and their gradients; the ring passes the keys and values of one Ulysses rank in both passes."""
-    exchanged = (4 + Fraction(4, group)) / (ulysses * ring) if ulysses > 1 else Fraction(0)
-    return exchanged + (Fraction(4, group * ulysses) if ring > 1 else 0)
-
-
-def paper_cost(method: str, job: Job, sequences: int) -> PaperCost | None:
-    """Return the cost that the paper gives a method for this model's d, L and GQA group size; None if it has none."""
-    if method not in PAPER:
-        return None
-    facts, hidden, (parameters, activations, states) = job.model.facts, job.model.hidden_size, PAPER[method]
-    cost = Fraction(activations)
-    if job.dims.sp > 1:
-        cost = unified_cost(job.dims.ulysses, job.dims.ring, facts.num_heads // facts.num_kv_heads)
-    elif method == "ep":
-        cost *= Fraction(job.model.facts.experts_per_token, job.world_size)
-    block, moved = hidden**2 * BF16, int(cost * sequences * job.config.seq_len * hidden * BF16)
-    return PaperCost(parameters * block // 2, parameters * block, moved, states)
