@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 FUNCTION = "function"
 _LENGTHS = ("prompts", "group_size", "prompt_tokens", "response_tokens")
-_SLOTS = 0.2  # of --budget, for the number of slots
 _SILENT = 5.0  # seconds between lines of progress
 _IMPORTING = 2.0  # seconds at most, before `main`, in a process that runs nothing else
 
@@ -67,7 +66,7 @@ class RlhfPlanConfig:
     """Output directory of an RLHF run, whose last step has the prompts and the responses to plan for, in place of
     --prompts, --group-size, --prompt-tokens and --response-tokens."""
     slots: AtLeast1 = 64
-    """Maximum sequences decoded concurrently per rank; the rest are queued. Fewer where generation is faster then."""
+    """Maximum sequences decoded concurrently per rank; the rest are queued."""
     cache_tokens: AtLeast0 = 0
     """Maximum tokens in the KV cache of the ranks that share a sequence. 0: no bound."""
     share_prefixes: bool = False
@@ -116,7 +115,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, trace: Path | None, prices: dict[str, float]) -> None:
     """Search until `end`, and print and write the plan."""
     from usp.planning.job_cost import Terms, step_cost_text
-    from usp.planning.rlhf_question import answer, rate_lines, render_choice, with_fastest_slots
+    from usp.planning.rlhf_question import answer, rate_lines, render_choice
     from usp.planning.rlhf_search import work_clock
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import write_chrome_trace
@@ -125,11 +124,8 @@ def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, trace: Path | Non
         question = _question(asked)
         if asked.repeatable:
             question, end = replace(question, clock=work_clock()), asked.budget
-        question = with_fastest_slots(question, end - (1 - _SLOTS) * (end - question.clock()))
         choice = answer(question, seed=asked.seed, budget=end - question.clock(), say=say)
     Console().print(render_choice(choice))
-    if question.options.slots < asked.slots:
-        print(f"generation is faster with fewer sequences at a time: --slots {question.options.slots}")
     if prices:
         name, samples, terms = question.hardware.name, len(question.workload.sequences), Terms(prices=prices)
         print(step_cost_text(choice.simulation.seconds, asked.world_size, samples, name, terms.price(name)))

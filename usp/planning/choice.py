@@ -29,11 +29,12 @@ from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 
 from .job_cost import Terms, with_jobs
-from .question import CHOSEN, MORE_DEVICES, Tried, from_rank_0, silent
+from .question import CHOSEN, Tried, from_rank_0, silent
 from .search import CLOSE, DEGREES, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
 from .step_report import FIGURES, StepReport, figures, step_report
 
 _degrees = attrgetter(*DEGREES, "sp_order")
+_MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are too few
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _nothing_fits(search: Search, job: Job) -> str:
     question, smallest, enough = search.question, search.tightest(), ""
     assert smallest is not None
     with suppress(ValueError):  # beyond what the hardware connects
-        for factor in MORE_DEVICES:
+        for factor in _MORE_DEVICES:
             larger = replace(question, world_size=factor * question.world_size)
             if Search(larger, search.predictor, tuple(layouts(larger))).fits():
                 enough = f"{larger.world_size} devices, or "

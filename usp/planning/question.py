@@ -1,10 +1,10 @@
-"""What every planner shares: the devices that a question is about, remedies where nothing fits, and rank 0
-that answers for all ranks. `search` plans training steps, `rlhf_question` RLHF steps."""
+"""What every planner shares: the devices that a question is about, the skeleton of a search, and rank 0 that answers
+for all ranks. `search` plans training steps, `rlhf_question` RLHF steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from usp.parallel import Hardware
@@ -12,7 +12,6 @@ from usp.predict.devices import Memory, usable
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
-Q = TypeVar("Q", bound="Devices")
 T = TypeVar("T")
 Tried = Callable[[int, int], None]  # is told how many layouts are tried, of all
 
@@ -21,7 +20,6 @@ LAYOUT = (  # what a plan of a training step sets, without options to save memor
     *("pp_stages_per_rank", "batch_size", "micro_batches"),
 )
 CHOSEN = (*LAYOUT, "zero", "ac", "ac_offload", "mlp_tile", "optim_offload")
-MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are too few
 
 
 def silent(*told: object) -> None:
@@ -50,19 +48,6 @@ class Devices:
     @property
     def ranks_per_host(self) -> int:
         return min(self.hardware.host_devices, self.world_size)
-
-
-def enough_devices(question: Q, fits: Callable[[Q], bool], times: Sequence[int] = MORE_DEVICES) -> int | None:
-    """Return the first multiple of the devices on which a plan fits; None if there is none that the hardware connects,
-    which it does not where `fits` raises ValueError."""
-    for factor in times:
-        larger = replace(question, world_size=factor * question.world_size)
-        try:
-            if fits(larger):
-                return larger.world_size
-        except ValueError:
-            return None
-    return None
 
 
 def from_rank_0(launch: Launch, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from rich.console import Group, RenderableType
 
@@ -28,14 +28,11 @@ from usp.run.tables import GIB, Grid
 
 from .call_cost import CallOptions, batchings
 from .estimates import Corrections, Estimates, Measurements, layout_key
-from .question import Devices, Tried, enough_devices, silent
+from .question import Devices, Tried, silent
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
 from .simulator import Simulation, Simulator
 from .workload import Workload
 
-_SLOWER = 0.03  # of generation, up to which it decodes as many sequences at a time as asked
-_MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
-_REMEDY_SECONDS, _LEAST_SECONDS = 1.0, 10.0  # to search a plan with each remedy; for all, whatever the budget
 _PREDICTING, _NAMING, _SEARCHING = 0.45, 0.3, 0.8  # shares of a budget; the later two of what is left
 _NO_DEGREES = "no degrees fit the ranks, the heads, the layers and the batch"
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
@@ -136,7 +133,7 @@ def answer(
     question: RlhfQuestion, *, seed: int = 0, budget: float = 60.0, say: Callable[[str], object] = silent
 ) -> RlhfChoice:
     """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, and `say` how far it is.
-    Raise as `Question.problem`, and NothingFits with the plan that needs least memory and what would help."""
+    Raise as `Question.problem`, and NothingFits with the plan that needs least memory."""
 
     def predicted(tried: int, every: int) -> None:
         say(f"predicting: {tried} of {every} layouts of calls")
@@ -150,17 +147,8 @@ def answer(
         left = begin + budget - question.clock()
         return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=found)
     except NothingFits as error:
-        now = question.clock()
-        remedies = ["a larger --budget"] if budget > 0 and now >= begin + _PREDICTING * budget else []
-        until = max(begin + budget, now + _LEAST_SECONDS)
-        generates = math.isfinite(_generation_seconds(question, until)[0])
-        fewer = question if generates else with_fastest_slots(question, until)
-        if fewer is not question:
-            remedies.append(f"--slots {fewer.options.slots}, with which rollouts fit")
-        elif enough := enough_devices(question, partial(_fits, until=until), _MORE_RANKS):
-            remedies.append(f"{enough} ranks, where one fits")
-        words = ", or ".join([*remedies, "devices with more memory", "shorter or fewer samples"])
-        raise NothingFits(f"{error}. Use {words}") from None
+        help = "more ranks, devices with more memory, fewer --slots, or shorter or fewer samples"
+        raise NothingFits(f"{error}. Use {help}") from None
 
 
 def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
@@ -181,48 +169,6 @@ def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
         mean, oldest = max(each.mean_age for each in of_ranks), max(each.oldest for each in of_ranks)
         asked = max(question.graph.depth, question.options.ahead.ahead)
         yield f"staleness reached: {mean:.1f} steps on average, {oldest} at most, of --staleness {asked}"
-
-
-def with_fastest_slots(question: RlhfQuestion, until: float) -> RlhfQuestion:
-    """Return the question with as many sequences decoded at a time as asked, or half of that, and so on as long as not
-    all layouts fit and generation alone becomes faster by `_SLOWER`, until a time of its clock: fewer caches
-    take fewer ranks for each sequence. The same question if generation never fits."""
-    best, (least, all_fit) = question, _generation_seconds(question, until)
-    slots = question.options.slots
-    while not all_fit and (slots := slots // 2) and question.clock() < until:
-        other = replace(question, options=replace(question.options, slots=slots))
-        took, all_fit = _generation_seconds(other, until)
-        if took * (1 + _SLOWER) < least:
-            best, least = other, took
-        elif least < math.inf:
-            break
-    return best
-
-
-def _generation_seconds(question: RlhfQuestion, until: float) -> tuple[float, bool]:
-    """Return (what generation takes in the fastest of its layouts that fit and are predicted by the time `until`,
-    infinite without any; whether all are)."""
-    generating = (call for call in question.graph.calls if isinstance(call.work, Generate))
-    calls = {call.name: list(options(call, question.space)) for call in generating}
-    simulator = Simulator(question.graph, question.estimates, question.world_size)
-    try:
-        fitting = Problem(simulator, calls, question.usable.device, clock=question.clock).that_fit(until).options
-    except NothingFits:
-        return math.inf, False
-    took = sum(min(question.estimates.call_seconds(name, each) for each in of) for name, of in fitting.items())
-    return took, all(len(of) == len(calls[name]) for name, of in fitting.items())
-
-
-def _fits(question: RlhfQuestion, until: float) -> bool:
-    """Return whether a plan is found that fits; nothing is tried after the time `until`."""
-    if (now := question.clock()) >= until:
-        return False
-    try:
-        problem = question.problem(until=min(until, now + _REMEDY_SECONDS))
-    except NothingFits:
-        return False
-    named = [one.plan for one in baselines(problem, question.space, question.facts, until) if one.plan]
-    return bool(search(problem, budget=min(_REMEDY_SECONDS, until - question.clock()), starts=named).best)
 
 
 def choose_plan(

@@ -178,7 +178,7 @@ class Problem:
                     least[name] = needed, f"{name} needs {needed / GIB:.1f} GiB on {layout}"
             report(tried, every)
         if nearest := [words for name, (_, words) in least.items() if not fitting[name]]:
-            part = "" if tried == every else f" of the {tried} of {every} layouts that were predicted in time"
+            part = "" if tried == every else f" of the {tried} of {every} layouts that --budget had time to predict"
             raise NothingFits(
                 f"no layout of some calls fits into {limit / GIB:.1f} GiB per rank{part}. The nearest: "
                 f"{'; '.join(nearest)}"

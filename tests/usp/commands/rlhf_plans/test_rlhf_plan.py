@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
 from usp.__main__ import main
-from usp.commands.flags import parse
-from usp.commands.rlhf_plan import RlhfPlanConfig, _question
-from usp.planning.rlhf_question import RlhfQuestion, _generation_seconds, with_fastest_slots
 from usp.rlhf.plan.plan import from_mapping
 from usp.rlhf.runtime.measure import LENGTHS_FILE, StepLengths
 
@@ -68,7 +64,7 @@ def test_a_plan_for_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
         (["--hardware", "h1000"], "h1000"),
         (["--out", "plan.txt"], "--out"),
         (["--actor", "llama2-70b", "--world-size", "4", "--hardware", "l20"], "The nearest: actor_train needs"),
-        (["--world-size", "1"], " ranks, where one fits, or devices with more memory"),
+        (["--world-size", "1"], "Use more ranks, devices with more memory, "),
     ],
 )
 @pytest.mark.slow(but=7)
@@ -78,32 +74,11 @@ def test_bad_input_is_refused(flags: list[str], said: str, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_rollouts_whose_cache_is_too_large_are_told_how_many_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts_whose_cache_is_too_large_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", "1M"]
     assert main([*PLAN, *flags], {}) == 1
     told = capsys.readouterr().err
-    assert told.startswith("reading the models") and "with which rollouts fit" in told
-    slots = re.search(r"Use --slots (\d+),", told)
-    assert slots and int(slots[1]) < 64
-
-
-@pytest.mark.slow
-def test_generation_decodes_as_many_sequences_at_a_time_as_is_fastest() -> None:
-    def asked(tokens: str) -> RlhfQuestion:
-        flags = [*PLAN[1:], "--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", tokens]
-        return _question(parse(flags, RlhfPlanConfig))
-
-    def seconds(slots: int) -> float:
-        other = replace(long, options=replace(long.options, slots=slots))
-        return _generation_seconds(other, math.inf)[0]
-
-    long, short = asked("1M"), asked("1024")
-    assert with_fastest_slots(short, math.inf) is short
-    slots = with_fastest_slots(long, math.inf).options.slots
-    assert 1 <= slots < 64 == long.options.slots
-    assert seconds(slots) < 0.97 * seconds(2 * slots)
-    assert seconds(slots) <= 1.03 * seconds(slots // 2 or 1)
-    assert with_fastest_slots(long, 0.0) is long
+    assert told.startswith("reading the models") and "actor_generate needs" in told and "fewer --slots" in told
 
 
 @pytest.mark.slow
