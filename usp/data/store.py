@@ -16,12 +16,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +28,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
+from usp.run.output import working
 
 from .chats import StoredImage
 from .sources import naming
@@ -270,25 +271,18 @@ def _damaged(path: Path, why: str) -> ValueError:
 
 @contextmanager
 def show_progress(job: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show in a `with` block how much of more than LARGE bytes is done: a bar on a terminal, elsewhere a line at times.
-    It gives a function of the bytes done so far, and a note to show beside them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    """Say in a `with` block how much of more than LARGE bytes is done, and how long the rest takes. It gives a function
+    of the bytes done so far, and a note to say with them."""
+    first: tuple[int, float] | None = None  # what an earlier process has done, and when this one began
 
-    console = Console(file=sys.stderr, highlight=False)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(TextColumn(job), *columns, TextColumn("{task.fields[note]}"), console=console)
-    task = bar.add_task("", total=total, note="")
-    last_line = time.monotonic()
+    with working(job, total > LARGE, LINE_SECONDS) as say:
 
-    def update(done: int, note: str = "") -> None:
-        nonlocal last_line
-        done = min(done, total)
-        bar.update(task, completed=done, note=note)
-        if total > LARGE and not sys.stderr.isatty() and time.monotonic() >= last_line + LINE_SECONDS:
-            last_line = time.monotonic()
-            line = f"{job}: {done / total:.0%} of {total / 1e6:,.0f} MB  {note}".rstrip()
-            print(line, file=sys.stderr, flush=True)
+        def update(done: int, note: str = "") -> None:
+            nonlocal first
+            done, now = min(done, total), time.monotonic()
+            first = first or (done, now)
+            rest = (total - done) * (now - first[1]) / max(1, done - first[0])
+            left = f", {rest:.0f} s left" if done > first[0] else ""
+            say(f"{job}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB{left}  {note}".rstrip())
 
-    with bar if total > LARGE and sys.stderr.isatty() else nullcontext():
         yield update
