@@ -75,7 +75,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         data=data_of(asked, read),
     )
     compared, problems = comparison.compare(methods, setting)
-    judged = comparison.judge(compared, setting)
+    judged = comparison.judge(compared)
     shown = [comparison.verdict_table(judged, setting.hardware.name)] if judged else []
     costs = [(each.method, each.step.job_cost(terms)) for each in judged if each.step.fits]
     jobs = [job_grid(terms, costs)] if terms.asked and costs else []

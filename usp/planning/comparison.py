@@ -1,31 +1,28 @@
-"""Methods side by side on given devices: the bytes that each sends, its step and memory, whether it fits, and which
-flags would make it fit; as tables and as JSON."""
+"""Methods side by side on given devices: the bytes that each sends, its step and memory, and whether it fits;
+as tables and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from usp.config import AC_MODES, TrainConfig
-from usp.fields import flag
+from usp.config import TrainConfig
 from usp.hf.models import ModelConfig, model_facts
 from usp.model.facts import ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import largest_footprint
 from usp.predict.seconds import exposure
 from usp.predict.traffic import Sent, block_traffic, step_traffic
-from usp.run.metrics import seconds, size
+from usp.run.metrics import size
 from usp.run.tables import AND, GIB, Grid
 from usp.train.resolve import job_of
 
 from .job_cost import Terms
 from .methods import Method
 from .question import Devices
-from .search import MLP_TILE
 from .step_report import FIGURES, StepReport, figures, memory_parts, report_json
 
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
@@ -54,8 +51,7 @@ class Setting(Devices):
 
 @dataclass(frozen=True)
 class Compared:
-    """A feasible method and its predicted step. The remedy of one that does not fit is the flags that save memory at
-    the least cost, and the step with them; None if none of them suffices, and before it is judged."""
+    """A feasible method and its predicted step."""
 
     method: str
     step: StepReport
@@ -64,7 +60,6 @@ class Compared:
     sent: tuple[Sent, ...]
     block_parameters: tuple[Sent, ...]  # what the sender's first layer sends
     block_activations: tuple[Sent, ...]
-    remedy: tuple[str, StepReport] | None = None
 
     @property
     def degrees(self) -> str:
@@ -76,26 +71,15 @@ class Compared:
 
     @property
     def reason(self) -> str:
-        """Why the method does not fit, and what would make it; empty if it fits."""
-        if self.step.fits:
-            return ""
-        step, peak, words = self.step, self.step.memory.peak.total, ""
+        """Why the method does not fit; empty if it fits."""
+        step, peak, words = self.step, self.step.memory.peak.total, []
         if peak > step.limits.device:
             largest, nbytes = max(memory_parts(step.memory).items(), key=lambda item: item[1])
             usable = f"{size(step.limits.device)} are usable, most for {largest}: {size(nbytes)}"
-            words = f"Needs {size(peak)} of a device where {usable}. "
+            words.append(f"Needs {size(peak)} of a device where {usable}.")
         if step.on_host > step.limits.host:
-            words += f"Needs {size(step.on_host)} of a host's memory where {size(step.limits.host)} are usable. "
-        none = "ZeRO-3, recomputation, MLP tiles, and activations and optimizer on the host do not suffice"
-        return words + (f"It fits {self.short}." if self.remedy else f"{none}.")
-
-    @property
-    def short(self) -> str:
-        """Whether the method fits, or with which flags."""
-        if self.step.fits or self.remedy is None:
-            return "yes" if self.step.fits else "no"
-        flags, step = self.remedy
-        return f"with {flags}: {size(step.memory.peak.total)}, {seconds(step.time.total)}"
+            words.append(f"Needs {size(step.on_host)} of a host's memory where {size(step.limits.host)} are usable.")
+        return " ".join(words)
 
 
 def compare(methods: Iterable[Method], setting: Setting) -> tuple[list[Compared], dict[str, str]]:
@@ -115,34 +99,14 @@ def compare(methods: Iterable[Method], setting: Setting) -> tuple[list[Compared]
     return feasible, problems
 
 
-def judge(compared: Iterable[Compared], setting: Setting) -> list[Compared]:
-    """Return the methods with remedies: the fastest that fits first, then those that fit with a remedy, likewise; raise
-    ValueError if the hardware has no peak for the dtype, or connects too few devices."""
+def judge(compared: Iterable[Compared]) -> list[Compared]:
+    """Return the methods, the fastest that fits first, then those that need least memory; raise ValueError if the
+    hardware has no peak for the dtype, or connects too few devices."""
 
-    def order(method: Compared) -> tuple[int, float]:
-        if method.step.fits:
-            return 0, method.step.time.total
-        return (1, method.remedy[1].time.total) if method.remedy else (2, method.step.memory.peak.total)
+    def order(step: StepReport) -> tuple[bool, float]:
+        return not step.fits, step.time.total if step.fits else step.memory.peak.total
 
-    return sorted((replace(each, remedy=_remedy(each.step, setting)) for each in compared), key=order)
-
-
-def _remedy(step: StepReport, setting: Setting) -> tuple[str, StepReport] | None:
-    if step.fits:
-        return None
-    config, saving, names = step.job.config, [], ("zero", "ac", "ac_offload", "mlp_tile", "optim_offload")
-    zeros, modes = range(max(1, config.zero), 4), AC_MODES[AC_MODES.index(config.ac) :]
-    for zero, ac, offload, optimizer in product(zeros, modes, (False, True), (False, True)):
-        asked = zip(names, (zero, ac, offload, MLP_TILE if offload else 0, optimizer), strict=True)
-        changes: dict[str, Any] = {name: value for name, value in asked if value != getattr(config, name)}
-        try:
-            other = StepReport(setting.job(replace(config, **changes)), setting.hardware)
-        except ValueError:  # zero-bubble has neither ZeRO-2 nor 3, and without recomputation nothing is offloaded
-            continue
-        if other.fits:
-            words = (flag(name) if value is True else f"{flag(name)} {value}" for name, value in changes.items())
-            saving.append((" ".join(words), other))
-    return min(saving, key=lambda pair: pair[1].time.total, default=None)
+    return sorted(compared, key=lambda each: order(each.step))
 
 
 def comparison_tables(compared: Sequence[Compared], problems: Mapping[str, str] | None = None) -> list[Grid]:
@@ -186,7 +150,9 @@ def _sent(sent: Sequence[Sent]) -> str:
 
 def verdict_table(judged: Iterable[Compared], hardware: str) -> Grid:
     """Return the methods with their step and peak memory, in the order of `judge`."""
-    rows = ((each.method, *figures(each.step), size(each.step.memory.peak.total), each.short) for each in judged)
+    steps = {each.method: each.step for each in judged}
+    fits = {name: "yes" if step.fits else "no" for name, step in steps.items()}
+    rows = ((name, *figures(step), size(step.memory.peak.total), fits[name]) for name, step in steps.items())
     columns = ("method", *FIGURES, "memory", "fits")
     return Grid(f"A step on {hardware}, the fastest that fits first", columns, tuple(rows))
 
