@@ -34,8 +34,7 @@ _IMPORTING = 2.0  # seconds at most, before `main`, in a process that runs nothi
 class RlhfPlanConfig:
     """Search the ranks and the layout of each model call of an RLHF step, for the shortest predicted step.
 
-    Rates are those of a hardware file; nothing runs. The plan is printed beside the named ones, with what it would cost
-    to give each call another layout.
+    Rates are those of a hardware file; nothing runs. The plan is printed beside the named ones.
 
     For example: python -m usp rlhf-plan --actor llama2-70b --critic llama2-7b --world-size 128 --hardware a100
     """

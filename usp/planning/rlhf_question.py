@@ -1,5 +1,4 @@
-"""Choose an execution plan for RLHF, and what a person asks about it: why each call got its layout, what the named
-plans would cost, and what would change the verdict.
+"""Choose an execution plan for RLHF, and what a person asks about it: what calls take, and what the named plans would.
 
 A question is an RLHF step on a cluster: that of flags (`described_graph`, `model_shapes`) or of a run (`run_plan`)."""
 
@@ -33,7 +32,7 @@ from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Pro
 from .simulator import Simulation, Simulator
 from .workload import Workload
 
-_PREDICTING, _NAMING, _SEARCHING = 0.45, 0.3, 0.8  # shares of a budget; the later two of what is left
+_PREDICTING, _NAMING = 0.45, 0.3  # shares of a budget; the latter of what is left
 _NO_DEGREES = "no degrees fit the ranks, the heads, the layers and the batch"
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
 
@@ -120,8 +119,6 @@ class RlhfChoice:
     found: Found  # with at least one plan that fits
     simulation: Simulation  # of the best plan
     named: tuple[Baseline, ...]  # at their best
-    # (seconds of a step, layout) of the best plan in which only this call has other ranks or degrees, if any fits
-    next_best: Mapping[str, tuple[float, CallLayout]]
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -174,12 +171,12 @@ def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
 def choose_plan(
     problem: Problem, space: OptionSpace, facts: Facts, *, seed: int = 0, budget: float = 60.0, report: Progress
 ) -> RlhfChoice:
-    """Measure the named plans and search from them in `budget` seconds, and simulate the best plan in full, which no
-    change of one call that it knows of improves; raise NothingFits with the plan that needs least memory."""
+    """Measure the named plans and search from them in `budget` seconds, and simulate the best plan in full; raise
+    NothingFits with the plan that needs least memory."""
     begin = problem.clock()
     named = baselines(problem, space, facts, begin + _NAMING * budget)
     starts, left = [one.plan for one in named if one.plan], begin + budget - problem.clock()
-    found = search(problem, seed=seed, budget=_SEARCHING * left, starts=starts, progress=report)
+    found = search(problem, seed=seed, budget=left, starts=starts, progress=report)
     if not found.best:
         if found.nearest is None:
             raise NothingFits("no plan keeps rollouts and training on different ranks, as --staleness needs")
@@ -187,34 +184,7 @@ def choose_plan(
         layouts = "; ".join(f"{name} {layout}" for name, layout in plan.calls.items())
         fits = f"no plan fits into {problem.memory_bytes / GIB:.1f} GiB per rank"
         raise NothingFits(f"{fits}. The nearest needs {needed / GIB:.1f} GiB: {layouts}")
-    best, others = found.best[0], next_best(problem, found.best[0][1], begin + budget)
-    while others and (name := min(others, key=lambda name: others[name][0])) and others[name][0] < best[0]:
-        best = others[name][0], replace(best[1], calls={**best[1].calls, name: others[name][1]})
-        others = next_best(problem, best[1], begin + budget)
-    found = replace(found, best=(best, *(each for each in found.best if each != best)))
-    return RlhfChoice(problem, found, problem.simulator.run(best[1]), named, others)
-
-
-def next_best(problem: Problem, plan: ExecutionPlan, until: float) -> dict[str, tuple[float, CallLayout]]:
-    """Return `RlhfChoice.next_best` of a plan, as far as it is found by a time."""
-
-    def best(name: str) -> tuple[float, CallLayout]:
-        least, layout = math.inf, plan[name]
-
-        def limit(_: CallLayout) -> float:
-            return least
-
-        for other in problem.alternatives(plan, name, limit):
-            if problem.clock() >= until:
-                break
-            same = (len(other[name].ranks), other[name].dims) == (len(plan[name].ranks), plan[name].dims)
-            if not same and not problem.shared_ranks(other):
-                took, peak = problem.simulator.measure(other)
-                if peak <= problem.memory_bytes and took < least:
-                    least, layout = took, other[name]
-        return least, layout
-
-    return {name: found for name in problem.options if (found := best(name))[0] < math.inf}
+    return RlhfChoice(problem, found, problem.simulator.run(found.best[0][1]), named)
 
 
 def described_graph(
@@ -266,14 +236,9 @@ def _calls(choice: RlhfChoice) -> Grid:
     took = {event.name: event.seconds for event in choice.simulation.events}
     rows = []
     for call in choice.problem.simulator.graph.order:
-        layout, slower = choice.plan[call.name], ""
-        if call.name in choice.next_best:
-            longer, other = choice.next_best[call.name]
-            more = longer / choice.simulation.seconds - 1
-            slower = f"ranks {format_ranks(other.ranks)} {degrees_text(other)}: +{more:.1%}"
-        rows.append((call.name, format_ranks(layout.ranks), degrees_text(layout), seconds(took[call.name]), slower))
-    headings = ("call", "ranks", "layout", "time", "next best, and how much longer a step takes")
-    return Grid(f"Plan: {seconds(choice.simulation.seconds)} a step", headings, tuple(rows))
+        layout = choice.plan[call.name]
+        rows.append((call.name, format_ranks(layout.ranks), degrees_text(layout), seconds(took[call.name])))
+    return Grid(f"Plan: {seconds(choice.simulation.seconds)} a step", ("call", "ranks", "layout", "time"), tuple(rows))
 
 
 def _plans(choice: RlhfChoice) -> Grid:
