@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 FUNCTION = "function"
 _LENGTHS = ("prompts", "group_size", "prompt_tokens", "response_tokens")
 _SILENT = 5.0  # seconds between lines of progress
-_IMPORTING = 2.0  # seconds at most, before `main`, in a process that runs nothing else
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class RlhfPlanConfig:
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the plan that `argv` asks for, and write --out and --trace; raise ConfigurationError if nothing fits."""
-    begin = time.monotonic() - min(time.process_time(), _IMPORTING)
+    begin = time.monotonic()
     asked = parse(argv, RlhfPlanConfig, prog)
     check_world_size(asked.world_size)
     out, trace = (Path(path).expanduser() if path else None for path in (asked.out, asked.trace))

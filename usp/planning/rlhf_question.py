@@ -32,7 +32,6 @@ from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Pro
 from .simulator import Simulation, Simulator
 from .workload import Workload
 
-_PREDICTING, _NAMING = 0.45, 0.3  # shares of a budget; the latter of what is left
 _NO_DEGREES = "no degrees fit the ranks, the heads, the layers and the batch"
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
 
@@ -129,7 +128,7 @@ class RlhfChoice:
 def answer(
     question: RlhfQuestion, *, seed: int = 0, budget: float = 60.0, say: Callable[[str], object] = silent
 ) -> RlhfChoice:
-    """Search the fastest plan in `budget` seconds, `_PREDICTING` of which may predict layouts, and `say` how far it is.
+    """Search the fastest plan in `budget` seconds, half of which may predict layouts, and `say` how far it is.
     Raise as `Question.problem`, and NothingFits with the plan that needs least memory."""
 
     def predicted(tried: int, every: int) -> None:
@@ -140,7 +139,7 @@ def answer(
 
     begin = question.clock()
     try:
-        problem = question.problem(until=begin + _PREDICTING * budget, report=predicted)
+        problem = question.problem(until=begin + budget / 2, report=predicted)
         left = begin + budget - question.clock()
         return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=found)
     except NothingFits as error:
@@ -174,7 +173,7 @@ def choose_plan(
     """Measure the named plans and search from them in `budget` seconds, and simulate the best plan in full; raise
     NothingFits with the plan that needs least memory."""
     begin = problem.clock()
-    named = baselines(problem, space, facts, begin + _NAMING * budget)
+    named = baselines(problem, space, facts, begin + budget / 2)
     starts, left = [one.plan for one in named if one.plan], begin + budget - problem.clock()
     found = search(problem, seed=seed, budget=left, starts=starts, progress=report)
     if not found.best:
@@ -227,7 +226,7 @@ def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, Mo
 def render_choice(choice: RlhfChoice) -> RenderableType:
     """Return the report of a choice for rich to print."""
     found, plan = choice.found, choice.plan
-    lines = [f"{choice.problem.plans:.1g} plans, {found.simulated} simulated in {found.seconds:.1f} s"]
+    lines = [f"{found.simulated} plans simulated in {found.seconds:.1f} s"]
     lines.append(f"offloaded between calls: {', '.join(sorted(plan.offload)) or 'nothing'}")
     return Group(_calls(choice).table(), _plans(choice).table(), *lines)
 

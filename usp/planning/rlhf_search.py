@@ -231,11 +231,6 @@ class Problem:
         for layout in within(self.options[call], bound, limit):
             yield replace(plan, calls={**plan.calls, call: layout})
 
-    @property
-    def plans(self) -> int:
-        """The number of plans."""
-        return math.prod(map(len, self.options.values())) * 2 ** len(self.offload)
-
 
 def work_clock() -> Callable[[], float]:
     """Return a clock that goes on by a thousandth of a second whenever it is read, so that a budget counts work."""
