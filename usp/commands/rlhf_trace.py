@@ -43,6 +43,6 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     number, step = list(by_step(events).items())[-1]
     console = Console()
     for table in (summary_table(events), rank_table(number, step), path_table(number, step)):
-        console.print(table)
+        console.print(table.table())
     write_chrome_trace(events, out)
     print(f"trace: {out} (for chrome://tracing or ui.perfetto.dev)")

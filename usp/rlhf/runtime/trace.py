@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
 
-from rich.table import Table
+from usp.run.tables import Grid
 
 from .timeline import Activity, Event, activities, bounds, covered, critical_path, rank_times
 
@@ -84,7 +84,7 @@ def _length(step: Sequence[Activity]) -> float:
     return end - begin
 
 
-def summary_table(events: Sequence[Event]) -> Table:
+def summary_table(events: Sequence[Event]) -> Grid:
     """Return the totals of one or more steps as a table to print."""
     lengths = {step: _length(found) for step, found in by_step(events).items()}
     steps, average, several = list(lengths), mean(lengths.values()), len(lengths) > 1
@@ -95,45 +95,38 @@ def summary_table(events: Sequence[Event]) -> Table:
     else:
         title = f"step {steps[0]}, {title}"
     times = ("work (s)", *(("deviation",) if several else ()), "of step", "wait before (s)")
-    result = _table(title, ("kind", "name"), (*times, "bytes", "minimum", "ratio", "between hosts", "minimum"))
+    rows = []
     for row in totals(events):
         moved = (f"{row.bytes:,}", f"{row.minimum:,}") if row.bytes or row.minimum else ("", "")
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         deviation = (f"{row.deviation:.3f}",) if several else ()
         seconds = (f"{row.seconds:.3f}", *deviation, f"{row.share:.1%}", f"{row.waiting:.3f}")
         crossed = (f"{row.crossed:,}", f"{row.host_minimum:,}") if row.crossed or row.host_minimum else ("", "")
-        result.add_row(row.kind, row.name, *seconds, *moved, ratio, *crossed)
-    return result
+        rows.append((row.kind, row.name, *seconds, *moved, ratio, *crossed))
+    columns = ("kind", "name", *times, "bytes", "minimum", "ratio", "between hosts", "minimum")
+    return Grid(title, columns, tuple(rows))
 
 
-def rank_table(number: int, step: Sequence[Activity]) -> Table:
+def rank_table(number: int, step: Sequence[Activity]) -> Grid:
     """Return what every rank did with the time of a step as a table to print."""
-    result = _table(f"step {number}: each rank", ("rank",), ("work (s)", "waiting (s)", "no operation (s)", "idle"))
+    rows = []
     for time in rank_times(step):
         seconds = (f"{value:.3f}" for value in (time.work, time.waiting, time.between))
-        result.add_row(str(time.rank), *seconds, f"{time.idle_share:.1%}")
-    return result
+        rows.append((str(time.rank), *seconds, f"{time.idle_share:.1%}"))
+    columns = ("rank", "work (s)", "waiting (s)", "no operation (s)", "idle")
+    return Grid(f"step {number}: each rank", columns, tuple(rows))
 
 
-def path_table(number: int, step: Sequence[Activity]) -> Table:
+def path_table(number: int, step: Sequence[Activity]) -> Grid:
     """Return the critical path of a step as a table to print, in order of time."""
-    result = _table(f"step {number}: critical path", ("rank", "kind", "name"), ("seconds", "of step"))
     length, path = _length(step), critical_path(step)
     long = [part for part in path if part.seconds >= _SHORT * length]
     lines = [(str(part.rank), part.kind, part.name, part.seconds) for part in long]
     if len(long) < len(path):
         rest = sum(part.seconds for part in path) - sum(part.seconds for part in long)
         lines.append(("", "", f"{len(path) - len(long)} parts below {_SHORT:.1%}", rest))
-    for *texts, seconds in lines:
-        result.add_row(*texts, f"{seconds:.3f}", f"{seconds / length:.1%}" if length else "")
-    return result
-
-
-def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    result = Table(title=title, title_justify="left")
-    for heading in (*texts, *numbers):
-        result.add_column(heading, justify="left" if heading in texts else "right")
-    return result
+    rows = ((*texts, f"{took:.3f}", f"{took / length:.1%}" if length else "") for *texts, took in lines)
+    return Grid(f"step {number}: critical path", ("rank", "kind", "name", "seconds", "of step"), tuple(rows))
 
 
 def write_chrome_trace(events: Sequence[Event], path: Path) -> None:
