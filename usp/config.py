@@ -42,7 +42,11 @@ from usp.presets import PRESETS
 
 ENGINES = ("fsdp2", "deepspeed")
 AC_MODES = ("none", "selective", "attention-saved", "full")
-PLANS = ("none", "auto")
+PLANS = ("none", "auto", "tune")
+CHOSEN = (  # what a plan sets, the options that save memory last
+    *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
+    *("pp_stages_per_rank", "batch_size", "micro_batches", "zero", "ac", "ac_offload", "mlp_tile", "optim_offload"),
+)
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 BOS = ("auto", "always", "never")
@@ -57,7 +61,7 @@ ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 # them in a configuration file, and have no flags for them (`usp.commands.flags.parse`).
 UNPREDICTED = frozenset({
     "output", "log_every", "checkpoint_every", "keep_checkpoints", "resume", "hang_timeout", "wandb_project",
-    "export_dtype", "profile", "compile", "engine", "plan", "hardware", "data", "data_field", "packing",
+    "export_dtype", "profile", "compile", "engine", "plan", "tune_budget", "hardware", "data", "data_field", "packing",
     "bad_rows", "train_on", "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template",
     "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
     "lr_decay_steps", "warmup_steps", "weight_decay", "max_grad_norm", "lora_alpha", "lora_merge",
@@ -99,7 +103,7 @@ ONLY_WITH = (
     ),
     OnlyWith(
         ("ac_offload",),
-        lambda c: c.ac != "none" or c.plan == "auto" or getattr(c, "curriculum", ()),
+        lambda c: c.ac != "none" or c.plan in PLANS[1:] or getattr(c, "curriculum", ()),
         "offloads what activation checkpointing saves, but --ac is none: use --ac full",
     ),
     OnlyWith(
@@ -110,16 +114,19 @@ ONLY_WITH = (
 _OF_TRAINING = (
     OnlyWith(
         ("tp_sequence_parallel",),
-        lambda c: c.tp > 1 or c.plan == "auto",
+        lambda c: c.tp > 1 or c.plan in PLANS[1:],
         "shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it",
     ),
     OnlyWith(
         ("pp_schedule", "pp_stages_per_rank"),
-        lambda c: c.pp > 1 or c.plan == "auto",
+        lambda c: c.pp > 1 or c.plan in PLANS[1:],
         "schedules a pipeline, but --pp is 1: set --pp, or remove it",
     ),
-    OnlyWith(("ep_chunks",), lambda c: c.ep > 1 or c.plan == "auto", "divides messages of --ep, which is 1: remove it"),
-    OnlyWith(("hardware",), lambda c: c.plan == "auto", "is only used by --plan auto: give both or neither"),
+    OnlyWith(
+        ("ep_chunks",), lambda c: c.ep > 1 or c.plan in PLANS[1:], "divides messages of --ep, which is 1: remove it"
+    ),
+    OnlyWith(("tune_budget",), lambda c: c.plan in PLANS[1:], "limits what --plan tune costs: give both or neither"),
+    OnlyWith(("hardware",), lambda c: c.plan in PLANS[1:], "is only used by --plan: give both or neither"),
     OnlyWith(
         ("eval_every", "early_stopping_patience"),
         lambda c: c.eval_data,
@@ -419,7 +426,10 @@ class _Training:
     """Seed for weight initialization and data order."""
 
     plan: Annotated[str, one_of(PLANS)] = "none"
-    """Automatic planning. auto: choose degrees, ZeRO stage, --ac and micro-batches by predicted time and memory."""
+    """Automatic planning. auto: choose degrees, ZeRO stage, --ac and micro-batches by predicted time and memory. tune:
+    the fastest of these by the first steps, which the best of several kinds run in turn; also auto on several hosts."""
+    tune_budget: Fraction = 0.02
+    """Most that --plan tune may cost, as a fraction of the run's time."""
     hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
     """Hardware for --plan auto: detected, a known node type, or a file from `python -m usp calibrate`."""
     lora_dropout: Fraction = 0.0

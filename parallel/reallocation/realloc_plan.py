@@ -28,6 +28,7 @@ from .param_layout import Kind, ParamLayout, holdings
 
 _Key = TypeVar("_Key", int, tuple[int, int])
 
+BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, per rank
 ONWARD_DELAY = 2  # rounds until a received box is sent on: the messages of two rounds are in flight at any time
 _CHOICES = 4096  # of routes of parameters with the same shape and boxes: more do not balance them better
 _PIPELINE_ROUNDS = 8  # where boxes are sent on: of 8 + 2 rounds, all but the last 2 keep the link between hosts busy

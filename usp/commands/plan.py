@@ -13,9 +13,8 @@ import yaml
 from rich.console import Console
 from tyro.conf import arg
 
-from usp.config import UNPREDICTED, TrainConfig
+from usp.config import CHOSEN, UNPREDICTED, TrainConfig
 from usp.parallel import load_hardware
-from usp.planning.question import CHOSEN
 from usp.run.failures import ConfigurationError
 from usp.run.output import working
 

@@ -2,5 +2,5 @@
 only earlier ones:
 
 question, methods, workload, search, call_cost, estimates, simulator, job_cost, step_report,
-choice, comparison, rlhf_search, rlhf_question, run_plan.
+choice, tune, comparison, rlhf_search, rlhf_question, run_plan.
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Group
 
-from usp.config import TrainConfig
+from usp.config import CHOSEN, TrainConfig
 from usp.fields import flag
 from usp.hf.models import empty_model
 from usp.model.facts import ModelFacts
@@ -29,7 +29,7 @@ from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, resolve
 
 from .job_cost import Terms, with_jobs
-from .question import CHOSEN, Tried, from_rank_0, silent
+from .question import Tried, silent
 from .search import CLOSE, DEGREES, Candidate, Predictor, Question, Search, SearchResult, changed, layouts
 from .step_report import FIGURES, StepReport, figures, step_report
 
@@ -169,18 +169,9 @@ def _nothing_fits(search: Search, job: Job) -> str:
     )
 
 
-def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
-    """Return the configuration that --plan auto chooses, and print it on rank 0; without --plan auto return `config`.
-    Without a store every rank plans, and all choose the same. Raise ConfigurationError on all ranks as `choose`, and
-    for unknown hardware, or hardware without a peak for --dtype."""
-    if config.plan != "auto":
-        return config
-    options = from_rank_0(launch, "plan", lambda: _plan(config, launch))
-    return replace(config, plan="none", hardware="auto", global_batch_size=0, **options)
-
-
-def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
-    """Return the options that --plan auto chooses; print it on rank 0."""
+def plan_here(config: TrainConfig, launch: Launch) -> Choice:
+    """Return the choice of --plan auto, and print it on rank 0. Raise ValueError as `choose`, and for unknown hardware,
+    or hardware without a peak for --dtype."""
     device = choose_device(config.device, launch)
     hardware = hardware_here(config.hardware, device, launch)
     if launch.rank == 0:
@@ -195,7 +186,7 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
             f"fastest, {seconds(best.time.total)} per step and {best.memory.device / GIB:.1f} GiB {on_host}predicted "
             f"on {hardware.name} with attention by {', '.join(best.time.kernels)}"
         )
-    return {name: getattr(best.config, name) for name in CHOSEN}
+    return choice
 
 
 def tell(say: Callable[[str], None], tried: int, layouts: int) -> None:

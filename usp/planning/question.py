@@ -15,11 +15,6 @@ from usp.run.launch import Launch
 T = TypeVar("T")
 Tried = Callable[[int, int], None]  # is told how many layouts are tried, of all
 
-LAYOUT = (  # what a plan of a training step sets, without options to save memory
-    *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
-    *("pp_stages_per_rank", "batch_size", "micro_batches"),
-)
-CHOSEN = (*LAYOUT, "zero", "ac", "ac_offload", "mlp_tile", "optim_offload")
 
 
 def silent(*told: object) -> None:

@@ -18,6 +18,7 @@ from usp.fields import shared_values
 from usp.model.facts import weight_layout
 from usp.parallel import ReallocPlan, plan_realloc, realloc_seconds
 from usp.parallel.cluster.links import level_between
+from usp.parallel.reallocation.realloc_plan import BUCKET_BYTES
 from usp.predict.compute import dtype_name
 from usp.predict.devices import hardware_here, of_launch
 from usp.rlhf.config import SEARCH
@@ -28,7 +29,6 @@ from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, ExecutionPlan, from_mappin
 from usp.rlhf.prepare import PreparedRlhf
 from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions
 from usp.rlhf.role_specs import call_violations
-from usp.rlhf.runtime.copies import BUCKET_BYTES
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.run.output import working

@@ -294,7 +294,7 @@ class StepProfiler:
     """
 
     def __init__(self, steps: range, folder: Path, rank: int, device: torch.device) -> None:
-        self._steps = steps
+        self.steps = steps
         self._path = folder / "profile" / f"rank-{rank}.json.gz"
         self._device = device
         self._profile: profile | None = None
@@ -302,7 +302,7 @@ class StepProfiler:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Profile optimizer step `number` if it is one of `steps`; a run resumed among them traces the rest."""
-        if number not in self._steps:
+        if number not in self.steps:
             yield
             return
         if self._profile is None:
@@ -312,7 +312,7 @@ class StepProfiler:
             self._profile.start()
         with record_function(f"step {number}"):
             yield
-        if number == self._steps[-1]:
+        if number == self.steps[-1]:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             self._profile.stop()

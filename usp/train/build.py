@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from usp.attention import layout_name
@@ -39,7 +39,20 @@ from usp.hf.weights import fill_buffers, initialise, load_weights
 from usp.losses import UNCHANGED
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, compile_layers
 from usp.optimizers import OPTIMIZERS, AdamW
-from usp.parallel import ParallelMesh, PipelineSchedule, apply_fsdp, local_tensor, rank_stages, stage_layers
+from usp.parallel import (
+    ParallelMesh,
+    PipelineSchedule,
+    ProcessGroups,
+    Reallocation,
+    apply_fsdp,
+    gather_layout,
+    local_tensor,
+    plan_realloc,
+    rank_stages,
+    stage_layers,
+)
+from usp.parallel.groups import gather_objects
+from usp.parallel.reallocation.realloc_plan import BUCKET_BYTES
 from usp.parallel.stages import ONE_STAGE
 from usp.presets import PRESETS
 from usp.sp.in_order import SequenceOrder
@@ -184,24 +197,58 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
     )
 
 
-def moved_engine(engine: Fsdp2Engine, recipe: EngineRecipe, mesh: ParallelMesh, device: torch.device) -> Fsdp2Engine:
-    """Build an engine for other degrees of dp_shard, ring and ulysses around the weights of `engine`, which it uses up.
+def moved_engine(
+    engine: Fsdp2Engine,
+    recipe: EngineRecipe,
+    mesh: ParallelMesh,
+    device: torch.device,
+    fill: Callable[[CausalLMStage], None],
+    groups: ProcessGroups,
+    ranks_per_host: int,
+) -> Fsdp2Engine:
+    """Build an engine for another layout with the weights and optimizer states of `engine`, which it uses up.
 
-    The parts of weights and optimizer states that a rank holds depend only on the product of these degrees, so every
-    rank keeps its own, and nothing is sent. Collective, and raises as `build_engine`.
+    Where every rank holds the same parts as before, as with other degrees of dp_shard, ring and ulysses of the same
+    product, it keeps them, and nothing is sent. Elsewhere it has both engines for a moment, and ranks send each other
+    what they lack (`usp.parallel.plan_realloc`).
+
+    fill: as of `build_engine`, for what `Engine.state` does not hold.
+
+    Collective, and raises as `build_engine`; OutOfMemoryError on every rank if one has no memory for the new engine:
+    `engine` is as it was then.
     """
-    stages = build_stages(recipe, mesh)
-    for stage, old in zip(stages, engine.stages, strict=True):
-        models.materialise(stage, device)
-        for module in old.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation leaves parameters unsharded
-        values = {**dict(old.named_parameters()), **dict(old.named_buffers())}
-        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            local_tensor(tensor.detach()).copy_(local_tensor(values[name].detach()))
-        stage.model.generation_config = old.model.generation_config
-    moved = fsdp2_engine(stages, recipe, mesh)
-    moved.take_over(engine)
+    for module in (module for stage in engine.stages for module in stage.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves parameters unsharded
+    stages, failure = build_stages(recipe, mesh), ""
+    before, after = ({n: p for each in of for n, p in each.model.named_parameters()} for of in (engine.stages, stages))
+    stays = gather_layout(before) == gather_layout(after)
+    held, wanted = dict[str, Tensor](), dict[str, Tensor]()
+    try:
+        for stage in stages:
+            models.materialise(stage, device)
+            if not stays:
+                fill(stage)
+        moved = fsdp2_engine(stages, recipe, mesh)
+        if not stays:
+            held, wanted = engine.state(), moved.state()
+    except torch.OutOfMemoryError as error:
+        failure = str(error)
+    if failures := list(filter(None, gather_objects(failure))):
+        raise torch.OutOfMemoryError(failures[0])
+    if stays:
+        for stage, old in zip(stages, engine.stages, strict=True):
+            values = {**dict(old.named_parameters()), **dict(old.named_buffers())}
+            for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+                local_tensor(tensor.detach()).copy_(local_tensor(values[name].detach()))
+        moved.take_over(engine)
+    else:
+        limits: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "ranks_per_host": ranks_per_host}
+        plan = plan_realloc(gather_layout(held), gather_layout(wanted), **limits)
+        Reallocation(plan, groups, device).run(held, wanted)
+    moved.restore(wanted)
+    for stage in stages:
+        stage.model.generation_config = engine.stages[0].model.generation_config
     return moved
 
 

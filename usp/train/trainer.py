@@ -9,6 +9,7 @@ RUN/                          the output of a run
     tensorboard/              the same numbers
     checkpoints/step-N/       weights, optimizer, data position: --resume continues from the newest
     samples.jsonl             what the model responds to --sample-prompts
+    tune.jsonl                which layouts --plan tune has tried, and what they took
     profile/                  traces of the steps that --profile names
     model/                    the trained weights, for transformers' from_pretrained; with LoRA only for --lora-merge
     adapter/                  the trained adapters, for peft's from_pretrained; best/ and last-good/ are adapters too
@@ -26,12 +27,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 
 from usp.data.batches import BatchReader, TokenBatch, parse_mixture, parse_named
@@ -58,8 +61,11 @@ from .engines.fsdp2 import Fsdp2Engine
 from .loop import TrainingLoop
 from .prepare import PreparedRun, PreparedStage, prepare
 from .step import Evaluations, HeldOutLoss, LearningRate, backward, held_out_loss, part_of, perplexity, sum_over_ranks
-from .summary import next_steps, predicted_job, predicted_lines
+from .summary import WIDTH, next_steps, predicted_job, predicted_lines
+from .tuning import OPTIONS, TUNE_FILE, Tuner
+from .validate import parallel_dims
 
+MEMORY_TIMEOUT = timedelta(seconds=30)  # for all ranks to have run out of memory, if they do
 MANY_EPOCHS = 4  # up to here, repeated data is worth about as much as new data (arXiv 2305.16264)
 # Generates what the model responds to the run's prompts after a step, as lines of samples.jsonl; every rank calls it.
 Sample: TypeAlias = Callable[[CausalLMStage, ParallelMesh, int], list[str]]
@@ -71,11 +77,12 @@ def train(
     stop: StopRequest | None = None,
     error_file: str | None = None,
     sample: Sample | None = None,
+    tuner: Tuner | None = None,
 ) -> None:
     """Train what `prepare` returned, and leave a model; every rank calls it.
 
     stop: asks for a checkpoint and the end after the current step. error_file: where torchrun reads of failures.
-    sample: from `usp.rlhf.sampling.prepare_sampler`.
+    sample: from `usp.rlhf.sampling.prepare_sampler`. tuner: with the layouts of --plan tune; `prepared` has the first.
 
     Raises ConfigurationError for a model that cannot be divided as asked and a folder that cannot be claimed,
     TrainingDiverged when loss or gradient norm are no longer finite, CheckpointFailed, and Stopped.
@@ -98,7 +105,7 @@ def train(
             prepare=lambda start: replace(prepare(config, launch, start), reusable=prepared.reusable),
         )
         with working("building the model, and reading its weights", shown=launch.rank == 0):
-            trainer = Trainer(ready, stop, watchdog, sample)
+            trainer = Trainer(ready, stop, watchdog, sample, tuner)
         outlast(timeout)
         trainer.run()
         if trainer.is_writer:
@@ -116,15 +123,16 @@ class Trainer(TrainingLoop):
         stop: StopRequest | None = None,
         watchdog: Watchdog | None = None,
         sample: Sample | None = None,
+        tuner: Tuner | None = None,
     ) -> None:
         assert prepared.start.folder is not None
         self.prepared, self.device = prepared, prepared.device
         self.stage, self.images = prepared.begins_in, prepared.images
         self.config, model = self.stage.config, prepared.model_config
-        config, groups = self.config, ProcessGroups()
+        config, self.groups, self.tuner = self.config, ProcessGroups(), tuner
         left = prepared.stages[prepared.stages.index(self.stage) :]
         self.meshes = {
-            dims: ParallelMesh.create(dims, device_type=self.device.type, groups=groups)
+            dims: ParallelMesh.create(dims, device_type=self.device.type, groups=self.groups)
             for dims in dict.fromkeys(stage.dims for stage in left)
         }
         self.mesh = self.meshes[self.stage.dims]
@@ -157,18 +165,25 @@ class Trainer(TrainingLoop):
         self.batches = self._reader()
         self._evaluations = Evaluations(held_out)
         self._respond, self._samples = sample, LineFile(folder / "samples.jsonl")
+        self._tuned = LineFile(folder / TUNE_FILE)
         self._predict()
         if prepared.saved is not None:
             self._resume(prepared.saved)
+        if tuner is not None:
+            tuner.steps = config.steps - self.done
 
     def trace(self, number: int) -> AbstractContextManager[None]:
         return self.profiler.step(number)
 
     def step(self, number: int) -> StepRecord:
         """Run optimizer step `number` (from 1): from a batch to new weights."""
+        if self.tuner is not None:
+            self._tune(self.tuner, number)
         begin = time.perf_counter()
         if number > self.stage.last:
             self._enter(self.prepared.stage_of(number))
+            if self.is_writer:
+                print("\n".join(self._stage_summary()), flush=True)
         self.watchdog.progress(number, "data")
         batch = self._read_batch()
         read = {"rows": batch.numbers, "data": self.stage.batches.identity}
@@ -178,7 +193,16 @@ class Trainer(TrainingLoop):
         first_tokens = self.config.seq_len * torch.tensor(batch.own, device=self.device)
         inputs = batch.to(self.device) | {"first_tokens": first_tokens}
         self._attention_waited()  # what came before this step does not count
-        share = backward(self.engine, self.mesh, inputs, self.config, batch.images)
+        failed = ""
+        try:
+            share = backward(self.engine, self.mesh, inputs, self.config, batch.images)
+        except torch.OutOfMemoryError as error:  # which holds what the step has allocated
+            failed = str(error)
+            if self.tuner is None:
+                raise
+        if failed:
+            self._leave_out(batch, failed)
+            return self.step(number)
         loss = self._exchange(batch, share)
         norm = self.engine.step(rate, self.config.max_grad_norm) if math.isfinite(loss) else math.nan
         if not math.isfinite(norm):
@@ -190,6 +214,8 @@ class Trainer(TrainingLoop):
         if self.config.compile and self.is_writer and self._compiled is not self.engine:
             self._compiled = self.engine
             print(f"compiled: step {number} took {seconds:.1f} s, with torch.compile of the layers", flush=True)
+        if self.tuner is not None:
+            self.tuner.ran(seconds - self.batches.waited, counts=number not in self.profiler.steps)
         evaluated = self._evaluate(number)
         held_out = next(iter(evaluated.values()), None)
         self._write_samples(number)
@@ -277,7 +303,7 @@ class Trainer(TrainingLoop):
         return bool(patience) and since >= patience
 
     def logs(self) -> Iterable[LineFile]:
-        return [self._samples]
+        return [self._samples, self._tuned]
 
     def restore(self, checkpoint: Path) -> None:
         self.engine.restore(self.load(checkpoint))
@@ -417,24 +443,67 @@ class Trainer(TrainingLoop):
         return loss
 
     def _enter(self, stage: PreparedStage) -> None:
-        """Go on with the next stage of the curriculum: its data, and the same weights on its degrees. Collective."""
-        before, self.stage, self.config = self.stage, stage, stage.config
-        if (stage.dims, stage.config.ac) != (before.dims, before.config.ac):
-            self.watchdog.progress(stage.first, "the next stage of the curriculum", long=True)
-            self.mesh = self.meshes[stage.dims]
+        """Go on with another stage or layout: its data, and the same weights on its degrees. Collective. Raises
+        OutOfMemoryError on every rank, and goes on as before."""
+        if _built(stage) != _built(self.stage):
+            self.watchdog.progress(self.done + 1, "moving to another layout", long=True)
             assert isinstance(self.engine, Fsdp2Engine)
-            recipe = EngineRecipe.of(stage.config, self.prepared.model_config)
-            self.engine = moved_engine(self.engine, recipe, self.mesh, self.device)
+            if stage.dims not in self.meshes:
+                self.meshes[stage.dims] = ParallelMesh.create(stage.dims, self.device.type, groups=self.groups)
+            mesh, config, model = self.meshes[stage.dims], stage.config, self.prepared.model_config
+            fill = partial(resumed_weights, source=config.model)
+            if self.lora is not None:
+                fill = partial(first_weights, source=config.model, seed=config.seed)
+            hosts = self.prepared.launch.local_world_size
+            recipe = EngineRecipe.of(config, model)
+            self.engine = moved_engine(self.engine, recipe, mesh, self.device, fill, self.groups, hosts)
             gc.collect()  # modules and their hooks refer to each other
-            self.sent = 0
+            self.mesh, self.sent = mesh, 0
+        self.stage, self.config = stage, stage.config
         self.batches.close()
         self.batches = self._reader()
         identity = _compared(stage)
         if identity != self._evaluations.identity:
             self._evaluations = Evaluations(identity)
         self._predict()
+
+    def _tune(self, tuner: Tuner, number: int) -> None:
+        """Go on with the layout that runs step `number`, and at the end of the race say which one stays. Collective."""
+        trial = tuner.next()
+        while trial.options != {name: getattr(self.config, name) for name in OPTIONS}:
+            begin, failed, world = time.perf_counter(), "", self.prepared.launch.world_size
+            config = replace(self.config, **trial.options)
+            stage = replace(self.stage, config=config, dims=parallel_dims(config).resolve(world))
+            try:
+                self._enter(stage)
+                chosen = replace(self.prepared.config, **trial.options)
+                self.prepared = replace(self.prepared, stages=(stage,), config=chosen)
+            except (torch.OutOfMemoryError, ValueError) as error:
+                failed = str(error)
+            tuner.moved(trial, time.perf_counter() - begin, failed)
+            trial = tuner.next() if failed else trial
+        if not tuner.over:
+            return
+        self.tuner, reusable = None, replace(self.prepared.reusable, **trial.options)
+        self.prepared = replace(self.prepared, reusable=reusable)
         if self.is_writer:
-            print("\n".join(self._stage_summary()), flush=True)
+            self.write_files()
+            self._tuned.append(number, [tuner.line(self.prepared.launch.world_size)])
+            Console(width=max(WIDTH, Console().width)).print(tuner.table(number).table())
+
+    def _leave_out(self, batch: TokenBatch, failed: str) -> None:
+        """Leave the layout of this step out of the race, so that another runs it: no weight has changed. Raises
+        OutOfMemoryError where some ranks had memory: they wait in a collective of the step."""
+        assert self.tuner is not None
+        for stage in self.engine.stages:
+            stage.zero_grad()
+        self._finish_saving()  # which uses the same group
+        try:
+            dist.monitored_barrier(self.checkpointer.group, MEMORY_TIMEOUT)
+        except RuntimeError as error:
+            raise torch.OutOfMemoryError(failed) from error
+        self.stage.batches.next_row = batch.numbers.start
+        self.tuner.moved(self.tuner.trials[self.tuner.current], 0.0, failed)
 
     def _predict(self) -> None:
         """Predict a step of the stage, and what this rank sends in it to keep weights and gradients sharded."""
@@ -494,6 +563,11 @@ class Trainer(TrainingLoop):
             adapter_parameters=self.adapter_parameters,
         )
         return flops / (self.mesh.size("sp") * self.mesh.size("pp"))
+
+
+def _built(stage: PreparedStage) -> tuple[object, ...]:
+    """Return what an engine is built by, of that in which stages and layouts differ."""
+    return stage.dims, *(getattr(stage.config, name) for name in OPTIONS if name != "batch_size")
 
 
 def _compared(stage: PreparedStage) -> str:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from usp.config import CommonConfig, TrainConfig, by_stage
+from usp.config import PLANS, CommonConfig, TrainConfig, by_stage
 from usp.fields import as_given, changed_ones, flag, shared_values, value_violations
 from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
 from usp.optimizers import OPTIMIZERS
@@ -119,8 +119,8 @@ def _batch_ranks(config: TrainConfig, world_size: int) -> int | None:
 
 
 def _degrees(config: TrainConfig, world_size: int) -> Iterator[Violation | str]:
-    if config.plan == "auto":
-        yield "--plan auto is only supported by train.py: give --config a file of python -m usp plan --out"
+    if config.plan in PLANS[1:]:
+        yield f"--plan {config.plan} is only supported by train.py: give --config a file of python -m usp plan --out"
     try:
         parallel_dims(config).resolve(world_size)
     except ValueError as error:

@@ -23,6 +23,7 @@ from usp.parallel import (
     gather_layout,
     plan_realloc,
 )
+from usp.parallel.reallocation.realloc_plan import BUCKET_BYTES
 from usp.parallel.reallocation.reallocation import Traffic
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
@@ -31,8 +32,6 @@ from usp.rlhf.roles.engine_model import EngineModel
 from usp.rlhf.roles.role_model import BuildRole, RoleModel
 
 from .timeline import Event
-
-BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, per rank
 
 
 @dataclass(frozen=True)
