@@ -62,13 +62,17 @@ def test_the_saved_model_has_learned(finished: tuple[Path, Ended]) -> None:
 
 @pytest.mark.slow
 def test_a_run_chooses_its_own_degrees(ranks: RankPool, tmp_path: Path) -> None:
-    flags = ["--plan", "auto", "--hardware", "h100", "--global-batch-size", "2", "--seq-len", "512", "--steps", "2"]
-    ended = ranks.run(run_here, 2, "train", [*flags, "--output", "run"], tmp_path)[0]
-    assert ended.out.count("layouts the simplest within 17% of the fastest") == 1
-    assert len(metrics_of(tmp_path / "run")) == 2
+    flags = ["--plan", "tune", "--hardware", "h100", "--global-batch-size", "2", "--seq-len", "512"]
+    few = [*flags, "--output", "run", "--checkpoint-every", "20", "--tune-budget", "0.9"]
+    ended = ranks.run(run_here, 2, "train", [*few, "--steps", "40"], tmp_path)[0]
+    assert ended.out.count("layouts the simplest within 17% of the fastest") == 1 and "the race has cost" in ended.out
+    assert len(metrics_of(tmp_path / "run")) == 40 and metrics_of(tmp_path / "run")[0]["tokens"] == 2 * 512
     chosen = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert chosen["plan"] == "none" and chosen["batch_size"] * chosen["dp_shard"] * chosen["dp_replicate"] == 2
-    assert metrics_of(tmp_path / "run")[0]["tokens"] == 2 * 512
+    (line,) = [json.loads(line) for line in (tmp_path / "run" / "tune.jsonl").read_text().splitlines()]
+    assert line["chosen"].items() <= chosen.items() and len(line["trials"]) > 1
+    again = ranks.run(run_here, 2, "train", [*few, "--steps", "41", "--resume", "auto"], tmp_path)[0]
+    assert "plan: as the run has tuned it" in again.out and len(metrics_of(tmp_path / "run")) == 41
 
 
 @pytest.mark.slow

@@ -102,8 +102,8 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
         ({"train_tokens": -1}, 4, ["--train-tokens = -1 must be at least 0"]),
         ({"global_batch_size": -1}, 4, ["--global-batch-size = -1 must be at least 0"]),
         ({"plan": "auto"}, 1, ["--plan auto is only supported by train.py"]),
-        ({"plan": "atuo"}, 1, ["--plan = 'atuo' must be one of none, auto (did you mean 'auto'?)"]),
-        ({"hardware": "h100"}, 1, ["--hardware = h100 is only used by --plan auto"]),
+        ({"plan": "atuo"}, 1, ["--plan = 'atuo' must be one of none, auto, tune (did you mean 'auto'?)"]),
+        ({"hardware": "h100"}, 1, ["--hardware = h100 is only used by --plan"]),
         ({"pp": 2}, 2, ["--micro-batches = 1 does not fill", "1f1b over 2 ranks must be at least 2, not 1: use 2"]),
         (
             {"pp": 4, "pp_schedule": "interleaved-1f1b", "micro_batches": 9, "batch_size": 12},

@@ -75,7 +75,7 @@ def choose(
     for values that the planner chooses, and, naming the one that needs least memory, if no configuration fits."""
     from usp.hf.tensor_parallel import tp_problems  # transformers' models take seconds to import
 
-    base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
+    base = unplanned(asked)
     # On one rank nothing depends on the layout, so whatever is wrong there is wrong with what was asked.
     resolved = resolve(replace(base, **{name: getattr(TrainConfig(), name) for name in CHOSEN}), 1, weights=False)
     if problems := [*_refused(asked, world_size), *resolved.problems]:
@@ -114,6 +114,12 @@ def _proved(choice: Choice) -> Choice:
         f"{question.base.model}: by their dry runs none of the {len(choice.shown)} fastest configurations fits "
         f"{question.world_size} x {question.hardware.name}: use more devices or fewer tokens"
     )
+
+
+def unplanned(asked: TrainConfig) -> TrainConfig:
+    """Return what is asked without the options of --plan."""
+    names = ("plan", "tune_budget", "hardware", "global_batch_size")
+    return replace(asked, **{name: getattr(TrainConfig(), name) for name in names})
 
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:

@@ -16,7 +16,6 @@ T = TypeVar("T")
 Tried = Callable[[int, int], None]  # is told how many layouts are tried, of all
 
 
-
 def silent(*told: object) -> None:
     """Take a report that nobody reads."""
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from usp.config import TrainConfig
 from usp.parallel import Hardware, Link
+from usp.predict.job import Job
 from usp.predict.seconds import step_seconds
 from usp.run.launch import Launch
 from usp.train.checkpoints import find_start
@@ -17,13 +18,13 @@ from usp.train.resolve import compiled_if_possible
 from usp.train.tuning import Trial, Tuner, decided
 from usp.train.validate import parallel_dims
 
-from .choice import Choice, candidate_text, choose, plan_here
+from .choice import Choice, candidate_text, choose, plan_here, unplanned
 from .question import from_rank_0
 from .search import Candidate
 
 TRIED = 4  # at first, and one more with corrected rates
-_LINKS = [2.0 ** (power / 2) for power in range(-8, 17)]  # factors of the time of messages that are tried
-_WEIGHT = 0.01  # of a factor's logarithm beside those of the errors: measurements that tell nothing change nothing
+_LINKS = [2.0**power for power in range(-4, 8)]  # factors of the time of messages that are tried
+_WEIGHT = 1e-5  # of a factor's logarithm beside those of the errors: measurements that tell nothing change nothing
 
 
 def tuner_for(config: TrainConfig, launch: Launch, compiles: bool) -> Tuner:
@@ -34,11 +35,10 @@ def tuner_for(config: TrainConfig, launch: Launch, compiles: bool) -> Tuner:
     --dtype. Without a store every rank plans, and all choose the same.
     """
     several = config.plan == "tune" or launch.world_size > launch.local_world_size
-    bare = replace(config, plan="none", tune_budget=TrainConfig.tune_budget, hardware="auto", global_batch_size=0)
     choices: list[Choice] = []
 
     def trial(options: dict[str, Any], name: str, predicted: float) -> Trial:
-        found = replace(bare, **options)
+        found = replace(unplanned(config), **options)
         return Trial(compiled_if_possible(found, launch.world_size) if compiles else found, name, predicted)
 
     def of(candidate: Candidate) -> dict[str, Any]:
@@ -68,15 +68,12 @@ def tuner_for(config: TrainConfig, launch: Launch, compiles: bool) -> Tuner:
 def replanned(choice: Choice, config: TrainConfig, trials: Sequence[Trial]) -> list[Candidate]:
     """Return the fastest configuration with rates corrected by trials, if it is none of them and predicted faster."""
     question, measured = choice.search.question, [each for each in trials if each.seconds and not each.failed]
-
-    def predict(trial: Trial, hardware: Hardware) -> float:
-        its = replace(choice.best.config, **trial.options)
-        dims = parallel_dims(its).resolve(question.world_size)
-        return step_seconds(replace(choice.job, config=its, dims=dims), hardware).total
-
     if not measured:
         return []
-    hardware = corrected(question.hardware, measured, predict)
+    configs = [replace(choice.best.config, **each.options) for each in measured]
+    dims = [parallel_dims(config).resolve(question.world_size) for config in configs]
+    jobs = [replace(choice.job, config=config, dims=each) for config, each in zip(configs, dims, strict=True)]
+    hardware = corrected(question.hardware, jobs, [each.median for each in measured])
     found = choose(replace(config, device=question.base.device), question.world_size, hardware)
     tried = [{**each.options, "compile": None} for each in trials]
     best = min(each.median for each in measured)
@@ -84,20 +81,21 @@ def replanned(choice: Choice, config: TrainConfig, trials: Sequence[Trial]) -> l
     return [each for each in fresh if each.seconds < best and not each.config.optim_offload][:1]
 
 
-def corrected(hardware: Hardware, trials: Sequence[Trial], predict: Callable[[Trial, Hardware], float]) -> Hardware:
-    """Return hardware with the two factors, of the time of all compute and of all messages, by which predictions come
-    closest to what trials took. From one trial the former follows alone."""
+def corrected(hardware: Hardware, jobs: Sequence[Job], measured: Sequence[float]) -> Hardware:
+    """Return hardware with the two factors, of the time of all compute and of all messages, by which the steps of jobs
+    are predicted closest to what they took. From one job the former follows alone."""
 
     def fit(links: float) -> tuple[float, float]:
         """Return (the error, the factor of compute) with a factor of messages."""
         compute, errors = 1.0, [0.0]
-        for _ in range(4):  # it converges fast: the compute is most of a step
+        for _ in range(3):  # it converges fast: the compute is most of a step
             slower = slowed(hardware, compute, links)
-            errors = [math.log(each.median / predict(each, slower)) for each in trials]
+            predicted = [step_seconds(job, slower).total for job in jobs]
+            errors = [math.log(took / each) for took, each in zip(measured, predicted, strict=True)]
             compute *= math.exp(sum(errors) / len(errors))
         return sum(error**2 for error in errors) + _WEIGHT * math.log(links) ** 2, compute
 
-    fits = {links: fit(links) for links in (_LINKS if len(trials) > 1 else [1.0])}
+    fits = {links: fit(links) for links in (_LINKS if len(jobs) > 1 else [1.0])}
     links = min(fits, key=lambda each: fits[each][0])
     return slowed(hardware, fits[links][1], links)
 

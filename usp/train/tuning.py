@@ -169,15 +169,12 @@ class Tuner:
 
     def table(self, step: int) -> Grid:
         """Return the decision, taken before a step, as a table."""
-        best = self.trials[fastest(self.trials)]
-        rows = []
+        best, rows = self.trials[fastest(self.trials)], []
         for each in sorted(self.trials, key=lambda trial: trial.median):
             took = seconds(each.median) if each.seconds and not each.failed else each.failed or "not tried"
             slower = f"{each.median / best.median - 1:+.1%}" if each.median < math.inf else ""
             rows.append((each.name, seconds(each.predicted), took, slower, str(len(each.seconds))))
-        spent = (
-            f"{seconds(cost(self.trials))}, {cost(self.trials) / best.median:.1f} steps" if best.seconds else "nothing"
-        )
+        spent = f"{seconds(cost(self.trials))}, {cost(self.trials) / best.median:.1f} steps"
         title = f"tuned before step {step}: {best.name} stays; the race has cost {spent}"
         return Grid(title, ("layout", "predicted", "measured", "slower", "steps"), tuple(rows))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch.distributed as dist
 import yaml
 
 from examples.models import tiny_config
@@ -25,7 +23,7 @@ from usp.hf.models import empty_model, load_model_config, model_facts
 from usp.hf.tensor_parallel import tp_problems
 from usp.model.facts import ModelFacts
 from usp.parallel import load_hardware, node_of
-from usp.planning.choice import choose, compared, degrees, planned, predictor_for
+from usp.planning.choice import choose, compared, degrees, predictor_for
 from usp.planning.search import (
     CLOSE,
     FAMILIES,
@@ -43,7 +41,6 @@ from usp.predict.compute import Seconds
 from usp.predict.devices import Memory
 from usp.predict.seconds import StepTime, TransferSeconds, step_seconds
 from usp.run.failures import ConfigurationError
-from usp.run.launch import Launch
 from usp.run.metrics import seconds
 from usp.run.tables import GIB
 from usp.train.resolve import job_of, resolve
@@ -223,20 +220,6 @@ def test_a_plan_fits_the_memory_of_its_host() -> None:
     assert all(0 < each.memory.host < 0.9 * 2e12 for each in given.result.best)
 
 
-@pytest.mark.slow
-def test_rank_0_plans_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu")
-    alone, store = planned(asked, Launch(world_size=8)), dist.HashStore()
-    monkeypatch.setattr(Launch, "store", lambda launch: store)
-    assert planned(asked, Launch(world_size=8)) == alone
-    monkeypatch.setattr("usp.planning.choice.choose", None)  # no other rank searches
-    assert planned(asked, Launch(rank=3, world_size=8)) == alone
-    wrong = Launch(world_size=8, attempt=1)
-    for rank in (0, 1):
-        with pytest.raises(ConfigurationError, match="'h900' must be a file or one of"):
-            planned(replace(asked, hardware="h900" if rank == 0 else "h100"), replace(wrong, rank=rank))
-
-
 def test_every_layout_uses_all_ranks_and_divides_the_batch() -> None:
     long = question(EXPERTS)
     every = list(layouts(long))
@@ -341,22 +324,6 @@ def test_a_model_that_cannot_be_divided_is_planned_without_tp(tmp_path: Path) ->
     for model, wanted in ((str(tmp_path), {1}), ("tiny", {1, 2, 4})):
         choice = choose(TrainConfig(model=model, seq_len=64, global_batch_size=4, device="cpu"), 4, H100)
         assert {layout.tp for layout in choice.search.every} == wanted
-
-
-def test_training_with_plan_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu", steps=7)
-    config = planned(asked, Launch(world_size=8))
-    assert (config.plan, config.hardware, config.global_batch_size, config.steps) == ("none", "auto", 0, 7)
-    assert not violations(config, 8, model_facts("tiny", load_model_config("tiny")))
-    assert "the simplest within 17% of the fastest" in capsys.readouterr().out
-    assert planned(asked, Launch(rank=3, world_size=8)) == config and capsys.readouterr().out == ""
-    assert planned(config, Launch(world_size=8)) is config
-    with pytest.raises(ConfigurationError, match="--hardware auto does not know a CPU"):
-        planned(replace(asked, hardware="auto"), Launch(world_size=8))
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps({"base": "h100", "device": "other"}))
-    with pytest.raises(ConfigurationError, match="states no peak_flops for bfloat16"):
-        planned(replace(asked, hardware=str(other), dtype="bfloat16"), Launch(world_size=8))
 
 
 def test_a_gpu_is_known_by_its_name() -> None:
