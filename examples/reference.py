@@ -40,7 +40,7 @@ GROUPS = {
     "Generation": "max_new_tokens|temperature|top_.|stop|stop_ids|slots|cache_tokens|eager_decoding"
     "|rollout_engine|rollout_cache|router_replay|share_prefixes|staleness|partial_rollouts|oversample|delta_updates",
     "Steps and batches": "seq_len|steps|train_tokens|.*batch_size|micro_batch.*|curriculum|seed",
-    "Plan": "plan|hardware|search_budget|replan|rollout",
+    "Plan": "plan|tune_budget|hardware|search_budget|replan|rollout",
     "Parallelism": "sp_ulysses|sp_ring|sp_.*|dp_.*|zero|tp.*|pp.*|ep.*",
     "Memory": "ac|ac_offload|loss_chunk|mlp_tile|.*offload.*",
     "Computation": "attention_kernel|dtype|device|compile|fp8.*|engine",
