@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 
 from usp.run.tables import Grid
 
@@ -88,7 +88,7 @@ def job_grid(terms: Terms, jobs: Jobs) -> Grid:
 
 def with_jobs(terms: Terms, jobs: Jobs, grid: Grid, lines: Sequence[str]) -> Group:
     """Return a table and lines for rich to print, and between them the jobs and what they come to, if there are any."""
-    about = [job_grid(terms, jobs).table(), *verdicts(terms, jobs)] if jobs else []
+    about: list[RenderableType] = [job_grid(terms, jobs).table(), *verdicts(terms, jobs)] if jobs else []
     return Group(grid.table(), *about, *lines)
 
 
