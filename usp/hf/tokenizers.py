@@ -148,12 +148,13 @@ class ChatTemplate:
             )
         return ids, mask, images
 
-    def prompt(self, chat: Chat) -> Ids:
-        """Return the ids of a chat up to where the assistant's next message begins, shape (ids,). Raises ValueError,
-        naming the row, if the template refuses it."""
-        chat = self._with_text(chat)
-        text, _ = self._render(chat, chat.messages, begin=True)
-        return self._tokens(text, [])[0]
+    def prompt(self, chat: Chat, guarded: bool = False) -> Ids:
+        """Return the ids of a chat up to where the assistant's next message begins, shape (ids,). guarded: special
+        tokens that are written out in it are text. Raises ValueError, naming the row, if the template refuses it."""
+        chat, guard = self._with_text(chat), _unused("\ue000", chat.messages)
+        special = re.compile(_any_of(self._special if guarded else ()))
+        text, _ = self._render(chat, _guarded(list(chat.messages), special, guard), begin=True)
+        return self._guarded_tokens(text, guard)
 
     def between(self, messages: Sequence[Message], turn: Sequence[int] = (), chat: Chat | None = None) -> Ids:
         """Return the ids that follow a turn of the assistant, from what ends it to where its next one begins, with

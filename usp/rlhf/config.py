@@ -186,6 +186,9 @@ class RewardConfig:
 class EnvironmentConfig:
     """The environment that answers the turns of responses, and scores them instead of a reward function."""
 
+    agent: Annotated[str, arg(metavar="COMMAND", help_behavior_hint="(optional)")] = ""
+    """Command that acts in an episode, as in a shell without its operators: its requests to the OpenAI-compatible
+    endpoint at OPENAI_BASE_URL, with the key OPENAI_API_KEY, are the policy's turns; docs/guides/rlhf/agents.md."""
     environment: Annotated[str, arg(metavar="tools|PATH.py:NAME", help_behavior_hint="(optional)")] = ""
     """Class with reset(sample) and step(turn) -> (observation, reward, done); docs/guides/rlhf/environments.md. tools:
     run the calls of --tools in a turn; --reward-function scores the one without calls, which ends the episode."""
@@ -195,9 +198,14 @@ class EnvironmentConfig:
     max_turns: AtLeast1 = 8
     """Maximum turns of the policy in an episode; --max-new-tokens are those of all."""
     max_observation_tokens: AtLeast1 = 1024
-    """Maximum tokens of all observations of an episode."""
+    """Maximum tokens of all observations of an episode; of an agent's conversation, what the policy has not written."""
     environment_timeout: Positive = 60.0
-    """Seconds of a step of the environment, which is ended after that."""
+    """Seconds of a step of the environment, or of an agent from a reply to its next request, which is ended then."""
+
+    @property
+    def episodes(self) -> bool:
+        """Return whether responses are episodes."""
+        return bool(self.environment or self.agent)
 
 
 @dataclass(frozen=True)
@@ -338,21 +346,28 @@ _OF_RESPONSES = (
     *("group_size", "max_new_tokens", "temperature", "top_k", "top_p", "slots", "rollout_cache"),
     *("stop", "stop_ids", "rollout_engine", "cache_tokens", "eager_decoding", "share_prefixes"),
     *("router_replay", "delta_updates"),
-    *("staleness", "partial_rollouts", "oversample", "environment", "eval_every", "replan"),
+    *("staleness", "partial_rollouts", "oversample", "environment", "agent", "eval_every", "replan"),
 )
 # Fields that have an effect only beside another one.
 _OPTIONS: Mapping[str, Sequence[str]] = {
     "reward_processes": ("reward_timeout",),
     "ref_update_every": ("ref_update_weight",),
     "eval_every": names_of(EvaluationConfig)[1:],
-    "environment": names_of(EnvironmentConfig)[1:],
+    "environment": ("tools",),
+    "episodes": names_of(EnvironmentConfig)[3:],
     "supervised_data": names_of(SupervisedConfig)[1:],
 }
+
+
+def _named(name: str) -> str:
+    return "--environment or --agent" if name == "episodes" else flag(name)
+
+
 _SCORING = ("reward_model", "reward_retries", "reward_processes", "reward_timeout")
 _ONLY_WITH = (
     *ONLY_WITH,
     *(
-        OnlyWith(tuple(options), attrgetter(name), f"is an option of {flag(name)}: give both or neither")
+        OnlyWith(tuple(options), attrgetter(name), f"is an option of {_named(name)}: give both or neither")
         for name, options in _OPTIONS.items()
     ),
     OnlyWith(
@@ -375,8 +390,9 @@ _ONLY_WITH = (
     *(
         OnlyWith(names, condition, f"is not used with {flag(scorer)}, which scores the responses: remove one")
         for names, condition, scorer in (
-            (names_of(RewardConfig), lambda c: not c.reward_model or c.environment, "reward_model"),
+            (names_of(RewardConfig), lambda c: not c.reward_model or c.episodes, "reward_model"),
             (_SCORING, lambda c: not c.environment, "environment"),
+            (_SCORING, lambda c: not c.agent, "agent"),
             (("reward_function",), lambda c: c.environment in ("", TOOLS), "environment"),
         )
     ),
@@ -486,8 +502,8 @@ def _rollout_violations(config: RlhfConfig) -> Iterator[str]:
     if not config.begins_ahead:
         return
     asked = "--partial-rollouts" if config.partial_rollouts else f"--oversample = {config.oversample:g}"
-    if config.environment:
-        yield f"{asked} stops responses, and an --environment cannot be stopped and go on: remove one"
+    if config.episodes:
+        yield f"{asked} stops responses, and {_named('episodes')} cannot be stopped and go on: remove one"
     if config.replan:
         yield f"{asked} makes samples that --replan does not predict: remove one"
 
@@ -517,12 +533,17 @@ def _evaluation_violations(config: RlhfConfig) -> Iterator[str]:
 
 
 def _environment_violations(config: RlhfConfig) -> Iterator[str]:
-    if not config.environment:
+    if not config.episodes:
         return
+    if config.agent:
+        for name in given(config, ("environment", "share_prefixes", "router_replay")):
+            yield f"--agent = {config.agent} is not supported with {flag(name)}: remove one"
+        if urls := [value for value in (config.ref, config.models) if any(http in value for http in HTTP)]:
+            yield f"--agent = {config.agent} is not supported with a server's log-probabilities ({urls[0]}): remove one"
     if bool(config.tools) != (config.environment == TOOLS):
         yield f"--tools = {config.tools} are those of --environment {TOOLS}: give both or neither"
     if config.replan:
-        yield "--replan does not predict how often an environment answers: remove it, or --environment"
+        yield f"--replan does not predict how often an environment answers: remove it, or {_named('episodes')}"
 
 
 def _supervised_violations(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str]:

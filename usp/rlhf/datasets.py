@@ -68,6 +68,7 @@ class Example:
     sequences: tuple[tuple[Ids, Mask], ...] = ()  # of a file's lines that are trained on whole, see `sequences_of`
     unended: int = 0  # answers in these without a token that ends a response
     chat: Chat | None = None  # of a prompt of messages, which are left out: what else its chat template was given
+    row: str = ""  # its line, of a file of prompts to sample for
 
 
 class FileExamples(list[Example]):
@@ -183,7 +184,8 @@ def open_examples(
             try:
                 row = _row(line, where, keys)
                 example = _parse(row, where, keys, tokenizer, longest, whole, optional, tools)
-                examples.append(replace(example, chat=shared.setdefault(repr(example.chat), example.chat)))
+                chat = shared.setdefault(repr(example.chat), example.chat)
+                examples.append(replace(example, chat=chat, row="" if whole else line))
                 read[row.names()] += 1
             except _TooLong as error:
                 (long if drop_long else problems).append(f"{where}: " + violation_of(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Literal, Protocol, TypeAlias
@@ -106,7 +106,8 @@ class Generate:
         stop_strings: it also ends with the first token after which its text contains one of these.
         episodes: a response consists of turns, which end so, and an environment answers each. Also reads prompt_index,
             and writes score, the sum of the rewards; and of every token, as `mask` does, its turn, from 1 (turns), and
-            the reward of a turn at its last token (turn_rewards).
+            the reward of a turn at its last token (turn_rewards). Of agents also the conversation of each token, from
+            0 (branches), which attends to no other.
         partial: generation may stop, and go on with other weights. Also writes the version of the weights that wrote
             each token, as `mask` does (versions): the number of steps that had trained them.
         routed: how many numbers say which experts a token chose, see `usp.hf.routers`; also writes these, of one
@@ -392,6 +393,7 @@ class KeyKind:
 
 
 ROUTED = "routed_experts"
+BRANCHES = "branches"
 GENERATED = {
     "tokens": torch.int64,
     "mask": torch.float32,
@@ -403,6 +405,7 @@ GENERATED = {
     "turn_rewards": torch.float32,
     "versions": torch.int64,
     ROUTED: torch.int16,
+    BRANCHES: torch.int64,
 }
 OF_EPISODES = ("score", "turns", "turn_rewards")
 _GENERATED_SCALARS = ("finished", "prompt_length", "score")
@@ -411,7 +414,15 @@ _GENERATED_SCALARS = ("finished", "prompt_length", "score")
 def generated_keys(work: Generate) -> tuple[str, ...]:
     """Return the keys of `GENERATED` that a generate call writes."""
     absent = (*(() if work.partial else ("versions",)), *(() if work.routed else (ROUTED,)))
+    absent += () if work.episodes and work.episodes.begin else (BRANCHES,)
     return tuple(key for key in GENERATED if key not in absent and (work.episodes or key not in OF_EPISODES))
+
+
+def with_branches(graph: DataflowGraph) -> DataflowGraph:
+    """Return the graph whose models read which conversation the tokens of an agent's episode belong to."""
+    reads = (call for call in graph.calls if isinstance(call.work, Inference | TrainStep))
+    more = {call.name: replace(call, inputs=(*call.inputs, BRANCHES)) for call in reads}
+    return replace(graph, calls=tuple(more.get(call.name, call) for call in graph.calls))
 
 
 def canonical(key: str) -> str:

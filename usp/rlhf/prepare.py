@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +14,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import yaml
 
+from usp.data.chats import Chat
 from usp.data.sources import STDLIB
-from usp.data.tokenizer import Tokenizer, same_ids
+from usp.data.tokenizer import Tokenizer, as_document, chat_encoder, same_ids
 from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import context_length, is_scalar, model_facts, stop_tokens
@@ -53,12 +56,13 @@ from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
 from .config import SEARCH, RlhfConfig, SftConfig, has_critic, sft_steps_of, texts, violations
 from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
-from .environments.episodes import Episodes, Processes, ids_between
+from .environments.agents import AGENT
+from .environments.episodes import Episodes, Observation, Processes, ids_between
 from .environments.ready_rewards import REWARD, SLOW
 from .environments.sandbox import LIMITS, cgroup
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
-from .graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
+from .graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep, with_branches
 from .role_specs import layout_violations, missing_models, role_specs, router_violations, served_models, unused_models
 from .samples import derived_seed
 from .served import WORKER, RolloutServer, with_served
@@ -199,6 +203,7 @@ def _graph(
     config: RlhfConfig, options: Options, algorithms: Mapping[str, Algorithm], tokenizer: Tokenizer
 ) -> DataflowGraph:
     graph = build_graph(config.algorithm, options, algorithms)
+    graph = with_branches(graph) if config.agent else graph
     try:
         return with_served(graph, served_models(config), tokenizer.encode)
     except ValueError as error:
@@ -306,7 +311,7 @@ def _open_examples(
     switches = filter(None, map(rotary_switch, models)) if sampled else ()
     longest = min([*map(context_length, models), *switches])
     scored_by_answer = sampled and not config.reward_model
-    asks_none = config.reward_function != "match" or bool(config.environment) or not algorithm.scores
+    asks_none = config.reward_function != "match" or config.episodes or not algorithm.scores
     keys = ["prompt", *(("chosen", "rejected") if algorithm.data == "pairs" else ())]
     if algorithm.data == "answers" or sft_steps or scored_by_answer:
         keys.append("answer")
@@ -335,7 +340,7 @@ def _open_examples(
 
 def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
     """Return the function that scores responses, or None if a reward model does, or nothing is scored."""
-    if config.environment or algorithm.data != "prompts" or config.reward_model:
+    if config.episodes or algorithm.data != "prompts" or config.reward_model:
         return None
     settings = {"reward": config.reward_function}
     apart = config.reward_processes or config.reward_function.partition("=")[0] in SLOW
@@ -373,11 +378,17 @@ def _warn_without_cgroup(config: RlhfConfig) -> None:
 
 
 def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> Episodes | None:
-    """Return how --environment answers responses, or None without one."""
-    if not config.environment:
+    """Return how --environment or --agent answers responses, or None without one."""
+    if not config.episodes:
         return None
     settings: dict[str, Any] = {}
-    if config.environment == TOOLS:
+    if config.agent:
+        _about("--reward-function = ", lambda: load_reward_function(config.reward_function))
+        command = _about("--agent = ", lambda: shlex.split(config.agent))
+        if not command or shutil.which(command[0]) is None:
+            raise ValueError(f"--agent = {config.agent}: there is no program {' '.join(command[:1])}")
+        settings = {"command": config.agent, "reward": config.reward_function}
+    elif config.environment == TOOLS:
         _about("--reward-function = ", lambda: load_reward_function(config.reward_function))
         settings = {"tools": texts(config.tools, "--tools", apart=","), "reward": config.reward_function}
         settings["chat"] = tokenizer.chats is not None
@@ -386,14 +397,22 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> E
         if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
             raise ValueError(f"--environment = {config.environment} has no method {' and no method '.join(missing)}")
     return Episodes(
-        Processes(config.environment, config.environment_timeout, settings),
+        Processes(config.environment or AGENT, config.environment_timeout, settings),
         examples,
         tokenizer.decode,
         partial(ids_between, tokenizer.encode_text, tokenizer.chats),
         config.max_turns,
         config.max_observation_tokens,
+        begin=partial(_first_ids, tokenizer) if config.agent else None,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
     )
+
+
+def _first_ids(tokenizer: Tokenizer, said: Observation, chat: Chat) -> list[int]:
+    """Return the ids that begin an agent's conversation. Raises ValueError for messages without a chat template."""
+    if isinstance(said, str):
+        return as_document(tokenizer, tokenizer.encode_text(said), end=False).tolist()
+    return chat_encoder(tokenizer, "the messages").prompt(replace(chat, messages=said), guarded=True).tolist()
 
 
 def _algorithm_options(

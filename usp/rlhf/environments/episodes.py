@@ -27,6 +27,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[3])  # instead of this folder, whose files are no modules of the user's
 
 from usp.rlhf.environments import outside
+from usp.rlhf.environments.agents import AGENT, AgentEnvironment
 from usp.rlhf.environments.outside import ENVIRONMENT, REWARD_CODE, TEXT, clean, one_line
 from usp.rlhf.environments.ready_rewards import MOST_SCORE, READY_REWARDS, REWARD, SLOW, TEXT_REWARDS, Scored, from_spec
 from usp.rlhf.environments.sandbox import PDEATHSIG, call
@@ -93,6 +94,7 @@ class Processes:
         self._environment, self._timeout = environment, timeout
         self._settings = json.dumps({"seconds": TOOL_SHARE * timeout, **(settings or {})})
         by_text = environment in (TOOLS, REWARD) and (settings or {})["reward"].partition("=")[0] in TEXT_REWARDS
+        by_text |= environment == AGENT
         self._blame = TEXT if by_text else REWARD_CODE if environment == REWARD else ENVIRONMENT  # if a process ends
         self._of_episode: dict[int, _Process] = {}
         self._free: list[_Process] = []
@@ -117,8 +119,10 @@ class Processes:
             self._lost.append(self._end(process, "its process has ended"))
 
     def end(self, number: int) -> None:
-        """End an episode; its process takes another one."""
-        if process := self._of_episode.pop(number, None):
+        """End an episode; its process takes another one, but that of an agent, whose command may have left others."""
+        if self._environment == AGENT and number in self._of_episode:
+            self._end(self._of_episode[number], "")
+        elif process := self._of_episode.pop(number, None):
             process.number = -1
             self._free.append(process)
 
@@ -214,6 +218,7 @@ class Episodes:
             the example. Raises ValueError for messages without a chat template.
         max_turns: of the policy.
         max_observation_tokens: of all observations of an episode, which ends before one that exceeds them.
+        begin: of agents, returns the ids of the first messages, or the text, of a conversation, with `chat`.
         failure: the score of an episode whose environment fails, see `score_of_failure`.
         failures: the episodes that failed since the last `take_failures`.
         processes: of the environment, on the ranks that ask it; they take the episodes of one step after another.
@@ -225,13 +230,15 @@ class Episodes:
     observe: Callable[[Observation, Sequence[int], Any], list[int]]
     max_turns: int = 8
     max_observation_tokens: int = 1024
+    begin: Callable[[Observation, Any], list[int]] | None = None
     failure: Literal["stop", "zero", "drop"] = "stop"
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def sample(self, index: int) -> dict[str, Any]:
         """Return what `Environment.reset` gets of an example, besides the numbers of the sample and the example."""
         example = self.examples[index]
-        return {"prompt": self.decode(example.prompt.tolist()), "answer": example.answer}
+        texts = {"prompt": self.decode(example.prompt.tolist()), "answer": example.answer}
+        return texts if self.begin is None else {**texts, "row": json.loads(example.row) if example.row else texts}
 
     def exceeds(self, observation: Observation) -> bool:
         """Return whether an observation is too long for its tokens to be counted: `CHARACTERS` for each of them."""
@@ -268,7 +275,7 @@ def ids_between(
 
 def make(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     """Return what makes the environment of an episode: the class that PATH.py:NAME names, or a ready one."""
-    if name not in (TOOLS, REWARD):
+    if name not in (TOOLS, REWARD, AGENT):
         return load(name)
     reward = settings["reward"]
     if reward.partition("=")[0] in SLOW:
@@ -276,6 +283,8 @@ def make(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     score = from_spec(reward, READY_REWARDS) if reward.partition("=")[0] in READY_REWARDS else load(reward)
     if name == REWARD:
         return lambda: Scored(score)
+    if name == AGENT:
+        return lambda: AgentEnvironment(settings["command"], score)
     toolbox = Toolbox(settings["tools"])
     return lambda: ToolEnvironment(toolbox, score, settings["chat"], settings["seconds"])
 

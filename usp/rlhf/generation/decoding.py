@@ -168,6 +168,8 @@ class GeneratedResponse:
     complete: bool = True  # False if generation stopped before its end
     routed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int16))
     versions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    prompt: Tensor | None = None  # int64, what an agent asked first, instead of the data's
+    branches: Tensor | None = None  # int64, the conversation of each token of the prompt and the response; None: one
 
 
 @dataclass(eq=False)

@@ -32,7 +32,7 @@ from usp.hf.routers import ChoiceRecorder
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses import UNCHANGED, LogitTransform, softmax_dtype
 from usp.parallel import ParallelMesh, local_tensor
-from usp.rlhf.graph import ROUTED, Generate, generated_keys
+from usp.rlhf.graph import BRANCHES, ROUTED, Generate, generated_keys
 from usp.rlhf.samples import Samples, derived_seed
 from usp.sp.sp_attention import UnifiedSPAttention
 
@@ -244,7 +244,8 @@ class Generator:
         if episodes is not None:
             if self._together is not None:
                 raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
-            turns = Turns(rollouts, episodes, samples, self._groups, leads=self._samples, context=self._context)
+            leads, most = self._samples, self._slots
+            turns = Turns(rollouts, episodes, samples, self._groups, leads=leads, context=context, agents=most)
         with closing(turns) if turns else nullcontext():
             if rollouts or self._together is not None:
                 self._run(rollouts, work, places, turns, enough)
@@ -258,6 +259,8 @@ class Generator:
             self._recorder = ChoiceRecorder(self._model)
         most = fitting_slots(self._slots, self._cache_tokens, places, self._sp)
         slots, ended = Slots(rollouts, most), Stops(work, self._decode_text)
+        if turns is not None and not turns.first:
+            slots.stop()
         number, steps = len(slots.active), deque[_Step]()
         static, graphs = self._begin(number, places)
         cache, chosen = static.cache, static.chosen
@@ -485,6 +488,7 @@ def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Rol
 
 def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
     """Return a sample's values by the keys of `GENERATED`."""
+    prompt = prompt if response.prompt is None else response.prompt
     tokens = torch.cat((prompt.cpu(), response.tokens.cpu()))
     # Entry t is about token t + 1, so the first of the response belongs to the last token of the prompt.
     predicted = slice(len(prompt) - 1, len(tokens) - 1)
@@ -508,6 +512,7 @@ def sample_values(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tens
         "score": torch.tensor(response.score),
         "versions": versions,
         ROUTED: response.routed.flatten(),
+        BRANCHES: torch.zeros_like(tokens) if response.prompt is None else cast(Tensor, response.branches),
     }
 
 

@@ -3,11 +3,15 @@
     turn --ask--> environment          other sequences are decoded meanwhile
     answer --tokens, score--> the same sequence goes on as a prompt of all its tokens, or the episode ends
 
+An agent asks first, and for several turns at a time: its episode is a tree of sequences, most often a single branch.
+
 Every rank of a data-parallel group keeps the same records. One of them asks the environments and tells the others what
 came. No token is decoded and encoded again: the text of a turn is for the environment alone."""
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,42 +20,73 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from usp.data.chats import Chat
 from usp.rlhf.environments.episodes import Answer, Episodes, score_of_failure
 from usp.rlhf.environments.outside import ENVIRONMENT, one_line
+from usp.rlhf.samples import derived_seed
 
 from .decoding import GeneratedResponse, Rollout
 
 
 class Told(NamedTuple):
-    """What every rank is told of an answer: ids that the policy reads (None: the episode is done), or that they are too
-    many, and the reward; or why there is none, and whose fault it is."""
+    """What every rank is told of an answer: the turns that it asks for (None: the episode ends), and the reward; or why
+    there is none, and whose fault it is.
+
+    Each of `requests` has the turn that it goes on from (after, None to begin a sequence), the ids that are new, the
+    limit of tokens, and how many of the sequence are `observed`; or why it is `refused`.
+    """
 
     number: int
-    ids: list[int] | None
+    requests: Sequence[dict[str, Any]] | None = None
     reward: float = 0.0
+    done: bool = False
     error: str = ""
     blame: str = ""
-    over: bool = False
+
+
+@dataclass(eq=False)
+class Turn:
+    """A turn of the policy, whose rollout has all ids before it as a prompt. path: the numbers of the turns of its
+    sequence, its own the last. observed: ids of the sequence that count as observations."""
+
+    rollout: Rollout
+    path: tuple[int, ...] = (0,)
+    observed: int = 0
 
 
 @dataclass(eq=False)
 class EpisodeRecord:
-    """A response so far. last: the rollout of the last turn. owners: the turn that each token belongs to, from 1; 0 for
-    the environment's. rewards: of the turns that were answered."""
+    """The turns of an episode. asked: those that the last answer asked for, or why they are refused, in its order;
+    missing: how many of them are not over. rewards: of the turns that were answered."""
 
-    last: Rollout
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    asked: list[Turn | dict[str, Any]] = field(default_factory=list)
+    missing: int = 0
     rewards: list[float] = field(default_factory=list)
-    turns: int = 0
     score: float = 0.0
     done: bool = False
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.owners += [turn] * len(tokens)
+    def response(self, routed: Callable[[Rollout], Tensor], own_prompt: bool) -> GeneratedResponse:
+        """Return the sequences, one after another: a turn that several begin with is the policy's in the first one
+        only. own_prompt: that begins with another prompt than given."""
+        tokens, logprobs, owners, branches = list[int](), list[float](), list[int](), list[int]()
+        inner = {at for turn in self.turns for at in turn.path[:-1]}
+        for leaf in (turn for number, turn in enumerate(self.turns) if number not in inner):
+            begin, written = len(tokens), {*owners}
+            for at in leaf.path:
+                rollout, owner = self.turns[at].rollout, 0 if at + 1 in written else at + 1
+                new = rollout.prompt[len(tokens) - begin :]
+                tokens += [*new, *rollout.tokens]
+                logprobs += [0.0] * len(new) + [x if owner else 0.0 for x in rollout.logprobs]
+                owners += [0] * len(new) + [owner] * len(rollout.tokens)
+            branches += [branches[-1] + 1 if branches else 0] * (len(tokens) - begin)
+        cut = len(self.turns[0].rollout.prompt) if self.turns else 0
+        ids, more = torch.tensor(tokens, dtype=torch.int64), dict[str, Any]()
+        if self.turns:
+            own = {"prompt": ids[:cut], "branches": torch.tensor(branches)} if own_prompt else {}
+            more = {"routed": routed(self.turns[-1].rollout), **own}
+        numbers = torch.tensor(logprobs[cut:], dtype=torch.float32), self.done, torch.tensor(owners[cut:]).long()
+        return GeneratedResponse(ids[cut:], *numbers, self.score, self.rewards, **more)
 
 
 class Turns:
@@ -60,9 +95,9 @@ class Turns:
     Args:
         samples: (id, prompt_index) of each. groups: by axis, of the ranks that keep the same records. leads: whether
             this rank, the last one of pp and the first of the others, asks the environments. context: the most tokens
-            of a sequence.
+            of a sequence. agents: how many of them run at a time.
 
-    waiting: rollouts whose environment has not answered, by number.
+    waiting: the numbers of episodes whose environment has not answered. first: rollouts that are decoded at once.
     """
 
     def __init__(
@@ -74,12 +109,19 @@ class Turns:
         *,
         leads: bool,
         context: int,
+        agents: int,
     ) -> None:
-        self.records = [EpisodeRecord(rollout) for rollout in rollouts]
-        self.waiting: dict[int, Rollout] = {}
-        self._limits = [rollout.limit for rollout in rollouts]
+        self.records, self.waiting = [EpisodeRecord() for _ in rollouts], set[int]()
+        self._limits, self._seeds = [each.limit for each in rollouts], [each.seed for each in rollouts]
         self._episodes, self._samples, self._groups, self._context = episodes, samples, groups, context
         self._processes = episodes.processes if leads else None
+        self.first, self._later = rollouts, deque[int]()
+        if episodes.begin is not None:
+            self.first, self._later = (), deque(range(len(rollouts)))
+            for _ in range(min(agents, len(rollouts))):
+                self._ask(self._later.popleft())
+        for rollout, record in zip(self.first, self.records, strict=False):
+            record.turns, record.missing = [Turn(rollout)], 1
 
     def close(self) -> None:
         """End the environments that have not answered."""
@@ -87,78 +129,124 @@ class Turns:
             self._processes.stop()
 
     def end_turn(self, rollout: Rollout) -> None:
-        """Ask the environment of a rollout that has all of its tokens."""
-        record = self.records[rollout.number]
-        record.turns += 1
-        record.last = rollout
-        record.add(rollout.tokens, rollout.logprobs, record.turns)
-        self.waiting[rollout.number] = rollout
-        if self._processes is not None:
-            sample = self._sample(rollout.number) if record.turns == 1 else None
-            self._processes.ask(rollout.number, self._episodes.decode(rollout.tokens), sample)
+        """Ask the environment of a rollout that has all of its tokens, once it has all that it waits for."""
+        self.records[rollout.number].missing -= 1
+        if not self.records[rollout.number].missing:
+            self._ask(rollout.number)
 
     def go_on(self, wait: bool) -> list[Rollout]:
         """Return the rollouts that go on after the answers that have come; `wait` for one at least. Collective."""
         told = [[] if self._processes is None else [self._told(each) for each in self._processes.answers(wait)]]
         for axis, group in self._groups.items():  # as tokens are
             dist.broadcast_object_list(told, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
-        following = [self._follow(each) for each in told[0]]
-        return [rollout for rollout in following if rollout is not None]
+        return [rollout for each in told[0] for rollout in self._follow(each)]
 
     def responses(self, routed: Callable[[Rollout], Tensor]) -> list[GeneratedResponse]:
         """Return the responses of the episodes. routed: returns the experts of a rollout's tokens."""
-        return [
-            GeneratedResponse(
-                torch.tensor(each.tokens),
-                torch.tensor(each.logprobs, dtype=torch.float32),
-                each.done,
-                torch.tensor(each.owners),
-                each.score,
-                each.rewards,
-                routed=routed(each.last),
-            )
-            for each in self.records
-        ]
+        return [each.response(routed, self._episodes.begin is not None) for each in self.records]
 
     def _sample(self, number: int) -> dict[str, Any]:
         sample, index = self._samples[number]
         return {**self._episodes.sample(index), "sample": sample, "prompt_index": index}
 
-    def _told(self, answer: Answer) -> Told:
-        rollout, error, blame, ids = self.waiting[answer.number], answer.error, answer.blame, None
-        over = bool(answer.observation) and self._episodes.exceeds(answer.observation or "")
-        if not (error or answer.done or over):
-            assert answer.observation is not None
-            chat = self._episodes.examples[self._samples[answer.number][1]].chat
-            try:
-                ids = self._episodes.observe(answer.observation, rollout.tokens, chat)
-            except Exception as refused:  # of a template or a tokenizer, at a text from outside
-                error, blame = str(refused) if isinstance(refused, ValueError) else one_line(refused), ENVIRONMENT
-        if error:
-            record = {**self._sample(answer.number), "turn": self.records[answer.number].turns, "error": error}
-            record |= {"traceback": answer.traceback, "response": self._episodes.decode(rollout.tokens), "blame": blame}
-            self._episodes.failures.append(record)
-        return Told(answer.number, ids, answer.reward, error, blame, over and not answer.done)
+    def _ask(self, number: int) -> None:
+        """Send an environment the turns that it waits for."""
+        self.waiting.add(number)
+        if self._processes is None:
+            return
+        record, decode = self.records[number], self._episodes.decode
+        if self._episodes.begin is None:
+            sample, said = self._sample(number) if len(record.turns) == 1 else None, decode(self._last(number))
+        else:
+            sample = None if record.asked else self._sample(number)
+            replies = [each if isinstance(each, dict) else self._reply(each) for each in record.asked]
+            said = json.dumps(replies)
+        self._processes.ask(number, said, sample)
 
-    def _follow(self, told: Told) -> Rollout | None:
-        """Count an answer; return the rollout of the next turn, if there is one."""
-        rollout, record = self.waiting.pop(told.number), self.records[told.number]
+    def _reply(self, turn: Turn) -> dict[str, Any]:
+        """Return what `AgentEnvironment` is told of a turn."""
+        tokens, ends = turn.rollout.tokens, "stop" if turn.rollout.stopped else "length"
+        lengths = {"number": turn.path[-1], "read": len(turn.rollout.prompt), "written": len(tokens)}
+        return {"text": self._episodes.decode(tokens), "finish": ends, **lengths}
+
+    def _last(self, number: int) -> Sequence[int]:
+        return self.records[number].turns[-1].rollout.tokens if self.records[number].turns else ()
+
+    def _told(self, answer: Answer) -> Told:
+        number, error, blame = answer.number, answer.error, answer.blame
+        record, told = self.records[number], list[dict[str, Any]]()
+        done = answer.done and not any("refused" in each for each in record.asked if isinstance(each, dict))
+        if not (error or answer.done):
+            assert answer.observation is not None
+            agent, chat = self._episodes.begin is not None, self._episodes.examples[self._samples[number][1]].chat
+            one = {"after": len(record.turns) - 1, "new": answer.observation}
+            requests: Any = json.loads(str(answer.observation)) if agent else [one]
+            for each in requests:
+                chat = Chat("", [], each["tools"], template=each["template"]) if agent else chat
+                try:
+                    told.append(self._request(number, each, chat, len(told), len(requests)))
+                except Exception as refused:  # of a template or a tokenizer, at a text from outside
+                    why = str(refused) if isinstance(refused, ValueError) else one_line(refused)
+                    told.append({"refused": why})
+                    error, blame = ("", "") if agent else (why, ENVIRONMENT)
+        if error:
+            failed = {**self._sample(number), "turn": len(record.turns), "error": error, "traceback": answer.traceback}
+            failed |= {"response": self._episodes.decode(self._last(number)), "blame": blame}
+            self._episodes.failures.append(failed)
+        ends = error or answer.done or (self._episodes.begin is None and "refused" in told[0])
+        return Told(number, None if ends else told, answer.reward, done, error, blame)
+
+    def _request(self, number: int, request: Mapping[str, Any], chat: Any, place: int, shares: int) -> dict[str, Any]:
+        """Return what ranks are told of a request. place: among those that came together, as many as `shares`, which
+        get equal ones of the tokens that are left. Raises what a template or a tokenizer does."""
+        new, episodes, record = request["new"], self._episodes, self.records[number]
+        before = None if request["after"] is None else record.turns[request["after"]]
+        left = (self._limits[number] - sum(len(turn.rollout.tokens) for turn in record.turns)) // shares
+        over = left <= 0 or len(record.turns) + place >= episodes.max_turns or episodes.exceeds(new)
+        if not over:
+            assert before is not None or episodes.begin is not None
+            ids = episodes.observe(new, before.rollout.tokens, chat) if before else episodes.begin(new, chat)  # type: ignore[misc]
+            observed = len(ids) + (before.observed if before else 0)
+            known = len(ids) + (len(before.rollout.prompt) + len(before.rollout.tokens) if before else 0)
+            left = min(left, self._context - known, request.get("limit") or left)
+            over = left <= 0 or observed > episodes.max_observation_tokens or not known
+        if over:
+            limits = "--max-turns, --max-new-tokens, --max-observation-tokens or the model's context"
+            return {"refused": f"the episode is at its end, by {limits}", "over": True}
+        return {"after": request["after"], "ids": ids, "limit": left, "observed": observed}
+
+    def _follow(self, told: Told) -> list[Rollout]:
+        """Count an answer; return the rollouts of the next turns, if there are some."""
+        record, number, rollouts = self.records[told.number], told.number, list[Rollout]()
+        self.waiting.remove(number)
+        record.rewards += [0.0] * (len(record.turns) - len(record.rewards))
         if told.error:
             record.score, record.rewards = score_of_failure(self._episodes.failure, told.blame), []
-        else:
-            record.rewards.append(told.reward)
-            record.score += told.reward
-            record.done = told.ids is None and not told.over
-        ids = told.ids or []
-        prompt = [*rollout.prompt, *rollout.tokens, *ids]
-        observed = record.owners.count(0)
-        left = min(self._limits[told.number] - len(record.owners) + observed, self._context - len(prompt))
-        observed += len(ids)
-        over = told.over or observed > self._episodes.max_observation_tokens
-        over |= record.turns == self._episodes.max_turns or left <= 0
-        if told.error or record.done or over:
+        elif record.turns:
+            record.rewards[-1] += told.reward
+            record.score, record.done = record.score + told.reward, told.done
+        if told.requests is None:
             if self._processes is not None:
-                self._processes.end(told.number)
-            return None
-        record.add(ids, [0.0] * len(ids), 0)
-        return Rollout(prompt, rollout.seed, left, number=told.number, before=len(record.tokens))
+                self._processes.end(number)
+            if self._later:
+                self._ask(self._later.popleft())
+            return []
+        record.asked = []
+        for each in told.requests:
+            if "refused" in each:
+                record.asked.append(each)
+                continue
+            rollout, path = Rollout(each["ids"], self._seeds[number], each["limit"], number=number), tuple[int, ...]()
+            if each["after"] is not None:
+                last, path = record.turns[each["after"]].rollout, record.turns[each["after"]].path
+                rollout.prompt = [*last.prompt, *last.tokens, *each["ids"]]
+                rollout.seed, rollout.before = last.seed, last.before + len(last.tokens) + len(each["ids"])
+            if any(turn.path[:-1] == path for turn in record.turns):  # equal requests get other replies
+                rollout.seed = derived_seed(self._seeds[number], len(record.turns))
+            record.turns.append(Turn(rollout, (*path, len(record.turns)), each["observed"]))
+            record.asked.append(record.turns[-1])
+            rollouts.append(rollout)
+        record.missing = len(rollouts)
+        if not rollouts:
+            self._ask(number)
+        return rollouts

@@ -234,7 +234,10 @@ class VllmEngine:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
         rollouts, episodes = Rollout.begin(prompts, work, seeds, begun, longest), work.episodes
         leads = self._mesh.rank("tp") == 0
-        turns = Turns(rollouts, episodes, samples, self._together, leads=leads, context=longest) if episodes else None
+        turns = None
+        if episodes:
+            others: dict[str, Any] = {"leads": leads, "context": longest, "agents": self._options.slots}
+            turns = Turns(rollouts, episodes, samples, self._together, **others)
         with closing(turns) if turns else nullcontext(), self._named("while it decoded"):
             self._decode_all(rollouts, work, turns, enough)
         routed = methodcaller("choices", work.routed)
@@ -268,7 +271,7 @@ class VllmEngine:
             active[request] = rollout
             self._begin(request, rollout, sampling)
 
-        for rollout in rollouts:
+        for rollout in turns.first if turns else rollouts:
             begin(rollout)
         while not leaves and (active or (turns is not None and turns.waiting)):
             for rollout in turns.go_on(wait=not active) if turns is not None and turns.waiting else ():

@@ -9,6 +9,8 @@ Samples with a common prefix, such as the responses to a prompt, can have it onc
 
     documents   a a a a a | a 1 1 1 | a 2 2 | a 3 3 3 3      the prompt's last token predicts the first one of each
     parents       -1          0         0       0            response, so every response begins with it
+
+The conversations of an agent's episode are one sample, and a document and a sequence each.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.nn.functional import pad
 
 from usp.attention import SequenceLayout
 from usp.parallel import ParallelMesh
-from usp.rlhf.graph import ROUTED, Sequences
+from usp.rlhf.graph import BRANCHES, ROUTED, Sequences
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
 from usp.sp.sequence import IGNORED_LABEL, shard_batch, shard_sequence, unshard_sequence
@@ -197,17 +199,20 @@ def micro_batches(
         if sharing:
             whole["prefix_tree"] = torch.tensor([[segment.parent for segment in segments] or [-1]], dtype=torch.int32)
         batch = shard_batch(whole, mesh, layout.sp_layout)
-        places = {index: torch.full(tokens[index].shape, number) for number, index in enumerate(row)}
+        places, count = dict[int, Tensor](), 0
+        for index in row:
+            places[index] = count + _conversations(samples, index)
+            count = int(places[index].max()) + 1
         others = {
             "shift_labels": joined(labels, IGNORED_LABEL, torch.int64),
-            SEQUENCE: joined(places, len(row), torch.int64),
+            SEQUENCE: joined(places, count, torch.int64),
             **{key: joined(samples[key] if samples.ids else (), 0, torch.float32) for key in keys},
         }
         if routed:
             others[ROUTED] = joined(routed, 0, torch.int16, routed[0].shape[1])
         for key, value in others.items():
             batch[key] = shard_sequence(value, mesh, layout.sp_layout, cu_seqlens=boundaries)
-        batch["real"] = batch[SEQUENCE] < len(row)
+        batch["real"] = batch[SEQUENCE] < count
         batches.append(batch)
     return batches
 
@@ -223,10 +228,17 @@ def _segments(samples: Samples, plan: RowPlan) -> list[list[RowSegment]]:
             if shared and index == members[0]:
                 segments.append(RowSegment(index, 0, shared, -1, tuple(members)))
                 parent = len(segments) - 1
-            length = len(samples["tokens"][index])
-            segments.append(RowSegment(index, shared, length, parent if shared else -1, (index,)))
+            ends = _conversations(samples, index).unique(return_counts=True)[1].cumsum(0).tolist()
+            for begin, end in pairwise((shared, *ends)):
+                segments.append(RowSegment(index, begin, end, parent if shared else -1, (index,)))
         rows.append(segments)
     return rows
+
+
+def _conversations(samples: Samples, index: int) -> Tensor:
+    """Return the conversation of each token of a sample, from 0."""
+    branches = samples.values.get(BRANCHES)
+    return torch.zeros_like(samples["tokens"][index]) if branches is None else branches[index]
 
 
 def unpack(

@@ -1,0 +1,256 @@
+"""Agents behind the endpoint: every token is trained as it was sampled, and what a fault costs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import ByT5Tokenizer
+
+from usp.data.chats import Chat
+from usp.data.tokenizer import ByteTokenizer
+from usp.hf.tokenizers import ChatTemplate
+from usp.rlhf.environments.agents import AGENT, Conversations, message_of, read_message
+from usp.rlhf.environments.episodes import Episodes, Processes, ids_between
+from usp.rlhf.generation.decoding import GeneratedResponse, Rollout
+from usp.rlhf.generation.turns import Turns
+
+from .test_episodes import CHATML
+
+FILE = Path(__file__).with_name("agent.py")
+BYTES, STOP = ByteTokenizer(), 1
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+TOOLS = CHATML.replace("{{ message['content'] }}", "{{ message['content'] }}{{ message['tool_calls'] }}")
+
+
+@dataclass(frozen=True)
+class Example:
+    row: str
+    prompt: np.ndarray
+    answer: str = "42"
+    chat: Chat | None = None
+
+
+class Sampled:
+    """A policy without a model: turns of random ids, most of which are no text, or of `texts`. It keeps what it was
+    asked and what it wrote."""
+
+    def __init__(self, texts: Sequence[str] = ()) -> None:
+        self.draw, self.texts = random.Random(0), list(texts)
+        self.wrote: list[tuple[list[int], list[int], list[float]]] = []
+
+    def __call__(self, rollout: Rollout) -> None:
+        ids = [self.draw.randrange(2, 384) for _ in range(self.draw.randrange(6))]
+        ids = BYTES.encode(self.texts.pop(0)).tolist() if self.texts else ids
+        rollout.tokens = [*ids, STOP][: rollout.limit]
+        rollout.stopped = rollout.tokens[-1] == STOP
+        rollout.logprobs = [-self.draw.random() for _ in rollout.tokens]
+        self.wrote.append((list(rollout.prompt), list(rollout.tokens), list(rollout.logprobs)))
+
+
+def episodes_of(rows: Sequence[dict[str, Any]], template: str = CHATML, **different: Any) -> Episodes:
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = template
+    chats = ChatTemplate(tokenizer, "a test's", stops=(STOP,))
+    settings = {"command": f"{sys.executable} {FILE}", "reward": "match"}
+    options: dict[str, Any] = {"max_turns": 10**6, "max_observation_tokens": 10**6}
+    options |= {"begin": lambda said, chat: chats.prompt(replace(chat, messages=said), guarded=True).tolist()}
+    return Episodes(
+        Processes(AGENT, different.pop("timeout", 60.0), settings),
+        [Example(json.dumps(row), BYTES.encode("a row")) for row in rows],
+        BYTES.decode,
+        lambda new, turn, chat: ids_between(BYTES.encode, chats, new, turn, chat),
+        **(options | different),
+    )
+
+
+def played(episodes: Episodes, policy: Callable[[Rollout], None], tokens: int = 10**6) -> list[GeneratedResponse]:
+    number = len(episodes.examples)
+    rollouts = [Rollout([], seed, tokens, number=seed) for seed in range(number)]
+    samples = [(index, index) for index in range(number)]
+    turns = Turns(rollouts, episodes, samples, {}, leads=True, context=10**6, agents=4)
+    while turns.waiting:
+        for rollout in turns.go_on(wait=True):
+            policy(rollout)
+            turns.end_turn(rollout)
+    episodes.processes.close()
+    return turns.responses(lambda rollout: None)  # type: ignore[arg-type, return-value]
+
+
+def violations(found: Sequence[GeneratedResponse], wrote: Sequence[tuple[list[int], list[int], list[float]]]) -> int:
+    """How many turns are not trained once, as they were sampled, after what the policy had read then."""
+    trained: list[tuple[list[int], list[int], list[float]]] = []
+    for each in found:
+        assert each.prompt is not None and each.branches is not None and each.turns is not None
+        tokens, cut = [*each.prompt.tolist(), *each.tokens.tolist()], len(each.prompt)
+        owners, logprobs = [0] * cut + each.turns.tolist(), [0.0] * cut + each.logprobs.tolist()
+        branches = each.branches.tolist()
+        for turn in range(1, max(owners) + 1):
+            own = [place for place, owner in enumerate(owners) if owner == turn]
+            begin = branches.index(branches[own[0]])
+            whole = own == list(range(own[0], own[-1] + 1))
+            before = tokens[begin : own[0]] if whole else []
+            trained.append((before, [tokens[place] for place in own], [logprobs[place] for place in own]))
+    asked = [(before, ids, pytest.approx(numbers, abs=1e-6)) for before, ids, numbers in wrote]
+    return sum(each not in trained for each in asked) + abs(len(asked) - len(trained))
+
+
+def test_every_token_of_a_thousand_turns_is_trained_as_it_was_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, rows = Sampled(), [{"kind": f"tree={turns}"} for turns in (60, 60, 70, 60)]
+    found = played(episodes_of(rows), policy)
+    assert len(policy.wrote) == 4 + 4 * 250 and violations(found, policy.wrote) == 0
+    assert [each.score for each in found] == [60, 60, 70, 60] and all(each.finished for each in found)
+    for each in found:
+        assert each.branches is not None and each.branches.unique().tolist() == [0, 1, 2, 3]
+    lost = [(before, BYTES.encode(BYTES.decode(ids)).tolist(), numbers) for before, ids, numbers in policy.wrote]
+    assert violations(found, lost) > 500  # the ids of a text are not those that were sampled
+
+    def encoded_again(self: Turns, told: Any, follow: Any = Turns._follow) -> list[Rollout]:
+        rollouts = follow(self, told)
+        for rollout in rollouts:
+            rollout.prompt = BYTES.encode(BYTES.show(rollout.prompt)).tolist()
+        return rollouts
+
+    monkeypatch.setattr(Turns, "_follow", encoded_again)
+    policy = Sampled()
+    assert violations(played(episodes_of([{"kind": "tree=5"}]), policy), policy.wrote) > 0
+
+
+def test_equal_requests_get_seeds_of_their_own_and_a_line_those_of_an_environment() -> None:
+    seeds: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def noted(rollout: Rollout, policy: Sampled = Sampled(["same"] * 100)) -> None:  # noqa: B008
+        seeds.setdefault(tuple(rollout.prompt), []).append((rollout.seed, rollout.before))
+        policy(rollout)
+
+    (found,) = played(episodes_of([{"kind": "tree=1"}]), noted)
+    assert found.prompt is not None and seeds[tuple(found.prompt.tolist())] == [(0, 0)]
+    of_all = [each for of_prompt in seeds.values() for each in of_prompt]
+    assert len(of_all) == len(set(of_all)) == 5
+    assert found.rewards == [0, 0, 0, 0, 1]
+
+
+def test_limits_end_an_episode_and_no_run() -> None:
+    for limits, turns in ({"max_turns": 3}, 3), ({"max_observation_tokens": 140}, 3), ({}, 3):
+        policy = Sampled(["abc"] * 20)
+        (found,) = played(episodes_of([{"kind": "endless"}], **limits), policy, 1000 if limits else 10)
+        assert len(policy.wrote) == turns and violations([found], policy.wrote) == 0
+        assert not found.finished and found.score == 0
+
+
+def test_a_fault_costs_its_own_episode() -> None:
+    rows = [{"kind": kind, "question": "?"} for kind in ("crash", "early", "scored", "linear=2")]
+    episodes = episodes_of(rows, failure="stop")
+    policy = Sampled(["42"] * 5)
+    crashed, early, scored, linear = played(episodes, policy)
+    failures = {each["prompt_index"]: each for each in episodes.take_failures()}
+    assert {each["error"] for each in failures.values()} == {"the agent exited with code 1"} and len(failures) == 2
+    # A text of the policy ends no run, an agent that fails without one may.
+    assert [failures[number]["blame"] for number in range(2)] == ["text", "environment"]
+    assert crashed.score == 0 and np.isnan(early.score) and not len(early.tokens) and early.prompt is None
+    assert scored.score == 1 and scored.finished and violations([crashed, scored, linear], policy.wrote) == 0
+    assert linear.score == 1 and linear.rewards == [0, 1]
+
+
+def test_an_agent_that_takes_too_long_is_ended() -> None:
+    episodes = episodes_of([{"kind": "hang"}], timeout=1.5)
+    (hung,) = played(episodes, Sampled())
+    (failure,) = episodes.take_failures()
+    assert failure["error"] == "a step took longer than 1.5 seconds" and hung.score == 0 and not hung.finished
+
+
+def test_what_the_endpoint_does_not_support_is_refused() -> None:
+    policy = Sampled()
+    played(episodes_of([{"kind": "refusals"}]), policy)
+    text = BYTES.decode(policy.wrote[0][0])
+    for said in (
+        "401 the key is not OPENAI_API_KEY",
+        "400 the request is no JSON object",
+        "400 not supported: n = 2",
+        "400 not supported: stop = ['x']",
+        "400 a message must have a role, and text under content: no images",
+        "400 messages must be a list",
+        "400 prompt must be one text",
+        "404 there is no POST /v1/embeddings",
+        '400 a reward must be {"reward": NUMBER}',
+    ):
+        assert said in text
+
+
+def test_calls_of_tools_go_out_and_their_results_come_in() -> None:
+    policy = Sampled([f"Adding. {CALL}", "3"])
+    (found,) = played(episodes_of([{"kind": "tools"}], TOOLS), policy)
+    assert found.score == 1 and violations([found], policy.wrote) == 0 and len(policy.wrote) == 2
+    assert "<|im_start|>tool\n3" in BYTES.show(policy.wrote[1][0])
+    assert message_of(f"Adding. {CALL[:-14]}", tools=True)["content"] == f"Adding. {CALL[:-14]}"
+    assert message_of(CALL, tools=False)["content"] == CALL
+
+
+def test_a_conversation_goes_on_from_its_longest_reply() -> None:
+    known, begin = Conversations(), [{"role": "user", "content": "Hi."}]
+    assert known.find(begin, "") == (None, begin)
+    calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}]
+    reply = read_message({"role": "assistant", "content": None, "tool_calls": calls})
+    known.add(0, begin, "", reply)
+    again = {"role": "assistant", "content": " ", "refusal": None, "annotations": []}
+    again["tool_calls"] = [{**calls[0], "id": "y", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    result = {"role": "tool", "tool_call_id": "y", "content": "2"}
+    messages = [read_message(each) for each in (*begin, again, result)]
+    assert known.find(messages, "") == (0, messages[2:]) and known.find(messages, "tools")[0] is None
+    known.add(1, messages, "", read_message({"role": "assistant", "content": "Two."}))
+    more = [*messages, {"role": "assistant", "content": "Two.\n"}, {"role": "user", "content": "So?"}]
+    assert known.find(more, "") == (1, more[-1:])
+    assert known.find([*begin, {"role": "assistant", "content": "Two."}, *begin], "")[0] is None
+    assert known.find(messages[:2], "") == (None, messages[:2])
+    known.add(2, "A text", "", " goes")
+    assert known.find("A text goes on", "") == (2, " on") and known.find("A text", "")[0] is None
+
+
+@pytest.mark.slow
+def test_the_client_of_openai_streams_and_completes(tmp_path: Path) -> None:
+    importlib.import_module("openai")
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, openai\n"
+        "client = openai.OpenAI(max_retries=0)\n"
+        "messages = [{'role': 'user', 'content': 'Hi.'}]\n"
+        "tool = {'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object'}}}\n"
+        "assert [model.id for model in client.models.list()] == ['policy']\n"
+        "reply = client.chat.completions.create(model='m', messages=messages, tools=[tool])\n"
+        "call, = reply.choices[0].message.tool_calls\n"
+        "assert reply.choices[0].finish_reason == 'tool_calls' and reply.usage.completion_tokens > 0\n"
+        "messages += [reply.choices[0].message, {'role': 'tool', 'tool_call_id': call.id, 'content': '3'}]\n"
+        "options = {'include_usage': True}\n"
+        "with client.chat.completions.create(\n"
+        "    model='m', messages=messages, tools=[tool], stream=True, stream_options=options\n"
+        ") as stream:\n"
+        "    chunks = list(stream)\n"
+        "text = ''.join(chunk.choices[0].delta.content or '' for chunk in chunks if chunk.choices)\n"
+        "assert text == 'three' and chunks[-1].usage.prompt_tokens and chunks[1].choices[0].finish_reason == 'stop'\n"
+        "prompt = 'One, two,'\n"
+        "first = client.completions.create(model='m', prompt=prompt, max_tokens=3).choices[0]\n"
+        "assert first.text == ' th' and first.finish_reason == 'length'\n"
+        "end, = [c.choices[0].text for c in client.completions.create(\n"
+        "    model='m', prompt=prompt + first.text + '!', stream=True) if c.choices[0].text]\n"
+        "print(json.dumps({'reward': len(end)}))\n"
+    )
+    episodes = episodes_of([{}], TOOLS)
+    begin = episodes.begin
+    assert begin is not None
+    text = lambda said, chat: BYTES.encode(said).tolist() if isinstance(said, str) else begin(said, chat)  # noqa: E731
+    episodes = replace(episodes, begin=text, processes=Processes(AGENT, 60.0, {
+        "command": f"{sys.executable} {script}", "reward": "match",
+    }))  # fmt: skip
+    policy = Sampled([CALL, "three", " three", "fourth"])
+    (found,) = played(episodes, policy)
+    assert episodes.failures == [] and found.score == 6
+    assert violations([found], policy.wrote) == 0 and len(policy.wrote) == 4
+    assert BYTES.show(policy.wrote[3][0]) == "One, two, th!"
