@@ -354,21 +354,19 @@ _OPTIONS: Mapping[str, Sequence[str]] = {
     "ref_update_every": ("ref_update_weight",),
     "eval_every": names_of(EvaluationConfig)[1:],
     "environment": ("tools",),
-    "episodes": names_of(EnvironmentConfig)[3:],
     "supervised_data": names_of(SupervisedConfig)[1:],
 }
-
-
-def _named(name: str) -> str:
-    return "--environment or --agent" if name == "episodes" else flag(name)
-
-
 _SCORING = ("reward_model", "reward_retries", "reward_processes", "reward_timeout")
 _ONLY_WITH = (
     *ONLY_WITH,
     *(
-        OnlyWith(tuple(options), attrgetter(name), f"is an option of {_named(name)}: give both or neither")
+        OnlyWith(tuple(options), attrgetter(name), f"is an option of {flag(name)}: give both or neither")
         for name, options in _OPTIONS.items()
+    ),
+    OnlyWith(
+        names_of(EnvironmentConfig)[3:],
+        attrgetter("episodes"),
+        "is an option of --environment and --agent: give one of these, or remove it",
     ),
     OnlyWith(
         ("hardware",),
@@ -503,7 +501,7 @@ def _rollout_violations(config: RlhfConfig) -> Iterator[str]:
         return
     asked = "--partial-rollouts" if config.partial_rollouts else f"--oversample = {config.oversample:g}"
     if config.episodes:
-        yield f"{asked} stops responses, and {_named('episodes')} cannot be stopped and go on: remove one"
+        yield f"{asked} stops responses, and an --environment or --agent cannot be stopped and go on: remove one"
     if config.replan:
         yield f"{asked} makes samples that --replan does not predict: remove one"
 
@@ -543,7 +541,7 @@ def _environment_violations(config: RlhfConfig) -> Iterator[str]:
     if bool(config.tools) != (config.environment == TOOLS):
         yield f"--tools = {config.tools} are those of --environment {TOOLS}: give both or neither"
     if config.replan:
-        yield f"--replan does not predict how often an environment answers: remove it, or {_named('episodes')}"
+        yield "--replan does not predict how often an environment or agent answers: remove one"
 
 
 def _supervised_violations(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str]:

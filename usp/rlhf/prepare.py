@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import yaml
 
-from usp.data.chats import Chat
 from usp.data.sources import STDLIB
-from usp.data.tokenizer import Tokenizer, as_document, chat_encoder, same_ids
+from usp.data.tokenizer import Tokenizer, chat_encoder, same_ids
 from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import context_length, is_scalar, model_facts, stop_tokens
@@ -57,7 +56,7 @@ from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, s
 from .config import SEARCH, RlhfConfig, SftConfig, has_critic, sft_steps_of, texts, violations
 from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
 from .environments.agents import AGENT
-from .environments.episodes import Episodes, Observation, Processes, ids_between
+from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import REWARD, SLOW
 from .environments.sandbox import LIMITS, cgroup
 from .environments.tools import NAME as TOOLS
@@ -384,9 +383,9 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> E
     settings: dict[str, Any] = {}
     if config.agent:
         _about("--reward-function = ", lambda: load_reward_function(config.reward_function))
-        command = _about("--agent = ", lambda: shlex.split(config.agent))
-        if not command or shutil.which(command[0]) is None:
-            raise ValueError(f"--agent = {config.agent}: there is no program {' '.join(command[:1])}")
+        if shutil.which(program := _about("--agent = ", lambda: shlex.split(config.agent)[0])) is None:
+            raise ValueError(f"--agent = {config.agent}: there is no program {program}")
+        chat_encoder(tokenizer, f"--agent = {config.agent}")
         settings = {"command": config.agent, "reward": config.reward_function}
     elif config.environment == TOOLS:
         _about("--reward-function = ", lambda: load_reward_function(config.reward_function))
@@ -403,16 +402,9 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> E
         partial(ids_between, tokenizer.encode_text, tokenizer.chats),
         config.max_turns,
         config.max_observation_tokens,
-        begin=partial(_first_ids, tokenizer) if config.agent else None,
+        begin=(lambda chat: tokenizer.chats.prompt(chat, guarded=True).tolist()) if config.agent else None,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
     )
-
-
-def _first_ids(tokenizer: Tokenizer, said: Observation, chat: Chat) -> list[int]:
-    """Return the ids that begin an agent's conversation. Raises ValueError for messages without a chat template."""
-    if isinstance(said, str):
-        return as_document(tokenizer, tokenizer.encode_text(said), end=False).tolist()
-    return chat_encoder(tokenizer, "the messages").prompt(replace(chat, messages=said), guarded=True).tolist()
 
 
 def _algorithm_options(

@@ -133,7 +133,7 @@ def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, da
         ({"environment": "no.py:Nothing"}, "--environment = no.py:Nothing must be PATH.py:NAME"),
         ({"environment": f"{FILE}:Nothing"}, "has no class Nothing"),
         ({"environment": f"{FILE}:Silent"}, "Silent has no method reset and no method step"),
-        ({"environment": "", "max_turns": 3}, "--max-turns = 3 is an option of --environment: give both or neither"),
+        ({"environment": "", "max_turns": 3}, "--max-turns = 3 is an option of --environment and --agent: give one"),
         ({"algorithm": "sft"}, "is for generated responses, and sft has none"),
         ({"reward_model": "models/reward"}, "--reward-model = models/reward is not used with --environment"),
         ({"reward_retries": 1}, "--reward-retries = 1 is not used with --environment"),
@@ -142,7 +142,10 @@ def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, da
         ({"environment": "tools", "tools": "calculator", "reward_function": "regex=("}, "--reward-function = regex=(:"),
         ({"reward_function": "math"}, "--reward-function = math is not used with --environment"),
         ({"reward_timeout": 3.0}, "--reward-timeout = 3.0 is not used with --environment"),
-        ({"replan": "every=1", "plan": "search"}, "--replan does not predict how often an environment answers"),
+        (
+            {"replan": "every=1", "plan": "search"},
+            "--replan does not predict how often an environment or agent answers",
+        ),
     ],
 )
 def test_what_does_not_go_with_an_environment_is_refused(

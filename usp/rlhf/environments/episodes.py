@@ -47,7 +47,7 @@ class Environment(Protocol):
 
     def reset(self, sample: Mapping[str, Any]) -> None:
         """Begin an episode: sample has the texts `prompt` and `answer` of the data, the number `prompt_index` of that
-        example, and the number `sample` of the response in its step."""
+        example, its `row` as the file has it, and the number `sample` of the response in its step."""
 
     def step(self, turn: str) -> tuple[Observation | None, float, bool]:
         """Answer the text of the policy's turn with (observation, reward, done).
@@ -218,7 +218,7 @@ class Episodes:
             the example. Raises ValueError for messages without a chat template.
         max_turns: of the policy.
         max_observation_tokens: of all observations of an episode, which ends before one that exceeds them.
-        begin: of agents, returns the ids of the first messages, or the text, of a conversation, with `chat`.
+        begin: of agents, returns the ids of the messages that begin a conversation, a `Chat`.
         failure: the score of an episode whose environment fails, see `score_of_failure`.
         failures: the episodes that failed since the last `take_failures`.
         processes: of the environment, on the ranks that ask it; they take the episodes of one step after another.
@@ -230,7 +230,7 @@ class Episodes:
     observe: Callable[[Observation, Sequence[int], Any], list[int]]
     max_turns: int = 8
     max_observation_tokens: int = 1024
-    begin: Callable[[Observation, Any], list[int]] | None = None
+    begin: Callable[[Any], list[int]] | None = None
     failure: Literal["stop", "zero", "drop"] = "stop"
     failures: list[dict[str, Any]] = field(default_factory=list)
 
@@ -238,7 +238,7 @@ class Episodes:
         """Return what `Environment.reset` gets of an example, besides the numbers of the sample and the example."""
         example = self.examples[index]
         texts = {"prompt": self.decode(example.prompt.tolist()), "answer": example.answer}
-        return texts if self.begin is None else {**texts, "row": json.loads(example.row) if example.row else texts}
+        return {**texts, "row": json.loads(example.row) if example.row else texts}
 
     def exceeds(self, observation: Observation) -> bool:
         """Return whether an observation is too long for its tokens to be counted: `CHARACTERS` for each of them."""

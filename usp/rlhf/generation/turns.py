@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -204,8 +204,11 @@ class Turns:
         left = (self._limits[number] - sum(len(turn.rollout.tokens) for turn in record.turns)) // shares
         over = left <= 0 or len(record.turns) + place >= episodes.max_turns or episodes.exceeds(new)
         if not over:
-            assert before is not None or episodes.begin is not None
-            ids = episodes.observe(new, before.rollout.tokens, chat) if before else episodes.begin(new, chat)  # type: ignore[misc]
+            if before is None:
+                assert episodes.begin is not None
+                ids = episodes.begin(replace(chat, messages=new))
+            else:
+                ids = episodes.observe(new, before.rollout.tokens, chat)
             observed = len(ids) + (before.observed if before else 0)
             known = len(ids) + (len(before.rollout.prompt) + len(before.rollout.tokens) if before else 0)
             left = min(left, self._context - known, request.get("limit") or left)

@@ -79,7 +79,6 @@ def refusals() -> list[Any]:
         post("/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         post("/chat/completions", {"messages": "text"}),
         post("/completions", hello),
-        post("/embeddings", hello),
         post("/reward", {"reward": "much"}),
     ]
 

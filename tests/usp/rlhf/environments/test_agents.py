@@ -18,7 +18,7 @@ from transformers import ByT5Tokenizer
 from usp.data.chats import Chat
 from usp.data.tokenizer import ByteTokenizer
 from usp.hf.tokenizers import ChatTemplate
-from usp.rlhf.environments.agents import AGENT, Conversations, message_of, read_message
+from usp.rlhf.environments.agents import AGENT, comparable, followed, message_of, read_message
 from usp.rlhf.environments.episodes import Episodes, Processes, ids_between
 from usp.rlhf.generation.decoding import GeneratedResponse, Rollout
 from usp.rlhf.generation.turns import Turns
@@ -62,7 +62,7 @@ def episodes_of(rows: Sequence[dict[str, Any]], template: str = CHATML, **differ
     chats = ChatTemplate(tokenizer, "a test's", stops=(STOP,))
     settings = {"command": f"{sys.executable} {FILE}", "reward": "match"}
     options: dict[str, Any] = {"max_turns": 10**6, "max_observation_tokens": 10**6}
-    options |= {"begin": lambda said, chat: chats.prompt(replace(chat, messages=said), guarded=True).tolist()}
+    options |= {"begin": lambda chat: chats.prompt(chat, guarded=True).tolist()}
     return Episodes(
         Processes(AGENT, different.pop("timeout", 60.0), settings),
         [Example(json.dumps(row), BYTES.encode("a row")) for row in rows],
@@ -178,8 +178,7 @@ def test_what_the_endpoint_does_not_support_is_refused() -> None:
         "400 not supported: stop = ['x']",
         "400 a message must have a role, and text under content: no images",
         "400 messages must be a list",
-        "400 prompt must be one text",
-        "404 there is no POST /v1/embeddings",
+        "404 there is no POST /v1/completions",
         '400 a reward must be {"reward": NUMBER}',
     ):
         assert said in text
@@ -195,23 +194,26 @@ def test_calls_of_tools_go_out_and_their_results_come_in() -> None:
 
 
 def test_a_conversation_goes_on_from_its_longest_reply() -> None:
-    known, begin = Conversations(), [{"role": "user", "content": "Hi."}]
-    assert known.find(begin, "") == (None, begin)
+    known: dict[int, list[str]] = {}
+
+    def follows(*messages: dict[str, Any], tools: str = "") -> int | None:
+        return followed(known, comparable(tools, [read_message(each) for each in messages]))
+
+    def add(*messages: dict[str, Any]) -> None:
+        known[len(known)] = comparable("", [read_message(each) for each in messages])
+
+    hello = {"role": "user", "content": "Hi."}
+    assert follows(hello) is None
     calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}]
-    reply = read_message({"role": "assistant", "content": None, "tool_calls": calls})
-    known.add(0, begin, "", reply)
+    add(hello, {"role": "assistant", "content": None, "tool_calls": calls})
     again = {"role": "assistant", "content": " ", "refusal": None, "annotations": []}
     again["tool_calls"] = [{**calls[0], "id": "y", "function": {"name": "f", "arguments": '{"a": 1}'}}]
     result = {"role": "tool", "tool_call_id": "y", "content": "2"}
-    messages = [read_message(each) for each in (*begin, again, result)]
-    assert known.find(messages, "") == (0, messages[2:]) and known.find(messages, "tools")[0] is None
-    known.add(1, messages, "", read_message({"role": "assistant", "content": "Two."}))
-    more = [*messages, {"role": "assistant", "content": "Two.\n"}, {"role": "user", "content": "So?"}]
-    assert known.find(more, "") == (1, more[-1:])
-    assert known.find([*begin, {"role": "assistant", "content": "Two."}, *begin], "")[0] is None
-    assert known.find(messages[:2], "") == (None, messages[:2])
-    known.add(2, "A text", "", " goes")
-    assert known.find("A text goes on", "") == (2, " on") and known.find("A text", "")[0] is None
+    assert follows(hello, again, result) == 0 and follows(hello, again, result, tools="others") is None
+    two = {"role": "assistant", "content": "Two."}
+    add(hello, again, result, two)
+    assert follows(hello, again, result, {**two, "content": "Two.\n"}, hello) == 1
+    assert follows(hello, two, hello) is None and follows(hello, again) is None  # other history, and nothing new
 
 
 @pytest.mark.slow
@@ -235,22 +237,13 @@ def test_the_client_of_openai_streams_and_completes(tmp_path: Path) -> None:
         "    chunks = list(stream)\n"
         "text = ''.join(chunk.choices[0].delta.content or '' for chunk in chunks if chunk.choices)\n"
         "assert text == 'three' and chunks[-1].usage.prompt_tokens and chunks[1].choices[0].finish_reason == 'stop'\n"
-        "prompt = 'One, two,'\n"
-        "first = client.completions.create(model='m', prompt=prompt, max_tokens=3).choices[0]\n"
-        "assert first.text == ' th' and first.finish_reason == 'length'\n"
-        "end, = [c.choices[0].text for c in client.completions.create(\n"
-        "    model='m', prompt=prompt + first.text + '!', stream=True) if c.choices[0].text]\n"
-        "print(json.dumps({'reward': len(end)}))\n"
+        "other = client.chat.completions.create(model='m', messages=messages[:1], max_completion_tokens=3)\n"
+        "assert other.choices[0].finish_reason == 'length'\n"
+        "print(json.dumps({'reward': len(other.choices[0].message.content)}))\n"
     )
-    episodes = episodes_of([{}], TOOLS)
-    begin = episodes.begin
-    assert begin is not None
-    text = lambda said, chat: BYTES.encode(said).tolist() if isinstance(said, str) else begin(said, chat)  # noqa: E731
-    episodes = replace(episodes, begin=text, processes=Processes(AGENT, 60.0, {
-        "command": f"{sys.executable} {script}", "reward": "match",
-    }))  # fmt: skip
-    policy = Sampled([CALL, "three", " three", "fourth"])
+    settings = {"command": f"{sys.executable} {script}", "reward": "match"}
+    episodes = replace(episodes_of([{}], TOOLS), processes=Processes(AGENT, 60.0, settings))
+    policy = Sampled([CALL, "three", "three"])
     (found,) = played(episodes, policy)
-    assert episodes.failures == [] and found.score == 6
-    assert violations([found], policy.wrote) == 0 and len(policy.wrote) == 4
-    assert BYTES.show(policy.wrote[3][0]) == "One, two, th!"
+    assert episodes.failures == [] and found.score == 3
+    assert violations([found], policy.wrote) == 0 and len(policy.wrote) == 3

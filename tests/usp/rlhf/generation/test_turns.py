@@ -35,6 +35,7 @@ class Example:
     prompt: np.ndarray
     answer: str
     chat: Chat
+    row: str = ""
 
 
 def examples() -> list[Example]:
