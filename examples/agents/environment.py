@@ -1,23 +1,15 @@
 """The task of agent.py as an environment: the same episodes, without a client."""
 
-import json
-import re
 
-
-class Lookup:
-    """A row's table, of which the policy looks a key up."""
+class Terminal:
+    """A terminal that wants a letter, and then none."""
 
     def reset(self, sample: dict) -> None:
-        self.key, self.table = sample["row"]["messages"][0]["content"], sample["row"]["table"]
         self.turns = 0
 
-    def step(self, turn: str) -> tuple[list | None, float, bool]:
+    def step(self, turn: str) -> tuple[list, float, bool]:
         self.turns += 1
-        calls = re.findall("<tool_call>(.*?)</tool_call>", turn, re.DOTALL)
-        try:
-            keys = [str(json.loads(call)["arguments"].get("key")) for call in calls]
-        except (ValueError, LookupError, TypeError, AttributeError):
-            keys = []
-        if not keys or self.turns == 3:
-            return None, float(not keys and turn == self.table[self.key]), True
-        return [{"role": "tool", "content": self.table.get(key, "?")} for key in keys], 0.0, False
+        letter = len(turn) == 1 and "@" <= turn <= "\x7f"
+        other = len(turn) == 1 and turn < "@"
+        reward = 0.5 * (letter if self.turns == 1 else other)
+        return [{"role": "user", "content": "found" if letter else "?"}], reward, self.turns == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.harness.ranks import RankPool
 from tests.usp.rlhf.environments.test_sandbox import needs_protection
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.prepare import prepare
+from usp.rlhf.roles import rows
 from usp.rlhf.trainer import RlhfTrainer
 from usp.run.failures import ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, StopRequest
@@ -142,6 +144,12 @@ def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, da
         ({"environment": "tools", "tools": "calculator", "reward_function": "regex=("}, "--reward-function = regex=(:"),
         ({"reward_function": "math"}, "--reward-function = math is not used with --environment"),
         ({"reward_timeout": 3.0}, "--reward-timeout = 3.0 is not used with --environment"),
+        ({"environment": "", "agent": "no-such-program x"}, "there is no program no-such-program"),
+        ({"environment": "", "agent": sys.executable}, "chat template"),
+        ({"agent": sys.executable, "share_prefixes": True}, "is not supported with --environment: remove one"),
+        ({"agent": sys.executable, "share_prefixes": True}, "is not supported with --share-prefixes: remove one"),
+        ({"environment": "", "agent": "x", "ref": "http://localhost:1/v1"}, "with a server's log-probabilities (http"),
+        ({"environment": "", "agent": "x", "oversample": 2.0}, "--environment or --agent cannot be stopped and go on"),
         (
             {"replan": "every=1", "plan": "search"},
             "--replan does not predict how often an environment or agent answers",
@@ -154,6 +162,57 @@ def test_what_does_not_go_with_an_environment_is_refused(
     with pytest.raises(ConfigurationError) as refused:
         prepare(replace(CONFIG, data=data, output=str(tmp_path / "run"), **changes), Launch())
     assert said in str(refused.value)
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> RlhfConfig:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    chats = [{"prompt": [{"role": "user", "content": f"{number}?"}], "answer": ""} for number in range(8)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    template, data = str(tmp_path / "template.jinja"), str(tmp_path / "chats.jsonl")
+    config = replace(CONFIG, chat_template=template, data=data, options="mini_batches=2", environment="", max_turns=4)
+    return replace(config, max_observation_tokens=400)
+
+
+@pytest.mark.slow
+def test_an_agent_trains_as_the_environment_that_does_the_same(
+    ranks: RankPool, chats: RlhfConfig, tmp_path: Path
+) -> None:
+    agent = f"{sys.executable} {FILE.with_name('agent.py')} linear=9"
+    wanted = replace(chats, environment=f"{FILE}:Numbers", output=str(tmp_path / "environment"))
+    (environment,) = ranks.run(metrics_of, 1, wanted)
+    assert 0 < environment[0]["finished"] < 1 and environment[0]["actor/grad_norm"] > 0
+    for size, plan in {1: {}, 4: PLANS["r2, rollouts tp2"]}.items():
+        for found in ranks.run(metrics_of, size, replace(chats, agent=agent, **plan, output=str(tmp_path / f"{size}"))):
+            for one, other in zip(found, environment, strict=True):
+                assert one.keys() == other.keys()
+                for key in one.keys() - {"logprob_difference_max", "logprob_difference_mean"}:
+                    assert one[key] == pytest.approx(other[key], rel=1e-5, abs=2e-6), (size, key)
+
+
+def as_one(config: RlhfConfig) -> list[dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_conversations", lambda samples, index: torch.zeros_like(samples["tokens"][index]))
+        return metrics_of(config)
+
+
+@pytest.mark.slow
+def test_conversations_of_an_episode_do_not_see_each_other(ranks: RankPool, chats: RlhfConfig, tmp_path: Path) -> None:
+    agent = f"{sys.executable} {FILE.with_name('agent.py')} tree=2"
+    config = replace(chats, agent=agent, max_turns=20, max_new_tokens=200, sp_ulysses=2, steps=1, warmup_steps=2)
+    gaps = [
+        ranks.run(run, 2, replace(config, output=str(tmp_path / run.__name__)))[0][0]["logprob_difference_max"]
+        for run in (metrics_of, as_one)
+    ]
+    assert gaps[0] < 1e-4 < 100 * gaps[0] < gaps[1]
+    (line, *_) = map(json.loads, (tmp_path / "metrics_of" / "samples.jsonl").read_text().splitlines())
+    assert [turn["turn"] for turn in line["turns"] if "turn" in turn] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.slow

@@ -57,16 +57,16 @@ def tree(turns: int) -> float:
     return turns
 
 
-def linear(turns: int) -> float:
-    """As the environment `Numbers` of answers.py, for questions that are messages."""
-    messages, reward = user(ROW["question"]), 0.0
+def linear(turns: int) -> None:
+    """The environment `Numbers` of answers.py, to the end of the episode."""
+    messages, reward = [*ROW["prompt"]], 0.0
     for number in range(1, turns + 1):
         reply = ask(messages)
         reward += len(reply["content"]) / 4
+        post("/reward", {"reward": reward})
         messages += [reply, *user(f"[{number}]")]
         if len(reply["content"]) == 3:
             break
-    return reward
 
 
 def refusals() -> list[Any]:
@@ -90,7 +90,7 @@ if __name__ == "__main__":
     if kind == "tree":
         print("some words\n" + json.dumps({"reward": tree(int(value))}))
     elif kind == "linear":
-        post("/reward", {"reward": linear(int(value))})
+        linear(int(value))
     elif kind == "refusals":
         print(json.dumps({"refusals": refusals()}), file=sys.stderr)
         said = refusals()

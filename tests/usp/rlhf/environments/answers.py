@@ -75,6 +75,17 @@ class Text:
         return f"[{self.turns}]", len(turn) / 4, len(turn) == 3
 
 
+class Numbers(Text):
+    """Answer as `Text` does, with messages."""
+
+    def step(self, turn: str) -> Any:
+        number, *others = super().step(turn)
+        return [{"role": "user", "content": number}], *others
+
+    def reset(self, sample: dict[str, Any]) -> None:
+        self.turns = 0
+
+
 class Fragile(Text):
     """Fail in the second turn of samples with an odd number."""
 

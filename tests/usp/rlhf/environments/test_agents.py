@@ -147,12 +147,16 @@ def test_limits_end_an_episode_and_no_run() -> None:
 
 
 def test_a_fault_costs_its_own_episode() -> None:
-    rows = [{"kind": kind, "question": "?"} for kind in ("crash", "early", "scored", "linear=2")]
+    rows = [
+        {"kind": kind, "prompt": [{"role": "user", "content": "?"}]}
+        for kind in ("crash", "early", "scored", "linear=2")
+    ]
     episodes = episodes_of(rows, failure="stop")
     policy = Sampled(["42"] * 5)
     crashed, early, scored, linear = played(episodes, policy)
     failures = {each["prompt_index"]: each for each in episodes.take_failures()}
-    assert {each["error"] for each in failures.values()} == {"the agent exited with code 1"} and len(failures) == 2
+    errors = [each["error"] for each in failures.values()]
+    assert errors == ["it raised RuntimeError: the agent exited with code 1"] * 2
     # A text of the policy ends no run, an agent that fails without one may.
     assert [failures[number]["blame"] for number in range(2)] == ["text", "environment"]
     assert crashed.score == 0 and np.isnan(early.score) and not len(early.tokens) and early.prompt is None
