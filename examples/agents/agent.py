@@ -1,26 +1,31 @@
 """An agent that knows only the client of an OpenAI-compatible server: rlhf.py trains its model.
 
-Its model works at a terminal, which takes a character at a time: a letter runs the tool, which looks the question up,
-and what is no letter answers. Half of the reward is for each, in this order."""
+Its model works at a terminal, which takes a character at a time. A letter runs a tool, and its result is what the model
+reads next. The reward is the share of its turns that ran one: a sixth of all tokens are letters."""
 
 import json
 import sys
 
 from openai import OpenAI
 
+TURNS = 2
+
+
+def tool(command: str) -> str:
+    """Return what the tool prints; empty for what is no command."""
+    return f"{command}: done" if len(command) == 1 and "@" <= command <= "\x7f" else ""
+
 
 def play(client: OpenAI, question: str) -> float:
     """Return the reward of an episode."""
     messages: list = [{"role": "user", "content": question}]
-    reward = 0.0
-    for wanted in ("letter", "no letter"):
+    ran = 0
+    for _ in range(TURNS):
         reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
-        typed = reply.content or ""
-        letter = len(typed) == 1 and "@" <= typed <= "\x7f"
-        other = len(typed) == 1 and typed < "@"
-        reward += 0.5 * (letter if wanted == "letter" else other)
-        messages += [reply, {"role": "user", "content": "found" if letter else "?"}]
-    return reward
+        printed = tool(reply.content or "")
+        ran += bool(printed)
+        messages += [reply, {"role": "user", "content": printed or "?"}]
+    return ran / TURNS
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ class Evaluator:
         self._given = prompt_samples(prompts, range(len(prompts)), self._evaluated.given)
         # Scores can be compared if they have this in common.
         works = (call.work for call in self._evaluated.calls if isinstance(call.work, Generate))
-        answering = config.environment or config.agent
-        sampling = [{**asdict(replace(work, episodes=None)), "environment": answering} for work in works]
+        by = {"environment": config.environment or config.agent}
+        sampling = [{**asdict(replace(work, episodes=None)), **by} for work in works]
         known = [config.seed, sampling, [(example.prompt.tolist(), example.answer) for example in prompts]]
         self.past = Evaluations(fingerprint(known), name="scores")
 

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
 
-from .outside import ENVIRONMENT, REWARD_CODE, TEXT, read_json
+from .outside import ENVIRONMENT, LONGEST, REWARD_CODE, TEXT, read_json
 from .tools import BEGIN, calls_of
 
 AGENT = "agent"  # the environment `AgentEnvironment`
@@ -92,16 +92,13 @@ def message_of(text: str, tools: bool) -> Message:
 
 def reward_of(value: Any) -> float | None:
     """Return the number of {"reward": NUMBER}, or None for anything else."""
-    reward = value.get("reward") if isinstance(value, dict) else None
-    good = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-    return float(reward) if good else None
+    reward: Any = value.get("reward") if isinstance(value, dict) else None
+    return float(reward) if type(reward) in (int, float) and math.isfinite(reward) else None
 
 
 class Endpoint(ThreadingHTTPServer):
     """The endpoint of one episode, which `token` identifies. events: requests that wait, and the command's exit code.
     posted: the last reward that came. refused: why a request was not answered. last: the text of the latest reply."""
-
-    daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -123,13 +120,12 @@ class Endpoint(ThreadingHTTPServer):
             raise Refused(400, "messages must be a list of objects")
         messages = [read_message(message) for message in listed]
         tools = (body.get("tools") or None) if body.get("tool_choice") != "none" else None
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or None
-        if not isinstance(limit, int | None) or (limit or 1) < 1:
-            raise Refused(400, f"max_tokens = {limit!r:.100} must be at least 1")
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
         given = {"tools": tools, "template": body.get("chat_template_kwargs") or {}}
         after = followed(self._known, comparable(given, messages))
         new = messages if after is None else messages[len(self._known[after]) - 1 :]
-        self.events.put(({**given, "after": after, "new": new, "limit": limit}, waiting := Future()))
+        waiting = Future[dict[str, Any]]()
+        self.events.put(({**given, "after": after, "new": new, "limit": limit}, waiting))
         reply = waiting.result()
         if why := reply.get("refused"):
             raise Refused(400, why)
@@ -176,10 +172,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(400, f"the request is no JSON object: {error}") from error
         match self.command, self.path:
             case "GET", "/v1/models":
-                return {
-                    "object": "list",
-                    "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "usp"}],
-                }
+                return {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "usp"}]}
             case "POST", "/v1/chat/completions":
                 return self.server.complete(asked)
             case "POST", "/v1/reward":
@@ -203,9 +196,9 @@ def completion(body: Mapping[str, Any], reply: Mapping[str, Any], message: Messa
     calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", ()))]
     delta = {**message, "tool_calls": calls} if calls else message
     parts = ({**choice, "delta": delta, "finish_reason": None}, {**choice, "delta": {}})
-    wanted = (body.get("stream_options") or {}).get("include_usage")
-    last = [{**common, "choices": [], "usage": usage}] if wanted else []
-    return [*({**common, "choices": [part]} for part in parts), *last]
+    chunks: list[Any] = [{**common, "choices": [part]} for part in parts]
+    counted = (body.get("stream_options") or {}).get("include_usage")
+    return [*chunks, {**common, "choices": [], "usage": usage}] if counted else chunks
 
 
 class AgentEnvironment:
@@ -224,8 +217,8 @@ class AgentEnvironment:
     def reset(self, sample: Mapping[str, Any]) -> None:
         self._sample, self._endpoint = sample, Endpoint()
         self._printed, row = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        about = {key: sample[key] for key in ("prompt_index", "sample")}
-        row.write(json.dumps({**about, **sample["row"]}).encode() + b"\n")
+        numbers = {key: sample[key] for key in ("prompt_index", "sample")}
+        row.write(json.dumps({**numbers, **sample["row"]}).encode() + b"\n")
         row.seek(0)
         url = f"http://127.0.0.1:{self._endpoint.server_port}/v1"
         variables = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": self._endpoint.token}
@@ -243,7 +236,9 @@ class AgentEnvironment:
                 told.append(events.get(timeout=ROUND))
             except queue.Empty:
                 self._waiting = [each for each in told if not isinstance(each, int)]
-                return json.dumps([asked for asked, _ in self._waiting]), 0.0, False
+                if len(asked := json.dumps([each for each, _ in self._waiting])) > LONGEST:
+                    raise RuntimeError(f"the agent asks for more than {LONGEST:,} characters at a time") from None
+                return asked, 0.0, False
         return None, self._score(told[-1]), True  # whoever else has asked is gone, too
 
     def _score(self, code: int) -> float:

@@ -93,8 +93,8 @@ class Processes:
     def __init__(self, environment: str, timeout: float = 60.0, settings: Mapping[str, Any] | None = None) -> None:
         self._environment, self._timeout = environment, timeout
         self._settings = json.dumps({"seconds": TOOL_SHARE * timeout, **(settings or {})})
-        by_text = environment in (TOOLS, REWARD) and (settings or {})["reward"].partition("=")[0] in TEXT_REWARDS
-        by_text |= environment == AGENT
+        ready = environment in (TOOLS, REWARD) and (settings or {})["reward"].partition("=")[0] in TEXT_REWARDS
+        by_text = ready or environment == AGENT
         self._blame = TEXT if by_text else REWARD_CODE if environment == REWARD else ENVIRONMENT  # if a process ends
         self._of_episode: dict[int, _Process] = {}
         self._free: list[_Process] = []
@@ -230,7 +230,7 @@ class Episodes:
     observe: Callable[[Observation, Sequence[int], Any], list[int]]
     max_turns: int = 8
     max_observation_tokens: int = 1024
-    begin: Callable[[Any], list[int]] | None = None
+    begin: Any = None
     failure: Literal["stop", "zero", "drop"] = "stop"
     failures: list[dict[str, Any]] = field(default_factory=list)
 

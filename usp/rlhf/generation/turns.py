@@ -156,11 +156,13 @@ class Turns:
             return
         record, decode = self.records[number], self._episodes.decode
         if self._episodes.begin is None:
-            sample, said = self._sample(number) if len(record.turns) == 1 else None, decode(self._last(number))
+            sample, said = (
+                self._sample(number) if len(record.turns) == 1 else None,
+                decode(record.turns[-1].rollout.tokens),
+            )
         else:
             sample = None if record.asked else self._sample(number)
-            replies = [each if isinstance(each, dict) else self._reply(each) for each in record.asked]
-            said = json.dumps(replies)
+            said = json.dumps([each if isinstance(each, dict) else self._reply(each) for each in record.asked])
         self._processes.ask(number, said, sample)
 
     def _reply(self, turn: Turn) -> dict[str, Any]:
@@ -168,9 +170,6 @@ class Turns:
         tokens, ends = turn.rollout.tokens, "stop" if turn.rollout.stopped else "length"
         lengths = {"number": turn.path[-1], "read": len(turn.rollout.prompt), "written": len(tokens)}
         return {"text": self._episodes.decode(tokens), "finish": ends, **lengths}
-
-    def _last(self, number: int) -> Sequence[int]:
-        return self.records[number].turns[-1].rollout.tokens if self.records[number].turns else ()
 
     def _told(self, answer: Answer) -> Told:
         number, error, blame = answer.number, answer.error, answer.blame
@@ -191,7 +190,8 @@ class Turns:
                     error, blame = ("", "") if agent else (why, ENVIRONMENT)
         if error:
             failed = {**self._sample(number), "turn": len(record.turns), "error": error, "traceback": answer.traceback}
-            failed |= {"response": self._episodes.decode(self._last(number)), "blame": blame}
+            last = record.turns[-1].rollout.tokens if record.turns else ()
+            failed |= {"response": self._episodes.decode(last), "blame": blame}
             self._episodes.failures.append(failed)
         ends = error or answer.done or (self._episodes.begin is None and "refused" in told[0])
         return Told(number, None if ends else told, answer.reward, done, error, blame)
@@ -204,11 +204,8 @@ class Turns:
         left = (self._limits[number] - sum(len(turn.rollout.tokens) for turn in record.turns)) // shares
         over = left <= 0 or len(record.turns) + place >= episodes.max_turns or episodes.exceeds(new)
         if not over:
-            if before is None:
-                assert episodes.begin is not None
-                ids = episodes.begin(replace(chat, messages=new))
-            else:
-                ids = episodes.observe(new, before.rollout.tokens, chat)
+            last = before.rollout.tokens if before else ()
+            ids = episodes.observe(new, last, chat) if before else episodes.begin(replace(chat, messages=new))
             observed = len(ids) + (before.observed if before else 0)
             known = len(ids) + (len(before.rollout.prompt) + len(before.rollout.tokens) if before else 0)
             left = min(left, self._context - known, request.get("limit") or left)
