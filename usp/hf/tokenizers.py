@@ -153,8 +153,7 @@ class ChatTemplate:
         tokens that are written out in it are text. Raises ValueError, naming the row, if the template refuses it."""
         chat, guard = self._with_text(chat), _unused("\ue000", chat.messages)
         special = re.compile(_any_of(self._special if guarded else ()))
-        text, _ = self._render(chat, _guarded(list(chat.messages), special, guard), begin=True)
-        return self._guarded_tokens(text, guard)
+        return self._guarded_tokens(self._render(chat, _guarded([*chat.messages], special, guard), True)[0], guard)
 
     def between(self, messages: Sequence[Message], turn: Sequence[int] = (), chat: Chat | None = None) -> Ids:
         """Return the ids that follow a turn of the assistant, from what ends it to where its next one begins, with

@@ -166,7 +166,6 @@ class Turns:
         self._processes.ask(number, said, sample)
 
     def _reply(self, turn: Turn) -> dict[str, Any]:
-        """Return what `AgentEnvironment` is told of a turn."""
         tokens, ends = turn.rollout.tokens, "stop" if turn.rollout.stopped else "length"
         lengths = {"number": turn.path[-1], "read": len(turn.rollout.prompt), "written": len(tokens)}
         return {"text": self._episodes.decode(tokens), "finish": ends, **lengths}

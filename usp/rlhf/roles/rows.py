@@ -9,8 +9,6 @@ Samples with a common prefix, such as the responses to a prompt, can have it onc
 
     documents   a a a a a | a 1 1 1 | a 2 2 | a 3 3 3 3      the prompt's last token predicts the first one of each
     parents       -1          0         0       0            response, so every response begins with it
-
-The conversations of an agent's episode are one sample, and a document and a sequence each.
 """
 
 from __future__ import annotations
@@ -236,7 +234,7 @@ def _segments(samples: Samples, plan: RowPlan) -> list[list[RowSegment]]:
 
 
 def _conversations(samples: Samples, index: int) -> Tensor:
-    """Return the conversation of each token of a sample, from 0."""
+    """Return the conversation of each token of a sample, from 0: each is a document and a sequence of its own."""
     branches = samples.values.get(BRANCHES)
     return torch.zeros_like(samples["tokens"][index]) if branches is None else branches[index]
 
