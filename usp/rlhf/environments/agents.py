@@ -220,8 +220,8 @@ class AgentEnvironment:
         numbers = {key: sample[key] for key in ("prompt_index", "sample")}
         row.write(json.dumps({**numbers, **sample["row"]}).encode() + b"\n")
         row.seek(0)
-        os.putenv("OPENAI_BASE_URL", f"http://127.0.0.1:{self._endpoint.server_port}/v1")
-        os.putenv("OPENAI_API_KEY", self._endpoint.token)
+        os.environ["OPENAI_BASE_URL"] = f"http://127.0.0.1:{self._endpoint.server_port}/v1"
+        os.environ["OPENAI_API_KEY"] = self._endpoint.token
         process = subprocess.Popen(shlex.split(self._command), stdin=row, stdout=self._printed)
         threading.Thread(target=lambda: self._endpoint.events.put(process.wait()), daemon=True).start()
 
