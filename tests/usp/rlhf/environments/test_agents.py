@@ -103,6 +103,7 @@ def violations(found: Sequence[GeneratedResponse], wrote: Sequence[tuple[list[in
     return sum(each not in trained for each in asked) + abs(len(asked) - len(trained))
 
 
+@pytest.mark.slow
 def test_every_token_of_a_thousand_turns_is_trained_as_it_was_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, rows = Sampled(), [{"kind": f"tree={turns}"} for turns in (60, 60, 70, 60)]
     found = played(episodes_of(rows), policy)
@@ -138,6 +139,7 @@ def test_equal_requests_get_seeds_of_their_own_and_a_line_those_of_an_environmen
     assert found.rewards == [0, 0, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_limits_end_an_episode_and_no_run() -> None:
     for limits, turns in ({"max_turns": 3}, 3), ({"max_observation_tokens": 140}, 3), ({}, 3):
         policy = Sampled(["abc"] * 20)
@@ -146,6 +148,7 @@ def test_limits_end_an_episode_and_no_run() -> None:
         assert not found.finished and found.score == 0
 
 
+@pytest.mark.slow
 def test_a_fault_costs_its_own_episode() -> None:
     rows = [
         {"kind": kind, "prompt": [{"role": "user", "content": "?"}]}
@@ -164,6 +167,7 @@ def test_a_fault_costs_its_own_episode() -> None:
     assert linear.score == 1 and linear.rewards == [0, 1]
 
 
+@pytest.mark.slow
 def test_an_agent_that_takes_too_long_is_ended() -> None:
     episodes = episodes_of([{"kind": "hang"}], timeout=1.5)
     (hung,) = played(episodes, Sampled())
@@ -171,6 +175,7 @@ def test_an_agent_that_takes_too_long_is_ended() -> None:
     assert failure["error"] == "a step took longer than 1.5 seconds" and hung.score == 0 and not hung.finished
 
 
+@pytest.mark.slow
 def test_what_the_endpoint_does_not_support_is_refused() -> None:
     policy = Sampled()
     played(episodes_of([{"kind": "refusals"}]), policy)
