@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -28,11 +29,14 @@ from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
 
 
-def compile_layers(layers: Iterable[nn.Module], backend: str, eager: Iterable[nn.Module] = ()) -> None:
+def compile_layers(
+    layers: Iterable[nn.Module], backend: str, eager: Iterable[nn.Module] = (), saves_all: bool = False
+) -> None:
     """Compile decoder layers, in place, when they are first called. Call it before activation checkpointing and FSDP2.
 
     backend: of torch.compile, such as inductor. eager: modules inside the layers that stay out of the graphs, because
-    what they compute depends on values (a routing of tokens), or because they communicate.
+    what they compute depends on values (a routing of tokens), or because they communicate. saves_all: save all that the
+    backward reads, also what element-wise operators and norms compute from other saved tensors.
     """
     for module in eager:
         module.forward = torch.compiler.disable(module.forward, reason=f"{type(module).__name__} stays eager")
@@ -40,11 +44,14 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, eager: Iterable[nn
     # A layer whose submodules have hooks, such as those of tensor parallelism, shares no graphs with other layers.
     limit = torch._dynamo.config.recompile_limit * len(layers)
     for layer in layers:
-        layer.forward = _compiled(layer.forward, backend, limit)
+        layer.forward = _compiled(layer.forward, backend, limit, saves_all)
 
 
-def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any], backend: str, limit: int, saves_all: bool) -> Callable[..., Any]:
     compiled: Any = torch.compile(forward, backend=backend)
+    # Otherwise torch saves what a product of the backward reads, though fused kernels could write it again.
+    option = "ban_recompute_materialized_backward"
+    partition = {} if saves_all or not hasattr(functorch_config, option) else {option: False}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for documents in (kwargs.get("cu_seqlens"), kwargs.get("prefix_tree")):
@@ -52,7 +59,10 @@ def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable
                 torch._dynamo.maybe_mark_dynamic(documents, documents.dim() - 1)
         # Layers with other numbers (DiffLlama) would get a graph that takes the number, and that a recomputation of the
         # first one would find before its own, which saves other tensors.
-        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=limit):
+        with (
+            torch._dynamo.config.patch(specialize_float=True, recompile_limit=limit),
+            functorch_config.patch(partition),
+        ):
             return compiled(*args, **kwargs)
 
     return run

@@ -303,7 +303,7 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     if recipe.mlp_tile:
         apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile, recipe.compile)
     if recipe.compile:
-        compile_layers(decoder_layers(model), recipe.compile, _eager_modules(model, recipe))
+        compile_layers(decoder_layers(model), recipe.compile, _eager_modules(model, recipe), recipe.ac != "none")
     if recipe.lora is not None and recipe.lora.dropout:
         tell_tokens(decoder_layers(model), cast(CurrentTokens, model.token_dropout))
     if recipe.router_replay:
