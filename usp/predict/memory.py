@@ -99,16 +99,19 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
     exchanged = (q + kv) * size
     # Gradients of the output, and of q, k and v with their float32 sums; a ring has those of a neighbour as well.
     of_attention = out * size + (q + kv) * (size + cast) + (3 * kv * (size + FLOAT32) if job.dims.ring > 1 else 0)
-    # A norm saves its input in float32 and, unless its weight is frozen, normalized.
-    norm = inside + hidden * (FLOAT32 if job.frozen else FLOAT32 + size)
+    # A norm saves its input in float32 and, unless its weight is frozen, normalized. Compiled layers that are not
+    # recomputed as a whole save inputs, and recompute norms and activations (`usp.model.recompute.compile_layers`).
+    lean = job.config.compile and ac == "none"
+    norm = hidden * size if lean else inside + hidden * (FLOAT32 if job.frozen else FLOAT32 + size)
     norms = sum(len(p.shape) == 1 and p.name.count(".") == 1 and p.name.endswith("weight") for p in layer.parameters)
     others += max(1, norms) * norm
     if layer.norms_heads:
-        others += (q + kv // 2) * (FLOAT32 + size)
+        others += (q + kv // 2) * (size if lean else FLOAT32 + size)
 
     # A gated MLP saves the results of gate and up, the activation and the product, or has those of one tile at a time.
     into_mlp = mlp * size  # results of gate and up
-    in_mlp, of_mlp = 2 * into_mlp, float(into_mlp)
+    lean_mlp = lean and not (layer.experts or job.config.mlp_tile)  # which are eager
+    in_mlp, of_mlp = into_mlp if lean_mlp else 2 * into_mlp, float(into_mlp)
     if job.config.mlp_tile:
         in_mlp, of_mlp = 0, 3 * into_mlp * min(1.0, job.config.mlp_tile / job.layout.local_len)
     if layer.experts:
@@ -119,7 +122,7 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
         into_mlp, products = into_mlp + 2 * columns, products + rows + 2 * columns
 
     every = others + output + exchanged + in_mlp
-    saved, again = every, 0
+    saved, again = every, lean_mlp * into_mlp // 2 + lean * hidden * size
     if ac != "none":
         saved = hidden * size + (output + (exchanged if job.dims.ulysses > 1 else 0) if ac != "full" else 0)
         again = every - saved + (hidden * size if cast else 0)

@@ -13,11 +13,14 @@ from torch.utils._pytree import tree_map
 from transformers import AutoConfig
 
 from usp import apply_unified_sp
+from usp.config import TrainConfig
 from usp.hf.integrate import decoder_layers
-from usp.hf.models import empty_model, materialise
+from usp.hf.models import empty_model, load_model_config, materialise
 from usp.model.recompute import compile_layers
 from usp.parallel import ParallelDims, ParallelMesh
 from usp.predict.fake_world import fake_world
+from usp.predict.memory import layer_memory
+from usp.train.resolve import job_of
 
 pytestmark = pytest.mark.compiles
 
@@ -88,6 +91,9 @@ LLAMA = 2 + 2 + 2 * 1.5 + 2 + 2 * 7
 def test_a_compiled_layer_saves_what_a_fused_one_must(model_type: str, ulysses: int, wanted: float) -> None:
     found = saved_bytes(model_type, ulysses) / (TOKENS // ulysses * HIDDEN)
     assert wanted <= found <= wanted + 0.1  # log-sum-exps and mean squares
+    config = TrainConfig(model="llama3-8b", seq_len=TOKENS, sp_ulysses=ulysses, compile=True)
+    predicted = layer_memory(job_of(config, load_model_config(config.model), ulysses), 0).saved
+    assert predicted / (TOKENS // ulysses * HIDDEN) == pytest.approx(found, abs=0.1)
 
 
 @pytest.mark.slow
