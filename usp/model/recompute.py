@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
+from torch._functorch import config as aot_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -50,8 +50,7 @@ def compile_layers(
 def _compiled(forward: Callable[..., Any], backend: str, limit: int, saves_all: bool) -> Callable[..., Any]:
     compiled: Any = torch.compile(forward, backend=backend)
     # Otherwise torch saves what a product of the backward reads, though fused kernels could write it again.
-    option = "ban_recompute_materialized_backward"
-    partition = {} if saves_all or not hasattr(functorch_config, option) else {option: False}
+    lean = {x: False for x in ["ban_recompute_materialized_backward"] if hasattr(aot_config, x) and not saves_all}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for documents in (kwargs.get("cu_seqlens"), kwargs.get("prefix_tree")):
@@ -59,10 +58,7 @@ def _compiled(forward: Callable[..., Any], backend: str, limit: int, saves_all: 
                 torch._dynamo.maybe_mark_dynamic(documents, documents.dim() - 1)
         # Layers with other numbers (DiffLlama) would get a graph that takes the number, and that a recomputation of the
         # first one would find before its own, which saves other tensors.
-        with (
-            torch._dynamo.config.patch(specialize_float=True, recompile_limit=limit),
-            functorch_config.patch(partition),
-        ):
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=limit), aot_config.patch(lean):
             return compiled(*args, **kwargs)
 
     return run
@@ -193,8 +189,7 @@ def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int, backend: str 
 
 def _tiled(forward: Callable[[Tensor], Tensor], tile_tokens: int) -> Callable[[Tensor], Tensor]:
     def run(x_BSH: Tensor) -> Tensor:
-        tiles = x_BSH.split(tile_tokens, dim=1)
-        return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
+        return torch.cat([checkpoint(forward, x, use_reentrant=False) for x in x_BSH.split(tile_tokens, 1)], dim=1)
 
     return run
 

@@ -99,8 +99,7 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
     exchanged = (q + kv) * size
     # Gradients of the output, and of q, k and v with their float32 sums; a ring has those of a neighbour as well.
     of_attention = out * size + (q + kv) * (size + cast) + (3 * kv * (size + FLOAT32) if job.dims.ring > 1 else 0)
-    # A norm saves its input in float32 and, unless its weight is frozen, normalized. Compiled layers that are not
-    # recomputed as a whole save inputs, and recompute norms and activations (`usp.model.recompute.compile_layers`).
+    # A norm saves its input in float32 and, unless its weight is frozen, normalized; compiled (`compile_layers`), less.
     lean = job.config.compile and ac == "none"
     norm = hidden * size if lean else inside + hidden * (FLOAT32 if job.frozen else FLOAT32 + size)
     norms = sum(len(p.shape) == 1 and p.name.count(".") == 1 and p.name.endswith("weight") for p in layer.parameters)
