@@ -325,53 +325,9 @@ def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(
     assert all(50 <= one["score"] <= 58 and one["reward"] == 20 for one in steps)
 
 
-# A reward file that kills its rank once in each kind of call.
-KILLS = """
-import os, signal
-from pathlib import Path
-from usp.rlhf.roles.role_model import RoleModel
-
-def deadly(kind):
-    def die():
-        fate = Path("died-in-" + kind)
-        if os.environ["RANK"] == "1" and kind in os.environ.get("DEADLY", "").split(",") and not fate.exists():
-            fate.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    return die
-
-for kind in ("generate", "inference", "train_step"):
-    def dying(self, *args, call=getattr(RoleModel, kind), die=deadly(kind), **kwargs):
-        die()
-        return call(self, *args, **kwargs)
-    setattr(RoleModel, kind, dying)
-
-def reward(prompt, response, answer):
-    deadly("reward")()
-    return len(set(response)) / 8
-"""
-DEATHS = ("generate", "inference", "train_step", "reward")
-
-
 def scores_of(run: Path) -> list[tuple[int, float, float]]:
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(record["step"], record["score"], record["actor/loss"]) for record in records]
-
-
-@pytest.mark.exhaustive  # in two kinds of call, with samples in flight: the next test
-def test_a_rank_killed_in_any_kind_of_call_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "kills.py").write_text(KILLS)
-    args = [*SMALL, "--steps", "3", "--checkpoint-every", "1", "--reward-function", "kills.py:reward", "--ac", "full"]
-    with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
-        assert run.end().exit_code == 0, run.err.read_text()
-    monkeypatch.setenv("DEADLY", ",".join(DEATHS))
-    restarts = ("--max-restarts", str(len(DEATHS)))
-    # Neither changes a number.
-    args += ["--output", "deadly", *OFFLOADING, "--eval-every", "2", "--eval-prompts", "3"]
-    with Run(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=restarts) as run:
-        assert run.end().exit_code == 0, run.err.read_text()
-    assert all((tmp_path / f"died-in-{kind}").exists() for kind in DEATHS)
-    assert scores_of(tmp_path / "deadly") == scores_of(tmp_path / "calm")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "deadly" / "model")
 
 
 # The first process dies in step 3, while the samples of step 4 are made, with two kills the second one in its second
@@ -513,20 +469,3 @@ def test_a_run_resumes_under_another_plan(ranks: RankPool, tmp_path: Path) -> No
     kept = {int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {best, 4}
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best")
-
-
-@pytest.mark.exhaustive
-def test_a_searched_plan_runs_and_is_kept_on_resume(tmp_path: Path) -> None:
-    args = [*SMALL, "--output", "run", "--checkpoint-every", "1", "--plan", "search", "--hardware", "a100"]
-    with Run([*args, "--steps", "1", "--search-budget", "2"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
-        ended = run.end()
-    assert ended.exit_code == 0 and ended.out.count("plan: searching for 2 ranks") == 1, ended.err
-    plan = (tmp_path / "run" / "plan.yaml").read_text()
-    with Run([*args, "--steps", "2", "--resume", "auto"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
-        ended = run.end()
-    assert ended.exit_code == 0 and "plan: that of the run, from run/plan.yaml" in ended.out, ended.err
-    assert (tmp_path / "run" / "plan.yaml").read_text() == plan
-    with Run([*SMALL, "--plan", "search"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
-        ended = run.end()
-    assert ended.exit_code == 1, ended.err
-    assert ended.err.startswith("error: --plan = search: --hardware auto does not know a CPU: measure it"), ended.err

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -84,16 +81,6 @@ def test_a_run_whose_ranks_are_killed_and_crash_resumes_in_its_directory_bit_for
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.exhaustive  # in this process: the next test
-def test_sigterm_ends_a_process_that_has_no_launcher(tmp_path: Path) -> None:
-    args = [*TINY, "--sp-ulysses", "1", "--checkpoint-every", "0"]
-    with Run([*args, "--steps", "100000"], tmp_path) as run:
-        run.wait_for(lambda: "step 2/" in run.out.read_text())
-        run.process.send_signal(signal.SIGTERM)
-        ended = run.end()
-    check_stopped(ended, tmp_path)
-
-
 @pytest.mark.slow
 def test_sigterm_saves_a_checkpoint_and_exits(ranks: RankPool, tmp_path: Path) -> None:
     args = [*TINY, "--sp-ulysses", "1", "--checkpoint-every", "0", "--steps", "100000"]
@@ -125,39 +112,6 @@ def check_stopped(ended: Ended, folder: Path) -> None:
     assert f"after step {last}; checkpoint runs/{run_folder.name}/checkpoints/step-{last:08}:" in line
 
 
-HANG = """
-import os, sys, time
-from usp.commands.train import main
-from usp.train.trainer import Trainer
-
-step = Trainer.step
-
-def hang(self, number):
-    if number == 3 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        time.sleep(1000)
-    return step(self, number)
-
-Trainer.step = hang
-exit_code = main(sys.argv[1:], os.environ)
-if exit_code:
-    os._exit(exit_code)
-"""
-
-
-@pytest.mark.exhaustive  # reports and restarts of launched ranks: tests/usp/run/test_watchdog.py
-def test_a_hang_is_reported_and_the_run_resumes(tmp_path: Path) -> None:
-    script = tmp_path / "hang.py"
-    script.write_text(HANG)
-    args = [*TINY, "--steps", "4", "--hang-timeout", "10", "--output", "run"]
-    with Run(args, tmp_path, ranks=2, script=script, torchrun=("--standalone", "--max-restarts", "1")) as run:
-        ended = run.end()
-    assert ended.exit_code == 0, ended.err
-    assert ended.err.count("error: no progress for 10 seconds (--hang-timeout)") == 1
-    assert "rank 0: in all_reduce (step 3, " in ended.err
-    assert "rank 1: in no collective (step 2, checkpoint)" in ended.err and "look first at rank 1" in ended.err
-    assert [step for step, _, _ in logged_steps(tmp_path / "run")] == [1, 2, 3, 4]
-
-
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_ranks_along_and_can_be_started_again(
     launch: Callable[..., Run], tmp_path: Path
@@ -182,40 +136,3 @@ def test_a_killed_launcher_takes_its_ranks_along_and_can_be_started_again(
     assert "stopped by SIGTERM after step " in ended.err
     steps = [step for step, _, _ in logged_steps(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))
-
-
-@pytest.mark.exhaustive  # in one launch: tests/usp/train/test_claim.py
-def test_of_two_launches_of_one_folder_one_is_refused(tmp_path: Path) -> None:
-    args = [*TINY, "--sp-ulysses", "1", "--steps", "100000", "--output", str(tmp_path / "run")]
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    with Run(args, folders[0]) as one, Run(args, folders[1]) as two:
-        while one.process.poll() is None and two.process.poll() is None:
-            time.sleep(0.1)
-        refused, training = (one, two) if one.process.poll() is not None else (two, one)
-        ended = refused.end()
-        training.wait_for(lambda: "step 2/" in training.out.read_text())
-        training.process.send_signal(signal.SIGTERM)
-        assert training.end().exit_code == 143
-    assert ended.exit_code == 2 and ended.out == ""
-    assert ended.err.startswith("error: ") and f"process {training.process.pid} on {socket.gethostname()}" in ended.err
-
-
-@pytest.mark.exhaustive  # in one launch: tests/usp/train/test_claim.py
-def test_two_hosts_without_a_shared_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # both hosts are this one
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with ExitStack() as stack:
-        hosts = []
-        for host in ("0", "1"):
-            (tmp_path / host).mkdir()
-            place = ("--nnodes", "2", "--node-rank", host, "--master-addr", "127.0.0.1", "--master-port", str(port))
-            hosts.append(stack.enter_context(Run(TINY, tmp_path / host, ranks=1, torchrun=place)))
-        ended = [host.end() for host in hosts]
-    assert [end.exit_code for end in ended] == [1, 1] and "step 1/" not in ended[0].out
-    for end in ended:  # once in each host's summary
-        (said,) = (line for line in end.err.splitlines() if "the run's folder is not shared by all ranks" in line)
-        assert f"rank 1 in {tmp_path / '1'}" in said

@@ -87,60 +87,6 @@ def test_interrupting_saves_and_leaves_no_process(launch: Callable[..., Run], tm
     assert (tmp_path / checkpoint).is_dir() and "Traceback" not in ended.err.partition("stopped by SIGINT")[0]
 
 
-@pytest.mark.exhaustive  # two ranks: the test above
-def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
-    with Run([*FOREVER, "--sp-ulysses", "1"], tmp_path) as run:
-        run.wait_for(lambda: "step 2/" in run.out.read_text())
-        run.process.send_signal(signal.SIGINT)
-        ended = run.end()
-    assert ended.exit_code == 130
-    assert re.fullmatch(r"stopped by SIGINT after step \d+; checkpoint \S+: continue with --resume \S+\n", ended.err)
-
-
-@pytest.mark.exhaustive  # in one launch with a crash: test_survival.py
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_run(tmp_path: Path, victim: int) -> None:
-    with Run(FOREVER, tmp_path, ranks=2) as run:
-        run.wait_for(lambda: "step 2/" in run.out.read_text())
-        os.kill(run.workers()[victim], signal.SIGKILL)
-        ended = run.end()
-    assert ended.exit_code != 0
-    root_cause = ended.err.partition("Root Cause")[2]  # of torchrun's summary
-    assert f"rank      : {victim} " in root_cause and "Signal 9 (SIGKILL)" in root_cause
-    assert "lost its connection" not in ended.err and "usp/commands/" not in ended.err
-
-
-CRASH = """
-import os, sys
-from usp.commands.train import main
-from usp.train.trainer import Trainer
-
-step = Trainer.step
-
-def crash(self, number):
-    if number == 2 and os.environ["RANK"] in {ranks}:
-        raise RuntimeError("this rank is broken")
-    return step(self, number)
-
-Trainer.step = crash
-sys.exit(main(sys.argv[1:], os.environ))
-"""
-
-
-@pytest.mark.exhaustive  # in one launch with a killed rank: test_survival.py
-@pytest.mark.parametrize("ranks", [{"1"}, {"0", "1"}], ids=["one rank", "every rank"])
-def test_a_crash_shows_one_traceback_with_its_rank(tmp_path: Path, ranks: set[str]) -> None:
-    script = tmp_path / "crash.py"
-    script.write_text(CRASH.format(ranks=ranks))
-    with Run(FOREVER, tmp_path, ranks=2, script=script) as run:
-        ended = run.end()
-    assert ended.exit_code != 0
-    ours = ended.err.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
-    assert ours.count("RuntimeError: this rank is broken\nrank ") == 1
-    assert any(f"rank {rank} failed: RuntimeError: this rank is broken" in ours for rank in ranks)
-    assert "lost its connection" not in ours
-
-
 @pytest.mark.slow
 def test_a_diverged_run_names_the_last_good_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
