@@ -80,11 +80,6 @@ def test_batching_takes_the_steps_of_generation() -> None:
         assert found.places == -(-longest // 16) * 16 // ranks + -(-100 // ranks)
 
 
-def test_equal_responses_fill_all_slots() -> None:
-    full = batching([Sample(n, 8, 16) for n in range(8)], 16, slots=4, ranks=1, multiple=16)
-    assert [(stretch.steps, stretch.active) for stretch in full.stretches] == [(16, 4), (16, 4)]
-
-
 def packed(load: Workload, layout: CallLayout) -> CallRows:
     """Pack samples with tokens as the ranks of a run do that share prefixes."""
     tokens = [

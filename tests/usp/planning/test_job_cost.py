@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -66,14 +65,3 @@ def test_a_predicted_step_has_the_job_beside_it(capsys: pytest.CaptureFixture[st
     assert "The whole job: 15B tokens" in shown and "missed" in shown
     assert main(step) == 0
     assert "job" not in capsys.readouterr().out
-
-
-def test_compared_methods_have_the_job_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
-    methods = ["cost", "--model", "tiny", "--seq-len", "1K", "--world-size", "4", "--global-batch-size", "4"]
-    methods += ["--methods", "dp,ulysses4"]
-    assert main([*methods, "--price", "2", "--train-tokens", "15B"]) == 0
-    shown = capsys.readouterr().out
-    assert "The whole job: 15B tokens" in shown and "no price" not in shown
-    assert main([*methods, "--train-tokens", "15B", "--json"]) == 0
-    jobs = [method["job"] for method in json.loads(capsys.readouterr().out)]
-    assert len(jobs) == 2 and all(job["money"] is None and job["hours"] > 0 for job in jobs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from tests.usp.planning.estimates import Simple
 from tests.usp.rlhf.toy import ppo
@@ -61,14 +60,6 @@ def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
     assert little["flattening"].peak_bytes <= 20.0
     tight = {one.name: one for one in baselines(replace(problem(1e9), memory_bytes=1.0), SPACE, FACTS)}
     assert tight["flattening"].peak_bytes <= little["flattening"].peak_bytes
-
-
-def test_the_report_names_every_call_and_plan(choice: RlhfChoice) -> None:
-    with (console := Console(width=200)).capture() as captured:
-        console.print(render_choice(choice))
-    text = captured.get()
-    for word in (*(call.name for call in GRAPH.calls), "heuristic", "separation"):
-        assert word in text
 
 
 @pytest.mark.slow

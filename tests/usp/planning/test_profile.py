@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -96,17 +95,6 @@ def test_measurements_are_read_as_they_were_written(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"profile\.json is not a profile of python -m examples\.rlhf_profile"):
             Measurements.load(path)
-
-
-def test_a_file_with_the_seconds_of_processors_is_read(tmp_path: Path) -> None:
-    written = measurements({TimedPart("m", DECODE, "dp=2"): grid(law)})
-    path = tmp_path / "profile.json"
-    save(written, path)
-    values = json.loads(path.read_text()) | {"cores": 2, "step": [0.5, 0.5], "moves": [0.1, 0.01, 1e-6]}
-    for part in values["parts"]:
-        part["points"] = [[*point, 0.25] for point in part["points"]]
-    path.write_text(json.dumps(values))
-    assert Measurements.load(path) == written and Measurements.load(path).points == written.points
 
 
 def test_keys_tell_what_runs_differently_alone() -> None:

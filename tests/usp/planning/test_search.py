@@ -27,7 +27,6 @@ from usp.planning.choice import choose, compared, degrees, predictor_for
 from usp.planning.search import (
     CLOSE,
     FAMILIES,
-    Candidate,
     Predictor,
     Question,
     Search,
@@ -43,7 +42,7 @@ from usp.predict.seconds import StepTime, TransferSeconds, step_seconds
 from usp.run.failures import ConfigurationError
 from usp.run.metrics import seconds
 from usp.run.tables import GIB
-from usp.train.resolve import job_of, resolve
+from usp.train.resolve import job_of
 from usp.train.validate import parallel_dims, violations
 
 DENSE = ModelFacts("dense", 8, 4, 16, 256, (0,) * 4, intermediate_size=64)
@@ -192,13 +191,6 @@ def test_the_bound_holds_and_the_optimum_is_that_of_every_configuration(
     assert choice.best.config.optim_offload == (asked.model == "llama3-70b")
 
 
-@pytest.mark.slow
-def test_without_a_pipeline_one_micro_batch_may_be_the_fastest() -> None:
-    asked = TrainConfig(model="llama3-8b", seq_len=1024, global_batch_size=512)
-    best = choose(asked, 64, H100).best
-    assert (best.config.pp, best.config.dp_shard, best.config.batch_size, best.config.micro_batches) == (1, 64, 8, 1)
-
-
 def test_the_number_of_devices_that_an_error_names_is_enough() -> None:
     asked = TrainConfig(model="llama3-8b", seq_len=2**20, global_batch_size=1)
     with pytest.raises(ConfigurationError, match="does not fit 2 x H100") as error:
@@ -335,15 +327,3 @@ def test_a_gpu_is_known_by_its_name() -> None:
     }
     assert {name: node_of(name) for name in names} == names
     assert [node_of(name) for name in ("NVIDIA H100 PCIe", "NVIDIA GB200", "NVIDIA L4", "CPU")] == [None] * 4
-
-
-@pytest.mark.slow
-def test_a_configuration_without_weights_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load_model_config("tiny").save_pretrained(tmp_path)
-    flags = ["--model", str(tmp_path), "--seq-len", "1K"]
-    assert main(["plan", *flags, "--world-size", "2"]) == 0
-    assert main(["cost", *flags, "--world-size", "2", "--methods", "usp"]) == 0
-    assert main(["dry-run", *flags, "--world-size", "2", "--sp-ring", "2"]) == 0
-    assert "1 x 1024 tokens" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(ConfigurationError, match=r"has no \.safetensors weights"):
-        resolve(TrainConfig(model=str(tmp_path)), 1).valid()
