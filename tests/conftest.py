@@ -98,19 +98,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forkserver.ensure_running()
 
 
-def slow_tests(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests marked slow, without the first cases of each that its mark leaves to the fast lane."""
+def slow_tests(items: Sequence[pytest.Item], bound: str = "but") -> set[pytest.Item]:
+    """Return the tests marked slow, without the first cases of each that its mark leaves to the fast lane; with the
+    bound `full`, only those that it leaves to --exhaustive."""
     cases, slow = Counter[str](), set()
     for item in items:
         if (mark := item.get_closest_marker("slow")) is not None:
             cases[test := item.nodeid.partition("[")[0]] += 1
-            slow |= {item} if cases[test] > mark.kwargs.get("but", 0) else set()
+            slow |= {item} if cases[test] > mark.kwargs.get(bound, 0 if bound == "but" else cases[test]) else set()
     return slow
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     exhaustive = config.getoption("--exhaustive")
     left_out = {item for item in items if item.get_closest_marker("exhaustive") and not exhaustive}
+    left_out |= set() if exhaustive else slow_tests([item for item in items if item not in left_out], "full")
     slow = slow_tests([item for item in items if item not in left_out])
     if config.getoption("--full"):
         left_out |= {*items} - slow

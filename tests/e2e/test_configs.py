@@ -66,16 +66,17 @@ FEW = ["--steps", "2", "--prompts", "4", "--checkpoint-every", "0"]
 DECODED, OWN = [*FEW, "--max-new-tokens", "4"], ["--rollout-engine", "own", "--rollout-cache", "1"]
 # By file: the ranks of the copy, and what differs from the file.
 COPIES: Mapping[str, tuple[int, list[str]]] = {
-    "sft-laptop": (1, SHORT),
     "lora-one-gpu": (1, SHORT),
-    "llama3-8b-128k": (4, [*SHORT, "--sp-ulysses", "4"]),
-    "llama3-70b-32k": (4, [*SHORT, "--sp-ulysses", "2", "--global-batch-size", "8"]),
     "qwen3-30b-a3b-moe": (4, [*SHORT, "--ep", "4", "--global-batch-size", "2"]),
     "context-extension": (4, [*SHORT, "--sp-ulysses", "4", "--seq-len", "512"]),
     "vision-chats": (4, [*SHORT, "--sp-ulysses", "2"]),
+    "ppo-reward-model": (2, DECODED),
+    # with --exhaustive
+    "sft-laptop": (1, SHORT),
+    "llama3-8b-128k": (4, [*SHORT, "--sp-ulysses", "4"]),
+    "llama3-70b-32k": (4, [*SHORT, "--sp-ulysses", "2", "--global-batch-size", "8"]),
     "dpo": (2, FEW),
     "grpo-vllm": (2, [*DECODED, *OWN, "--group-size", "2", "--eval-every", "2", "--eval-prompts", "2"]),
-    "ppo-reward-model": (2, DECODED),
 }
 
 
@@ -225,7 +226,7 @@ def test_a_step_of_rlhf_fits(name: str, releases: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", COPIES)
-@pytest.mark.slow
+@pytest.mark.slow(full=5)
 def test_a_small_copy_takes_two_steps(name: str, ranks: RankPool, small: Path) -> None:
     (world, changes), (program, _) = COPIES[name], started(name)
     cache = ["--data-cache", str(small / "cache")] if program == "train" else []

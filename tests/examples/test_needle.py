@@ -92,7 +92,7 @@ def probes(configs: list[NeedleConfig]) -> list[NeedleResult]:
     return [run_probe(prepare_probe(config, launch_of_pool())) for config in configs]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # generation: tests/usp/rlhf/generation
 def test_responses_are_those_of_plain_transformers_on_every_layout(ranks: RankPool, model: Path) -> None:
     """Also where a data-parallel rank has no prompt of a length."""
     config = replace(CONFIG, model=str(model))

@@ -44,7 +44,7 @@ from usp.sp.in_order import Windows
 from usp.train.dry_run import dry_run
 
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
-GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ring, ulysses
+GRIDS = [(1, 1), (2, 2), (4, 1), (1, 2), (2, 1), (1, 4)]  # ring, ulysses
 LAYOUTS = ["contiguous", "zigzag", "striped", "balanced"]
 TOP_K = 3
 SPEC = AttentionSpec(window=(4, -1))
@@ -69,12 +69,12 @@ def alone() -> dict[Any, Result]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, full=3)
 def test_loss_and_gradients_are_those_of_one_process(
     ranks: RankPool, alone: dict[Any, Result], exhaustive: bool, grid: tuple[int, int]
 ) -> None:
     cases = [(layout, cuts, one) for layout in LAYOUTS for cuts, one in alone.items()]
-    if not exhaustive:  # each layout on three grids, with documents and without
+    if not exhaustive:  # two layouts on each grid, one with documents and one without
         first = GRIDS.index(grid)
         cases = [cases[2 * (first % 4) + first // 4], cases[2 * ((first + 1) % 4) + 1 - first // 4]]
     for found in ranks.run(errors, grid[0] * grid[1], config_of(), grid, cases):
@@ -111,7 +111,7 @@ def error_by_row(layout: str, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "balanced"])
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_rows_differ_in_their_documents_and_end_with_padding(
     ranks: RankPool, alone_by_row: Tensor, layout: str
 ) -> None:
@@ -164,7 +164,7 @@ def others_chosen(grid: tuple[int, int], layout: str, cuts: tuple[int, ...], exp
 
 
 @pytest.mark.parametrize(("grid", "layout"), [((2, 2), "zigzag"), ((4, 1), "striped"), ((1, 2), "contiguous")])
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_indexers_choose_the_entries_that_they_choose_in_one_process(
     ranks: RankPool, grid: tuple[int, int], layout: str
 ) -> None:
@@ -248,7 +248,7 @@ def sent_bytes(layout: str, rates: dict[str, int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_what_travels_is_what_the_plan_says(ranks: RankPool, layout: str) -> None:
     for counted, planned in ranks.run(sent_bytes, 4, layout, {**RATES, CSA: 3}):
         assert counted == planned > 0
@@ -324,7 +324,7 @@ def refused() -> str:
     return str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkpoints_that_keep_attention_change_nothing(ranks: RankPool, tmp_path: Path) -> None:
     write("deepseek_v4", tmp_path)
     expected = torch.tensor(plain_steps("deepseek_v4"), dtype=torch.float64)
@@ -333,7 +333,7 @@ def test_checkpoints_that_keep_attention_change_nothing(ranks: RankPool, tmp_pat
         assert (torch.tensor(found, dtype=torch.float64) / expected - 1).abs().max() <= 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of the plan: what travels, above
 def test_dry_runs_count_what_entries_send(tmp_path: Path) -> None:
     config = config_of()
     model_of(config).float().save_pretrained(tmp_path)
@@ -397,7 +397,7 @@ def test_generated_tokens_are_those_of_transformers(ranks: RankPool) -> None:
     assert (logprobs[0] - wanted[0][1][0]).abs() > 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # its parts: generated tokens, and gradients above
 def test_steps_of_grpo_are_those_of_one_process(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))

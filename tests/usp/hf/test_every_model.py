@@ -41,7 +41,7 @@ TYPES = models.causal_lm_types()
 # State spaces, full, sliding and chunked masks, sinks, softcap, learned positions from 0 and from 1, experts, scales
 # that grow, two calls in a layer; keys chosen by an indexer in some layers, windows in others. More are trained in
 # ../train/families/test_families.py.
-CHOSEN = ["bamba", "gemma2", "gpt2", "gpt_oss", "llama4_text", "diffllama", "roberta", "dots3_note_text"]
+CHOSEN = ["bamba", "gpt2", "gpt_oss", "diffllama", "roberta", "dots3_note_text"]  # others: test_held_out.py
 # Configurations as larger releases set them: in full layers, fewer KV heads, whose keys are the values as well.
 _GEMMA4 = {"attention_k_eq_v": True, "head_dim": 256, "global_head_dim": 512, "use_bidirectional_attention": "vision"}
 _GEMMA4 |= {"sliding_window": 1024, "final_logit_softcapping": 30.0}
@@ -185,8 +185,8 @@ def test_accepted_models_are_exact(ranks: RankPool, types: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_larger_releases_and_layers_that_share_keys_are_exact(ranks: RankPool) -> None:
-    types = [*RELEASES, "gemma3n_text"]
+def test_larger_releases_and_layers_that_share_keys_are_exact(ranks: RankPool, exhaustive: bool) -> None:
+    types = [*list(RELEASES)[:: 1 if exhaustive else 3], "gemma3n_text"]
     assert {name: why for name in types if (why := reason(name))} == {}
     assert not inexact(ranks, types)
 

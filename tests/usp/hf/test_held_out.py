@@ -8,11 +8,8 @@ from examples.models import tiny_config
 from tests.harness.ranks import RankPool
 from tests.usp.hf.held_out import CALLS, check, draw, exact_types
 
-# Windows of some layers with biases, softcaps, latent attention with groups of experts, sinks, state spaces, and rotary
-# embeddings that depend on the length, in some layers or of complex numbers; lightning attention, and blocks of keys.
-# With images: in both directions, with rotary embeddings that depend on the length; deeper features.
-CHOSEN = {"qwen2": 0, "llama4_text": 1, "gpt_oss": 0, "laguna": 0, "gemma3": 1, "qwen3_vl": 0}  # seeds
-CHOSEN |= {"minimax": 0, "minimax_m3_vl_text": 0, "deepseek_v3": 0}
+# Windows of some layers with biases, chunks, images in both directions, and blocks of keys.
+CHOSEN = {"qwen2": 0, "llama4_text": 1, "gemma3": 1, "minimax_m3_vl_text": 0}  # seeds
 TOLERANCE = 1e-10
 
 

@@ -144,7 +144,7 @@ def test_training_steps_are_those_of_one_process(ranks: RankPool, tmp_path: Path
         assert relative(torch.tensor(found), torch.tensor(expected)) <= 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # its gradients: below
 def test_steps_of_a_warm_up_are_those_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
     write("glm_moe_dsa", tmp_path / "tiny", index_topk=5, index_n_heads=2)
     asked = {"indexer_loss_coef": COEFFICIENT, "indexer_warmup": True, "max_grad_norm": 1e9}

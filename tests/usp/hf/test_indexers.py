@@ -149,7 +149,7 @@ def unequal(own: Tensor, expected: Tensor, positions: Tensor, starts: Tensor) ->
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_indices_loss_and_gradients_are_those_of_one_process(
     ranks: RankPool, exhaustive: bool, model_type: str
 ) -> None:
@@ -307,7 +307,7 @@ def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
         assert longer <= 2 * shorter < 256 * 512  # of a rank's queries by all keys
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dry_runs_assume_that_every_visible_key_is_chosen(tmp_path: Path) -> None:
     tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
     config = TrainConfig(model=str(tmp_path), seq_len=LENGTH, dtype="float32", sp_ring=2, sp_ulysses=2, device="cpu")
@@ -322,7 +322,7 @@ def test_dry_runs_assume_that_every_visible_key_is_chosen(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("warmup", [False, True])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dry_runs_count_the_tiles_that_they_do_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: bool
 ) -> None:
@@ -385,7 +385,7 @@ def rlhf_steps(config: RlhfConfig) -> list[tuple[float, ...]]:
     return [tuple(of[key] for key in ("actor/loss", "actor/grad_norm", "score")) for of in every]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # its parts: generation and gradients
 def test_steps_of_grpo_are_those_of_one_process(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     rows = [{"prompt": f"Question {number} of {'x' * number}:", "answer": str(number)} for number in range(12)]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -313,7 +313,7 @@ def compiled_as_a_whole(model_type: str) -> tuple[float, int, str, str, str]:
 
 
 @pytest.mark.compiles
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the operator: tests/usp/sp/test_operator.py
 def test_a_model_compiled_as_a_whole_is_one_graph_and_checks_its_inputs(ranks: RankPool, exhaustive: bool) -> None:
     for model_type in ("llama", "qwen2", "gpt2") if exhaustive else ("llama",):
         for difference, graphs, wrong, on_one, changed in ranks.run(compiled_as_a_whole, 2, model_type):

@@ -85,7 +85,7 @@ def beyond_state(run: CallRun) -> int:
     return run.own_bytes - run.by_category[PARAMETERS] - run.by_category[OPTIMIZER]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of train.py: tests/usp/predict/test_dry_run.py
 def test_a_train_step_takes_the_memory_of_train_py_and_of_its_dry_run(ranks: RankPool) -> None:
     """One sequence of 4,096 tokens with activation checkpointing."""
     (runs,) = runs_of(replace(GRPO, ac="full"), 1)

@@ -61,7 +61,7 @@ def metrics_of(config: RlhfConfig) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_every_plan_trains_on_the_same_episodes(
     ranks: RankPool, data: str, tmp_path: Path, exhaustive: bool, algorithm: str
 ) -> None:

@@ -320,7 +320,7 @@ def check(results: list[dict[str, Result]], name: str, alone: str = "alone") -> 
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.slow
+@pytest.mark.slow(full=3)
 def test_steps_under_every_plan_are_those_of_one_process(ranks: RankPool, exhaustive: bool, algorithm: str) -> None:
     plans, steps = (PLANS, ALL_STEPS) if exhaustive else (CHOSEN[algorithm], STEPS)
     results = ranks.run(run_all, 8 if exhaustive else 4, algorithm, plans, steps, timeout=1200)

@@ -146,7 +146,7 @@ def test_replayed_steps_are_the_same_in_every_layout(
         check(shifted, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # alone: test_supervised.py
 def test_supervised_samples_choose_by_themselves(
     ranks: RankPool, folder: Path, tmp_path: Path, exhaustive: bool
 ) -> None:

@@ -31,8 +31,8 @@ RUN = TrainConfig(seq_len=64, steps=3, warmup_steps=1, batch_size=4, adam_eps=1e
 RUN = replace(RUN, tokenizer="bytes", sample_every=2, sample_tokens=TOKENS, hang_timeout=0)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 u2": (4, {"sp_ulysses": 2, "batch_size": 2, "ac": "full"}),
-    "pp2 tp2, zero 1": (4, {"pp": 2, "tp": 2, "zero": 1, "micro_batches": 2}),
     "one, adapters": (1, {"lora_rank": 4, "lora_dropout": 0.2, "lora_merge": True, "zero": 0, "learning_rate": 0.3}),
+    "pp2 tp2, zero 1": (4, {"pp": 2, "tp": 2, "zero": 1, "micro_batches": 2}),
 }
 
 
@@ -55,7 +55,7 @@ def run_with_and_without(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_responses_are_those_of_the_model_that_is_trained(
     ranks: RankPool, base: Path, tmp_path: Path, name: str
 ) -> None:

@@ -57,23 +57,18 @@ ON_FOUR = (
 )  # ranks, and others on two; all with --exhaustive, where some have other prompts
 CHOSEN = {
     "gemma2": ["tp2 r2"],  # softcap, windows, capped logits
-    "gemma3_text": ["u2"],  # windows with rotary frequencies of their own
     "gpt_oss": ["u2 r2"],  # sinks
     "deepseek_v3": ["r2"],  # values with a head dim of their own
     "llama4_text": ["u2"],  # chunks, and scales that grow
     "granite": ["pp2"],  # scaled logits
     "qwen3_next": ["u2 r2"],  # gated delta rule
     "falcon_h1": ["r2"],  # Mamba-2 beside attention
-    "mamba": ["u2"],  # no attention
-    "minimax": ["r2", "pp2"],  # lightning attention
+    "minimax": ["pp2"],  # lightning attention
     "stablelm": ["pp2"],  # layers that do not pass the cache on
     "zamba2": ["u2"],  # attention layers that all call themselves layer -1
-    "deepseek_v32": ["r2"],  # keys that an indexer chooses
-    "glm_moe_dsa": ["pp2 u2"],  # for several layers
-    "hy_v4": ["r2"],
+    "glm_moe_dsa": ["pp2 u2"],  # keys that an indexer chooses for several layers
     "minimax_m3_vl_text": ["u2"],  # blocks of them for each KV head
     "longrope": ["u2"],
-    "dynamic": ["r2"],
 }
 # Why a mesh is refused for a family.
 REFUSALS = (

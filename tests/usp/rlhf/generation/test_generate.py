@@ -251,7 +251,7 @@ def continue_long_prompt() -> list[int]:
     return generator.generate([long_prompt()], work, [0])[0].tokens.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_prompt_of_32k_tokens(ranks: RankPool) -> None:
     ids = long_prompt().unsqueeze(0)
     options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}

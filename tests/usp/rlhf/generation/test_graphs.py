@@ -280,7 +280,7 @@ def captures_of_calls(name: str, between: str, works: list[Generate]) -> list[in
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # with messages: replayed steps, below
 def test_graphs_are_kept_while_nothing_moves(ranks: RankPool) -> None:
     for between, (_, stay) in BETWEEN.items():
         world, grid = (2, "u2") if between == "messages" else (1, "alone")

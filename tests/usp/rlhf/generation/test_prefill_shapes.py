@@ -75,7 +75,7 @@ def planned(shapes: list[tuple[int, int]], many_lengths: bool) -> Counter[str]:
     return Counter(name for name, _ in seen.found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_plans_are_made_for_prompts_of_many_lengths() -> None:
     shapes = sorted(set(prefilled()))
     assert len(shapes) > 30

@@ -583,7 +583,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("breaks", BREAKS)
-@pytest.mark.slow
+@pytest.mark.slow(full=3)
 def test_a_server_that_fails_is_named(ranks: RankPool, folder: Path, tmp_path: Path, breaks: str) -> None:
     with stub() as server:
         server.breaks = breaks

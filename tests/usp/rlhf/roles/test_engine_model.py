@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -163,16 +163,16 @@ def swap_halves(parts: Any, boxes: Any, on_disk: Any) -> Iterator[WeightPiece]:
         yield piece._replace(name=re.sub("|".join(other), lambda found: other[found[0]], piece.name))
 
 
-def run_all(broken: bool = False) -> dict[str, list[Any]]:
+def run_all(names: Iterable[str], broken: bool = False) -> dict[str, list[Any]]:
     groups = ProcessGroups()
     if broken:
         with patch.object(engine_model, "pieces_of", swap_halves):
-            return {"broken": [steps_of(name, VLLM, groups) for name in list(CASES)[:1]]}
-    return {name: [steps_of(name, engine, groups) for engine in (OWN, VLLM)] for name in CASES}
+            return {"broken": [steps_of(FEW[0], VLLM, groups)]}
+    return {name: [steps_of(name, engine, groups) for engine in (OWN, VLLM)] for name in names}
 
 
 DELTAS = ("u2 r2, engine of tp 2", "other ranks, experts")
-FEW = DELTAS[:1]  # without --exhaustive; to other ranks: ../generation/test_server.py
+FEW = ("tp2 pp2, engines of tp 1", "other ranks, experts")  # without --exhaustive
 
 
 def run_deltas(names: tuple[str, ...]) -> dict[str, list[Any]]:
@@ -181,12 +181,12 @@ def run_deltas(names: tuple[str, ...]) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def deltas(ranks: RankPool, exhaustive: bool) -> list[dict[str, list[Any]]]:
-    return ranks.run(run_deltas, RANKS, DELTAS if exhaustive else FEW)
+def deltas(ranks: RankPool) -> list[dict[str, list[Any]]]:
+    return ranks.run(run_deltas, RANKS, DELTAS)
 
 
-@pytest.mark.parametrize("name", [*FEW, pytest.param(DELTAS[1], marks=pytest.mark.exhaustive)])
-@pytest.mark.slow
+@pytest.mark.parametrize("name", DELTAS)
+@pytest.mark.exhaustive  # to other ranks: ../generation/test_server.py
 def test_an_engine_is_sent_what_has_changed(deltas: list[dict[str, list[Any]]], name: str) -> None:
     (told, _), (others, _) = deltas[0][name]
     sizes = [(step.pop(SENT_BYTES), step.pop(WHOLE_BYTES)) for step, _ in others]
@@ -197,8 +197,8 @@ def test_an_engine_is_sent_what_has_changed(deltas: list[dict[str, list[Any]]], 
 
 
 @pytest.fixture(scope="module")
-def results(ranks: RankPool) -> list[dict[str, list[Any]]]:
-    return ranks.run(run_all, RANKS)
+def results(ranks: RankPool, exhaustive: bool) -> list[dict[str, list[Any]]]:
+    return ranks.run(run_all, RANKS, CASES if exhaustive else FEW)
 
 
 def differences(wanted: Any, found: Any) -> float:
@@ -214,7 +214,10 @@ def differences(wanted: Any, found: Any) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("name", CASES)
+OF_CASES = [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in CASES]
+
+
+@pytest.mark.parametrize("name", OF_CASES)
 @pytest.mark.slow
 def test_steps_with_an_engine_are_those_with_our_own_decoding(results: list[dict[str, list[Any]]], name: str) -> None:
     (own, _), (engine, _) = results[0][name]
@@ -224,12 +227,12 @@ def test_steps_with_an_engine_are_those_with_our_own_decoding(results: list[dict
 
 @pytest.mark.slow
 def test_a_wrong_weight_is_noticed(results: list[dict[str, list[Any]]], ranks: RankPool) -> None:
-    broken = ranks.run(run_all, RANKS, True)[0]["broken"][0][0]
-    assert differences(results[0][next(iter(CASES))][0][0], broken) > 1e-2
+    broken = ranks.run(run_all, RANKS, FEW, True)[0]["broken"][0][0]
+    assert differences(results[0][FEW[0]][0][0], broken) > 1e-2
     assert broken[0][0]["logprob_difference_max"] > 1e-3, "the drift between engine and trainer is a metric"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OF_CASES)
 @pytest.mark.slow
 def test_a_rank_receives_what_it_lacks(results: list[dict[str, list[Any]]], name: str) -> None:
     moved = [result[name][1][1] for result in results]

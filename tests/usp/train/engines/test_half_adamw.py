@@ -58,7 +58,7 @@ def test_steps_are_torchs_with_moments_that_are_rounded(at_once: int, monkeypatc
     assert min(errors) > 0 and max(errors) < 5e-3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of other states: tests/usp/train/test_resume.py
 def test_a_run_goes_on_on_another_layout(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(run, 4, replace(HALF, **SAVED_ON, output=str(tmp_path / "whole")))
     again: list[tuple[int, dict[str, Any]]] = [

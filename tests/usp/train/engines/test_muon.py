@@ -39,14 +39,13 @@ from usp.train.resolve import job_of, resolve
 STEPS, RATE = 2, 3e-3
 LAYOUTS: dict[str, list[dict[str, Any]]] = {  # those with the bytes that all ranks send in 2 bytes of every matrix
     "llama": [
-        {"tp": 2, "dp_shard": 2},
         {"sp_ulysses": 2, "dp_replicate": 2, "zero": 1},
         {"pp": 2, "tp": 2, "micro_batches": 2, "zero": 2},
         {"sp_ulysses": 2, "sp_ring": 2, "zero": 0},
     ],
     "qwen3_moe": [{"sp_ulysses": 2, "sp_ring": 2, "ep": 2}, {"sp_ring": 2, "tp": 2, "tp_sequence_parallel": True}],
 }
-SENT = {"llama": [2 * 3 / 4, 2 * 2 * 1 / 2, 2 * 1 / 2, 0], "qwen3_moe": [2 * 3 / 4, None]}
+SENT = {"llama": [2 * 2 * 1 / 2, 2 * 1 / 2, 0], "qwen3_moe": [2 * 3 / 4, None]}
 
 
 def config_of(folder: Path, **flags: Any) -> TrainConfig:
