@@ -62,6 +62,11 @@ def parse(path: str, text: str) -> Source:
     return Source(path, ast.parse(text))
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def imports(source: Source, inside: ast.AST | None = None) -> Iterator[tuple[str, int]]:
     """Yield (absolute dotted name, line) of every import by its folder: usp.attention is attention/."""
     for name, line in written_imports(source, inside):
@@ -70,7 +75,7 @@ def imports(source: Source, inside: ast.AST | None = None) -> Iterator[tuple[str
 
 def written_imports(source: Source, inside: ast.AST | None = None) -> Iterator[tuple[str, int]]:
     """Yield (absolute dotted name, line) of every import; `from a import b` gives a.b, whether b is a module or not."""
-    for node in ast.walk(inside or source.tree):
+    for node in nodes(inside or source.tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -101,7 +106,7 @@ def layers(source: Source) -> Iterator[str]:
 
 def one_import_name(source: Source) -> Iterator[str]:
     """usp alone is imported, so that a user's own attention.py, and another package of that name, are not ours."""
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
         for name in names:
@@ -116,7 +121,7 @@ def optional_packages(source: Source) -> Iterator[str]:
         return
     inside_load = {
         line
-        for node in ast.walk(source.tree)
+        for node in nodes(source.tree)
         if isinstance(node, ast.FunctionDef) and node.name == "load"
         for _, line in imports(source, node)
     }
@@ -154,22 +159,22 @@ def environment(source: Source) -> Iterator[str]:
         return
     writes = {
         id(node.value)
-        for node in ast.walk(source.tree)
+        for node in nodes(source.tree)
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     }
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and id(node) not in writes:
             yield f"{source.path}:{node.lineno} reads the environment: pass the value down from the script"
 
 
 def no_globals(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.Global):
             yield f"{source.path}:{node.lineno} has `global {', '.join(node.names)}`: pass state as an argument"
 
 
 def short_functions(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
@@ -178,7 +183,7 @@ def short_functions(source: Source) -> Iterator[str]:
 
 def few_parameters(source: Source) -> Iterator[str]:
     """What belongs together is one argument."""
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and in_package(source.path, *PACKAGES):
             number = len((*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
             if number > MAX_PARAMETERS and node.name not in INTERFACES:
@@ -402,7 +407,7 @@ def doubled_classes(parsed: Iterable[Source]) -> Iterator[str]:
     """Yield the names that several classes of the packages have: one name is one thing."""
     places = defaultdict[str, list[str]](list)
     for source in parsed:
-        for node in ast.walk(source.tree):
+        for node in nodes(source.tree):
             if isinstance(node, ast.ClassDef) and in_package(source.path, *PACKAGES):
                 places[node.name].append(f"{source.path}:{node.lineno}")
     yield from (f"class {name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1)

@@ -67,7 +67,7 @@ def test_every_rank_has_as_many_tokens_and_every_token_a_rank(
         *((ring, seed, 65_536) for ring, seed in ((4, 9), (8, 4), (8, 31), (64, 5))),
     ],
 )
-@pytest.mark.slow(but=11)
+@pytest.mark.slow(but=11, full=30)
 def test_work_differs_by_at_most_5_percent(model: str, ring: int, seed: int, seq_len: int) -> None:
     boundaries, windows = long_tail(seq_len, seed), WINDOWS[model]
     pairs = [causal_pairs(boundaries, x, windows) for x in balanced_ranges(boundaries, seq_len, ring, windows)]
