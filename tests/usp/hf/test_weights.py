@@ -235,13 +235,13 @@ def watch_modules(patch: pytest.MonkeyPatch) -> list[int]:
     ("family", "layout"),
     [
         ("llama", "fsdp4"),
-        ("qwen3", "hsdp"),
         ("mixtral", "fsdp2-tp2"),
-        ("qwen3_moe", "fsdp2-tp2"),
         ("qwen3_moe", "hsdp"),
+        ("qwen3", "hsdp"),
+        ("qwen3_moe", "fsdp2-tp2"),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.slow(full=3)
 def test_sharded_model_is_drawn_loaded_and_saved(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     transformers_model(family).save_pretrained(source, max_shard_size="50KB")

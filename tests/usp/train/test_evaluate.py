@@ -100,7 +100,7 @@ def test_losses_by_position_are_those_of_plain_transformers_on_every_layout(
             assert len(found) == len(layouts) and all(losses == expected for losses in found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_deepspeed_evaluates_alike(tmp_path: Path, held_out: Path) -> None:
     pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
     config = replace(SMALL, eval_data=str(held_out), engine="deepspeed", sp_ring=2)

@@ -228,7 +228,7 @@ def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), RESUMED_ON, ids=str)
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_a_run_continues_on_any_layout(
     ranks: RankPool, whole: Path, tmp_path: Path, world_size: int, layout: dict[str, Any]
 ) -> None:
@@ -283,7 +283,7 @@ def test_adapters_of_a_longer_context_come_with_its_configuration(tmp_path: Path
         ({"lora_targets": "q_proj"}, r"--lora-targets = q_proj \(checkpoint: all-linear\)"),
     ],
 )
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, full=1)
 def test_other_adapters_cannot_continue_a_run(whole: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     resume, base = str(whole / CHECKPOINTS / "step-00000002"), str(whole.parent / "base")
     with pytest.raises(ConfigurationError, match=said):

@@ -108,17 +108,17 @@ def parameters_of(family: str, stage: int, num_stages: int) -> set[str]:
 
 
 CASES = [
-    ("llama-deep", ParallelDims(pp=2, ring=2), "1f1b", 1, 3),
-    ("qwen2-deep", ParallelDims(pp=2, ulysses=2), "interleaved-1f1b", 2, 3),
     ("llama-eight", ParallelDims(pp=2, ulysses=2), "interleaved-1f1b", 4, 3),
     ("llama-deep", ParallelDims(pp=2, ring=2), "zero-bubble", 2, 1),
+    ("llama-deep", ParallelDims(pp=2, ring=2), "1f1b", 1, 3),
+    ("qwen2-deep", ParallelDims(pp=2, ulysses=2), "interleaved-1f1b", 2, 3),
 ]
 
 
 @pytest.mark.parametrize(
     ("family", "dims", "name", "each", "zero"), CASES, ids=lambda value: str(value).replace(" ", "-")
 )
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_steps_are_those_of_one_process(
     ranks: RankPool, alone: dict, family: str, dims: ParallelDims, name: str, each: int, zero: int
 ) -> None:

@@ -60,7 +60,7 @@ def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
-@pytest.mark.slow
+@pytest.mark.slow(full=3)
 def test_it_continues_on_any_layout(
     ranks: RankPool, whole: Path, tmp_path: Path, world_size: int, layout: dict[str, int]
 ) -> None:
@@ -249,7 +249,7 @@ def continued(config: TrainConfig, saved: TrainingState, monkeypatch: pytest.Mon
         ({"c": 1, "b": 1}, 8, "cb", "cut"),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_each_part_of_other_data_begins_an_epoch_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, int], batch: int, kept: str, packing: str
 ) -> None:

@@ -76,11 +76,11 @@ def test_the_written_configuration_fits_other_machines_and_the_checkpoint_says_w
     assert sorted(shown) == wanted
 
 
-EXPORTS = [("float32", "auto", "float32"), ("bfloat16", "auto", "bfloat16"), ("bfloat16", "float32", "float32")]
+EXPORTS = [("bfloat16", "auto", "bfloat16"), ("bfloat16", "float32", "float32"), ("float32", "auto", "float32")]
 
 
 @pytest.mark.parametrize(("computed", "asked", "written"), EXPORTS)
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_a_model_is_exported_in_the_compute_dtype_or_the_one_asked_for(
     tmp_path: Path, computed: str, asked: str, written: str
 ) -> None:
@@ -189,8 +189,8 @@ def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, Toke
     return record.loss, record.grad_norm, batch
 
 
-@pytest.mark.parametrize("packing", ["cut", "whole", "chats"])
-@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["chats", "whole", "cut"])
+@pytest.mark.slow(full=2)
 def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path, packing: str) -> None:
     """Each document alone through the unchanged model; the mean over all their targets. With padding on most ranks."""
     config = replace(SMALL, sp_ulysses=2, sp_ring=2, seq_len=2048)
@@ -321,7 +321,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[tup
 
 
 @pytest.mark.parametrize(("world_size", "degrees"), MESHES)
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, full=2)
 def test_every_mesh_trains_as_one_process(
     ranks: RankPool, alone: list[tuple[float, float]], tmp_path: Path, world_size: int, degrees: dict[str, int]
 ) -> None:
@@ -339,11 +339,11 @@ ODD = {"seq_len": 251, "packing": "whole", "lora_rank": 4, "lora_dropout": 0.3}
     ("model", "degrees"),
     [
         ("tiny", {"sp_ulysses": 2, "sp_ring": 2} | ODD),
-        ("tiny", {"sp_ring": 2, "sp_layout": "balanced", "batch_size": 2, "seq_len": 255}),
         ("mixtral-tiny", {"sp_ring": 4, "seq_len": 241, "router_aux_loss_coef": 0.1}),
+        ("tiny", {"sp_ring": 2, "sp_layout": "balanced", "batch_size": 2, "seq_len": 255}),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_a_length_that_ranks_cannot_divide_trains_as_one_process(
     ranks: RankPool, tmp_path: Path, model: str, degrees: dict[str, Any]
 ) -> None:
@@ -357,7 +357,7 @@ def test_a_length_that_ranks_cannot_divide_trains_as_one_process(
 
 
 @pytest.mark.parametrize("layout", ["balanced", "auto"])
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_layers_with_windows_are_balanced_and_train_as_one_process(
     ranks: RankPool, tmp_path: Path, layout: str
 ) -> None:

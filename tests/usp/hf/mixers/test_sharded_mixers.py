@@ -89,7 +89,7 @@ STATES = {"qwen3_next": 4 * 6 * 8, "bamba": 6 * 8 * 4}  # numbers in a state of 
         for number, layout in enumerate(LAYOUTS)
     ],
 )
-@pytest.mark.slow
+@pytest.mark.slow(full=3)
 def test_bytes_on_the_wire_equal_the_plan(ranks: RankPool, family: str, layout: str) -> None:
     by_length = [ranks.run(sent_and_planned, 4, family, seq_len, layout) for seq_len in (32, 96)]
     for found in by_length:

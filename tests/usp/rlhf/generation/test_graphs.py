@@ -420,7 +420,7 @@ FAKE_FAULTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(tp=2), ParallelDims(ring=2, ulysses=2)], ids=str)
 @pytest.mark.parametrize("work", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.slow
+@pytest.mark.slow(full=3)
 def test_steps_on_a_gpu_repeat_the_same_operators_on_the_same_memory(dims: ParallelDims, work: Generate) -> None:
     found = steps("mistral", dims, work, nullcontext)
     assert len(found[0]) > 100

@@ -96,7 +96,7 @@ def alone(
 
 
 @pytest.mark.parametrize(("kind", "max_turns"), [(Echo, 8), (Echo, 2), (Counts, 5)])
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_every_grid_matches_one_process(ranks: RankPool, exhaustive: bool, kind: type[Echo], max_turns: int) -> None:
     model = drawn_model(CONFIGS["llama"]())
     wanted = [alone(model, example, kind, max_turns) for example in examples()]
