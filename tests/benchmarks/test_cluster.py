@@ -58,7 +58,7 @@ def there_and_back(peer: int) -> tuple[float, int]:
 
 
 @pytest.mark.usefixtures("needs_hosts")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_hosts_communicate_and_leave_nothing_behind() -> None:
     before = names()
     with cluster(2, "80mbit") as hosts:

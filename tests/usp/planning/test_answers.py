@@ -47,7 +47,7 @@ ANSWERS = {  # the degrees, and why
     [pytest.param(each, marks=pytest.mark.exhaustive if each.lora_rank else ()) for each in ANSWERS],
     ids=str,
 )
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, full=6)
 def test_the_first_answer_is_an_experts(question: Question) -> None:
     asked = TrainConfig(
         model=question.model,

@@ -39,7 +39,7 @@ def small() -> tuple[Problem, float]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.slow
+@pytest.mark.slow(full=3)
 def test_the_search_finds_the_optimum(small: tuple[Problem, float], seed: int) -> None:
     given, least = small
     assert search(given, seed=seed, budget=60).best[0][0] == pytest.approx(least)

@@ -52,7 +52,7 @@ def searched(run: PreparedRlhf) -> ExecutionPlan:
     ],
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.slow(full=3)
 def test_a_run_gets_a_plan_that_its_models_and_flags_allow(changes: dict[str, object], tmp_path: Path) -> None:
     config = replace(SMALL, output=str(tmp_path / "run"), **changes)  # type: ignore[arg-type]
     prepared = prepare(config, FOUR, planner=searched)

@@ -135,7 +135,7 @@ def every_candidate(facts: ModelFacts) -> list[Made]:
 
 @pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("memory", [Memory(300), Memory(600, host=500), Memory(1100)], ids=lambda memory: memory.device)
-@pytest.mark.slow
+@pytest.mark.slow(full=4)
 def test_the_search_finds_what_an_exhaustive_search_finds(facts: ModelFacts, memory: Memory) -> None:
     def fits(needed: Memory) -> bool:
         return needed.device <= memory.device and needed.host <= memory.host
@@ -167,7 +167,7 @@ def test_the_search_finds_what_an_exhaustive_search_finds(facts: ModelFacts, mem
     ],
     ids=lambda value: getattr(value, "model", ""),
 )
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_the_bound_holds_and_the_optimum_is_that_of_every_configuration(
     asked: TrainConfig, world_size: int, exhaustive: bool
 ) -> None:

@@ -88,7 +88,7 @@ SHORT: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "micro_batches": 8}  # 
     ],
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any], axes: list[str], world: int) -> None:
     """Formulas leave out memory-bound operators that a dry run counts, such as casts of rotary tables."""
     config, hardware = TrainConfig(dtype="bfloat16", **flags), "h100"

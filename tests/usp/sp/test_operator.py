@@ -135,7 +135,7 @@ def test_graphs_never_write_over_kept_results(ranks: RankPool) -> None:
     assert ranks.run(kept_results, 1) == [0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_rank_prints_that_a_name_of_torch_is_deprecated() -> None:
     """In an interpreter of its own, because torch says it once, where it is imported."""
     code = """

@@ -106,7 +106,7 @@ def change(model: PreTrainedModel, targets: tuple[str, ...], saved: str, dora: b
     model.base_model.register_forward_pre_hook(number)
 
 
-EXHAUSTIVE = ("pp2 r2, zero bubble, DoRA", "tp2 r2, tokens shared")
+EXHAUSTIVE = ("pp2 r2, zero bubble, DoRA", "tp2 r2, tokens shared", "dp2 r2, zero 3", "tp2 u2, zero 1")
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def whole(ranks: RankPool, request: pytest.FixtureRequest, tmp_path_factory: pyt
     return folder / "whole"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of plain adapters: test_lora.py
 def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
     ranks: RankPool, whole: Path, tmp_path: Path, exhaustive: bool
 ) -> None:

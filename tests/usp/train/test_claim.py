@@ -141,7 +141,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)
-@pytest.mark.slow
+@pytest.mark.slow(full=2)
 def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
     whole: Path, run: Path, name: str, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_cannot_be_read_is_tried_again_and_left_alone(
     assert not list((run / CHECKPOINTS).glob("*.damaged"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rlhf_falls_back_too(ranks: RankPool, tmp_path: Path) -> None:
     config = RlhfConfig(
         prompt_tokens=64,

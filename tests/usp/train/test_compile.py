@@ -101,7 +101,7 @@ def test_a_layer_is_one_graph(ranks: RankPool, tmp_path: Path) -> None:
     assert (full_and_windowed["graphs"][0], full_and_windowed["breaks"]) == (2, [])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_with_dropout_and_magnitudes_are_in_the_graph(
     ranks: RankPool, tmp_path: Path, exhaustive: bool
 ) -> None:

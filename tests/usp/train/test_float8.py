@@ -298,7 +298,7 @@ def run(config: TrainConfig) -> None:
     Trainer(prepare(config, Launch(rank=dist.get_rank(), world_size=ranks, local_world_size=ranks))).run()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of float32 weights: test_resume.py
 def test_a_run_continues_on_another_layout_and_its_export_loads(ranks: RankPool, tmp_path: Path) -> None:
     base = TrainConfig(fp8="tensor", seq_len=64, steps=2, checkpoint_every=1, adam_eps=1e-4, device="cpu")
     base = replace(base, global_batch_size=2, export_dtype="bfloat16")

@@ -69,7 +69,7 @@ def first_ends(config: TrainConfig) -> dict[str, torch.Tensor]:
     return {name: x.full_tensor() for name, x in found.items() if not name.startswith("optimizer.")}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_new_rows_are_those_of_resize_token_embeddings(ranks: RankPool, base: Path, tmp_path: Path) -> None:
     wanted, rows = resized(base), AutoConfig.from_pretrained(base / "model").vocab_size
     for layout in (TP2_U2, {}):  # with four parts of the vocabulary and with eight

@@ -71,7 +71,7 @@ def test_it_continues_on_any_layout(
     assert (found / wanted - 1).abs().max() <= (0 if layout == SAVED_ON else 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # with other degrees: above
 def test_it_continues_on_other_stages(ranks: RankPool, tmp_path: Path) -> None:
     """Four stages on each of two ranks; then two, then one rank, and export the same weights."""
     deep = load_model_config("tiny")

@@ -227,7 +227,7 @@ GRIDS = {"dp-ulysses": {"sp_ulysses": 2}, "ring-ulysses": {"sp_ulysses": 2, "sp_
 
 
 @pytest.mark.parametrize(("kind", "grid"), [("qwen2_5_vl", "dp-ulysses"), ("gemma3", "ring-ulysses")])
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_steps_are_those_of_transformers(ranks: RankPool, tmp_path: Path, kind: str, grid: str) -> None:
     config = example(tmp_path, kind, **GRIDS[grid])
     batches = ranks.run(run, 4, config, str(tmp_path / "run"))[0]

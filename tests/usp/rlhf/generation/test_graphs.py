@@ -288,7 +288,7 @@ def test_graphs_are_kept_while_nothing_moves(ranks: RankPool) -> None:
             assert first > 1 and others == ([0, 0] if stay else [first, first]), between
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_other_sampling_has_graphs_of_its_own_and_freed_memory_returns(ranks: RankPool) -> None:
     works = [GREEDY, SAMPLED, replace(GREEDY, stop_ids=(95,)), SAMPLED]
     ((first, second, *others),) = ranks.run(captures_of_calls, 1, "alone", "nothing", works)

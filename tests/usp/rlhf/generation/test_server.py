@@ -518,7 +518,7 @@ def test_turns_go_on_and_stop_strings_end(ranks: RankPool, folder: Path, tmp_pat
         assert all(metrics == pytest.approx(wanted) for metrics, _ in found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # with our own decoding: test_partial.py
 def test_partial_rollouts_go_on(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     with stub(2) as server:
         server.breaks = "slow"

@@ -153,7 +153,7 @@ def run_depths(depths: range) -> list[list[dict[str, float]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rollouts_may_run_any_number_of_steps_ahead(ranks: RankPool) -> None:
     graph, wanted = ppo(), list[list[dict[str, float]]]()
     for depth in range(3):

@@ -75,22 +75,15 @@ REFUSALS = (
 CHOSEN = {
     "gemma3_text": ["tp2 r2"],  # windows, scaled embedding, norms of queries and keys
     "granite": ["tp2 u2, tokens shared"],  # scaled embeddings, residuals and logits
-    "stablelm": ["u2 r2, recomputed"],  # layers that do not pass documents on to attention
     "glm4_moe": ["tp2 ep2"],  # GLM-4.5's norms of queries and keys
-    "mamba": ["r2"],  # no attention
-    "minimax": ["r2, recomputed", "pp2"],  # lightning attention, buffers that checkpoints hold
-    "cohere2": ["u2"],  # parallel blocks, layers without rotary positions, logit scale
+    "minimax": ["pp2"],  # lightning attention, buffers that checkpoints hold
     "phi3": ["pp2"],  # fused projections
     "gpt_oss": ["ep2 dp2 r2"],  # experts with biases, transposed and interleaved; sinks; balanced
     "deepseek_v3": ["pp2 ep2"],  # grouped and biased routing, shared experts, a dense layer, latent attention
-    "glm_moe_dsa": ["r2, recomputed"],  # keys that an indexer chooses
-    "minimax_m3_vl_text": ["r2, recomputed", "pp2"],  # blocks of them
+    "minimax_m3_vl_text": ["r2, recomputed"],  # blocks of keys that an indexer chooses
     "gemma4_text": ["u2"],  # wider heads in some layers, embeddings for each layer
-    "dots3_note_text": ["ep2"],  # more heads in some layers
-    "opt": ["pp2"],  # a decoder within the backbone
     "dbrx": ["pp2"],  # experts outside of the interface, balanced
     "hy_v4": ["r2"],  # parameters after the layers that are on no stage
-    "phi4_multimodal": ["u2"],  # encoders that text does not reach
 }
 
 

@@ -59,7 +59,7 @@ FEW: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in MODELS]
 )
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_mixtures_checkpoints_exports_and_tokens(
     ranks: RankPool, tmp_path: Path, exhaustive: bool, model_type: str
 ) -> None:
