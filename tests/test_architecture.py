@@ -361,7 +361,7 @@ def all_slow(source: Source) -> bool:
     """Return whether all tests of the file are marked slow, none with cases for the fast lane, or exhaustive."""
     tests = [node for node in source.tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     marks = [{ast.unparse(decorator) for decorator in test.decorator_list} for test in tests]
-    slow = ["pytest.mark.slow" in each for each in marks]
+    slow = [any(mark.startswith("pytest.mark.slow") and "but=" not in mark for mark in each) for each in marks]
     return any(slow) and all(
         is_slow or "pytest.mark.exhaustive" in each for is_slow, each in zip(slow, marks, strict=True)
     )
@@ -377,7 +377,13 @@ def test_every_subject_is_in_the_fast_lane() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mark", "slow"), [("@pytest.mark.slow\n", True), ("@pytest.mark.slow(but=1)\n", False), ("", False)]
+    ("mark", "slow"),
+    [
+        ("@pytest.mark.slow\n", True),
+        ("@pytest.mark.slow(full=2)\n", True),
+        ("@pytest.mark.slow(but=1, full=2)\n", False),
+        ("", False),
+    ],
 )
 def test_a_file_is_slow_if_each_of_its_tests_is(mark: str, slow: bool) -> None:
     text = f"@pytest.mark.slow\n@given(x)\ndef test_a(): ...\ndef helper(): ...\n{mark}def test_b(): ..."
