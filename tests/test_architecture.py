@@ -348,7 +348,6 @@ SHOWN_ELSEWHERE = {  # files whose tests are all slow, and where the fast lane s
     "tests/e2e/test_survival.py": "tests/usp/train/test_resume.py",
     "tests/e2e/test_train_cli.py": "tests/usp/train/test_trainer.py",
     "tests/usp/rlhf/generation/test_families.py": "tests/usp/rlhf/generation/test_graphs.py",
-    "tests/usp/rlhf/runtime/test_delta_updates.py": "tests/parallel/reallocation/test_delta.py",
     "tests/usp/rlhf/test_ahead.py": "tests/usp/rlhf/runtime/test_staleness.py",
     "tests/usp/rlhf/test_switching.py": "tests/usp/rlhf/replan/test_replan_decision.py",
     "tests/usp/train/families/test_whole_runs.py": "tests/usp/train/families/test_families.py",

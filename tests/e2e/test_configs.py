@@ -66,12 +66,12 @@ FEW = ["--steps", "2", "--prompts", "4", "--checkpoint-every", "0"]
 DECODED, OWN = [*FEW, "--max-new-tokens", "4"], ["--rollout-engine", "own", "--rollout-cache", "1"]
 # By file: the ranks of the copy, and what differs from the file.
 COPIES: Mapping[str, tuple[int, list[str]]] = {
-    "lora-one-gpu": (1, SHORT),
     "qwen3-30b-a3b-moe": (4, [*SHORT, "--ep", "4", "--global-batch-size", "2"]),
-    "context-extension": (4, [*SHORT, "--sp-ulysses", "4", "--seq-len", "512"]),
     "vision-chats": (4, [*SHORT, "--sp-ulysses", "2"]),
     "ppo-reward-model": (2, DECODED),
     # with --exhaustive
+    "lora-one-gpu": (1, SHORT),
+    "context-extension": (4, [*SHORT, "--sp-ulysses", "4", "--seq-len", "512"]),
     "sft-laptop": (1, SHORT),
     "llama3-8b-128k": (4, [*SHORT, "--sp-ulysses", "4"]),
     "llama3-70b-32k": (4, [*SHORT, "--sp-ulysses", "2", "--global-batch-size", "8"]),
@@ -226,7 +226,7 @@ def test_a_step_of_rlhf_fits(name: str, releases: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", COPIES)
-@pytest.mark.slow(full=5)
+@pytest.mark.slow(full=3)
 def test_a_small_copy_takes_two_steps(name: str, ranks: RankPool, small: Path) -> None:
     (world, changes), (program, _) = COPIES[name], started(name)
     cache = ["--data-cache", str(small / "cache")] if program == "train" else []

@@ -126,7 +126,7 @@ def plain_responses(config: NeedleConfig) -> dict[tuple[int, float, int, str], f
 # The command
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_draws_what_it_found(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "map.png"
     flags = ["--tokenizer", "bytes", "--lengths", "200,320", "--depths", "0,50", "--samples", "1", "--mark", "200"]

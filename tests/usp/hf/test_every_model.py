@@ -241,7 +241,7 @@ def other_classes() -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_models_of_other_kinds_are_accepted_or_refused_with_a_reason(ranks: RankPool) -> None:
     (said,) = ranks.run(other_classes, 1)
     assert "it is an encoder and a decoder" in said["t5"] and "it takes pixel_values" in said["vit"]

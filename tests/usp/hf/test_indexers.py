@@ -297,7 +297,7 @@ def one_layer(mesh: ParallelMesh, warmup: bool) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_tensor_grows_faster_than_the_tokens(ranks: RankPool) -> None:
     for shorter, longer in ranks.run(largest_tensors, 2, one_layer, False):
         # The largest is the chosen keys and values, 4 heads x (24 + 12) a token, of a share of the tokens that depends

@@ -451,7 +451,7 @@ def carry(source: Path, target: Path, config: PretrainedConfig) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.slow
+@pytest.mark.slow(full=1)
 def test_layers_that_draft_tokens_are_carried_over(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     config, drafts = with_drafts(tmp_path / "in", kind), DRAFTS[kind][1]
     before = load_file(tmp_path / "in" / "model.safetensors")

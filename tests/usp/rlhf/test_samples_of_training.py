@@ -55,7 +55,7 @@ def run_with_and_without(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.slow(full=2)
+@pytest.mark.slow(full=1)
 def test_responses_are_those_of_the_model_that_is_trained(
     ranks: RankPool, base: Path, tmp_path: Path, name: str
 ) -> None:

@@ -183,7 +183,7 @@ def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
     torch.testing.assert_close(load(whole / "model")(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_dry_run_has_the_optimizer_states_of_all_that_is_trained() -> None:
     options = OPTIONS | {"lora_dora": True, "model": "tiny", "dtype": "float32", "batch_size": 1, "seq_len": 64}
     found = dry_run(replace(RUN, **options), 4)

@@ -96,7 +96,7 @@ def test_steps_are_those_of_one_process(
     assert largest_difference(found, alone[family]) <= 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_steps_of_qwen2_with_a_window_in_some_layers(ranks: RankPool, alone: dict, exhaustive: bool) -> None:
     steps = STEPS if exhaustive else FEW_STEPS
     found = ranks.run(train_sharded, 4, "qwen2", ParallelDims(ulysses=2, ring=2), "zigzag", Break(), steps)

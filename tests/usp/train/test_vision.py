@@ -255,7 +255,7 @@ def test_a_frozen_encoder_stays_and_the_rest_is_trained(ranks: RankPool, tmp_pat
         assert torch.equal(old, new) == ("visual" in name), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # without images: test_lora.py
 def test_a_resumed_run_with_adapters_ends_as_one_that_went_through(tmp_path: Path) -> None:
     config = example(tmp_path, "gemma3", lora_rank=2, lora_merge=True, checkpoint_every=1, steps=2)
     config = replace(config, eval_data=config.data, data=write_rows_again(tmp_path))

@@ -42,7 +42,7 @@ def test_hybrids_equal_one_process(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, full=3)
 def test_all_hybrids_on_all_layouts(ranks: RankPool, family: str, exhaustive: bool) -> None:
     degrees = [(r, u) for r in (1, 2, 4) for u in (1, 2, 4)] if exhaustive else [(1, 1)]
     for ring, ulysses in degrees:

@@ -297,7 +297,7 @@ def test_other_sampling_has_graphs_of_its_own_and_freed_memory_returns(ranks: Ra
     assert first > 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_cache_serves_calls_that_need_a_little_less(ranks: RankPool) -> None:
     works = [GREEDY, replace(GREEDY, max_new_tokens=7), GREEDY, replace(GREEDY, max_new_tokens=60)]
     ((first, *others, longer),) = ranks.run(captures_of_calls, 1, "alone", "nothing", works)

@@ -60,7 +60,7 @@ def run_both(plan_name: str) -> tuple[Result, Result]:
 @pytest.mark.parametrize(
     "plan_name", ["separation", pytest.param("generate tp4, train u2 r2", marks=pytest.mark.exhaustive)]
 )
-@pytest.mark.slow
+@pytest.mark.exhaustive  # sent to a server: ../generation/test_server.py
 def test_delta_updates_change_only_the_bytes(ranks: RankPool, plan_name: str) -> None:
     results = ranks.run(run_both, 4, plan_name)
     for (metrics, collected, whole, weights), (of_deltas, others, events, same) in results:

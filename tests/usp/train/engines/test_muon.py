@@ -162,7 +162,7 @@ def test_steps_are_those_of_torch_in_one_process(ranks: RankPool, tmp_path: Path
         assert (torch.tensor(found[0][number][3]) / losses - 1).abs().max() <= 1e-4, flags
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_are_matrices_too(ranks: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     tiny_model("llama").save_pretrained(tmp_path)

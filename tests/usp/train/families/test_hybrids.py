@@ -178,7 +178,7 @@ def watch_engines(patch: pytest.MonkeyPatch) -> list[Fsdp2Engine]:
     return engines
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_messages_are_not_repeated_and_bfloat16_is_near(ranks: RankPool, tmp_path: Path) -> None:
     write("qwen3_5_text", tmp_path)
     found = ranks.run(modes, 4, str(tmp_path))
