@@ -33,23 +33,11 @@ def verify_models() -> None:
         structure(type(model), model.config)
 
 
-def take_a_step() -> None:
-    """Run a step on ranks that do not exist: a rank's first sharded operators take it longer than all others."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    from usp.config import TrainConfig
-    from usp.train.dry_run import dry_run
-
-    dry_run(TrainConfig(seq_len=64, device="cpu", dtype="float32", sp_ulysses=2, sp_ring=2), 4)
-    _clear_sharding_prop_cache()
-
-
 gc.disable()  # until all is imported
 for name in MODULES:
     with contextlib.suppress(ImportError):
         import_module(name)
 verify_models()
-take_a_step()
 gc.enable()
 gc.collect()
 gc.freeze()  # a rank that looks for garbage would walk, and copy, all of what this process holds
