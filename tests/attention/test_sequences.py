@@ -84,7 +84,7 @@ def test_matches_dense_attention_and_its_own_byte_count(
         for number, each in enumerate(CASES)
         for column, layout in enumerate(LAYOUTS)
         # A quarter of the cases on each grid of 4 ranks, five of them on those of 8, in one layout each.
-        if exhaustive or (4 * place + number + column) % (16 if ulysses * ring == 4 else 36) == 0
+        if exhaustive or (4 * place + number + column) % (16 if ulysses * ring == 4 else 24) == 0
     ]
     assert_exact(ranks, chosen)
 
