@@ -9,7 +9,7 @@ import pytest
 from tests.usp.planning.estimates import Simple
 from tests.usp.rlhf.toy import ppo
 from usp.model.facts import ModelFacts
-from usp.planning.rlhf_question import RlhfChoice, choose_plan, render_choice
+from usp.planning.rlhf_question import RlhfChoice, choose_plan
 from usp.planning.rlhf_search import OptionSpace, Problem, baselines, options, work_clock
 from usp.planning.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts

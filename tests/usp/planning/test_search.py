@@ -27,6 +27,7 @@ from usp.planning.choice import choose, compared, degrees, predictor_for
 from usp.planning.search import (
     CLOSE,
     FAMILIES,
+    Candidate,
     Predictor,
     Question,
     Search,

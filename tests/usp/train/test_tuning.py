@@ -45,8 +45,8 @@ EXPERTS: list[dict[str, Any]] = [
     {"tp": 2, "tp_sequence_parallel": True, "ep": 2, "sp_ring": 2, "batch_size": 4, "zero": 3},
 ]
 JOBS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
-    "dense": ("tiny", DENSE, {"eval_every": 3}),
     "experts": ("moe", EXPERTS, {"router_aux_loss_coef": 0.02}),
+    "dense": ("tiny", DENSE, {"eval_every": 3}),
     "lora": ("tiny", DENSE[:4], {"lora_rank": 2, "lora_alpha": 4}),
     "muon, packed": ("tiny", DENSE[:4], {"optimizer": "muon", "sp_layout": "striped", "lora_rank": 0}),
 }
