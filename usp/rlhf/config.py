@@ -194,7 +194,7 @@ class EnvironmentConfig:
     run the calls of --tools in a turn; --reward-function scores the one without calls, which ends the episode."""
     tools: Annotated[str, arg(metavar="NAME[=VALUE],...|JSON", help_behavior_hint="(optional)")] = ""
     """Tools of --environment tools, with commas between them or as a JSON list: python (in a sandbox), calculator,
-    search=PATH (texts in a folder), mcp=COMMAND (a local server)."""
+    search=PATH (texts in a folder)."""
     max_turns: AtLeast1 = 8
     """Maximum turns of the policy in an episode; --max-new-tokens are those of all."""
     max_observation_tokens: AtLeast1 = 1024

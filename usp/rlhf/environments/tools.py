@@ -8,20 +8,14 @@ is wrong with a call is its answer, so that the policy can do better. The standa
 from __future__ import annotations
 
 import ast
-import json
 import math
 import operator
-import os
 import re
-import selectors
-import shlex
-import subprocess
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +26,6 @@ from .sandbox import Limits, Unprotected, run_python
 BEGIN, END = "<tool_call>", "</tool_call>"
 NAME = "tools"  # of the ready environment
 MOST_CALLS = 16  # of a turn
-MOST_BYTES = 1 << 20  # of an MCP server's messages that wait
 MOST_WORDS = 32  # of a query
 WORD = re.compile(r"\w+")
 
@@ -42,21 +35,20 @@ class ToolFailed(Exception):
 
 
 class Tool(Protocol):
-    """What a policy may call; also `check()`, which raises ValueError where it cannot work, and `close()`."""
+    """What a policy may call; also `check()`, which raises ValueError where it cannot work. schema: of its function, as
+    chat templates describe it."""
 
-    def schemas(self, seconds: float = math.inf) -> list[dict[str, Any]]:
-        """Return what it offers, each a JSON schema of a function as chat templates describe it."""
+    schema: dict[str, Any]
+
+    def run(self, arguments: dict[str, str], seconds: float) -> str:
+        """Return what it answers within so many seconds. Raises ToolFailed saying what is wrong."""
         ...
 
-    def run(self, name: str, arguments: dict[str, Any], seconds: float = math.inf) -> str:
-        """Return what a function answers within so many seconds. Raises ToolFailed saying what is wrong."""
-        ...
 
-
-def function(name: str, description: str, required: Sequence[str] = (), **parameters: str) -> dict[str, Any]:
+def function(name: str, description: str, **parameters: str) -> dict[str, Any]:
     """Return the schema of a function with parameters of text, by their descriptions."""
     properties = {each: {"type": "string", "description": text} for each, text in parameters.items()}
-    schema = {"type": "object", "properties": properties, "required": list(required or parameters)}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
@@ -64,6 +56,7 @@ def function(name: str, description: str, required: Sequence[str] = (), **parame
 class Python:
     """Python programs, in the sandbox. allowed: "unprotected" runs them where the machine lacks a protection, too."""
 
+    schema = function("python", "Run a Python program, and return what it prints.", code="The program.")
     allowed: str = ""
     seconds: float = 10.0
     output: int = 4096
@@ -71,10 +64,7 @@ class Python:
     def check(self) -> None:
         check_sandbox("python", self.allowed)
 
-    def schemas(self, seconds: float = math.inf) -> list[dict[str, Any]]:
-        return [function("python", "Run a Python program, and return what it prints.", code="The program.")]
-
-    def run(self, name: str, arguments: dict[str, Any], seconds: float = math.inf) -> str:
+    def run(self, arguments: dict[str, str], seconds: float = math.inf) -> str:
         limits = Limits(min(self.seconds, seconds), output=self.output)
         ran = run_python(arguments["code"], "", limits, bool(self.allowed))
         return "\n".join(filter(None, (ran.output.rstrip(), ran.ended))) or "(it printed nothing)"
@@ -140,10 +130,9 @@ def calculate(expression: str) -> int | float:
 class Calculator:
     """Arithmetic, without running code."""
 
-    def schemas(self, seconds: float = math.inf) -> list[dict[str, Any]]:
-        return [function("calculator", "Evaluate an arithmetic expression.", expression="Such as (3 + 4) * sqrt(2).")]
+    schema = function("calculator", "Evaluate an arithmetic expression.", expression="Such as (3 + 4) * sqrt(2).")
 
-    def run(self, name: str, arguments: dict[str, Any], seconds: float = math.inf) -> str:
+    def run(self, arguments: dict[str, str], seconds: float = math.inf) -> str:
         return str(calculate(arguments["expression"]))
 
 
@@ -156,6 +145,7 @@ class PassageSearch:
         results: passages that a search returns. longest: characters of a passage that are shown.
     """
 
+    schema = function("search", "Search a collection of texts.", query="Words to look for.")
     path: str
     results: int = 3
     longest: int = 1000
@@ -164,10 +154,7 @@ class PassageSearch:
         if not self._passages:
             raise ValueError(f"search={self.path} has no .txt, .md or .jsonl file with text")
 
-    def schemas(self, seconds: float = math.inf) -> list[dict[str, Any]]:
-        return [function("search", "Search a collection of texts.", query="Words to look for.")]
-
-    def run(self, name: str, arguments: dict[str, Any], seconds: float = math.inf) -> str:
+    def run(self, arguments: dict[str, str], seconds: float = math.inf) -> str:
         found = self.best(arguments["query"])
         return "\n\n".join(text[: self.longest] for text in found) or "(nothing found)"
 
@@ -206,156 +193,7 @@ class PassageSearch:
         return lengths, index
 
 
-@dataclass
-class Mcp:
-    """The tools of a local server that speaks the Model Context Protocol on its standard input and output
-    (modelcontextprotocol.io/specification/2025-06-18, lifecycle and tools). It is not confined.
-
-    Attributes:
-        command: as in a shell, without its operators. timeout: seconds of an answer. output: its characters.
-    """
-
-    command: str
-    timeout: float = 30.0
-    output: int = 1 << 14
-    _server: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _lines: deque[bytearray] = field(default_factory=deque, init=False)  # that came, the last of which has no end
-    _held: int = field(default=0, init=False)  # bytes of them
-    _unsent: bytearray = field(default_factory=bytearray, init=False)
-    _requests: int = field(default=0, init=False)
-
-    def check(self) -> None:
-        try:
-            self.schemas()
-        except ToolFailed as error:
-            raise ValueError(f"mcp={self.command}: {error}") from error
-
-    def schemas(self, seconds: float = math.inf) -> list[dict[str, Any]]:
-        tools, cursor, until = list[dict[str, Any]](), None, time.monotonic() + min(self.timeout, seconds)
-        while True:
-            listed = self._ask("tools/list", {"cursor": cursor} if cursor else {}, until - time.monotonic())
-            try:
-                tools += [function_of(tool) for tool in listed["tools"]]
-            except (LookupError, TypeError, AttributeError) as error:
-                raise ToolFailed(f"the server's tools are malformed: {one_line(error)}") from error
-            if not (cursor := listed.get("nextCursor")):
-                return tools
-
-    def run(self, name: str, arguments: dict[str, Any], seconds: float = math.inf) -> str:
-        answer = self._ask("tools/call", {"name": name, "arguments": arguments}, min(self.timeout, seconds))
-        parts = answer.get("content", [])
-        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise ToolFailed("the content of the server's answer is no list of objects")
-        texts = [part["text"] if isinstance(part.get("text"), str) else f"({part.get('type')})" for part in parts]
-        text = clean("\n".join(texts), self.output)
-        if answer.get("isError"):
-            raise ToolFailed(text)
-        return text
-
-    def close(self) -> None:
-        """End the server."""
-        if self._server is not None:
-            self._server.kill()
-            self._server.wait()
-            for pipe in (self._server.stdin, self._server.stdout):
-                assert pipe is not None
-                pipe.close()
-        self._server, self._lines, self._held, self._unsent = None, deque([bytearray()]), 0, bytearray()
-
-    def _ask(self, method: str, params: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the result of a request to the server, which is started if it does not run. Raises ToolFailed."""
-        until = time.monotonic() + seconds
-        try:
-            if self._server is None or self._server.poll() is not None:
-                self.close()
-                pipe, words = subprocess.PIPE, shlex.split(self.command)
-                self._server = subprocess.Popen(words, stdin=pipe, stdout=pipe, bufsize=0)
-                assert self._server.stdin is not None
-                os.set_blocking(self._server.stdin.fileno(), False)
-                client = {"name": "usp", "version": "1"}
-                begin = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client}
-                self._answer("initialize", begin, until)
-                self._send({"method": "notifications/initialized"})
-            return self._answer(method, params, until)
-        except (OSError, ValueError) as error:
-            self.close()  # the next call begins anew
-            late = f"it took longer than {seconds:.3g} seconds" if isinstance(error, TimeoutError) else one_line(error)
-            raise ToolFailed(f"the server failed: {late}") from error
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, while waiting for the next one."""
-        self._unsent += json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
-
-    def _answer(self, method: str, params: Mapping[str, Any], until: float) -> dict[str, Any]:
-        """Return the result of a request. Raises ToolFailed for an error, and OSError or ValueError without either."""
-        self._requests += 1
-        self._send({"method": method, "id": self._requests, "params": params})
-        while True:
-            message = read_json(self._line(until))
-            for each in message if isinstance(message, list) else [message]:
-                if not isinstance(each, dict):
-                    raise ValueError(f"a message is no object: {each!r:.100}")
-                if "method" in each:  # of the server: a ping is all that a client without capabilities knows
-                    if each.get("id") is not None:
-                        unknown = {"error": {"code": -32601, "message": "Method not found"}}
-                        self._send({"id": each["id"], **({"result": {}} if each["method"] == "ping" else unknown)})
-                elif "error" in each and each.get("id") in (self._requests, None):
-                    error = each["error"]
-                    said = str(error.get("message") if isinstance(error, dict) else error)
-                    raise ToolFailed(clean(said, self.output))
-                elif each.get("id") == self._requests:
-                    if not isinstance(each.get("result"), dict):
-                        raise ValueError(f"the result is no object: {each.get('result')!r:.100}")
-                    return each["result"]
-
-    def _line(self, until: float) -> bytearray:
-        """Return the server's next line, after sending what waits. Raises OSError if that fails or takes too long."""
-        assert self._server is not None and self._server.stdin is not None and self._server.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._server.stdout, selectors.EVENT_READ)
-            while len(self._lines) < 2 or self._unsent:
-                if self._unsent and len(selector.get_map()) < 2:
-                    selector.register(self._server.stdin, selectors.EVENT_WRITE)
-                ready = selector.select(max(0.0, until - time.monotonic()))
-                if time.monotonic() >= until:
-                    raise TimeoutError
-                for key, _ in ready:
-                    if key.fileobj is self._server.stdin:
-                        del self._unsent[: os.write(key.fd, self._unsent[: 1 << 16])]
-                        if not self._unsent:
-                            selector.unregister(key.fileobj)
-                        continue
-                    if not (piece := os.read(key.fd, 1 << 16)):
-                        raise OSError("it has ended")
-                    first, *others = piece.split(b"\n")
-                    self._lines[-1] += first
-                    self._lines += map(bytearray, others)
-                    self._held += len(piece)
-                if max(len(self._unsent), self._held) > MOST_BYTES:
-                    raise OSError(f"messages of more than {MOST_BYTES:,} bytes")
-        if time.monotonic() >= until:
-            raise TimeoutError
-        self._held -= len(self._lines[0]) + 1
-        return self._lines.popleft()
-
-
-def function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a server's tool. Raises LookupError, TypeError or AttributeError for a malformed one."""
-    name, schema = tool["name"], tool["inputSchema"]
-    if not (isinstance(name, str) and isinstance(schema.get("properties", {}), dict)):
-        raise TypeError(f"{name!r:.100} needs a name, and properties in its inputSchema")
-    if not all(isinstance(each, str) for each in schema.get("required", [])):
-        raise TypeError(f"{name:.100}: what is required must be names")
-    described = {"name": name, "description": str(tool.get("description", ""))}
-    return {"type": "function", "function": {**described, "parameters": schema}}
-
-
-TOOLS: Mapping[str, Callable[..., Tool]] = {
-    "python": Python,
-    "calculator": Calculator,
-    "search": PassageSearch,
-    "mcp": Mcp,
-}
+TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "calculator": Calculator, "search": PassageSearch}
 
 
 def texts_of_calls(turn: str) -> Iterator[str]:
@@ -388,59 +226,39 @@ class Toolbox:
     """The tools of specs such as `calculator` and `search=FOLDER`, by their functions."""
 
     def __init__(self, specs: Sequence[str]) -> None:
-        self.tools: list[Tool] = [from_spec(spec, TOOLS) for spec in specs]
-        self._functions: dict[str, tuple[Tool, dict[str, Any]]] = {}
-        self._unlisted = list(self.tools)  # whose functions are not known
+        self._tools: list[Tool] = [from_spec(spec, TOOLS) for spec in specs]
+        self._functions = {tool.schema["function"]["name"]: tool for tool in self._tools}
 
     def check(self) -> list[dict[str, Any]]:
         """Return the schemas of all functions. Raises ValueError where a tool cannot work, or two have one name."""
-        try:
-            for tool in self.tools:
-                getattr(tool, "check", lambda: None)()
-            schemas = [schema for tool in self.tools for schema in tool.schemas()]
-        finally:
-            for tool in self.tools:
-                getattr(tool, "close", lambda: None)()
-        names = Counter(schema["function"]["name"] for schema in schemas)
+        for tool in self._tools:
+            getattr(tool, "check", lambda: None)()
+        names = Counter(tool.schema["function"]["name"] for tool in self._tools)
         if twice := [name for name, number in names.items() if number > 1]:
             raise ValueError(f"several tools have a function {', '.join(twice)}: give one of them")
-        return schemas
+        return [tool.schema for tool in self._tools]
 
     def run(self, name: str, arguments: dict[str, Any], seconds: float = math.inf) -> str:
         """Return what a function answers within so many seconds, or what is wrong with the call. Raises OSError or
         Unprotected where this machine is at fault."""
-        until = time.monotonic() + seconds
         try:
-            while self._unlisted and seconds > 0:
-                for schema in self._unlisted[0].schemas(seconds):
-                    self._functions[schema["function"]["name"]] = (self._unlisted[0], schema["function"]["parameters"])
-                self._unlisted.pop(0)
-                seconds = until - time.monotonic()
             if seconds <= 0:
                 raise ToolFailed("no time is left for it in this turn")
             if name not in self._functions:
                 raise ToolFailed(f"there is no function {name!r:.100}, only {', '.join(self._functions)}")
-            tool, parameters = self._functions[name]
-            if problems := list(islice(problems_of(arguments, parameters), 8)):
-                raise ToolFailed(f"{name}: {'; '.join(problems)}")
-            return clean(tool.run(name, arguments, seconds))
+            known = self._functions[name].schema["function"]["parameters"]["properties"]
+            problems = [f"{each} is missing" for each in known if each not in arguments]
+            problems += [f"{each:.100} is not a parameter" for each in arguments if each not in known]
+            problems += [f"{each} must be text" for each in known if not isinstance(arguments.get(each, ""), str)]
+            if problems:
+                raise ToolFailed(f"{name}: {'; '.join(problems[:8])}")
+            return clean(self._functions[name].run(arguments, seconds))
         except (OSError, Unprotected):
             raise
         except ToolFailed as error:
             return clean(f"Error: {error}")
-        except Exception as error:  # whatever the text of a policy or a server makes a tool raise
+        except Exception as error:  # whatever the text of a policy makes a tool raise
             return f"Error: {one_line(error)}"
-
-
-def problems_of(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the arguments of a function, by the JSON schema of its parameters."""
-    known = parameters.get("properties", {})
-    yield from (f"{each} is missing" for each in parameters.get("required", ()) if each not in arguments)
-    yield from (f"{each:.100} is not a parameter" for each in arguments if known and each not in known)
-    for each, value in arguments.items():
-        schema = known.get(each)
-        if isinstance(schema, dict) and schema.get("type") == "string" and not isinstance(value, str):
-            yield f"{each:.100} must be text"
 
 
 class ToolEnvironment:

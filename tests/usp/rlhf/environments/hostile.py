@@ -1,4 +1,4 @@
-"""Hostile texts of policies, tools and servers, drawn from a seed."""
+"""Hostile texts of policies and tools, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -88,29 +88,6 @@ def turn(draw: random.Random) -> str:
     called = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=draw.random() < 0.7)
     cut = draw.randint(0, len(called)) if draw.random() < 0.3 else len(called)
     return (f"{begin}{called[:cut]}{end}" * draw.choice((1, 1, 1, 40)))[:MOST]
-
-
-def reply(draw: random.Random) -> str:
-    """What a server writes to a call, `"ID"` for its number; the line may be damaged."""
-    parts: Any = draw.choice([value(draw), [value(draw)], [{"type": "text", "text": value(draw)}]])
-    result: Any = draw.choice([value(draw), {"content": parts}, {"content": parts, "isError": value(draw)}])
-    message: Any = draw.choice(
-        [
-            value(draw),
-            {"id": "ID", "result": result},
-            {"id": "ID", "result": result},
-            [{"id": "ID", "result": result}],
-            {"id": "ID", "error": value(draw)},
-            {"id": None, "error": value(draw)},
-            {"id": "ID"},
-            {"id": "ID", "method": value(draw), "params": value(draw)},
-        ]
-    )
-    line = json.dumps(message, ensure_ascii=draw.random() < 0.7)
-    if draw.random() < 0.2:
-        line = draw.choice(("\n", text(draw), "[" * 1200, line[: draw.randint(0, len(line))], "x" * (1 << 21)))
-    final = json.dumps({"id": "ID", "result": {"content": []}})  # so that nothing is waited for
-    return f"{line}\n{final}\n"
 
 
 def answer(draw: random.Random) -> Any:

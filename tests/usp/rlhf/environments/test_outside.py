@@ -1,10 +1,9 @@
-"""What policies, tools and servers may write: anything, and it ends no episode but their own, and no run."""
+"""What policies and tools may write: anything, and it ends no episode but their own, and no run."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from usp.data.tokenizer import ByteTokenizer
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.environments.episodes import Answer, Episodes, Processes, checked, score_of_failure
 from usp.rlhf.environments.outside import LONGEST, TEXT, Unscored, clean, cleaned, read_json
-from usp.rlhf.environments.tools import MOST_CALLS, Mcp, Toolbox, ToolEnvironment, ToolFailed, calls_of
+from usp.rlhf.environments.tools import MOST_CALLS, Toolbox, ToolEnvironment, calls_of
 from usp.rlhf.records import turns_of
 
 FILE = Path(__file__).with_name("answers.py")
-SERVER = Path(__file__).with_name("echo_server.py")
 
 
 def test_a_clean_text_is_bounded_and_can_be_encoded() -> None:
@@ -92,52 +90,6 @@ def test_no_answer_of_a_tool_fails_its_environment(episodes: Episodes, exhaustiv
         read(sent.observation, episodes)
         slowest = max(slowest, time.process_time() - begin)
     print(f"slowest answer: {slowest:.2f} CPU seconds; {refused} refused")
-
-
-def test_every_reply_of_a_server_is_answered(exhaustive: bool) -> None:
-    draw, slowest = random.Random(5), 0.0
-    toolbox = Toolbox([f"mcp={json.dumps({'command': f'{sys.executable} -I -S {SERVER}', 'timeout': 60})}"])
-    try:
-        for _ in range(2000 if exhaustive else 20):
-            begin = time.monotonic()
-            said = toolbox.run("echo", {"texts": [hostile.reply(draw)]})
-            assert said.encode() is not None and len(said) <= (1 << 14) + 100
-            slowest = max(slowest, time.monotonic() - begin)
-    finally:
-        toolbox.tools[0].close()  # type: ignore[attr-defined]
-    print(f"slowest reply: {slowest:.2f} seconds")
-
-
-@pytest.mark.slow
-def test_a_server_is_answered_and_bounded() -> None:
-    server = Mcp(f"{sys.executable} -I -S {SERVER}", timeout=30.0)
-    try:
-
-        def ask(text: str) -> str:
-            return server.run("echo", {"texts": [text]})
-
-        for method, said in (("ping", '"result": {}'), ("roots/list", "Method not found")):
-            assert said in ask(json.dumps({"id": "of the server", "method": method}) + "\n")
-        with pytest.raises(ToolFailed, match="messages of more than 1,048,576 bytes"):
-            ask("x" * (1 << 21))
-        with pytest.raises(ToolFailed, match="no list of objects"):
-            ask('{"id": "ID", "result": {"content": [[]]}}\n')
-        assert "left out" in ask(json.dumps({"id": "ID", "result": {"content": [{"text": "y" * 10**5}]}}) + "\n")
-        server.timeout = 1.0
-        for text in ("", "\n" * 10**5 + "{}\n" * 10):  # silence, and no end of other messages
-            with pytest.raises(ToolFailed, match=r"the server failed"):
-                ask(text)
-        server.timeout = 30.0
-        with pytest.raises(ToolFailed, match=r"took longer than 1 seconds"):
-            server.run("echo", {"texts": []}, 1.0)  # of the turn
-    finally:
-        server.close()
-    deaf = Mcp(f"{sys.executable} -I -S -c 'import time; time.sleep(60)'", timeout=1.0)
-    try:
-        with pytest.raises(ToolFailed, match="took longer than 1 seconds"):
-            deaf.run("echo", {"texts": ["x" * 10**6]})  # it reads nothing
-    finally:
-        deaf.close()
 
 
 def test_the_calls_of_a_turn_are_bounded_in_number_and_seconds() -> None:

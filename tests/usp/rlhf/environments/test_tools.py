@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from tests.usp.rlhf.environments.test_episodes import answer
 from tests.usp.rlhf.environments.test_sandbox import needs_protection
 from usp.rlhf.environments.episodes import Processes
-from usp.rlhf.environments.tools import Mcp, PassageSearch, Toolbox, ToolEnvironment, ToolFailed, calculate, calls_of
-
-SERVER = Path(__file__).with_name("mcp_server.py")
+from usp.rlhf.environments.tools import PassageSearch, Toolbox, ToolEnvironment, ToolFailed, calculate, calls_of
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -68,7 +65,7 @@ def test_search_finds_the_passages_with_rare_words(tmp_path: Path) -> None:
     search = PassageSearch(str(tmp_path), results=2)
     assert search.best("zebra") == ['{"text": "zebra cat"}']
     assert search.best("CAT on") == ["The cat sat on the mat.", '{"text": "zebra cat"}']
-    assert search.run("search", {"query": "unicorn"}) == "(nothing found)"
+    assert search.run({"query": "unicorn"}) == "(nothing found)"
     with pytest.raises(ValueError, match=r"has no \.txt, \.md or \.jsonl file with text"):
         PassageSearch(str(tmp_path / "none")).check()
 
@@ -132,31 +129,9 @@ def test_programs_of_a_policy_cost_their_episode_alone() -> None:
         assert said in message["content"] and not done
 
 
-@pytest.mark.slow
-def test_a_server_of_the_model_context_protocol() -> None:
-    server = Mcp(f"{sys.executable} {SERVER}", timeout=20.0)
-    try:
-        first, second = server.schemas()
-        assert first["function"]["name"] == "add" and second["function"]["parameters"]["required"] == ["how"]
-        assert server.run("add", {"a": 2, "b": 3}) == "5"
-        with pytest.raises(ToolFailed, match="no such tool"):
-            server.run("nothing", {})
-        for how, said in (("error", "it is broken"), ("die", "it has ended")):
-            with pytest.raises(ToolFailed, match=said):
-                server.run("fail", {"how": how})
-        assert server.run("add", {"a": 1, "b": 1}) == "2"  # of another process
-        server.timeout = 0.3
-        with pytest.raises(ToolFailed, match=r"it took longer than 0.3 seconds"):
-            server.run("fail", {"how": "hang"})
-    finally:
-        server.close()
-    with pytest.raises(ValueError, match="the server failed"):
-        Mcp("/no/such/program").check()
-
-
 def test_specs_that_name_nothing_are_refused(tmp_path: Path) -> None:
     for spec, said in {
-        "calc": "calc must be one of python, calculator, search, mcp",
+        "calc": "calc must be one of python, calculator, search$",
         "calculator=1": "takes no arguments",
         'search={"folder": "x"}': "unexpected keyword argument",
     }.items():
