@@ -13,7 +13,7 @@ import operator
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,8 @@ from .outside import ENVIRONMENT, REWARD_CODE, clean, one_line, read_json
 from .ready_rewards import check_sandbox, from_spec
 from .sandbox import Limits, Unprotected, run_python
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+BEGIN = "<tool_call>"
+CALL = re.compile(rf"{BEGIN}(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # the last may lack its end
 NAME = "tools"  # of the ready environment
 MOST_CALLS = 16  # of a turn
 MOST_WORDS = 32  # of a query
@@ -196,21 +197,12 @@ class PassageSearch:
 TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "calculator": Calculator, "search": PassageSearch}
 
 
-def texts_of_calls(turn: str) -> Iterator[str]:
-    """Yield what stands between the marks of each call; the last may lack its end."""
-    place = 0
-    while (begin := turn.find(BEGIN, place)) >= 0:
-        end = turn.find(END, begin)
-        place = end + len(END) if end >= 0 else len(turn)
-        yield turn[begin + len(BEGIN) : end if end >= 0 else None].strip()
-
-
 def calls_of(turn: str) -> list[tuple[str, dict[str, Any]] | str]:
     """Return the calls in a turn, each the name of a function and its arguments, or what is wrong with it."""
     calls: list[tuple[str, dict[str, Any]] | str] = []
-    for text in texts_of_calls(turn):
+    for text in CALL.findall(turn):
         try:
-            call = read_json(text)
+            call = read_json(text.strip())
         except ValueError as error:
             calls.append(f"the call is not JSON: {error}")
             continue
