@@ -127,7 +127,10 @@ class SampleFiles:
         UserCodeFailed on every rank, if that ends the run."""
         if not self._scorers:
             return {}
-        records = [record for scorer in self._scorers for record in scorer.take_failures()]
+        records = list[dict[str, Any]]()
+        for scorer in self._scorers:  # two of them may have one list
+            records += scorer.failures
+            scorer.failures.clear()
         if records:  # on the rank that called the function; with escapes, as which any text can be written
             self._bad.append(number, [json.dumps({"step": number, **each}) for each in records])
         broken = [each for each in records if each["blame"] != TEXT]

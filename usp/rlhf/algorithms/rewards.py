@@ -72,7 +72,7 @@ class ScoreWith:
             twice as many after each further ones.
         failure: what then becomes of the sample. raise: `RewardFailed` is raised at once, only on this rank. The
             others record it in `failures`, and its score is that of `score_of_failure`.
-        failures: the samples that failed since the last `take_failures`, as `RewardFailed.record`.
+        failures: the samples that failed since the last step was recorded, as `RewardFailed.record`.
         pool: processes that call the function instead of this one, `workers` at a time; a call that takes too long
             fails.
     """
@@ -87,11 +87,6 @@ class ScoreWith:
     failures: list[dict[str, Any]] = field(default_factory=list)
     pool: Processes | None = None
     workers: int = 1
-
-    def take_failures(self) -> list[dict[str, Any]]:
-        """Return `failures`, and forget them."""
-        taken, self.failures[:] = [*self.failures], []
-        return taken
 
     @property
     def inputs(self) -> tuple[str, ...]:

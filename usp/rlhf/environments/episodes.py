@@ -220,7 +220,7 @@ class Episodes:
         max_observation_tokens: of all observations of an episode, which ends before one that exceeds them.
         begin: of agents, returns the ids of the messages that begin a conversation, a `Chat`.
         failure: the score of an episode whose environment fails, see `score_of_failure`.
-        failures: the episodes that failed since the last `take_failures`.
+        failures: the episodes that failed since the last step was recorded.
         processes: of the environment, on the ranks that ask it; they take the episodes of one step after another.
     """
 
@@ -244,11 +244,6 @@ class Episodes:
         """Return whether an observation is too long for its tokens to be counted: `CHARACTERS` for each of them."""
         text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
         return len(text) > CHARACTERS * self.max_observation_tokens
-
-    def take_failures(self) -> list[dict[str, Any]]:
-        """Return `failures`, and forget them."""
-        taken, self.failures[:] = [*self.failures], []
-        return taken
 
 
 def score_of_failure(failure: str, blame: str) -> float:

@@ -157,7 +157,7 @@ def test_a_fault_costs_its_own_episode() -> None:
     episodes = episodes_of(rows, failure="stop")
     policy = Sampled(["42"] * 5)
     crashed, early, scored, linear = played(episodes, policy)
-    failures = {each["prompt_index"]: each for each in episodes.take_failures()}
+    failures = {each["prompt_index"]: each for each in episodes.failures}
     errors = [each["error"] for each in failures.values()]
     assert errors == ["it raised RuntimeError: the agent exited with code 1"] * 2
     # A text of the policy ends no run, an agent that fails without one may.
@@ -171,7 +171,7 @@ def test_a_fault_costs_its_own_episode() -> None:
 def test_an_agent_that_takes_too_long_is_ended() -> None:
     episodes = episodes_of([{"kind": "hang"}], timeout=1.5)
     (hung,) = played(episodes, Sampled())
-    (failure,) = episodes.take_failures()
+    (failure,) = episodes.failures
     assert failure["error"] == "a step took longer than 1.5 seconds" and hung.score == 0 and not hung.finished
 
 

@@ -128,7 +128,7 @@ def test_what_a_response_says_scores_0_and_stops_nothing(tmp_path: Path) -> None
         scores = function(make().of([4]), lambda x: x)["score"]
     finally:
         pool.close()
-    (record,) = function.take_failures()
+    (record,) = function.failures
     assert scores == [torch.tensor(0.0)] and record["blame"] == TEXT and "took longer than 1.5 s" in record["error"]
 
     def judge(prompt: str, response: str, answer: str) -> float:
@@ -136,7 +136,7 @@ def test_what_a_response_says_scores_0_and_stops_nothing(tmp_path: Path) -> None
 
     function = ScoreWith(judge, str, str, failure="stop")
     assert function(make().of([4]), lambda x: x)["score"] == [torch.tensor(0.0)]
-    (record,) = function.take_failures()
+    (record,) = function.failures
     assert len(record["error"]) < 3000 and record["error"].encode()
     assert [score_of_failure(failure, TEXT) for failure in ("stop", "zero")] == [0.0, 0.0]
     assert all(each != each for each in (score_of_failure("drop", TEXT), score_of_failure("stop", "reward")))

@@ -142,7 +142,7 @@ def test_slow_functions_are_called_in_processes(tmp_path: Path) -> None:
     try:
         function = score_with(lambda *_: 1 / 0, pool=pool, workers=2, retries=1, pause=0.0, failure="zero")
         assert [float(score) for score in function(make(), alone_)["score"]] == [5.0, 2.0, 0.0]
-        (record,) = function.take_failures()
+        (record,) = function.failures
         assert (record["sample"], record["error"]) == (9, "a step took longer than 4 seconds")
         assert len(pool._free) <= 2 and not pool._of_episode
     finally:

@@ -124,7 +124,7 @@ def failing(failure: str) -> tuple[list[GeneratedResponse], list[dict[str, objec
     assert asked.episodes is not None
     asked.episodes.examples[1] = replace(examples()[1], answer="die")
     prompts = [torch.from_numpy(example.prompt) for example in examples()[1:3]]
-    return generator.generate(prompts, asked, [0, 1], [(0, 1), (1, 2)]), asked.episodes.take_failures()
+    return generator.generate(prompts, asked, [0, 1], [(0, 1), (1, 2)]), asked.episodes.failures
 
 
 def test_an_episode_whose_environment_dies_ends_alone(ranks: RankPool) -> None:

@@ -105,7 +105,7 @@ def main(folder: Path, options: dict[str, Any], steps: int) -> None:
                 answered.append(len(found.rewards))
                 if same[-1]:
                     difference = max(difference, (wanted.logprobs - found.logprobs).abs().max().item())
-        failures = len(episodes.take_failures()) if episodes else 0
+        failures = len(episodes.failures) if episodes else 0
         return {"same": same, "difference": difference, "answered": answered, "failures": failures}
 
     with (
