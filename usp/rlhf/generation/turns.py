@@ -14,7 +14,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,22 +26,6 @@ from usp.rlhf.environments.outside import ENVIRONMENT, one_line
 from usp.rlhf.samples import derived_seed
 
 from .decoding import GeneratedResponse, Rollout
-
-
-class Told(NamedTuple):
-    """What every rank is told of an answer: the turns that it asks for (None: the episode ends), and the reward; or why
-    there is none, and whose fault it is.
-
-    Each of `requests` has the turn that it goes on from (after, None to begin a sequence), the ids that are new, the
-    limit of tokens, and how many of the sequence are `observed`; or why it is `refused`.
-    """
-
-    number: int
-    requests: Sequence[dict[str, Any]] | None = None
-    reward: float = 0.0
-    done: bool = False
-    error: str = ""
-    blame: str = ""
 
 
 @dataclass(eq=False)
@@ -156,10 +140,8 @@ class Turns:
             return
         record, decode = self.records[number], self._episodes.decode
         if self._episodes.begin is None:
-            sample, said = (
-                self._sample(number) if len(record.turns) == 1 else None,
-                decode(record.turns[-1].rollout.tokens),
-            )
+            sample = self._sample(number) if len(record.turns) == 1 else None
+            said = decode(record.turns[-1].rollout.tokens)
         else:
             sample = None if record.asked else self._sample(number)
             said = json.dumps([each if isinstance(each, dict) else self._reply(each) for each in record.asked])
@@ -170,7 +152,9 @@ class Turns:
         lengths = {"number": turn.path[-1], "read": len(turn.rollout.prompt), "written": len(tokens)}
         return {"text": self._episodes.decode(tokens), "finish": ends, **lengths}
 
-    def _told(self, answer: Answer) -> Told:
+    def _told(self, answer: Answer) -> Answer:
+        """Return an answer as every rank is told it. Its observation is what ranks are told of each request; None: the
+        episode ends."""
         number, error, blame = answer.number, answer.error, answer.blame
         record, told = self.records[number], list[dict[str, Any]]()
         done = answer.done and not any("refused" in each for each in record.asked if isinstance(each, dict))
@@ -193,11 +177,15 @@ class Turns:
             failed |= {"response": self._episodes.decode(last), "blame": blame}
             self._episodes.failures.append(failed)
         ends = error or answer.done or (self._episodes.begin is None and "refused" in told[0])
-        return Told(number, None if ends else told, answer.reward, done, error, blame)
+        return Answer(number, None if ends else told, answer.reward, done, error, blame=blame)
 
     def _request(self, number: int, request: Mapping[str, Any], chat: Any, place: int, shares: int) -> dict[str, Any]:
-        """Return what ranks are told of a request. place: among those that came together, as many as `shares`, which
-        get equal ones of the tokens that are left. Raises what a template or a tokenizer does."""
+        """Return what ranks are told of a request: the turn that it goes on from (after, None to begin a sequence), the
+        ids that are new, the limit of tokens, and how many of the sequence are `observed`; or why it is `refused`.
+
+        place: among those that came together, as many as `shares`, which get equal ones of the tokens that are left.
+        Raises what a template or a tokenizer does.
+        """
         new, episodes, record = request["new"], self._episodes, self.records[number]
         before = None if request["after"] is None else record.turns[request["after"]]
         left = (self._limits[number] - sum(len(turn.rollout.tokens) for turn in record.turns)) // shares
@@ -214,8 +202,9 @@ class Turns:
             return {"refused": f"the episode is at its end, by {limits}", "over": True}
         return {"after": request["after"], "ids": ids, "limit": left, "observed": observed}
 
-    def _follow(self, told: Told) -> list[Rollout]:
-        """Count an answer; return the rollouts of the next turns, if there are some."""
+    def _follow(self, told: Answer) -> list[Rollout]:
+        """Count an answer as of `_told`; return the rollouts of the next turns, if there are some."""
+        requests: Any = told.observation
         record, number, rollouts = self.records[told.number], told.number, list[Rollout]()
         self.waiting.remove(number)
         record.rewards += [0.0] * (len(record.turns) - len(record.rewards))
@@ -224,14 +213,14 @@ class Turns:
         elif record.turns:
             record.rewards[-1] += told.reward
             record.score, record.done = record.score + told.reward, told.done
-        if told.requests is None:
+        if requests is None:
             if self._processes is not None:
                 self._processes.end(number)
             if self._later:
                 self._ask(self._later.popleft())
             return []
         record.asked = []
-        for each in told.requests:
+        for each in requests:
             if "refused" in each:
                 record.asked.append(each)
                 continue
