@@ -70,7 +70,7 @@ class RlhfPlanConfig:
     share_prefixes: bool = False
     """Compute a prompt once for its responses, in training and for log-probabilities and values."""
     staleness: AtLeast0 = 0
-    """1: generate the samples of a step while the step before trains. Above 1: with --partial-rollouts of rlhf.py."""
+    """1 or more: generate the samples of a step while the step before trains."""
 
     world_size: int = 0
     """Number of devices."""
@@ -144,7 +144,7 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
     from usp.planning.call_cost import CallOptions
     from usp.planning.estimates import Measurements
     from usp.planning.rlhf_question import RlhfQuestion, described_graph, model_shapes, role_config
-    from usp.planning.workload import Ahead, Workload
+    from usp.planning.workload import Workload
     from usp.rlhf.role_specs import other_models
     from usp.rlhf.runtime.measure import read_lengths
 
@@ -183,7 +183,6 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
             share_prefixes=asked.share_prefixes,
             cache_tokens=asked.cache_tokens,
             cuda_graphs=True,
-            ahead=Ahead((1 + asked.staleness) / 2, asked.staleness) if asked.staleness > 1 else None,
         ),
         max_sequence=asked.max_sp,
         measurements=measured,

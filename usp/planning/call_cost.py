@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from statistics import fmean as mean
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.rows import pack_lengths
 from usp.rlhf.samples import balance, kept_together
 
-from .workload import Ahead, AheadBatchings, Batching, Sample, Workload, batching, batchings_ahead
+from .workload import Batching, Sample, Workload, batching
 
 _OPTIONS = ("zero", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")  # of a configuration
 _DECODE_COLLECTIVE = 2.0  # operators that a collective of a decode step takes the host: DTensor's, and a wait
@@ -75,7 +74,6 @@ class CallOptions:
     collective_launches: float | None = None  # of the host for a collective, in operators; None: as our runtime's
     prefetches: bool = True  # compute hides the traffic of parameters and gradients in training
     share_prefixes: bool = False  # --share-prefixes
-    ahead: Ahead | None = None  # of a run whose prompts are begun before their step
     cache_tokens: int = 0  # --cache-tokens
     cuda_graphs: bool = False  # have decode steps, where they can
 
@@ -174,25 +172,16 @@ def _families(samples: Sequence[Sample], budget: int) -> tuple[list[int], list[i
     return families, shared
 
 
-def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> tuple[AheadBatchings, ...]:
-    """Return the different continuous batchings of data-parallel ranks that have samples, each of one step or more."""
-    multiple = _prefill_multiple(layout)
-    limits = options.slots, options.cache_tokens
-    return _batchings(workload, layout.dims.batch, *limits, layout.dims.sp, multiple, options.ahead)
-
-
 @lru_cache(maxsize=256)
 def _batchings(
-    workload: Workload, parts: int, slots: int, cache_tokens: int, ranks: int, multiple: int, ahead: Ahead | None
-) -> tuple[AheadBatchings, ...]:
-    size, limit = workload.group_size, workload.limit
-    each, balanced = workload.samples, balance(range(len(workload.prompts)), workload.prompts, parts, size)
+    workload: Workload, parts: int, slots: int, cache_tokens: int, ranks: int, multiple: int
+) -> tuple[Batching, ...]:
+    """Return the different continuous batchings of data-parallel ranks that have samples."""
+    size, each = workload.group_size, workload.samples
+    balanced = balance(range(len(workload.prompts)), workload.prompts, parts, size)
     samples = {tuple(each[i]._replace(group=n // size) for n, i in enumerate(part)): None for part in balanced if part}
-    options = {"slots": slots, "ranks": ranks, "multiple": multiple, "cache_tokens": cache_tokens}
-    if ahead is not None:  # every rank has all prompts in turn: one with as many tokens as any has now
-        most = max(samples, key=lambda part: sum(sample.tokens for sample in part))
-        return (batchings_ahead(most, limit, ahead, **options),)
-    return tuple(AheadBatchings((batching(part, limit, **options),), 0.0, 0) for part in samples)
+    limits = {"slots": slots, "ranks": ranks, "multiple": multiple, "cache_tokens": cache_tokens}
+    return tuple(batching(part, workload.limit, **limits) for part in samples)
 
 
 @dataclass(frozen=True)
@@ -252,8 +241,8 @@ class Calls:
         return CallCost(seconds, most.total - most.parameters - most.optimizer)
 
     def _generation(self) -> CallCost:
-        of_ranks = batchings(self.layout, self.workload, self.options)
-        runs = [run for of_rank in of_ranks for run in of_rank.steps]
+        slots, cache_tokens, dims = self.options.slots, self.options.cache_tokens, self.layout.dims
+        runs = _batchings(self.workload, dims.batch, slots, cache_tokens, dims.sp, _prefill_multiple(self.layout))
         shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
         prefills = {shape: self.prefill(*shape) for shape in shapes}
 
@@ -261,9 +250,8 @@ class Calls:
             prefill = sum(prefills[shape] for stretch in run.stretches for shape in stretch.prefills)
             return prefill, sum(stretch.steps * self.decode(run, stretch.length) for stretch in run.stretches)
 
-        of_steps = ([seconds(run) for run in of_rank.steps] for of_rank in of_ranks)
-        prefill, decode = max((tuple(map(mean, zip(*each, strict=True))) for each in of_steps), key=sum)
-        place_bytes = max(_bytes_per_place(self._decoding, stage) for stage in range(self.layout.dims.pp))
+        prefill, decode = max(map(seconds, runs), key=sum)
+        place_bytes = max(_bytes_per_place(self._decoding, stage) for stage in range(dims.pp))
         cache_bytes = max(run.slots * run.places for run in runs) * place_bytes
         moments = [forward_memory(self._job("cache", seq_len=tokens, batch_size=rows), 0) for rows, tokens in shapes]
         work = max((moment.total - moment.parameters for moment in moments), default=0)

@@ -25,7 +25,7 @@ from usp.run.failures import ConfigurationError
 from usp.run.metrics import seconds
 from usp.run.tables import GIB, Grid
 
-from .call_cost import CallOptions, batchings
+from .call_cost import CallOptions
 from .estimates import Corrections, Estimates, Measurements, layout_key
 from .question import Devices, Tried, silent
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
@@ -148,7 +148,7 @@ def answer(
 
 
 def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
-    """Yield how many samples rollouts that run ahead make in a second, how many training takes, and their staleness."""
+    """Yield how many samples rollouts that run ahead make in a second, and how many training takes."""
     if not question.graph.depth:
         return
     rollouts, trains = {call.name for call in question.graph.rollouts}, choice.plan.calls.keys()
@@ -159,12 +159,6 @@ def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
     made, trained = (samples / each for each in seconds)
     slower = "rollouts" if made < trained else "training"
     yield f"rollouts make {made:.3g} samples/s, training takes {trained:.3g} samples/s: {slower} set the pace"
-    call = next(call for call in question.graph.calls if isinstance(call.work, Generate))
-    if question.options.ahead is not None:
-        of_ranks = batchings(choice.plan[call.name], question.workload, question.options)
-        mean, oldest = max(each.mean_age for each in of_ranks), max(each.oldest for each in of_ranks)
-        asked = max(question.graph.depth, question.options.ahead.ahead)
-        yield f"staleness reached: {mean:.1f} steps on average, {oldest} at most, of --staleness {asked}"
 
 
 def choose_plan(

@@ -38,7 +38,7 @@ from .estimates import CallTime, Corrections
 from .question import from_rank_0
 from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice
 from .rlhf_search import Problem, baselines, search
-from .workload import Ahead, Workload
+from .workload import Workload
 
 _WIDTH = 150  # of what is printed, at least: logs of torchrun report 80 columns
 _STATES = 3  # the float32 tensors of a trained parameter: its values and two moments, sharded alike
@@ -108,8 +108,7 @@ def question_of(run: PreparedRlhf) -> RlhfQuestion:
     def allowed(call: ModelCall, layout: CallLayout) -> bool:
         return not call.role or allowed_as(call.role, replace(layout.of_weights, ranks=()), call.kind == "train_step")
 
-    ahead = Ahead(config.begun, config.staleness if config.partial_rollouts else 0) if config.begins_ahead else None
-    own = {"dtype": dtype, "kernel": config.attention_kernel, "ahead": ahead, "cuda_graphs": not config.eager_decoding}
+    own = {"dtype": dtype, "kernel": config.attention_kernel, "cuda_graphs": not config.eager_decoding}
     return RlhfQuestion(
         graph=run.graph,
         models=model_shapes({role: (spec.source, spec.config) for role, spec in run.roles.items()}),

@@ -13,7 +13,7 @@ from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
 from usp.parallel import Hardware, ParallelDims, load_hardware
 from usp.planning.call_cost import CallCost, CallOptions, CallRows, Calls, packed_rows
-from usp.planning.workload import Ahead, Sample, Workload, batching, batchings_ahead
+from usp.planning.workload import Sample, Workload, batching
 from usp.rlhf.generation.decoding import Rollout, Slots
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
@@ -234,19 +234,3 @@ def test_workloads_follow_their_distribution() -> None:
         Workload((1,), (7,), 1, 5)
     with pytest.raises(ValueError, match="3 prompts and 3 responses must be as many, in groups of 2"):
         replace(load, prompts=(1,) * 3, responses=(1,) * 3, group_size=2)
-
-
-def test_a_long_tail_holds_no_step_with_partial_rollouts() -> None:
-    load = Workload.of(16, 4, 64, (8, 64, 128, 256, 1024))
-    whole = batching(load.samples, load.limit, slots=128, ranks=1, multiple=16)
-    ahead = batchings_ahead(load.samples, load.limit, Ahead(1.5, 2), slots=128, ranks=1, multiple=16)
-    steps = [sum(stretch.steps for stretch in of.stretches) for of in ahead.steps]
-    assert sum(stretch.steps for stretch in whole.stretches) == max(load.responses)
-    assert max(load.responses) / 2 <= sum(steps) / len(steps) < 0.7 * max(load.responses)
-    assert 1 < ahead.mean_age < 2 and ahead.oldest == 2
-    layout = CallLayout((0,), ParallelDims(dp_shard=1))
-    seconds = [
-        Calls(layout, LLAMA, load, A100, options).cost(ModelCall("generate", "actor", WORKS["generate"], ())).total
-        for options in (CallOptions(slots=128), CallOptions(slots=128, ahead=Ahead(1.5, 2)))
-    ]
-    assert 0.4 < seconds[1] / seconds[0] < 0.8

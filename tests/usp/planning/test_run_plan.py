@@ -46,7 +46,7 @@ def searched(run: PreparedRlhf) -> ExecutionPlan:
     [
         {"algorithm": "ppo"},
         {"model": "mixtral-tiny"},
-        {"staleness": 1},
+        {"staleness": 2, "partial_rollouts": True},
         {"algorithm": "dpo", "group_size": 0},
         {"algorithm": "sft", "group_size": 0},
     ],
