@@ -1,30 +1,31 @@
-"""Rates of a machine by a run: the hardware file by which the run's step is predicted to take what it took.
+"""A run beside its prediction, and the hardware file by which the run's step is predicted to take what it took.
 
 python -m examples.fit_hardware RUN/config.yaml --world-size 8 --hardware h100 --against RUN --write-hardware mine.json
 
-A run of one configuration tells few numbers apart. The duration of its steps gives one, a factor of all compute. Traces
-of some steps (--profile) also tell the proportion of matrix products, attention and memory-bound operators; on a CPU
-also the host's time, a factor of all links, and how long ranks wait for each other: a collective takes as long as on
-the rank that comes to it last. A GPU's links and launches, and copies to the host, keep the rates of the file that the
-fit begins with.
+Without --write-hardware the run is only compared. A run of one configuration tells few numbers apart. The duration of
+its steps gives one, a factor of all compute. Traces of some steps (--profile) also tell the proportion of matrix
+products, attention and memory-bound operators; on a CPU also the host's time, a factor of all links, and how long ranks
+wait for each other: a collective takes as long as on the rank that comes to it last. A GPU's links and launches, and
+copies to the host, keep the rates of the file that the fit begins with.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import sys
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
 
+import yaml
 from rich.console import Console
 from tyro.conf import arg
 
@@ -41,16 +42,19 @@ from usp.commands.flags import (
     terms_of,
 )
 from usp.config import UNPREDICTED, TrainConfig
+from usp.model.facts import ModelFacts
 from usp.parallel.cluster.hardware import hardware_from_mapping, hardware_values, load_hardware
-from usp.planning.step_report import Measured, StepReport, measured, render, report_json, step_report
+from usp.planning.step_report import StepReport, render, report_json, step_report
+from usp.predict.job import Data
 from usp.run.failures import ConfigurationError
 from usp.run.launch import leave
-from usp.run.metrics import METRICS_FILE
+from usp.run.metrics import METRICS_FILE, parse_steps, seconds
+from usp.run.tables import GIB, Grid
 
 PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound operators"  # as in `StepTime.parts`
 LAUNCHES, WAITS, MESSAGES, STEP = "kernel launches", "exposed waiting for other ranks", "messages", "step"
 FIRST = {LAUNCHES: ("launch_seconds", 1e-5), WAITS: ("wait_fraction", 0.1)}  # on a CPU, where the fit begins
-FEWEST_STEPS = 10
+FIRST_STEPS, FEWEST_STEPS = 3, 10  # of a run: those that allocate, connect and compile; those of a median
 TRACES = 8  # to read
 LEAST = 0.05  # part of a step that a component takes if its rate can be told from that of the others
 ROUNDS, TOLERANCE = 100, 1e-4  # of the fit, which converges by a constant factor in each round
@@ -65,8 +69,8 @@ _ON_CPU = {  # by names of torch's operators
 
 @dataclass(frozen=True)
 class FitConfig(JobFlags, DataFlags, TrainConfig):
-    """Compare the predicted step of a configuration with a run of it, as `usp time --against` does, and write the
-    hardware file by which the step is predicted to take what the run took.
+    """Compare the predicted step of a configuration (`usp time`) with a run of it, and write the hardware file by which
+    the step is predicted to take what the run took.
 
     A configuration file may be given as the first argument, without --config.
     """
@@ -76,14 +80,14 @@ class FitConfig(JobFlags, DataFlags, TrainConfig):
     hardware: Node = "h100"
     against: Annotated[str, arg(metavar="RUN")] = ""
     """Folder of a run of train.py."""
-    write_hardware: Annotated[str, arg(metavar="FILE.json")] = ""
+    write_hardware: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
     """Write --hardware with rates of compute by the steps of --against, and by its trace if it has one (--profile)."""
     json: bool = False
     """Print JSON and nothing else, with times in seconds and sizes in bytes."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the prediction beside the run and write the file; return 0, or 1 after printing what is wrong."""
+    """Print the prediction beside the run and write the file, if any; return 0, or 1 after printing what is wrong."""
     try:
         fit(argv)
     except BrokenPipeError:  # the reader of the output, such as `head`, has gone
@@ -95,29 +99,95 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fit(argv: Sequence[str]) -> None:
-    """Print the prediction beside the run, and write the file; raise ValueError where the run tells no rates."""
+    """Print the prediction beside the run, and write a file that is asked for; raise ValueError for what is wrong."""
     program, without = "python -m examples.fit_hardware", UNPREDICTED - {"train_tokens"}
     asked = parse(argv, FitConfig, program, leading_config=True, without=without)
     check_world_size(asked.world_size)
-    file, folder = Path(asked.write_hardware).expanduser(), Path(asked.against).expanduser()
+    file = Path(asked.write_hardware).expanduser() if asked.write_hardware else None
+    folder = Path(asked.against).expanduser()
     check(
-        None if asked.write_hardware else "--write-hardware is missing: name the hardware file to write",
-        output_problem("--write-hardware", file, ".json") if asked.write_hardware else None,
-        None if asked.against else "--write-hardware needs a run: give its folder as --against",
+        output_problem("--write-hardware", file, ".json"),
+        None if asked.against else "--against is missing: give the folder of a run of train.py",
     )
     config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware, train_tokens=0)
-    run = measured(folder)
+    run, terms = measured(folder), terms_of(asked)
+
+    def data(facts: ModelFacts) -> Data:
+        found = data_of(asked, facts)
+        if run.document_tokens and not found.documents:
+            found = replace(found, documents=(even_documents(run.document_tokens, config.seq_len),))
+        return found
+
     name = FitConfig.hardware if asked.hardware == "auto" else asked.hardware  # auto: of a file
-    report = step_report(config, asked.world_size, load_hardware(name), partial(data_of, asked), run)
-    terms = terms_of(asked)
+    report = step_report(config, asked.world_size, load_hardware(name), data)
     if asked.json:
-        print(json.dumps(report_json(report, terms), indent=2))
+        print(json.dumps({**report_json(report, terms), "measured": vars(run)}, indent=2))
     else:
-        Console().print(render(report, terms))
+        Console().print(render(report, terms), comparison(report, run).table())
+    if file is None:
+        return
     values, words = fitted(report, hardware_values(name), run, folder)
     file.write_text(json.dumps(values, indent=1) + "\n")
     if not asked.json:
         print(f"written: {file}: {words}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run recorded: seconds of its median step without the waiting for data, MFU, rank 0's peak memory, and the
+    tokens of the document that its average token is in."""
+
+    steps: int
+    seconds: float
+    mfu: float | None  # None where the run's device has no known peak
+    memory_bytes: int
+    document_tokens: float | None = None
+
+
+def measured(folder: Path) -> Measured:
+    """Read the metrics of a run of train.py; raise ConfigurationError if it has none after the first steps."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        raise ConfigurationError(f"--against = {folder} holds no {METRICS_FILE}: give the folder of a run of train.py")
+    lines, config = path.read_text().splitlines(), folder / "config.yaml"
+    if len(lines) <= FIRST_STEPS:
+        raise ConfigurationError(
+            f"--against = {folder} has {len(lines)} steps, and the first {FIRST_STEPS} are left out because they "
+            "allocate and connect: let it run longer"
+        )
+    try:
+        records = [json.loads(line) for line in lines][FIRST_STEPS:]
+        profiled = yaml.safe_load(config.read_text())["profile"] if config.exists() else ""
+        traced = parse_steps(profiled, sys.maxsize)  # which takes time
+        records = [record for record in records if record.get("step") not in traced] or records
+        known = [record["mfu"] for record in records if record["mfu"] is not None]
+        took = median(record["seconds"] - record.get("data_seconds", 0.0) for record in records)
+        memory_bytes = max(record["memory_bytes"] for record in records)
+        documents = [record["document_tokens"] for record in records if record.get("document_tokens")]
+        mfu, tokens = (median(each) if each else None for each in (known, documents))
+        return Measured(len(records), took, mfu, memory_bytes, tokens)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"--against = {folder}: {path} is no log of train.py: {error!r}") from error
+
+
+def even_documents(tokens: float, seq_len: int) -> int:
+    """Return the length of documents that fill a sequence, the last one cut, where the average token's has `tokens`."""
+    number = max(1, int(seq_len / tokens))  # of uncut ones
+    rest = seq_len * max(0.0, (number + 1) * tokens - seq_len)
+    return min(seq_len, round((seq_len + math.sqrt(rest / number)) / (number + 1)))
+
+
+def comparison(report: StepReport, run: Measured) -> Grid:
+    """Return the table of a prediction beside a run."""
+    compared: list[tuple[str, float, float | None, Callable[[float], str]]] = [
+        ("step", report.time.total, run.seconds, seconds),
+        ("peak memory, GiB", report.memory.peak.total / GIB, run.memory_bytes / GIB, "{:.2f}".format),
+        ("MFU", report.time.mfu, run.mfu, "{:.1%}".format),
+    ]
+    rows = ((name, text(ours), text(its), f"{ours / its - 1:+.1%}") for name, ours, its, text in compared if its)
+    documents = f", documents of {run.document_tokens:,.0f} tokens" if run.document_tokens else ""
+    title = f"Prediction and run (median of {run.steps} steps{documents})"
+    return Grid(title, ("", "predicted", "measured", "difference"), tuple(rows))
 
 
 def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: Path) -> tuple[dict[str, Any], str]:

@@ -189,7 +189,7 @@ def test_a_training_fits(name: str, releases: Path, monkeypatch: pytest.MonkeyPa
         assert found.model_config
         assert largest_footprint(job_of(found.config, found.model_config, world))[0].peak.total < device
     else:
-        report = step_report(config, world, H100, lambda _: ONE_DOCUMENT, None)
+        report = step_report(config, world, H100, lambda _: ONE_DOCUMENT)
         assert report.memory.peak.total < device and report.on_host <= report.limits.host
         assert 1 < report.time.total < 60 and report.time.mfu > 0.2
 

@@ -1,4 +1,4 @@
-"""Hardware files by runs, against records of machines whose rates are known."""
+"""Runs beside predictions, and hardware files by runs, against records of machines whose rates are known."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from examples.fit_hardware import ATTENTION, LAUNCHES, MEMORY, MESSAGES, PRODUCTS, WAITS, main, scaled
+from examples.fit_hardware import (
+    ATTENTION,
+    LAUNCHES,
+    MEMORY,
+    MESSAGES,
+    PRODUCTS,
+    WAITS,
+    even_documents,
+    main,
+    measured,
+    scaled,
+)
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.parallel.cluster.hardware import Hardware, hardware_from_mapping, hardware_values, load_hardware
-from usp.planning.step_report import measured
 from usp.predict.job import ONE_DOCUMENT, Data
 from usp.predict.seconds import StepTime, step_seconds
 from usp.run.failures import ConfigurationError
@@ -36,6 +46,63 @@ UNLIKE = {PRODUCTS: 0.7, ATTENTION: 0.5, MEMORY: 0.8}
 
 def predicted(config: TrainConfig, world_size: int, hardware: Hardware, data: Data = ONE_DOCUMENT) -> StepTime:
     return step_seconds(job_of(config, load_model_config(config.model), world_size, data=data), hardware)
+
+
+def report(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    assert main([*FLAGS, "--json", *more]) == 0
+    shown = capsys.readouterr()
+    assert not shown.err
+    found: dict[str, Any] = json.loads(shown.out)
+    return found
+
+
+def test_a_run_stands_beside_the_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = [60.0, 9.0, 8.0, 6.0, 5.0, 7.0]  # the first three are left out
+    records = [{"seconds": value, "mfu": 0.4, "memory_bytes": 15 * 2**30} for value in seconds]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = report(capsys, "--against", str(tmp_path))
+    expected = {"steps": 3, "seconds": 6.0, "mfu": 0.4, "memory_bytes": 15 * 2**30, "document_tokens": None}
+    assert found["measured"] == expected and found["seconds"] == predicted(RUN, 8, load_hardware("h100")).total
+    assert main([*FLAGS, "--against", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "6.00 s" in shown.out and "15.00" in shown.out and "median of 3 steps)" in shown.out
+    assert f"{found['seconds'] / 6 - 1:+.1%}" in shown.out and not shown.err
+
+
+def test_a_run_of_documents_is_predicted_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"seconds": 6.0, "mfu": 0.4, "memory_bytes": 15 * 2**30, "document_tokens": 4096.0}
+    (tmp_path / "metrics.jsonl").write_text(6 * (json.dumps(record) + "\n"))
+    against = ("--against", str(tmp_path))
+    found, told, other = (
+        report(capsys, *against, *more) for more in ((), ("--document-tokens", "4096"), ("--document-tokens", "32K"))
+    )
+    assert found["parts"] == told["parts"] and found["parts"]["attention"] < 0.2 * other["parts"]["attention"]
+    assert main([*FLAGS, *against]) == 0
+    assert "of 3 steps, documents of 4,096 tokens)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("tokens", [1.0, 777.7, 1000.0, 2047.0, 2049.0, 3500.0, 4096.0])
+def test_even_documents_have_the_pairs_of_the_average(tokens: float) -> None:
+    lengths = torch.tensor(Data((even_documents(tokens, 4096),)).boundaries(4096)).diff()
+    assert lengths.square().sum().item() == pytest.approx(4096 * tokens, rel=2e-3)
+    assert (lengths == lengths[0]).sum() >= len(lengths) - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "holds no metrics.jsonl: give the folder of a run of train.py"),
+        ('{"seconds": 1.0, "mfu": null, "memory_bytes": 1}\n', "has 1 steps, and the first 3 are left out"),
+        ('{"score": 1.0}\n' * 4, "is no log of train.py: KeyError('mfu')"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert main([*FLAGS, "--against", str(tmp_path)]) == 1
+    assert said in capsys.readouterr().err
 
 
 def write_run(
@@ -201,7 +268,7 @@ def test_one_factor_is_not_three(tmp_path: Path) -> None:
     [
         (9, 0.8, ["--against"], "has 9 steps after the first ones"),
         (20, 0.03, ["--against"], "takes all of its"),
-        (20, 0.8, [], "--write-hardware needs a run"),
+        (20, 0.8, [], "--against is missing: give the folder of a run"),
     ],
 )
 @pytest.mark.slow(but=1)

@@ -6,11 +6,8 @@ import json
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Annotated
 
 from rich.console import Console
-from tyro.conf import arg
 
 from usp.config import UNPREDICTED, TrainConfig
 from usp.parallel.cluster.hardware import load_hardware
@@ -31,8 +28,6 @@ class TimeConfig(JobFlags, DataFlags, TrainConfig):
     world_size: int = 0
     """Number of devices."""
     hardware: Node = "h100"
-    against: Annotated[str, arg(metavar="RUN", help_behavior_hint="(optional)")] = ""
-    """Folder of a run of train.py to compare the prediction with."""
     json: bool = False
     """Print JSON and nothing else, with times in seconds and sizes in bytes."""
 
@@ -41,13 +36,12 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     asked = parse(argv, TimeConfig, prog, leading_config=True, without=UNPREDICTED - {"train_tokens"})
     check_world_size(asked.world_size)
 
-    from usp.planning.step_report import measured, render, report_json, step_report
+    from usp.planning.step_report import render, report_json, step_report
 
     config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware, train_tokens=0)
     terms = terms_of(asked)
-    run = measured(Path(asked.against).expanduser()) if asked.against else None
     name = TimeConfig.hardware if asked.hardware == "auto" else asked.hardware  # auto: of a file
-    report = step_report(config, asked.world_size, load_hardware(name), partial(data_of, asked), run)
+    report = step_report(config, asked.world_size, load_hardware(name), partial(data_of, asked))
     if asked.json:
         print(json.dumps(report_json(report, terms), indent=2))
     else:

@@ -105,7 +105,7 @@ def _proved(choice: Choice) -> Choice:
     """Return the choice with the best configuration that fits by its dry run."""
     data, question = replace(choice.job.data, router_imbalance=1.0), choice.search.question
     for number, best in enumerate(choice.shown):
-        proof = step_report(best.config, question.world_size, question.hardware, lambda facts: data, None)
+        proof = step_report(best.config, question.world_size, question.hardware, lambda facts: data)
         if proof.fits:
             proved = replace(best, memory=Memory(proof.memory.peak.total, proof.on_host))
             result = replace(choice.result, preferred=proved, best=tuple(choice.shown[number + 1 :]))

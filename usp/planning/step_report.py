@@ -1,19 +1,14 @@
-"""The predicted step of a configuration: seconds by part, MFU, memory, and a run's own metrics beside them."""
+"""The predicted step of a configuration: seconds by part, MFU and memory."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import yaml
-from rich.console import Group, RenderableType
+from rich.console import Group
 
 from usp.config import TrainConfig
 from usp.hf.models import model_facts
@@ -22,12 +17,12 @@ from usp.optimizers import OPTIMIZERS
 from usp.parallel.cluster.hardware import Hardware
 from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
-from usp.predict.job import Data, Job, even_documents
+from usp.predict.job import Data, Job
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
 from usp.predict.seconds import StepTime, counted_seconds, published_error, step_seconds
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
-from usp.run.metrics import METRICS_FILE, parse_steps, seconds
+from usp.run.metrics import seconds
 from usp.run.tables import GIB, Grid
 from usp.train.resolve import job_of, trained_model
 
@@ -37,7 +32,6 @@ if TYPE_CHECKING:  # with transformers' models it takes seconds to import
     from usp.train.dry_run import DryRun
 
 FIGURES = ("step", "tokens/s per device", "MFU")  # columns of `figures`
-_FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,6 @@ class StepReport:
 
     job: Job
     hardware: Hardware
-    measured: Measured | None = None  # medians over the steps of a run, without the first ones
     runs: tuple[DryRun, ...] = ()  # of one rank of each pipeline stage that may be the slowest
 
     @cached_property
@@ -119,17 +112,15 @@ def figures(report: StepReport) -> tuple[str, str, str]:
 
 
 def step_report(
-    config: TrainConfig, world_size: int, hardware: Hardware, data: Callable[[ModelFacts], Data], run: Measured | None
+    config: TrainConfig, world_size: int, hardware: Hardware, data: Callable[[ModelFacts], Data]
 ) -> StepReport:
     """Predict a step by formulas, or else by dry runs; raise ConfigurationError as train.py does, and for DeepSpeed."""
     model = trained_model(config, weights=False)
     facts = model_facts(config.model, model)
     found = data(facts)
-    if run and run.document_tokens and not found.documents:
-        found = replace(found, documents=(even_documents(run.document_tokens, config.seq_len),))
     job = job_of(config, model, world_size, data=found)
     if not (config.lora_rank or OPTIMIZERS[config.optimizer].approximate or facts.formula_violation):
-        return StepReport(job, hardware, run)
+        return StepReport(job, hardware)
     if found.router_imbalance != 1:
         raise ConfigurationError("--router-imbalance: a dry run's routers choose experts evenly: remove it")
     from usp.train.dry_run import dry_run
@@ -137,45 +128,7 @@ def step_report(
     # The last rank of a stage has the end of the sequence: with contiguous shards, most of the attention.
     ranks = {world_size // job.dims.pp - 1, world_size - 1}
     eager = replace(config, compile=False)
-    return StepReport(job, hardware, run, tuple(dry_run(eager, world_size, rank, found) for rank in sorted(ranks)))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run recorded: seconds of its median step without the waiting for data, MFU, rank 0's peak memory, and the
-    tokens of the document that its average token is in."""
-
-    steps: int
-    seconds: float
-    mfu: float | None  # None where the run's device has no known peak
-    memory_bytes: int
-    document_tokens: float | None = None
-
-
-def measured(folder: Path) -> Measured:
-    """Read the metrics of a run of train.py; raise ConfigurationError if it has none after the first steps."""
-    path = folder / METRICS_FILE
-    if not path.exists():
-        raise ConfigurationError(f"--against = {folder} holds no {METRICS_FILE}: give the folder of a run of train.py")
-    lines, config = path.read_text().splitlines(), folder / "config.yaml"
-    if len(lines) <= _FIRST_STEPS:
-        raise ConfigurationError(
-            f"--against = {folder} has {len(lines)} steps, and the first {_FIRST_STEPS} are left out because they "
-            "allocate and connect: let it run longer"
-        )
-    try:
-        records = [json.loads(line) for line in lines][_FIRST_STEPS:]
-        profiled = yaml.safe_load(config.read_text())["profile"] if config.exists() else ""
-        traced = parse_steps(profiled, sys.maxsize)  # which takes time
-        records = [record for record in records if record.get("step") not in traced] or records
-        known = [record["mfu"] for record in records if record["mfu"] is not None]
-        took = median(record["seconds"] - record.get("data_seconds", 0.0) for record in records)
-        memory_bytes = max(record["memory_bytes"] for record in records)
-        documents = [record["document_tokens"] for record in records if record.get("document_tokens")]
-        mfu, tokens = (median(each) if each else None for each in (known, documents))
-        return Measured(len(records), took, mfu, memory_bytes, tokens)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"--against = {folder}: {path} is no log of train.py: {error!r}") from error
+    return StepReport(job, hardware, tuple(dry_run(eager, world_size, rank, found) for rank in sorted(ranks)))
 
 
 def render(report: StepReport, terms: Terms) -> Group:
@@ -193,11 +146,9 @@ def render(report: StepReport, terms: Terms) -> Group:
     if report.on_host and math.isfinite(limits.host):
         into += f", and {limits.host / GIB:.0f} of a host's {hardware.host_memory_bytes / GIB:.0f} GiB"
     verdict = f"the step {'fits' if report.fits else 'does not fit'} into {into}"
-    compared: list[RenderableType] = [] if report.measured is None else [_comparison(report, report.measured).table()]
-    if terms.asked:
-        jobs = [(f"{report.job.world_size} x {hardware.name}", report.job_cost(terms))]
-        compared += [job_grid(terms, jobs).table(), *missing_prices(jobs)]
-    return Group(asked, _times(report).table(), _memory(report).table(), verdict, *compared)
+    jobs = [(f"{report.job.world_size} x {hardware.name}", report.job_cost(terms))] if terms.asked else []
+    of_job = [job_grid(terms, jobs).table(), *missing_prices(jobs)] if jobs else []
+    return Group(asked, _times(report).table(), _memory(report).table(), verdict, *of_job)
 
 
 def report_json(report: StepReport, terms: Terms | None = None) -> dict[str, Any]:
@@ -216,7 +167,6 @@ def report_json(report: StepReport, terms: Terms | None = None) -> dict[str, Any
         "bytes_of_a_host": report.on_host,
         "host_limit_bytes": report.limits.host if math.isfinite(report.limits.host) else None,
         "fits": report.fits,
-        "measured": None if report.measured is None else vars(report.measured),
         **({"job": vars(report.job_cost(terms))} if terms and terms.asked else {}),
     }
 
@@ -244,15 +194,3 @@ def _memory(report: StepReport) -> Grid:
     sizes |= {"in host memory": memory.host, "in host memory, all ranks of a host": on_host}
     rows = tuple((name, f"{nbytes / GIB:.2f}") for name, nbytes in sizes.items() if nbytes)
     return Grid("Memory of the rank that needs most", ("category", "GiB"), rows)
-
-
-def _comparison(report: StepReport, run: Measured) -> Grid:
-    compared: list[tuple[str, float, float | None, Callable[[float], str]]] = [
-        ("step", report.time.total, run.seconds, seconds),
-        ("peak memory, GiB", report.memory.peak.total / GIB, run.memory_bytes / GIB, "{:.2f}".format),
-        ("MFU", report.time.mfu, run.mfu, "{:.1%}".format),
-    ]
-    rows = ((name, text(ours), text(its), f"{ours / its - 1:+.1%}") for name, ours, its, text in compared if its)
-    documents = f", documents of {run.document_tokens:,.0f} tokens" if run.document_tokens else ""
-    title = f"Prediction and run (median of {run.steps} steps{documents})"
-    return Grid(title, ("", "predicted", "measured", "difference"), tuple(rows))

@@ -50,13 +50,6 @@ class Data:
         return (0, *ends, seq_len)
 
 
-def even_documents(tokens: float, seq_len: int) -> int:
-    """Return the length of documents that fill a sequence, the last one cut, where the average token's has `tokens`."""
-    number = max(1, int(seq_len / tokens))  # of uncut ones
-    rest = seq_len * max(0.0, (number + 1) * tokens - seq_len)
-    return min(seq_len, round((seq_len + math.sqrt(rest / number)) / (number + 1)))
-
-
 class Action(NamedTuple):
     """A `forward`, a `backward`, or half of one: the gradients of the `inputs` first, those of the `weights` later."""
 

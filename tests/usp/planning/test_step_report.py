@@ -44,36 +44,6 @@ def test_parts_add_up_and_both_mfus_are_those_of_their_papers(capsys: pytest.Cap
     assert found["unmasked_mfu"] > 1.5 * found["mfu"]
 
 
-def test_a_run_of_documents_is_predicted_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = {"mfu": 0.4, "memory_bytes": 15 * 2**30, "document_tokens": 4096.0}
-    seconds = (60.0, 9.0, 8.0, 6.0, 5.0, 7.0)  # the first three are left out
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"seconds": s, **record}) + "\n" for s in seconds))
-    against = ("--against", str(tmp_path))
-    found, told, other = (report(capsys, *flags) for flags in (against, ("--document-tokens", "4096"), ()))
-    assert found["measured"] == {"steps": 3, "seconds": 6.0, **record}
-    assert found["parts"] == told["parts"] and found["parts"]["attention"] < 0.1 * other["parts"]["attention"]
-    assert report(capsys, *against, "--document-tokens", "128K")["parts"] == other["parts"]
-    assert main([*ASKED, *against]) == 0
-    assert "of 3 steps, documents of 4,096 tokens)" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "holds no metrics.jsonl: give the folder of a run of train.py"),
-        ('{"seconds": 1.0, "mfu": null, "memory_bytes": 1}\n', "has 1 steps, and the first 3 are left out"),
-        ('{"score": 1.0}\n' * 4, "is no log of train.py: KeyError('mfu')"),
-    ],
-)
-def test_what_is_no_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
-) -> None:
-    if text is not None:
-        (tmp_path / "metrics.jsonl").write_text(text)
-    assert main([*ASKED, "--against", str(tmp_path)]) == 1
-    assert said in capsys.readouterr().err
-
-
 SHORT: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "micro_batches": 8}  # most is read and written of weights
 
 

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from usp.__main__ import main
 from usp.attention import band_pairs
@@ -14,7 +13,7 @@ from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.parallel import load_hardware
 from usp.predict.compute import model_flops
-from usp.predict.job import Data, Job, even_documents
+from usp.predict.job import Data, Job
 from usp.predict.memory import footprint
 from usp.predict.seconds import step_seconds
 from usp.predict.traffic import step_traffic
@@ -39,13 +38,6 @@ def test_documents_fill_a_sequence() -> None:
     assert Data((4,)).boundaries(10) == (0, 4, 8, 10)
     assert Data((1, 5)).boundaries(12) == (0, 1, 6, 7, 12)
     assert Data((20,)).boundaries(10) == (0, 10)
-
-
-@pytest.mark.parametrize("tokens", [1.0, 777.7, 1000.0, 2047.0, 2049.0, 3500.0, 4096.0])
-def test_even_documents_have_the_pairs_of_the_average(tokens: float) -> None:
-    lengths = torch.tensor(Data((even_documents(tokens, 4096),)).boundaries(4096)).diff()
-    assert lengths.square().sum().item() == pytest.approx(4096 * tokens, rel=2e-3)
-    assert (lengths == lengths[0]).sum() >= len(lengths) - 1
 
 
 def test_documents_leave_their_own_pairs_and_messages() -> None:
