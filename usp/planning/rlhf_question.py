@@ -230,7 +230,7 @@ def _calls(choice: RlhfChoice) -> Grid:
     rows = []
     for call in choice.problem.simulator.graph.order:
         layout = choice.plan[call.name]
-        rows.append((call.name, format_ranks(layout.ranks), degrees_text(layout), seconds(took[call.name])))
+        rows.append((call.name, format_ranks(layout.ranks), layout_key(layout), seconds(took[call.name])))
     return Grid(f"Plan: {seconds(choice.simulation.seconds)} a step", ("call", "ranks", "layout", "time"), tuple(rows))
 
 
@@ -245,13 +245,3 @@ def _plans(choice: RlhfChoice) -> Grid:
         step = seconds(named.seconds), f"{named.seconds / best:.2f}", f"{named.peak_bytes / GIB:.1f}", over
         rows.append((named.name, *(step if named.plan else ("", "", "", _NO_DEGREES))))
     return Grid("Named plans, with their best degrees", ("plan", "step", "ratio", "GiB", ""), tuple(rows))
-
-
-def degrees_text(layout: CallLayout) -> str:
-    """Return the degrees and the memory options of a layout in a few words."""
-    dims = layout.dims
-    parts = {"pp": dims.pp, "dp": dims.batch, "ring": dims.ring, "ulysses": dims.ulysses, "tp": dims.tp}
-    words = [f"{axis}={degree}" for axis, degree in parts.items() if degree > 1]
-    words += [f"ZeRO {layout.zero}"] if layout.zero else []
-    words += [layout.ac + (" offloaded" if layout.ac_offload else "")] if layout.ac != "none" else []
-    return " ".join(words) or "one rank"
