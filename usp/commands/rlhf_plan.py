@@ -182,6 +182,7 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
             asked.slots,
             share_prefixes=asked.share_prefixes,
             cache_tokens=asked.cache_tokens,
+            begun=(1 + max(1, asked.staleness)) / 2,
             cuda_graphs=True,
         ),
         max_sequence=asked.max_sp,

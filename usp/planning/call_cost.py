@@ -75,6 +75,7 @@ class CallOptions:
     prefetches: bool = True  # compute hides the traffic of parameters and gradients in training
     share_prefixes: bool = False  # --share-prefixes
     cache_tokens: int = 0  # --cache-tokens
+    begun: float = 1.0  # times the prompts of a step are begun
     cuda_graphs: bool = False  # have decode steps, where they can
 
 
@@ -174,13 +175,13 @@ def _families(samples: Sequence[Sample], budget: int) -> tuple[list[int], list[i
 
 @lru_cache(maxsize=256)
 def _batchings(
-    workload: Workload, parts: int, slots: int, cache_tokens: int, ranks: int, multiple: int
+    workload: Workload, parts: int, slots: int, cache_tokens: int, ranks: int, multiple: int, begun: float
 ) -> tuple[Batching, ...]:
     """Return the different continuous batchings of data-parallel ranks that have samples."""
     size, each = workload.group_size, workload.samples
     balanced = balance(range(len(workload.prompts)), workload.prompts, parts, size)
     samples = {tuple(each[i]._replace(group=n // size) for n, i in enumerate(part)): None for part in balanced if part}
-    limits = {"slots": slots, "ranks": ranks, "multiple": multiple, "cache_tokens": cache_tokens}
+    limits: Any = {"slots": slots, "ranks": ranks, "multiple": multiple, "cache_tokens": cache_tokens, "begun": begun}
     return tuple(batching(part, workload.limit, **limits) for part in samples)
 
 
@@ -241,8 +242,9 @@ class Calls:
         return CallCost(seconds, most.total - most.parameters - most.optimizer)
 
     def _generation(self) -> CallCost:
-        slots, cache_tokens, dims = self.options.slots, self.options.cache_tokens, self.layout.dims
-        runs = _batchings(self.workload, dims.batch, slots, cache_tokens, dims.sp, _prefill_multiple(self.layout))
+        options, dims = self.options, self.layout.dims
+        sizes = dims.sp, _prefill_multiple(self.layout), options.begun
+        runs = _batchings(self.workload, dims.batch, options.slots, options.cache_tokens, *sizes)
         shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
         prefills = {shape: self.prefill(*shape) for shape in shapes}
 

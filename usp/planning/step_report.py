@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 
 from usp.config import TrainConfig
 from usp.hf.models import model_facts
@@ -147,7 +147,7 @@ def render(report: StepReport, terms: Terms) -> Group:
         into += f", and {limits.host / GIB:.0f} of a host's {hardware.host_memory_bytes / GIB:.0f} GiB"
     verdict = f"the step {'fits' if report.fits else 'does not fit'} into {into}"
     jobs = [(f"{report.job.world_size} x {hardware.name}", report.job_cost(terms))] if terms.asked else []
-    of_job = [job_grid(terms, jobs).table(), *missing_prices(jobs)] if jobs else []
+    of_job: list[RenderableType] = [job_grid(terms, jobs).table(), *missing_prices(jobs)] if jobs else []
     return Group(asked, _times(report).table(), _memory(report).table(), verdict, *of_job)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -99,10 +100,18 @@ class _Prompt:
 
 
 def batching(
-    samples: Sequence[Sample], limit: int, *, slots: int, ranks: int, multiple: int, cache_tokens: int = 0
+    samples: Sequence[Sample],
+    limit: int,
+    *,
+    slots: int,
+    ranks: int,
+    multiple: int,
+    cache_tokens: int = 0,
+    begun: float = 1.0,
 ) -> Batching:
     """Return what `usp.rlhf.generation.decoding` does with samples of these lengths, of which there is at least one.
-    A response has at most `limit` tokens; `ranks` share a sequence, and divide the `multiple` of a prefill's tokens."""
+    A response has at most `limit` tokens; `ranks` share a sequence, and divide the `multiple` of a prefill's tokens.
+    With partial rollouts `begun` times as many samples are decoded at once, where there are slots for them."""
     empty: Any = range(0)  # of texts, lengths are read, and prompts compared
     rollouts = [Rollout(cast(Any, _Prompt(of.group, of.prompt)), 0, of.response, empty) for of in samples]
     places = capacity([replace(rollout, limit=limit) for rollout in rollouts], ranks, multiple)
@@ -123,4 +132,4 @@ def batching(
                 running.active[slot] = None if rollout.done else rollout
         prefills = tuple((len(group.prompts), group.padded) for group in groups)
         stretches.append(Stretch(prefills, steps, len(active), first + (steps - 1) / ranks / 2))
-    return Batching(min(slots, len(rollouts)), places, tuple(stretches))
+    return Batching(min(slots, math.ceil(begun * len(rollouts))), places, tuple(stretches))
