@@ -33,7 +33,7 @@ BUDGETS = {  # lines of a room at most: who adds, deletes
     "usp/model": 706,
     "usp/planning": 3519,
     "usp/predict": 3471,
-    "usp/rlhf": 13363,
+    "usp/rlhf": 13482,
     "usp/run": 1353,
     "usp/sp": 2355,
     "usp/train": 3817,
