@@ -76,7 +76,7 @@ def test_a_run_of_documents_is_predicted_with_them(tmp_path: Path, capsys: pytes
     found, told, other = (
         report(capsys, *against, *more) for more in ((), ("--document-tokens", "4096"), ("--document-tokens", "32K"))
     )
-    assert found["parts"] == told["parts"] and found["parts"]["attention"] < 0.2 * other["parts"]["attention"]
+    assert found["parts"] == told["parts"] and found["parts"]["attention"] < 0.25 * other["parts"]["attention"]
     assert main([*FLAGS, *against]) == 0
     assert "of 3 steps, documents of 4,096 tokens)" in " ".join(capsys.readouterr().out.split())
 
