@@ -32,7 +32,7 @@ KINDS = ["train", "grpo", "ppo", "sft", "dpo", "reward_model"]
 RULES = (rules_of_fields, validate, sys.modules[RlhfConfig.__module__])
 COPIES = ("dataclasses.py", "<string>", *(str(module.__file__) for module in RULES))
 SETTLES = ("_with_rates", "settled_lora", "resume_violations", "sft_violations", "lora_violations")
-TAKES_EFFECT = ("settle_batch", "parallel_dims", "sft_steps_of", "begun")  # though among the rules
+TAKES_EFFECT = ("settle_batch", "parallel_dims", "sft_steps_of", "begun", "episodes")  # though among the rules
 READ: set[str] = set()
 
 

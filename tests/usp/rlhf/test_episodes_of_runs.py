@@ -198,7 +198,7 @@ def test_an_agent_trains_as_the_environment_that_does_the_same(
 
 def as_one(config: RlhfConfig) -> list[dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "_conversations", lambda samples, index: torch.zeros_like(samples["tokens"][index]))
+        patch.setattr(rows, "_ends", lambda samples, index: [len(samples["tokens"][index])])
         return metrics_of(config)
 
 

@@ -199,8 +199,9 @@ def micro_batches(
         batch = shard_batch(whole, mesh, layout.sp_layout)
         places, count = dict[int, Tensor](), 0
         for index in row:
-            places[index] = count + _conversations(samples, index)
-            count = int(places[index].max()) + 1
+            lengths = [end - begin for begin, end in pairwise((0, *_ends(samples, index)))]
+            places[index] = torch.cat([torch.full((length,), count + n) for n, length in enumerate(lengths)])
+            count += len(lengths)
         others = {
             "shift_labels": joined(labels, IGNORED_LABEL, torch.int64),
             SEQUENCE: joined(places, count, torch.int64),
@@ -226,17 +227,16 @@ def _segments(samples: Samples, plan: RowPlan) -> list[list[RowSegment]]:
             if shared and index == members[0]:
                 segments.append(RowSegment(index, 0, shared, -1, tuple(members)))
                 parent = len(segments) - 1
-            ends = _conversations(samples, index).unique(return_counts=True)[1].cumsum(0).tolist()
-            for begin, end in pairwise((shared, *ends)):
+            for begin, end in pairwise((shared, *_ends(samples, index))):
                 segments.append(RowSegment(index, begin, end, parent if shared else -1, (index,)))
         rows.append(segments)
     return rows
 
 
-def _conversations(samples: Samples, index: int) -> Tensor:
-    """Return the conversation of each token of a sample, from 0: each is a document and a sequence of its own."""
-    branches = samples.values.get(BRANCHES)
-    return torch.zeros_like(samples["tokens"][index]) if branches is None else branches[index]
+def _ends(samples: Samples, index: int) -> list[int]:
+    """Return where the conversations of a sample end: each is a document and a sequence of its own."""
+    branches, whole = samples.values.get(BRANCHES), [len(samples["tokens"][index])]
+    return whole if branches is None else branches[index].unique(return_counts=True)[1].cumsum(0).tolist()
 
 
 def unpack(
