@@ -157,7 +157,7 @@ class Trainer(TrainingLoop):
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent = 0, 0  # sent: by this rank so far
         self.sent_in_step = self.waited_in_step = self.flops_in_step = 0.0  # of all ranks
-        self._compiled: object = None  # the engine whose first step has been timed
+        self._began: object = None  # the engine whose first step, which allocates and compiles, is done
         self.indexer_loss: float | None = None
         self.balanced_rows: float | None = None
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
@@ -188,7 +188,7 @@ class Trainer(TrainingLoop):
         batch = self._read_batch()
         read = {"rows": batch.numbers, "data": self.stage.batches.identity}
         self.mesh.agree(read, f"the data of step {number}")
-        self.watchdog.progress(number, "training", long=number == self.done + 1)
+        self.watchdog.progress(number, "training", long=self._began is not self.engine)
         rate = self.config.learning_rate * self.schedule.at(number)
         first_tokens = self.config.seq_len * torch.tensor(batch.own, device=self.device)
         inputs = batch.to(self.device) | {"first_tokens": first_tokens}
@@ -211,9 +211,9 @@ class Trainer(TrainingLoop):
         self.done, self.tokens = number, self.tokens + tokens
 
         seconds = time.perf_counter() - begin
-        if self.config.compile and self.is_writer and self._compiled is not self.engine:
-            self._compiled = self.engine
+        if self.config.compile and self.is_writer and self._began is not self.engine:
             print(f"compiled: step {number} took {seconds:.1f} s, with torch.compile of the layers", flush=True)
+        self._began = self.engine
         if self.tuner is not None:
             self.tuner.ran(seconds - self.batches.waited, counts=number not in self.profiler.steps)
         evaluated = self._evaluate(number)

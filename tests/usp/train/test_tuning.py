@@ -22,6 +22,7 @@ from usp.config import TrainConfig
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.run.launch import Launch
+from usp.run.watchdog import Watchdog
 from usp.train import trainer
 from usp.train.prepare import prepare
 from usp.train.trainer import Trainer
@@ -66,9 +67,18 @@ class EachInTurn(Tuner):
         return (turn if turn < len(self.trials) else None), self.trials
 
 
-def runs(jobs: list[tuple[TrainConfig, list[dict[str, Any]]]]) -> None:
+class Watched(Watchdog):
+    """Notes the steps of training that may take long."""
+
+    long_steps: tuple[int, ...] = ()
+
+    def progress(self, step: int, phase: str, long: bool = False) -> None:
+        self.long_steps += (step,) if phase == "training" and long else ()
+
+
+def runs(jobs: list[tuple[TrainConfig, list[dict[str, Any]]]]) -> list[tuple[int, ...]]:
     """Run each configuration with the first layout alone, or with all of them in turn, but for those with too large
-    micro-batches, which find no memory in the second step."""
+    micro-batches, which find no memory. Return the steps that may take long."""
     world, whole = dist.get_world_size(), trainer.backward
 
     def with_little_memory(engine: Any, mesh: Any, inputs: Any, config: TrainConfig, *rest: Any) -> torch.Tensor:
@@ -79,11 +89,14 @@ def runs(jobs: list[tuple[TrainConfig, list[dict[str, Any]]]]) -> None:
 
     trainer.backward = with_little_memory
     launch = Launch(rank=dist.get_rank(), world_size=world, local_world_size=world)
-    for config, layouts in jobs:
+    watched = [Watched(Launch(), seconds=0) for _ in jobs]
+    for (config, layouts), watchdog in zip(jobs, watched, strict=True):
         trials = [Trial(replace(config, **layout), str(layout), 1.0) for layout in layouts]
         prepared = prepare(trials[0].config, launch)
         trials = [replace(each, config=replace(each.config, dp_shard=_dp(each.config, world))) for each in trials]
-        Trainer(prepared, tuner=EachInTurn(trials, config.steps, 1.0) if len(trials) > 1 else None).run()
+        tuner = EachInTurn(trials, config.steps, 1.0) if len(trials) > 1 else None
+        Trainer(prepared, watchdog=watchdog, tuner=tuner).run()
+    return [each.long_steps for each in watched]
 
 
 def _dp(config: TrainConfig, world: int) -> int:
@@ -112,7 +125,8 @@ def test_a_race_changes_neither_losses_nor_weights(
     base = replace(RUN, model=str(tmp_path / family), data=str(text), data_cache=str(tmp_path / "cache"), **flags)
     base = replace(base, eval_data=str(held) if base.eval_every else "", steps=3 * len(layouts) + 2)
     tuned, alone = (replace(base, output=str(tmp_path / part)) for part in ("tuned", "alone"))
-    ranks.run(runs, 4, [(tuned, layouts), (alone, layouts[:1])])
+    in_turn, first = ranks.run(runs, 4, [(tuned, layouts), (alone, layouts[:1])])[0]
+    assert first == (1,) and set(in_turn) >= set(range(1, 3 * len(layouts) - 1, 3))  # with each engine the first step
     found, wanted = metrics_of(tmp_path / "tuned"), metrics_of(tmp_path / "alone")
     assert found[:, :2].equal(wanted[:, :2]) and (found[:, 2:] - wanted[:, 2:]).abs().max() <= 1e-5 * wanted.max()
     folder = "adapter/adapter_model.safetensors" if base.lora_rank else "model/model.safetensors"
