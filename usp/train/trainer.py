@@ -470,9 +470,8 @@ class Trainer(TrainingLoop):
     def _tune(self, tuner: Tuner, number: int) -> None:
         """Go on with the layout that runs step `number`, and at the end of the race say which one stays. Collective."""
         trial = tuner.next()
-        while trial.options != {name: getattr(self.config, name) for name in OPTIONS}:
+        while (config := replace(self.config, **trial.options)) != self.config:
             begin, failed, world = time.perf_counter(), "", self.prepared.launch.world_size
-            config = replace(self.config, **trial.options)
             stage = replace(self.stage, config=config, dims=parallel_dims(config).resolve(world))
             try:
                 self._enter(stage)
