@@ -5,6 +5,7 @@ reads next. The reward is the share of its turns that ran one: a sixth of all to
 
 import json
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from openai import OpenAI
 
@@ -28,6 +29,23 @@ def play(client: OpenAI, question: str) -> float:
     return ran / TURNS
 
 
+class Service(BaseHTTPRequestHandler):
+    """Plays the episodes of a run in one process: --agent http://127.0.0.1:PORT."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        client = OpenAI(base_url=asked["OPENAI_BASE_URL"], api_key=asked["OPENAI_API_KEY"])
+        reward = play(client, asked["row"]["prompt"][0]["content"])
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"reward": reward}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Write nothing."""
+
+
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Service).serve_forever()
     row = json.loads(sys.stdin.readline())
     print(json.dumps({"reward": play(OpenAI(), row["prompt"][0]["content"])}))

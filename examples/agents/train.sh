@@ -1,5 +1,6 @@
 #!/bin/sh
 # Train the model of agent.py from random weights, on two ranks: sh examples/agents/train.sh [FLAG ...]
+# With python examples/agents/agent.py 8765 & and --agent http://127.0.0.1:8765 one process plays all episodes.
 # With --agent= --environment examples/agents/environment.py:Terminal the same task is an environment.
 set -e
 mkdir -p runs

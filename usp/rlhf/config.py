@@ -43,11 +43,11 @@ from usp.fields import (
 from usp.presets import PRESETS
 from usp.rlhf.plan.named_plans import NAMED_PLANS
 from usp.rlhf.plan.plan import ENGINE, OWN, TOKENS_PER_RANK
-from usp.rlhf.served import HTTP
 from usp.train.validate import common_violations
 
 from .algorithms.algorithm import Above0, Algorithm
 from .algorithms.registry import ALGORITHMS, with_outside
+from .environments.ready_rewards import HTTP
 from .environments.tools import NAME as TOOLS
 
 DEFAULT_SFT_STEPS = 100
@@ -186,9 +186,10 @@ class RewardConfig:
 class EnvironmentConfig:
     """The environment that answers the turns of responses, and scores them instead of a reward function."""
 
-    agent: Annotated[str, arg(metavar="COMMAND", help_behavior_hint="(optional)")] = ""
+    agent: Annotated[str, arg(metavar="COMMAND|URL", help_behavior_hint="(optional)")] = ""
     """Command that acts in an episode, as in a shell without its operators: its requests to the OpenAI-compatible
-    endpoint at OPENAI_BASE_URL, with the key OPENAI_API_KEY, are the policy's turns; docs/guides/rlhf/agents.md."""
+    endpoint at OPENAI_BASE_URL, with the key OPENAI_API_KEY, are the policy's turns; docs/guides/rlhf/agents.md. Or the
+    URL of a service on this host, which is posted these two for each episode."""
     environment: Annotated[str, arg(metavar="tools|PATH.py:NAME", help_behavior_hint="(optional)")] = ""
     """Class with reset(sample) and step(turn) -> (observation, reward, done); docs/guides/rlhf/environments.md. tools:
     run the calls of --tools in a turn; --reward-function scores the one without calls, which ends the episode."""

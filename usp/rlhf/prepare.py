@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 import yaml
@@ -57,7 +58,7 @@ from .config import SEARCH, RlhfConfig, SftConfig, has_critic, sft_steps_of, tex
 from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
 from .environments.agents import AGENT
 from .environments.episodes import Episodes, Processes, ids_between
-from .environments.ready_rewards import REWARD, SLOW
+from .environments.ready_rewards import HTTP, REWARD, SLOW
 from .environments.sandbox import LIMITS, cgroup
 from .environments.tools import NAME as TOOLS
 from .environments.tools import Toolbox
@@ -383,10 +384,13 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> E
     settings: dict[str, Any] = {}
     if config.agent:
         _about("--reward-function = ", lambda: load_reward_function(config.reward_function))
-        if shutil.which(program := _about("--agent = ", lambda: shlex.split(config.agent)[0])) is None:
+        program = _about("--agent = ", lambda: shlex.split(config.agent)[0])
+        if program.startswith(HTTP) and urlsplit(program).hostname not in ("127.0.0.1", "::1", "localhost"):
+            raise ValueError(f"--agent = {config.agent} reaches no endpoint: run it on each host, at 127.0.0.1")
+        if not program.startswith(HTTP) and shutil.which(program) is None:
             raise ValueError(f"--agent = {config.agent}: there is no program {program}")
         chat_encoder(tokenizer, f"--agent = {config.agent}")
-        settings = {"command": config.agent, "reward": config.reward_function}
+        settings = {"agent": config.agent, "reward": config.reward_function}
     elif config.environment == TOOLS:
         _about("--reward-function = ", lambda: load_reward_function(config.reward_function))
         settings = {"tools": texts(config.tools, "--tools", apart=","), "reward": config.reward_function}

@@ -28,8 +28,8 @@ from usp.train.validate import balance_violations
 
 from .algorithms.algorithm import Algorithm
 from .config import RlhfConfig
+from .environments.ready_rewards import HTTP
 from .graph import ROLES, DataflowGraph
-from .served import HTTP
 
 
 def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> dict[str, RoleSpec]:

@@ -37,7 +37,6 @@ from .environments.ready_rewards import Server, post, posted
 from .graph import Compute, DataflowGraph, Inference, Reduce
 from .samples import Samples
 
-HTTP = ("http://", "https://")
 _PROBE = "Zwölf Boxkämpfer jagen  42 + 8 = 50;\n\tfür (x) {日本}"  # a text that tokenizers write differently
 _BYTES = 256  # of a token in a reply, at most
 _LENGTH = struct.Struct(">I")  # of what describes a piece

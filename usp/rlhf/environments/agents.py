@@ -1,9 +1,10 @@
-"""An agent as an environment: a command whose requests to an OpenAI-compatible endpoint the policy answers.
+"""An agent as an environment: a command, or a service, whose requests to an OpenAI-compatible endpoint the policy
+answers.
 
-    command --POST /v1/chat/completions--> endpoint --requests--> ranks, which generate them in one batch
-    command <------------ completion ----- endpoint <---replies-- ranks
+    agent --POST /v1/chat/completions--> endpoint --requests--> ranks, which generate them in one batch
+    agent <------------ completion ----- endpoint <---replies-- ranks
 
-The process of an episode serves one command on the loopback. It tells the ranks which messages of a request are new and
+The process of an episode serves one agent on the loopback. It tells the ranks which messages of a request are new and
 which reply they follow, so that the ranks go on from the ids of that reply. The standard library alone is imported."""
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
 
-from .outside import ENVIRONMENT, LONGEST, REWARD_CODE, TEXT, read_json
+from .outside import ENVIRONMENT, LONGEST, REWARD_CODE, TEXT, one_line, read_json
+from .ready_rewards import HTTP, post
 from .tools import BEGIN, calls_of
 
 AGENT = "agent"  # the environment `AgentEnvironment`
 ROUND = 0.01  # seconds in which further requests join a round
+FOREVER = 1e6  # seconds: what an episode may last is bounded step by step
 # Sampling is what the flags of the run say, as training has to know it. Other keys of a request are refused.
 KNOWN = {"messages", "tools", "max_tokens", "max_completion_tokens", "chat_template_kwargs", "stream", "model", "user"}
 KNOWN |= {"temperature", "top_p", "seed", "metadata", "store", "stream_options", "parallel_tool_calls"}
@@ -97,12 +100,13 @@ def reward_of(value: Any) -> float | None:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """The endpoint of one episode, which `token` identifies. events: requests that wait, and the command's exit code.
+    """The endpoint of one episode, which `token` identifies. events: requests that wait, and how the agent failed, ""
+    if it ended.
     posted: the last reward that came. refused: why a request was not answered. last: the text of the latest reply."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.token, self.events = f"sk-{secrets.token_urlsafe(24)}", queue.SimpleQueue[Waiting | int]()
+        self.token, self.events = f"sk-{secrets.token_urlsafe(24)}", queue.SimpleQueue[Waiting | str]()
         self.posted: float | None = None
         self.refused = self.last = ""
         self._known: dict[int, list[str]] = {}
@@ -202,28 +206,35 @@ def completion(body: Mapping[str, Any], reply: Mapping[str, Any], message: Messa
 
 
 class AgentEnvironment:
-    """An environment that runs a command, which asks the policy through an `Endpoint`. An observation is a JSON list of
-    requests: after (the reply that it follows), new (messages), tools, template and limit. A turn is a JSON list of
-    replies to these: `refused`, or text, number, finish, and the tokens read and written.
+    """An environment that runs a command or asks a service, which asks the policy through an `Endpoint`.
 
-    reward: scores the last reply of a command that tells no reward.
+    An observation is a JSON list of requests: after (the reply that it follows), new (messages), tools, template and
+    limit. A turn is a JSON list of replies to these: `refused`, or text, number, finish, and the tokens read and
+    written.
+
+    agent: the command, or the URL of the service. reward: scores the last reply of an agent that tells no reward.
     """
 
-    def __init__(self, command: str, reward: Callable[[str, str, str], float]) -> None:
-        self._command, self._reward, self.blames = command, reward, ENVIRONMENT
+    def __init__(self, agent: str, reward: Callable[[str, str, str], float]) -> None:
+        self._agent, self._reward, self.blames = agent, reward, ENVIRONMENT
         self._waiting: list[Waiting] = []
         self._over = False  # a request was beyond a limit of the episode
 
     def reset(self, sample: Mapping[str, Any]) -> None:
-        self._sample, self._endpoint = sample, Endpoint()
-        self._printed, row = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        numbers = {key: sample[key] for key in ("prompt_index", "sample")}
-        row.write(json.dumps({**numbers, **sample["row"]}).encode() + b"\n")
-        row.seek(0)
-        os.environ["OPENAI_BASE_URL"] = f"http://127.0.0.1:{self._endpoint.server_port}/v1"
-        os.environ["OPENAI_API_KEY"] = self._endpoint.token
-        process = subprocess.Popen(shlex.split(self._command), stdin=row, stdout=self._printed)
-        threading.Thread(target=lambda: self._endpoint.events.put(process.wait()), daemon=True).start()
+        self._sample, self._endpoint, self._told = sample, Endpoint(), b""
+        row = {**{key: sample[key] for key in ("prompt_index", "sample")}, **sample["row"]}
+        place = {"OPENAI_BASE_URL": f"http://127.0.0.1:{self._endpoint.server_port}/v1"}
+        place["OPENAI_API_KEY"] = self._endpoint.token
+
+        def run() -> None:
+            served = self._agent.startswith(HTTP)
+            try:
+                self._told, failed = (_ask if served else _run)(self._agent, row, place)
+            except (OSError, ValueError) as error:
+                failed = f"failed: {one_line(error)}"
+            self._endpoint.events.put(failed)
+
+        threading.Thread(target=run, daemon=True).start()
 
     def step(self, turn: str) -> tuple[str | None, float, bool]:
         for (_, waiting), reply in zip(self._waiting, json.loads(turn or "[]"), strict=True):
@@ -231,28 +242,43 @@ class AgentEnvironment:
             self.blames = TEXT  # what a command does after a reply may be due to that
             waiting.set_result(reply)
         events, told = self._endpoint.events, [self._endpoint.events.get()]
-        while not isinstance(told[-1], int):
+        while not isinstance(told[-1], str):
             try:
                 told.append(events.get(timeout=ROUND))
             except queue.Empty:
-                self._waiting = [each for each in told if not isinstance(each, int)]
+                self._waiting = [each for each in told if not isinstance(each, str)]
                 if len(asked := json.dumps([each for each, _ in self._waiting])) > LONGEST:
                     raise RuntimeError(f"the agent asks for more than {LONGEST:,} characters at a time") from None
                 return asked, 0.0, False
         return None, self._score(told[-1]), True  # whoever else has asked is gone, too
 
-    def _score(self, code: int) -> float:
-        """Return the reward of a command that has ended. Raises RuntimeError for one that failed."""
+    def _score(self, failed: str) -> float:
+        """Return the reward of an agent that has ended. Raises RuntimeError for one that `failed`."""
         end = self._endpoint
-        if (code and not self._over) or self.blames == ENVIRONMENT:
-            how = f"exited with code {code}" if code else "ended without a request"
-            raise RuntimeError(f"the agent {how}{f'; the endpoint refused: {end.refused}' if end.refused else ''}")
-        self._printed.seek(0)
+        if (failed and not self._over) or self.blames == ENVIRONMENT:
+            refused = f"; the endpoint refused: {end.refused}" if end.refused else ""
+            raise RuntimeError(f"the agent {failed or 'ended without a request'}{refused}")
         try:
-            printed = reward_of(read_json(self._printed.read().strip().split(b"\n")[-1].decode("utf-8", "replace")))
+            told = reward_of(read_json(self._told))
         except ValueError:
-            printed = None
-        if (told := printed if printed is not None else end.posted) is not None:
-            return told
+            told = None
+        if (reward := told if told is not None else end.posted) is not None:
+            return reward
         self.blames = REWARD_CODE
         return self._reward(self._sample["prompt"], end.last, self._sample["answer"])
+
+
+def _run(command: str, row: Message, place: dict[str, str]) -> tuple[bytes, str]:
+    """Run a command with a row; return its last line, and how it failed."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
+        given.write(json.dumps(row).encode() + b"\n")
+        given.seek(0)
+        done = subprocess.run(shlex.split(command), stdin=given, stdout=printed, env=os.environ | place, check=False)
+        printed.seek(0)
+        failed = f"exited with code {done.returncode}" if done.returncode else ""
+        return printed.read().strip().split(b"\n")[-1], failed
+
+
+def _ask(url: str, row: Message, place: dict[str, str]) -> tuple[bytes, str]:
+    """Ask a service to play the episode of a row; return its reply. Raises OSError or ValueError without one."""
+    return json.dumps(post(url, {"row": row, **place}, timeout=FOREVER)).encode(), ""

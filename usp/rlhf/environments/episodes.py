@@ -279,7 +279,7 @@ def make(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     if name == REWARD:
         return lambda: Scored(score)
     if name == AGENT:
-        return lambda: AgentEnvironment(settings["command"], score)
+        return lambda: AgentEnvironment(settings["agent"], score)
     toolbox = Toolbox(settings["tools"])
     return lambda: ToolEnvironment(toolbox, score, settings["chat"], settings["seconds"])
 

@@ -24,6 +24,7 @@ REWARD = "reward"  # the environment `Scored`
 UNPROTECTED = "unprotected"  # the value that allows programs on a machine that lacks a protection
 TEXT_REWARDS = ("match", "math", "regex", "code")  # which fail, or take forever, by what a response says alone
 SLOW = ("math", "regex")  # of these, what may take more than linear time: in a process that can be ended
+HTTP = ("http://", "https://")
 MOST_SCORE = 3.4e38
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 QUESTION = Path(__file__).with_name("judge.txt").read_text().rstrip()
@@ -140,7 +141,7 @@ class Server:
     pause: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        if not self.url.startswith(HTTP):
             raise ValueError(f"the url {self.url} must begin with http:// or https://")
 
     def __call__(self, prompt: str, response: str, answer: str) -> float:

@@ -18,8 +18,8 @@ from usp.attention import LAYOUTS
 from usp.config import AC_MODES
 from usp.fields import AtLeast0, Rule, among, config_from_mapping, names_of, parameter_violations, shared_values
 from usp.parallel import ZERO_STAGES, ParallelDims, format_ranks
+from usp.rlhf.environments.ready_rewards import HTTP
 from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
-from usp.rlhf.served import HTTP
 
 TOKENS_PER_RANK = 16384  # of a micro-batch, on each sequence-parallel rank, where the plan says nothing
 OWN, VLLM = ENGINES = ("own", "vllm")  # what a generate call decodes with

@@ -8,8 +8,11 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -60,7 +63,7 @@ def episodes_of(rows: Sequence[dict[str, Any]], template: str = CHATML, **differ
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = template
     chats = ChatTemplate(tokenizer, "a test's", stops=(STOP,))
-    settings = {"command": f"{sys.executable} {FILE}", "reward": "match"}
+    settings = {"agent": different.pop("agent", f"{sys.executable} {FILE}"), "reward": "match"}
     options: dict[str, Any] = {"max_turns": 10**6, "max_observation_tokens": 10**6}
     options |= {"begin": lambda chat: chats.prompt(chat, guarded=True).tolist()}
     return Episodes(
@@ -167,6 +170,43 @@ def test_a_fault_costs_its_own_episode() -> None:
     assert linear.score == 1 and linear.rewards == [0, 1]
 
 
+class Service(BaseHTTPRequestHandler):
+    """A service that asks once, and then replies what its row says, with a status."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Write nothing."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        headers = {"Authorization": f"Bearer {asked['OPENAI_API_KEY']}"}
+        body = json.dumps({"messages": [{"role": "user", "content": asked["row"]["kind"]}]}).encode()
+        if not asked["row"].get("early"):
+            urlopen(Request(f"{asked['OPENAI_BASE_URL']}/chat/completions", body, headers)).close()
+        self.send_response(asked["row"].get("status", 200))
+        self.end_headers()
+        self.wfile.write(asked["row"]["reply"].encode())
+
+
+def test_a_service_plays_episodes_as_a_command_does() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        rows: list[dict[str, Any]] = [
+            {"kind": "told", "reply": '{"reward": 2.5}'},
+            {"kind": "scored", "reply": "null"},
+            {"kind": "broken", "reply": "why", "status": 500},
+            {"kind": "no JSON", "reply": "{"},
+            {"kind": "early", "reply": "why", "status": 500, "early": True},
+        ]
+        episodes, policy = episodes_of(rows, agent=f"http://127.0.0.1:{server.server_port}/play"), Sampled(["42"] * 4)
+        told, scored, broken, unread, early = played(episodes, policy)
+        server.shutdown()
+    assert [told.score, scored.score, broken.score, unread.score] == [2.5, 1, 0, 0] and np.isnan(early.score)
+    assert violations([told, scored, broken, unread], policy.wrote) == 0 and len(policy.wrote) == 4
+    failures = {each["prompt_index"]: each for each in episodes.failures}
+    assert {number: each["blame"] for number, each in failures.items()} == {2: "text", 3: "text", 4: "environment"}
+    assert "the agent failed: OSError: HTTP Error 500" in failures[4]["error"] and "why" in failures[4]["error"]
+
+
 @pytest.mark.slow
 def test_an_agent_that_takes_too_long_is_ended() -> None:
     episodes = episodes_of([{"kind": "hang"}], timeout=1.5)
@@ -250,7 +290,7 @@ def test_the_client_of_openai_streams_and_completes(tmp_path: Path) -> None:
         "assert other.choices[0].finish_reason == 'length'\n"
         "print(json.dumps({'reward': len(other.choices[0].message.content)}))\n"
     )
-    settings = {"command": f"{sys.executable} {script}", "reward": "match"}
+    settings = {"agent": f"{sys.executable} {script}", "reward": "match"}
     episodes = replace(episodes_of([{}], TOOLS), processes=Processes(AGENT, 60.0, settings))
     policy = Sampled([CALL, "three", "three"])
     (found,) = played(episodes, policy)
