@@ -145,6 +145,7 @@ def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, da
         ({"reward_function": "math"}, "--reward-function = math is not used with --environment"),
         ({"reward_timeout": 3.0}, "--reward-timeout = 3.0 is not used with --environment"),
         ({"environment": "", "agent": "no-such-program x"}, "there is no program no-such-program"),
+        ({"environment": "", "agent": "http://agents.example/play"}, "reaches no endpoint: run it on each host"),
         ({"environment": "", "agent": sys.executable}, "chat template"),
         ({"agent": sys.executable, "share_prefixes": True}, "is not supported with --environment: remove one"),
         ({"agent": sys.executable, "share_prefixes": True}, "is not supported with --share-prefixes: remove one"),
