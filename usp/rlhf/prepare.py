@@ -55,7 +55,7 @@ from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
 from .config import SEARCH, RlhfConfig, SftConfig, has_critic, sft_steps_of, texts, violations
-from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
+from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples, rows
 from .environments.agents import AGENT
 from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import HTTP, REWARD, SLOW
@@ -353,6 +353,7 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
         pool=pool,
         workers=max(1, config.reward_processes),
+        row=rows(examples),
     )
 
 

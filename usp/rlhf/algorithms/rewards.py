@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, cast
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from usp.rlhf.environments.episodes import Processes, score_of_failure
 from usp.rlhf.environments.outside import ENVIRONMENT, REWARD_CODE, TEXT, Unscored, clean, one_line
-from usp.rlhf.environments.ready_rewards import READY_REWARDS, from_spec
+from usp.rlhf.environments.ready_rewards import READY_REWARDS, from_spec, score
 from usp.rlhf.graph import Reduce
 from usp.rlhf.samples import Samples
 from usp.run.failures import UserCodeFailed, load_from_file
 
 from .response_rows import scalars
 
-# reward(prompt, response, answer) -> a finite number; prompt and response as `ScoreWith.decode` gives them
-RewardFunction = Callable[[Any, Any, Any], float]
+# reward(prompt, response, answer[, row]) -> a finite number; prompt and response as `ScoreWith.decode` gives them
+RewardFunction = Callable[..., float]
+_Asked = tuple[Any, Mapping[str, Any]]  # a response, and the sample that it is of, as `Environment.reset` gets one
 _Tried = tuple[Tensor, str, str, str]  # a score; or why there is none, the traceback, and whose fault it is
 
 
@@ -66,7 +67,8 @@ class ScoreWith:
     Attributes:
         reward: reward(prompt, response, answer), called once per sample, and again where it fails.
         decode: converts ids to the arguments of `reward`: a tokenizer's decode for text, `list` for ids.
-        answer: maps prompt_index to the third argument.
+        answer: maps prompt_index to the third argument. row: maps it to the line of the data, for functions with a
+            parameter of that name; they get prompt and answer where it is empty.
         prefix: of the keys tokens, prompt_length and score: "greedy_" for a second response to the same prompt.
         retries: further calls for samples for which the function fails, `pause` seconds after the first calls, and
             twice as many after each further ones.
@@ -87,6 +89,7 @@ class ScoreWith:
     failures: list[dict[str, Any]] = field(default_factory=list)
     pool: Processes | None = None
     workers: int = 1
+    row: Callable[[int], Mapping[str, Any]] = lambda index: {}
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -98,36 +101,34 @@ class ScoreWith:
 
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
         """Score samples. Raises RewardFailed at the first sample without a finite score, if `failure` is "raise"."""
-        texts: list[tuple[Any, Any, Any]] = []
+        asked: list[_Asked] = []
         for tokens, prompt_length, prompt_index in zip(*(samples[key] for key in self.inputs), strict=True):
-            ids, cut = tokens.tolist(), int(prompt_length)
-            texts.append((self.decode(ids[:cut]), self.decode(ids[cut:]), self.answer(int(prompt_index))))
+            ids, cut, index = tokens.tolist(), int(prompt_length), int(prompt_index)
+            texts = {"prompt": self.decode(ids[:cut]), "answer": self.answer(index)}
+            asked.append((self.decode(ids[cut:]), {**texts, "row": self.row(index) or texts}))
         scores = []
-        for number, (score, *failed) in enumerate(self._tried(texts)):
-            scores.append(self._failed(samples, number, texts[number], *failed) if failed[0] else score)
+        for number, (found, *failed) in enumerate(self._tried(asked)):
+            scores.append(self._failed(samples, number, asked[number], *failed) if failed[0] else found)
         return Samples(samples.ids, {self.output: scores})
 
-    def _tried(self, texts: Sequence[tuple[Any, Any, Any]]) -> list[_Tried]:
+    def _tried(self, samples: Sequence[_Asked]) -> list[_Tried]:
         """Return what calls return, with retries of those that fail."""
         tried: dict[int, _Tried] = {}
-        missing = list(range(len(texts)))
+        missing = list(range(len(samples)))
         for failed in range(1 + self.retries):
             if failed and missing:
                 time.sleep(self.pause * 2 ** (failed - 1))
-            asked = [texts[number] for number in missing]
+            asked = [samples[number] for number in missing]
             tried |= zip(missing, map(self._try, asked) if self.pool is None else self._in_pool(asked), strict=True)
             missing = [number for number in missing if tried[number][1] and tried[number][3] != TEXT]
-        return [tried[number] for number in range(len(texts))]
+        return [tried[number] for number in range(len(samples))]
 
-    def _in_pool(self, texts: Sequence[tuple[Any, Any, Any]]) -> list[_Tried]:
+    def _in_pool(self, samples: Sequence[_Asked]) -> list[_Tried]:
         assert self.pool is not None
-        turns = [(response, {"prompt": prompt, "answer": answer}) for prompt, response, answer in texts]
-        answers = self.pool.answer_all(turns, self.workers)
+        answers = self.pool.answer_all(samples, self.workers)
         return [(torch.tensor(each.reward), each.error, each.traceback, each.blame) for each in answers]
 
-    def _failed(
-        self, samples: Samples, number: int, texts: tuple[Any, Any, Any], error: str, trace: str, blame: str
-    ) -> Tensor:
+    def _failed(self, samples: Samples, number: int, asked: _Asked, error: str, trace: str, blame: str) -> Tensor:
         """Record a failure, and return its score. Raises RewardFailed if `failure` is "raise"."""
         tokens, prompt_length, prompt_index = (samples[key][number] for key in self.inputs)
         failure = RewardFailed(
@@ -136,7 +137,9 @@ class ScoreWith:
                 "prompt_index": int(prompt_index),
                 "prompt_ids": tokens[: int(prompt_length)].tolist(),
                 "response_ids": tokens[int(prompt_length) :].tolist(),
-                **{name: str(text) for name, text in zip(("prompt", "response", "answer"), texts, strict=True)},
+                "prompt": str(asked[1]["prompt"]),
+                "response": str(asked[0]),
+                "answer": str(asked[1]["answer"]),
                 "error": error,
                 "traceback": trace,
                 "blame": blame,
@@ -147,15 +150,15 @@ class ScoreWith:
         self.failures.append(failure.record)
         return torch.tensor(score_of_failure(self.failure, blame))
 
-    def _try(self, texts: tuple[Any, Any, Any]) -> _Tried:
-        nothing = torch.tensor(math.nan)
+    def _try(self, asked: _Asked) -> _Tried:
+        nothing, (response, sample) = torch.tensor(math.nan), asked
         try:
-            returned = self.reward(*texts)
-            score = torch.tensor(float(returned) if isinstance(returned, Real) else math.nan, dtype=torch.float32)
+            returned = score(self.reward, sample, response)
+            found = torch.tensor(float(returned) if isinstance(returned, Real) else math.nan, dtype=torch.float32)
         except (Exception, SystemExit) as raised:  # SystemExit would end this rank without a word
             blame = TEXT if isinstance(raised, Unscored) else REWARD_CODE
             return nothing, f"it raised {one_line(raised)}", clean(traceback.format_exc()), blame
-        return (score, "", "", "") if score.isfinite() else (nothing, f"it returned {returned!r:.200}", "", REWARD_CODE)
+        return (found, "", "", "") if found.isfinite() else (nothing, f"it returned {returned!r:.200}", "", REWARD_CODE)
 
 
 @dataclass(frozen=True)

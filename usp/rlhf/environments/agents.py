@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
 
 from .outside import ENVIRONMENT, LONGEST, REWARD_CODE, TEXT, one_line, read_json
-from .ready_rewards import HTTP, post
+from .ready_rewards import HTTP, post, score
 from .tools import BEGIN, calls_of
 
 AGENT = "agent"  # the environment `AgentEnvironment`
@@ -265,7 +265,7 @@ class AgentEnvironment:
         if (reward := told if told is not None else end.posted) is not None:
             return reward
         self.blames = REWARD_CODE
-        return self._reward(self._sample["prompt"], end.last, self._sample["answer"])
+        return score(self._reward, self._sample, end.last)
 
 
 def _run(command: str, row: Message, place: dict[str, str]) -> tuple[bytes, str]:

@@ -3,6 +3,7 @@ beside the ranks start fast, and one that needs more says so in `check`."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import secrets
@@ -236,6 +237,12 @@ READY_REWARDS: Mapping[str, Callable[..., Callable[[str, str, str], float]]] = {
 }
 
 
+def score(reward: Callable[..., float], sample: Mapping[str, Any], response: str) -> float:
+    """Return what a function of prompt, response and answer, or also of `row`, says of a response to a sample."""
+    row = {"row": sample["row"]} if "row" in inspect.signature(reward).parameters else {}
+    return reward(sample["prompt"], response, sample["answer"], **row)
+
+
 class Scored:
     """An environment of one turn, which a reward function scores."""
 
@@ -248,4 +255,4 @@ class Scored:
         self._sample = sample
 
     def step(self, turn: str) -> tuple[None, float, bool]:
-        return None, self._reward(self._sample["prompt"], turn, self._sample["answer"]), True
+        return None, score(self._reward, self._sample, turn), True

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .outside import ENVIRONMENT, REWARD_CODE, clean, one_line, read_json
-from .ready_rewards import check_sandbox, from_spec
+from .ready_rewards import check_sandbox, from_spec, score
 from .sandbox import Limits, Unprotected, run_python
 
 BEGIN = "<tool_call>"
@@ -270,7 +270,7 @@ class ToolEnvironment:
         calls = calls_of(turn)
         self.blames = ENVIRONMENT if calls else REWARD_CODE
         if not calls:
-            return None, self._reward(self._sample["prompt"], turn, self._sample["answer"]), True
+            return None, score(self._reward, self._sample, turn), True
         until = time.monotonic() + self._seconds
         answers = [
             f"Error: {call}" if isinstance(call, str) else self._toolbox.run(*call, until - time.monotonic())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,10 @@ import torch
 
 from tests.usp.rlhf.simulate import alone, on_ranks
 from usp.rlhf.algorithms.rewards import RewardFailed, RewardShape, ScoreWith
+from usp.rlhf.environments.episodes import Processes
+from usp.rlhf.environments.ready_rewards import REWARD
 from usp.rlhf.samples import Samples
+from usp.run.failures import load_from_file
 
 ANSWERS = ("a", "bb", "ccc")
 
@@ -59,6 +64,16 @@ def test_the_function_gets_prompt_response_and_answer() -> None:
     function = score_with(reward, decode=list, prefix="greedy_")
     assert function(samples.only(function.inputs), alone).values.keys() == {function.output} == {"greedy_score"}
     assert seen[0] == ([1], [11, 12], "ccc")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_function_that_takes_the_row_gets_the_line_of_the_data(apart: bool, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def longest(prompt, response, answer, *, row):\n    return row['most']\n")
+    reward = load_from_file(name := f"{tmp_path / 'rewards.py'}:longest", "function")
+    pool = Processes(REWARD, 60.0, {"reward": name}) if apart else None
+    with closing(pool) if pool else nullcontext():
+        result = score_with(reward, pool=pool, row=lambda index: {"most": index / 4})(make(), alone)
+    assert [float(x) for x in result["score"]] == [0.5, 0.0, 0.25]
 
 
 @pytest.mark.parametrize("number", [True, 1, 1.0, np.float32(1), np.int64(1), Fraction(1)])
