@@ -28,9 +28,17 @@ class Options:
     mini_batches: AtLeast1 = 1
     epochs: AtLeast1 = 1
 
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Return the options that have no effect beside the others, and where they have none."""
+        return {}
+
     def violations(self) -> Iterator[str]:
         """Yield one message per invalid option."""
         yield from parameter_violations(self)
+        for name, where in self.unused.items():
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                yield f"{name}={value} has no effect {where}: remove it"
 
     def drawn(self, prompts: int) -> int:
         """Return how many prompts are drawn for a step that trains on `prompts` of them."""
@@ -114,18 +122,3 @@ def at_least(options: object, least: int, *names: str) -> Iterator[str]:
         value = getattr(options, name)
         if not value >= least:
             yield f"{name}={value} must be at least {least}"
-
-
-def fraction(options: object, *names: str) -> Iterator[str]:
-    """Yield a message for each named option outside [0, 1]."""
-    for name in names:
-        value = getattr(options, name)
-        if not 0 <= value <= 1:
-            yield f"{name}={value} must be from 0 to 1"
-
-
-def one_of(options: object, name: str, choices: tuple[str, ...]) -> Iterator[str]:
-    """Yield a message if the named option is not one of `choices`."""
-    value = getattr(options, name)
-    if value not in choices:
-        yield f"{name}={value!r} must be one of {', '.join(choices)}"

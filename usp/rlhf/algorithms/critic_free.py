@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from usp.fields import AtLeast1, NotNegative
 from usp.rlhf.graph import Generate, ModelCall, Reduce
 from usp.rlhf.samples import Samples
 
-from .algorithm import Algorithm, Share, logprobs
-from .objectives import SAMPLED, Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator
+from .algorithm import Above0, Algorithm, Share, logprobs
+from .objectives import Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator, SoftPolicy
 from .policy import SPARE, Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums, moments, per_sample, whitened
 from .rewards import RewardShape
@@ -43,6 +44,9 @@ class GRPO(PolicyOptions):
             most as many as without: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) with a fixed bound. Needs
             `drop_equal_groups`. Groups that are not trained on still pass through the train step, with weight 0.
         overlong_buffer, overlong_penalty: see `RewardShape`.
+        covariance: what is done to tokens that `covariant` finds, a share `covariance_share` of all. clip: they have no
+            advantage. kl: `covariance_kl` times the distance from the old policy is added to their loss. none.
+        covariance_low, covariance_high: bounds of the covariance of tokens to clip.
     """
 
     min_group_size = 2
@@ -56,13 +60,26 @@ class GRPO(PolicyOptions):
     oversample: AtLeast1 = 1
     overlong_buffer: int = 0
     overlong_penalty: NotNegative = 1.0
+    covariance: Literal["none", "clip", "kl"] = "none"
+    covariance_share: Share = 2e-4
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+    covariance_kl: Above0 = 1.0
 
     @property
     def kl_in_reward(self) -> bool:
         return False
 
+    @property
+    def unused(self) -> dict[str, str]:
+        others = {"covariance_kl": "kl", "covariance_low": "clip", "covariance_high": "clip"}
+        share = {"covariance_share": "without covariance"} if self.covariance == "none" else {}
+        more = {name: f"without covariance={kind}" for name, kind in others.items() if kind != self.covariance}
+        return super().unused | share | more
+
     def objective(self) -> ClippedPolicy:
-        return replace(super().objective(), kl=self.kl)
+        weight = self.covariance_kl if self.covariance == "kl" else 0.0
+        return replace(super().objective(), kl=self.kl, covariance_kl=weight)
 
     def shape(self) -> RewardShape:
         buffer, penalty, longest = self.overlong_buffer, self.overlong_penalty, self.generate.max_new_tokens
@@ -75,6 +92,8 @@ class GRPO(PolicyOptions):
         yield from super().violations()
         if self.oversample > 1 and not self.drop_equal_groups:
             yield f"oversample={self.oversample} needs drop_equal_groups=True: all groups would be trained on"
+        if self.covariance == "kl" and not self.old_key:
+            yield "covariance=kl needs several mini_batches or epochs: the first optimizer step is at the old policy"
         longest = self.generate.max_new_tokens
         if not 0 <= self.overlong_buffer <= longest:
             yield f"overlong_buffer={self.overlong_buffer} must be from 0 to generate.max_new_tokens={longest}"
@@ -107,10 +126,39 @@ def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
     else:
         zero_N = torch.zeros(len(samples), dtype=torch.float64)
         advantages_NR = torch.stack([zero_N, *advantages_KN], 1).gather(1, turns_NR)
+    covariant_NR = covariant(options, batch, advantages_NR, reduce) if options.covariance != "none" else None
+    if options.covariance == "clip":
+        advantages_NR = advantages_NR.masked_fill(covariant_NR, 0)
     result = batch.result(advantages_NR, reduce, trained_N) | {"informative": per_sample(differs_N)}
+    if options.covariance == "kl":
+        result["covariant"] = batch.responses.per_token(covariant_NR)
     if trained_N is not None and options.oversample > 1:
         result[SPARE] = per_sample(differs_N & ~trained_N)
     return Samples(samples.ids, result)
+
+
+def covariant(options: GRPO, batch: Batch, advantages_NR: Tensor, reduce: Reduce) -> Tensor:
+    """Return the tokens whose log-probability and advantage vary together, (N, R) bool, among all tokens of the step,
+    by (log p - its mean) * (A - its mean) of the old policy p (arXiv 2505.22617, equation 10).
+
+    kl: the largest. clip: random ones between the bounds, which depend on the step's tokens only.
+    """
+    inside_NR, ids = batch.responses.inside_NR, torch.tensor(batch.samples.ids, dtype=torch.int64)
+    logprobs_NR = batch.responses.rows(batch.samples[options.policy_key])
+    apart = [x - moments(x[inside_NR], reduce).mean for x in (logprobs_NR, advantages_NR)]
+    own = (apart[0] * apart[1])[inside_NR]
+    empty = torch.zeros(int(reduce(torch.tensor(len(ids)))), dtype=torch.int64)
+    lengths = reduce(empty.index_put((ids,), batch.responses.lengths_N))
+    places = ((lengths.cumsum(0) - lengths)[ids][:, None] + torch.arange(inside_NR.shape[1]))[inside_NR]
+    whole = reduce(torch.zeros(int(lengths.sum()), dtype=torch.float64).index_put((places,), own))
+    number = min(max(1, int(options.covariance_share * len(whole))), len(whole))
+    chosen = whole.topk(number).indices
+    if options.covariance == "clip":
+        seed = int(reduce(torch.tensor(sum(int(tokens.sum()) for tokens in batch.samples["tokens"]))))
+        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
+        chosen = order[((whole > options.covariance_low) & (whole < options.covariance_high))[order]][:number]
+    found = torch.zeros(len(whole), dtype=torch.bool).index_fill(0, chosen, True)
+    return inside_NR.masked_scatter(inside_NR, found[places])
 
 
 def _first_groups(options: GRPO, samples: Samples, differs_P: Tensor, reduce: Reduce) -> Tensor:
@@ -127,7 +175,10 @@ def grpo_algorithm(options: type[GRPO]) -> Algorithm:
 
     def calls(chosen: GRPO) -> tuple[ModelCall, ...]:
         scalars = ("informative", *((SPARE,) if chosen.oversample > 1 else ()))
-        return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=scalars, grouped=True)
+        inputs = (chosen.policy_key,) if chosen.covariance != "none" else ()
+        per_token = ("covariant",) if chosen.covariance == "kl" else ()
+        function, more = partial(grpo_advantages, chosen), {"inputs": inputs, "per_token": per_token}
+        return policy_calls(chosen, function, scalars=scalars, grouped=True, **more)
 
     # Twice the rate, or a steeper warmup, undoes supervised steps before it learns.
     return Algorithm(options, calls, learning_rate=1e-3, warmup_steps=20)
@@ -166,6 +217,21 @@ class GSPO(GRPO):
     eps_low: float = 3e-4
     eps_high: float = 4e-4
     dual_clip: float = math.inf
+    ratio: Literal["sequence", "sequence_token", "geometric"] = "sequence"
+
+    @property
+    def unused(self) -> dict[str, str]:
+        alike = self.ratio != "sequence_token"
+        return {**super().unused, **({"covariance": "on ratios of whole responses"} if alike else {})}
+
+
+@dataclass(frozen=True)
+class GMPO(GSPO):
+    """Options of GMPO (arXiv 2507.20673): GSPO with a mean of clipped ratios, whose logarithms are within 0.4."""
+
+    eps_low: float = 1 - math.exp(-0.4)
+    eps_high: float = math.expm1(0.4)
+    ratio: Literal["sequence", "sequence_token", "geometric"] = "geometric"
 
 
 @dataclass(frozen=True)
@@ -181,15 +247,29 @@ class CISPO(GRPO):
     dual_clip: float = math.inf
     aggregation: Aggregation = "token_mean"
 
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        if self.dual_clip != math.inf:
-            yield f"dual_clip={self.dual_clip} has no effect on CISPO, which clips every ratio: remove it"
+    @property
+    def unused(self) -> dict[str, str]:
+        return {**super().unused, "dual_clip": "on CISPO, which clips every ratio"}
+
+
+@dataclass(frozen=True)
+class SAPO(GRPO):
+    """Options of SAPO (arXiv 2511.20347): a soft gate instead of bounds, see `SoftPolicy`."""
+
+    objective_type = SoftPolicy
+    mini_batches: int = 4
+    kl: float = 0.0
+    tau_positive: Above0 = 1.0
+    tau_negative: Above0 = 1.05
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return {**super().unused, **dict.fromkeys(("eps_low", "eps_high", "dual_clip"), "on SAPO, which has no bounds")}
 
 
 @dataclass(frozen=True)
 class RLOO(PolicyOptions):
-    """Options of REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740). The KL penalty, kl times the log-ratio of
+    """Options of REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740). The KL penalty, kl times the estimate for
     a whole response, is subtracted from its reward."""
 
     min_group_size = 2
@@ -218,10 +298,10 @@ class ReinforcePlusPlusBaseline(GRPO):
     aggregation: Aggregation = "token_mean"
     scale_by_std: bool = False
 
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        if self.scale_by_std or self.drop_equal_groups:
-            yield "scale_by_std and drop_equal_groups have no effect: advantages are normalized over the step, remove"
+    @property
+    def unused(self) -> dict[str, str]:
+        names = ("scale_by_std", "drop_equal_groups", "covariance")
+        return {**super().unused, **dict.fromkeys(names, "as advantages are normalized over the step")}
 
 
 @dataclass(frozen=True)
@@ -239,7 +319,7 @@ class ReMax(PolicyOptions):
 def rloo_advantages(options: RLOO, samples: Samples, reduce: Reduce) -> Samples:
     """Subtract the mean reward of the other responses to the prompt (arXiv 2402.14740)."""
     batch = Batch.of(samples, options)
-    distances_PG, counts_P = batch.group_distances(batch.rewards_N - options.kl * batch.log_ratios_NR.sum(1))
+    distances_PG, counts_P = batch.group_distances(batch.rewards_N - options.kl * batch.kl_NR.sum(1))
     # r - (sum - r) / (G - 1) = (r - mean) * G / (G - 1)
     advantages_PG = distances_PG * (counts_P / (counts_P - 1).clamp(min=1))[:, None]
     return Samples(samples.ids, batch.result(batch.spread(advantages_PG.flatten()), reduce))
@@ -291,11 +371,6 @@ class OnPolicyDistillation(PolicyOptions):
 
     kl: float = 0.0
 
-    @property
-    def policy_key(self) -> str:
-        """Return the key of the policy's log-probabilities: as the loss has them, else those at sampling."""
-        return self.old_key or SAMPLED
-
     def violations(self) -> Iterator[str]:
         yield from super().violations()
         if self.kl:
@@ -329,7 +404,9 @@ CRITIC_FREE: Mapping[str, Algorithm] = {
     "dr_grpo": grpo_algorithm(DrGRPO),
     "dapo": grpo_algorithm(DAPO),
     "gspo": grpo_algorithm(GSPO),
+    "gmpo": grpo_algorithm(GMPO),
     "cispo": grpo_algorithm(CISPO),
+    "sapo": grpo_algorithm(SAPO),
     "rloo": Algorithm(RLOO, lambda o: policy_calls(o, partial(rloo_advantages, o), grouped=True)),
     "reinforce++": Algorithm(ReinforcePlusPlus, lambda o: policy_calls(o, partial(reinforce_plus_plus_advantages, o))),
     "reinforce++_baseline": Algorithm(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from usp.fields import Rule
+from usp.fields import NotNegative, Rule, shared_values
 from usp.presets import PRETRAINED_RATE
 from usp.rlhf.graph import Compute, ModelCall, Objective, Reduce, Sequences
 from usp.rlhf.samples import Samples
@@ -19,13 +19,24 @@ from usp.rlhf.samples import Samples
 from .algorithm import Above0, Algorithm, Options, logprobs, train
 from .objectives import Metrics, NextToken, Weighting, mini_batch_numbers
 
+PairLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"]
+_BY_MEANS = ("simpo", "orpo")  # without a reference
+_UNCERTAIN = 1e-6  # the odds of a text of probability 1, such as an empty one, are infinite
+
 
 @dataclass(frozen=True)
 class DPO(Options):
     """Options of direct preference optimization, see `DirectPreference`."""
 
+    loss: PairLoss = "sigmoid"
     beta: Above0 = 0.1
     label_smoothing: Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")] = 0.0
+    gamma: NotNegative = 0.0
+
+    @property
+    def unused(self) -> dict[str, str]:
+        others = {"label_smoothing": "sigmoid", "gamma": "simpo"}
+        return {name: f"without loss={loss}" for name, loss in others.items() if loss != self.loss}
 
 
 @dataclass(frozen=True)
@@ -52,32 +63,55 @@ class PreferredScore(Objective):
 
 @dataclass(frozen=True)
 class DirectPreference(Objective):
-    """Mean over pairs of -log sigmoid(beta * (chosen - rejected)), each the sum of log(policy / ref) over a response.
+    """Mean over pairs of a loss of margin = beta * (chosen - rejected), each the sum of log(policy / ref) over a
+    response. With simpo and orpo each is the mean of log(policy) over its tokens, without a reference.
 
-    DPO (Rafailov et al., arXiv 2305.18290, equation 7). `label_smoothing` e assumes that a preference is wrong with
-    probability e: (1 - e) times this loss plus e times that of the swapped pair (conservative DPO, Mitchell, 2023).
+    sigmoid: -log sigmoid(margin), DPO (Rafailov et al., arXiv 2305.18290, equation 7). `label_smoothing` e assumes that
+    a preference is wrong with probability e: (1 - e) times this loss plus e times that of the swapped pair
+    (conservative DPO, Mitchell, 2023). ipo: (margin / beta - 1 / (2 beta))^2 (Azar et al., arXiv 2310.12036, equation
+    17). hinge: max(0, 1 - margin) (Liu et al., arXiv 2309.06657, equation 10). simpo: -log sigmoid(margin - gamma)
+    (Meng et al., arXiv 2405.14734, equation 6). orpo: -chosen - beta * log sigmoid(log odds of the chosen minus those
+    of the rejected mean) (Hong et al., arXiv 2403.07691, equations 6 and 7).
 
-    Metrics: accuracy, margin, chosen_reward, rejected_reward (beta times the sums), means over pairs.
+    Metrics: accuracy, margin, chosen_reward, rejected_reward (beta times the sums or means), means over pairs.
     """
 
     beta: float = 0.1
     label_smoothing: float = 0.0
-    keys: ClassVar[tuple[str, ...]] = ("weights", "mask", "ref_logprobs")
+    loss: PairLoss = "sigmoid"
+    gamma: float = 0.0
     counts = "mask"
     unit = 2
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return ("weights", "mask", *(() if self.loss in _BY_MEANS else ("ref_logprobs",)))
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
     ) -> tuple[Tensor, Metrics]:
         counts_BS = given["mask"] != 0
-        log_ratio_BS = output_BS.where(counts_BS, 0) - given["ref_logprobs"].where(counts_BS, 0)
-        chosen_P, rejected_P = _pairs(self.beta * sequences.sums(log_ratio_BS))
+        log_BS = output_BS.where(counts_BS, 0)
+        if self.loss in _BY_MEANS:
+            sums_N = sequences.sums(log_BS) / sequences.sums(counts_BS.to(log_BS.dtype)).clamp(min=1)
+        else:
+            sums_N = sequences.sums(log_BS - given["ref_logprobs"].where(counts_BS, 0))
+        chosen_P, rejected_P = _pairs(self.beta * sums_N)
         weights_P, _ = _pairs(sequences.sums(given["weights"]))
-        margin_P = chosen_P - rejected_P
-        smoothing = self.label_smoothing
-        loss_P = -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
-        loss = sequences.share((weights_P * loss_P).sum())
+        loss = sequences.share((weights_P * self._losses(sums_N, chosen_P - rejected_P)).sum())
         return loss, _metrics(weights_P, chosen_P, rejected_P, "reward", sequences)
+
+    def _losses(self, sums_N: Tensor, margin_P: Tensor) -> Tensor:
+        if self.loss == "ipo":
+            return (margin_P / self.beta - 1 / (2 * self.beta)).square()
+        if self.loss == "hinge":
+            return (1 - margin_P).clamp(min=0)
+        if self.loss == "orpo":
+            certain_N = sums_N.clamp(max=-_UNCERTAIN)
+            better_P, worse_P = _pairs(certain_N - (-certain_N.expm1()).log())
+            return -_pairs(sums_N)[0] - self.beta * logsigmoid(better_P - worse_P)
+        smoothing, margin_P = self.label_smoothing, margin_P - self.gamma
+        return -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
 
 
 def _pairs(x_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,8 +146,9 @@ def _weights(options: Options) -> ModelCall:
 
 
 def _dpo_calls(options: DPO) -> tuple[ModelCall, ...]:
-    objective = DirectPreference(options.beta, options.label_smoothing)
-    return (_weights(options), logprobs("ref", "ref_logprobs"), train("actor", objective, options))
+    objective = DirectPreference(**shared_values(options, DirectPreference))
+    ref = () if options.loss in _BY_MEANS else (logprobs("ref", "ref_logprobs"),)
+    return (_weights(options), *ref, train("actor", objective, options))
 
 
 def token_weights(options: Options, samples: Samples, reduce: Reduce) -> Samples:
