@@ -402,6 +402,7 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> E
         partial(ids_between, tokenizer.encode_text, tokenizer.chats),
         config.max_turns,
         config.max_observation_tokens,
+        show=tokenizer.show,
         begin=(lambda chat: tokenizer.chats.prompt(chat, guarded=True).tolist()) if config.agent else None,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
     )

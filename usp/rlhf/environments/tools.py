@@ -1,7 +1,5 @@
 """Tools that a policy calls in its turns, and the environment that runs them.
 
-    <tool_call>{"name": "calculator", "arguments": {"expression": "12 * 7"}}</tool_call>      Hermes, Qwen
-
 A turn with calls is answered with what they return, one without ends the episode, and a reward function scores it. What
 is wrong with a call is its answer, so that the policy can do better. The standard library alone is imported."""
 
@@ -19,12 +17,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from .outside import ENVIRONMENT, REWARD_CODE, clean, one_line, read_json
+from .outside import ENVIRONMENT, REWARD_CODE, clean, one_line
 from .ready_rewards import check_sandbox, from_spec
 from .sandbox import Limits, Unprotected, run_python
+from .tool_calls import Call, calls_of
 
-BEGIN = "<tool_call>"
-CALL = re.compile(rf"{BEGIN}(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # the last may lack its end
 NAME = "tools"  # of the ready environment
 MOST_CALLS = 16  # of a turn
 MOST_WORDS = 32  # of a query
@@ -197,23 +194,6 @@ class PassageSearch:
 TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "calculator": Calculator, "search": PassageSearch}
 
 
-def calls_of(turn: str) -> list[tuple[str, dict[str, Any]] | str]:
-    """Return the calls in a turn, each the name of a function and its arguments, or what is wrong with it."""
-    calls: list[tuple[str, dict[str, Any]] | str] = []
-    for text in CALL.findall(turn):
-        try:
-            call = read_json(text.strip())
-        except ValueError as error:
-            calls.append(f"the call is not JSON: {error}")
-            continue
-        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-            calls.append('a call must be {"name": ..., "arguments": {...}}')
-        else:
-            calls.append((call["name"], arguments))
-    return calls
-
-
 class Toolbox:
     """The tools of specs such as `calculator` and `search=FOLDER`, by their functions."""
 
@@ -273,11 +253,14 @@ class ToolEnvironment:
             return None, self._reward(self._sample["prompt"], turn, self._sample["answer"]), True
         until = time.monotonic() + self._seconds
         answers = [
-            f"Error: {call}" if isinstance(call, str) else self._toolbox.run(*call, until - time.monotonic())
+            f"Error: {call}" if isinstance(call, str) else self._toolbox.run(*call[:2], until - time.monotonic())
             for call in calls[:MOST_CALLS]
         ]
         if len(calls) > MOST_CALLS:
             answers[-1] += f"\nError: the other {len(calls) - MOST_CALLS:,} calls of the turn: at most {MOST_CALLS}"
         if self._chat:
-            return [{"role": "tool", "content": answer} for answer in answers], 0.0, False
+            named = [(call.name, call.id) if isinstance(call, Call) else ("", "") for call in calls[:MOST_CALLS]]
+            about = [{"name": name, "tool_call_id": id_ or f"call{at:05}"} for at, (name, id_) in enumerate(named)]
+            told = zip(about, answers, strict=True)
+            return [{"role": "tool", **each, "content": answer} for each, answer in told], 0.0, False
         return "".join(f"\n<tool_response>\n{answer}\n</tool_response>\n" for answer in answers), 0.0, False

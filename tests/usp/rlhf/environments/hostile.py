@@ -42,6 +42,17 @@ PIECES = (
     '{"name": "calculator", "arguments": ',
     '{"name": "search", "arguments": {"query": "',
     "1+1",
+    "[TOOL_CALLS]",
+    "f[ARGS]",
+    "<｜tool▁call▁begin｜>",
+    "f<｜tool▁sep｜>",
+    "<|python_tag|>",
+    " to=functions.f",
+    "<|message|>",
+    "<function=f>",
+    "<parameter=x>",
+    "<arg_key>x</arg_key>",
+    "<arg_value>",
 )
 LENGTHS = (1, 1, 1, 2, 3, 30, 1200, 70_000)
 

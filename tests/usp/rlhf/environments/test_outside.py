@@ -18,7 +18,8 @@ from usp.data.tokenizer import ByteTokenizer
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.environments.episodes import Answer, Episodes, Processes, checked, score_of_failure
 from usp.rlhf.environments.outside import LONGEST, TEXT, Unscored, clean, cleaned, read_json
-from usp.rlhf.environments.tools import MOST_CALLS, Toolbox, ToolEnvironment, calls_of
+from usp.rlhf.environments.tool_calls import FORMATS, Call, calls_of
+from usp.rlhf.environments.tools import MOST_CALLS, Toolbox, ToolEnvironment
 from usp.rlhf.records import turns_of
 
 FILE = Path(__file__).with_name("answers.py")
@@ -67,7 +68,7 @@ def test_no_turn_of_a_policy_fails_its_environment(chat: bool, episodes: Episode
         read(sent.observation or "", episodes)
         (record,) = turns_of([0], [1], [0.0], lambda ids, turn=turn: turn)
         json.dumps(record["calls"], ensure_ascii=False).encode()
-        assert (sent.observation is None) == ("<tool_call>" not in turn)
+        assert (sent.observation is None) == (not calls_of(turn))
         slowest = max(slowest, time.process_time() - begin)
     print(f"slowest turn: {slowest:.2f} CPU seconds")
 
@@ -98,9 +99,11 @@ def test_the_calls_of_a_turn_are_bounded_in_number_and_seconds() -> None:
     assert answers and len(answers) == MOST_CALLS and "the other 84 calls" in answers[-1]["content"]  # type: ignore[index]
     late, *_ = tools(seconds=0.0).step(turn)
     assert late and {each["content"] for each in late[:-1]} == {"Error: no time is left for it in this turn"}  # type: ignore[index,union-attr]
-    assert len(calls_of("<tool_call>" + " " * 10**6)) == 1 and len(calls_of("<tool_call>" * 10**5)) == 1
+    for marker in (*FORMATS, "<tool_call><function=f>", '{"name":"f","parameters":', " to=functions.f" + " " * 90):
+        for again in ("", "x", "<parameter=x>", "<arg_key>x</arg_key><arg_value>", "{}", '"', marker):
+            assert len(calls_of(marker + again * 10**4)) <= 10**4 + 1  # in linear time
     (code,) = calls_of('<tool_call>{"name": "python", "arguments": {"code": "<tool_call>"}}</tool_call>')
-    assert code == ("python", {"code": "<tool_call>"})
+    assert code == Call("python", {"code": "<tool_call>"})
 
 
 def test_a_page_of_any_length_is_cut_before_it_is_sent_and_read(episodes: Episodes) -> None:

@@ -11,7 +11,8 @@ import pytest
 from tests.usp.rlhf.environments.test_episodes import answer
 from tests.usp.rlhf.environments.test_sandbox import needs_protection
 from usp.rlhf.environments.episodes import Processes
-from usp.rlhf.environments.tools import PassageSearch, Toolbox, ToolEnvironment, ToolFailed, calculate, calls_of
+from usp.rlhf.environments.tool_calls import Call, calls_of
+from usp.rlhf.environments.tools import PassageSearch, Toolbox, ToolEnvironment, ToolFailed, calculate
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -73,9 +74,11 @@ def test_search_finds_the_passages_with_rare_words(tmp_path: Path) -> None:
 def test_calls_of_a_turn() -> None:
     turn = f"Let me see. {call('a', x='1')}{call('b')} <tool_call>{{'name'</tool_call><tool_call>[1]</tool_call>"
     first, second, third, fourth = calls_of(turn)
-    assert (first, second) == (("a", {"x": "1"}), ("b", {}))
+    assert (first, second) == (Call("a", {"x": "1"}), Call("b", {}))
     assert "the call is not JSON" in third and 'must be {"name"' in fourth
-    assert calls_of('<tool_call>{"name": "a", "arguments": {"code": "1\n2"}}') == [("a", {"code": "1\n2"})]  # no end
+    assert calls_of('<tool_call>{"name": "a", "arguments": {"code": "1\n2"}}') == [
+        Call("a", {"code": "1\n2"})
+    ]  # no end
     assert calls_of("no call") == []
 
 
@@ -88,9 +91,10 @@ def environment(specs: list[str], chat: bool = True) -> ToolEnvironment:
 def test_a_turn_with_calls_is_answered_and_one_without_ends_the_episode() -> None:
     tools = environment(["calculator"])
     found = tools.step(call("calculator", expression="12 * 7") + call("calculator", expression="1/0"))
+    about = {"role": "tool", "name": "calculator"}
     messages = [
-        {"role": "tool", "content": "84"},
-        {"role": "tool", "content": "Error: ZeroDivisionError: division by zero"},
+        {**about, "tool_call_id": "call00000", "content": "84"},
+        {**about, "tool_call_id": "call00001", "content": "Error: ZeroDivisionError: division by zero"},
     ]
     assert found == (messages, 0.0, False)
     assert tools.step("84") == (None, 1.0, True) and tools.step("85") == (None, 0.0, True)
