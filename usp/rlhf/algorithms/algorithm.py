@@ -118,7 +118,18 @@ def train(
 
 def at_least(options: object, least: int, *names: str) -> Iterator[str]:
     """Yield a message for each named option below `least`, nan included."""
-    for name in names:
-        value = getattr(options, name)
-        if not value >= least:
-            yield f"{name}={value} must be at least {least}"
+    return _not(options, names, f"at least {least}", lambda value: value >= least)
+
+
+def fraction(options: object, *names: str) -> Iterator[str]:
+    """Yield a message for each named option outside [0, 1]."""
+    return _not(options, names, "from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def one_of(options: object, name: str, choices: tuple[str, ...]) -> Iterator[str]:
+    """Yield a message if the named option is not one of `choices`."""
+    return _not(options, (name,), f"one of {', '.join(choices)}", choices.__contains__)
+
+
+def _not(options: object, names: tuple[str, ...], words: str, holds: Callable[[Any], bool]) -> Iterator[str]:
+    yield from (f"{n}={v!r} must be {words}" for n in names if not holds(v := getattr(options, n)))

@@ -72,10 +72,10 @@ class GRPO(PolicyOptions):
 
     @property
     def unused(self) -> dict[str, str]:
-        others = {"covariance_kl": "kl", "covariance_low": "clip", "covariance_high": "clip"}
-        share = {"covariance_share": "without covariance"} if self.covariance == "none" else {}
-        more = {name: f"without covariance={kind}" for name, kind in others.items() if kind != self.covariance}
-        return super().unused | share | more
+        clips = dict.fromkeys(("covariance_low", "covariance_high"), ("clip",))
+        needs = {"covariance_share": ("clip", "kl"), "covariance_kl": ("kl",), **clips}
+        absent = {name: " or ".join(kinds) for name, kinds in needs.items() if self.covariance not in kinds}
+        return super().unused | {name: f"without covariance={kinds}" for name, kinds in absent.items()}
 
     def objective(self) -> ClippedPolicy:
         weight = self.covariance_kl if self.covariance == "kl" else 0.0
@@ -175,10 +175,9 @@ def grpo_algorithm(options: type[GRPO]) -> Algorithm:
 
     def calls(chosen: GRPO) -> tuple[ModelCall, ...]:
         scalars = ("informative", *((SPARE,) if chosen.oversample > 1 else ()))
-        inputs = (chosen.policy_key,) if chosen.covariance != "none" else ()
-        per_token = ("covariant",) if chosen.covariance == "kl" else ()
-        function, more = partial(grpo_advantages, chosen), {"inputs": inputs, "per_token": per_token}
-        return policy_calls(chosen, function, scalars=scalars, grouped=True, **more)
+        more = {"inputs": (chosen.policy_key,)} if chosen.covariance != "none" else {}
+        more |= {"per_token": ("covariant",)} if chosen.covariance == "kl" else {}
+        return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=scalars, grouped=True, **more)
 
     # Twice the rate, or a steeper warmup, undoes supervised steps before it learns.
     return Algorithm(options, calls, learning_rate=1e-3, warmup_steps=20)
@@ -209,7 +208,8 @@ class DAPO(GRPO):
 
 @dataclass(frozen=True)
 class GSPO(GRPO):
-    """Options of GSPO (arXiv 2507.18071): one ratio per response (`ClippedSequences`), and the paper's bounds."""
+    """Options of GSPO (arXiv 2507.18071): one ratio per response (`ClippedSequences`), and the paper's bounds. GMPO is
+    ratio=geometric, with eps_low=0.33 and eps_high=0.49: logarithms of ratios are within 0.4 (arXiv 2507.20673)."""
 
     objective_type = ClippedSequences
     mini_batches: int = 4
@@ -221,17 +221,7 @@ class GSPO(GRPO):
 
     @property
     def unused(self) -> dict[str, str]:
-        alike = self.ratio != "sequence_token"
-        return {**super().unused, **({"covariance": "on ratios of whole responses"} if alike else {})}
-
-
-@dataclass(frozen=True)
-class GMPO(GSPO):
-    """Options of GMPO (arXiv 2507.20673): GSPO with a mean of clipped ratios, whose logarithms are within 0.4."""
-
-    eps_low: float = 1 - math.exp(-0.4)
-    eps_high: float = math.expm1(0.4)
-    ratio: Literal["sequence", "sequence_token", "geometric"] = "geometric"
+        return super().unused | ({} if "token" in self.ratio else {"covariance": "on ratios of whole responses"})
 
 
 @dataclass(frozen=True)
@@ -404,7 +394,6 @@ CRITIC_FREE: Mapping[str, Algorithm] = {
     "dr_grpo": grpo_algorithm(DrGRPO),
     "dapo": grpo_algorithm(DAPO),
     "gspo": grpo_algorithm(GSPO),
-    "gmpo": grpo_algorithm(GMPO),
     "cispo": grpo_algorithm(CISPO),
     "sapo": grpo_algorithm(SAPO),
     "rloo": Algorithm(RLOO, lambda o: policy_calls(o, partial(rloo_advantages, o), grouped=True)),

@@ -22,16 +22,8 @@ IS_MEAN, IS_SQUARE = "rollout_is_mean", "rollout_is_square"  # which the effecti
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Metrics = dict[str, Tensor]
 Estimator = Literal["k1", "k2", "k3", "k3_unbiased"]
-RolloutIS = Literal[
-    "none",
-    "token_truncate",
-    "token_mask",
-    "token_reject",
-    "sequence_truncate",
-    "sequence_mask",
-    "sequence_reject",
-    "geometric_reject",
-]
+_TokenIS = Literal["token_truncate", "token_mask", "token_reject"]
+RolloutIS = Literal["none", _TokenIS, "sequence_truncate", "sequence_mask", "sequence_reject", "geometric_reject"]
 
 
 @dataclass(frozen=True)
@@ -276,9 +268,8 @@ class ClippedSequences(ClippedPolicy):
         log_BS, advantages_N = tokens.log_ratios_BS, sequences.sums(tokens.weights_BS * tokens.advantages_BS)
         if self.ratio == "geometric":
             low = math.log1p(-self.eps_low) if self.eps_low < 1 else -math.inf
-            bound_BS = log_BS.clamp(low, math.log1p(self.eps_high))
-            pick = sequences.spread(advantages_N) < 0
-            log_BS = torch.where(pick, torch.maximum(log_BS, bound_BS), torch.minimum(log_BS, bound_BS))
+            worse_BS, bound_BS = sequences.spread(advantages_N) < 0, log_BS.clamp(low, math.log1p(self.eps_high))
+            log_BS = torch.where(worse_BS, torch.maximum(log_BS, bound_BS), torch.minimum(log_BS, bound_BS))
         mean_N = sequences.sums(log_BS) / tokens.lengths(sequences)
         if self.ratio == "sequence_token":
             alike_BS = sequences.spread(mean_N).detach() + log_BS - log_BS.detach()

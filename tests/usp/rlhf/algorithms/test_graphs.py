@@ -16,7 +16,6 @@ from usp.rlhf.algorithms.algorithm import Options, stateful
 from usp.rlhf.algorithms.critic_free import (
     CISPO,
     DAPO,
-    GMPO,
     GRPO,
     GSPO,
     RLOO,
@@ -55,7 +54,7 @@ OPTIONS: dict[str, tuple[str, Options]] = {
     "dapo": ("grpo", dapo(GRPO(generate=GROUP, reward=FUNCTION, mini_batches=2), overlong_buffer=2)),
     "gspo": ("gspo", GSPO(generate=GROUP, reward=FUNCTION, mini_batches=2)),
     "gspo_token": ("gspo", GSPO(generate=GROUP, reward=FUNCTION, mini_batches=2, ratio="sequence_token")),
-    "gmpo": ("gmpo", GMPO(generate=GROUP, reward=FUNCTION, mini_batches=2)),
+    "gmpo": ("gspo", GSPO(generate=GROUP, reward=FUNCTION, mini_batches=2, ratio="geometric", eps_low=0.33)),
     "sapo": ("sapo", SAPO(generate=GROUP, reward=FUNCTION, mini_batches=2)),
     "kl_cov": ("grpo", GRPO(generate=GROUP, reward=FUNCTION, mini_batches=2, covariance="kl", covariance_share=0.2)),
     "clip_cov": ("dapo", DAPO(generate=GROUP, reward=FUNCTION, covariance="clip", covariance_low=0.0)),
@@ -161,6 +160,9 @@ def test_options_reach_the_calls() -> None:
     assert (objective.eps_low, objective.eps_high) == (0.1, 0.4)
     assert (objective.kl, objective.kl_estimator, objective.entropy_bonus) == (0.3, "k2", 0.01)
     assert objective.keys[-1] == "ref_logprobs" and unit(graph["advantages"]) == 3
+    near: Any = build_graph("grpo", replace(options, covariance="kl", covariance_kl=0.7))
+    assert near["actor_train"].work.objective.covariance_kl == 0.7 and objective.covariance_kl == 0
+    assert "covariant" in near["actor_train"].inputs
     penalty_in_reward: Any = build_graph("rloo", RLOO(generate=GROUP, kl=0.3))["actor_train"].work
     assert penalty_in_reward.objective.kl == 0.0
     greedy = build_graph(*OPTIONS["remax"])["greedy_generate"].work
@@ -226,10 +228,10 @@ def test_every_invalid_option_is_named() -> None:
         ("reinforce++_baseline", ReinforcePlusPlusBaseline(scale_by_std=True), "scale_by_std=True has no effect"),
         ("sapo", SAPO(eps_low=0.1), "eps_low=0.1 has no effect on SAPO"),
         ("sapo", SAPO(tau_negative=0.0), "tau_negative=0.0 must be above 0"),
-        ("gmpo", GMPO(covariance="clip"), "covariance=clip has no effect on ratios of whole responses"),
+        ("gspo", GSPO(covariance="clip"), "covariance=clip has no effect on ratios of whole responses"),
         ("grpo", GRPO(covariance="kl"), "covariance=kl needs several mini_batches"),
         ("grpo", GRPO(covariance="clip", covariance_kl=2.0), "covariance_kl=2.0 has no effect without covariance=kl"),
-        ("grpo", GRPO(covariance_share=0.1), "covariance_share=0.1 has no effect without covariance:"),
+        ("grpo", GRPO(covariance_share=0.1), "covariance_share=0.1 has no effect without covariance=clip or kl:"),
         ("grpo", GRPO(kl=0.0, kl_estimator="k2"), "kl_estimator=k2 has no effect without kl"),
         ("grpo", GRPO(rollout_is_lower=0.5), "rollout_is_lower=0.5 has no effect without rollout_is"),
         ("grpo", GRPO(rollout_is="token_mask", rollout_is_lower=2.0), "rollout_is_lower=2.0 must be below 2.0"),
