@@ -153,7 +153,8 @@ def prepare(
         prologue.check_vocabulary(f"the {role} {spec.source}", spec.config.vocab_size)
     if algorithm.data == "prompts" and config.rollout_engine == OWN:
         problems += attempt(lambda: list(_unable_to_generate(config, specs["actor"]))) or []
-    tools = attempt(lambda: _toolbox(config)) if config.tools else None
+    named = partial(texts, config.tools, "--tools", apart=",")
+    tools = attempt(lambda: _about("--tools = ", lambda: Toolbox(named()).check())) if config.tools else None
     data = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer, tools))
     if saved := attempt(lambda: read_state(start, strict, RlhfState.from_extra)):
         after_sft = bool(sft_steps) or (start.folder is not None and config.model == str(start.folder / SFT / MODEL))
@@ -361,11 +362,6 @@ def _about(given: str, load: Callable[[], T]) -> T:
         return load()
     except ValueError as error:
         raise ValueError(f"{given}{error}") from error
-
-
-def _toolbox(config: RlhfConfig) -> list[dict[str, Any]]:
-    """Return the schemas of --tools."""
-    return _about("--tools = ", lambda: Toolbox(texts(config.tools, "--tools", apart=",")).check())
 
 
 def _warn_without_cgroup(config: RlhfConfig) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class GRPO(PolicyOptions):
 
     min_group_size = 2
     by_turns = True
+    kl_in_reward = False
+    whiten: ClassVar[bool] = False  # normalize advantages over all tokens of the step
     generate: Generate = field(default_factory=lambda: Generate(group_size=8))
     kl: float = 0.04
     aggregation: Aggregation = "sequence_mean"
@@ -65,10 +67,6 @@ class GRPO(PolicyOptions):
     covariance_low: float = 1.0
     covariance_high: float = 5.0
     covariance_kl: Above0 = 1.0
-
-    @property
-    def kl_in_reward(self) -> bool:
-        return False
 
     @property
     def unused(self) -> dict[str, str]:
@@ -126,6 +124,8 @@ def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
     else:
         zero_N = torch.zeros(len(samples), dtype=torch.float64)
         advantages_NR = torch.stack([zero_N, *advantages_KN], 1).gather(1, turns_NR)
+    if options.whiten:
+        advantages_NR = whitened(advantages_NR, moments(advantages_NR[batch.responses.inside_NR], reduce))
     covariant_NR = covariant(options, batch, advantages_NR, reduce) if options.covariance != "none" else None
     if options.covariance == "clip":
         advantages_NR = advantages_NR.masked_fill(covariant_NR, 0)
@@ -170,7 +170,7 @@ def _first_groups(options: GRPO, samples: Samples, differs_P: Tensor, reduce: Re
     return differs_P & (differs.cumsum(0)[numbers_P] <= drawn // options.oversample)
 
 
-def grpo_algorithm(options: type[GRPO]) -> Algorithm:
+def grpo_algorithm(options: type[GRPO], learning_rate: float = 1e-3, warmup_steps: int = 20) -> Algorithm:
     """Return GRPO with the defaults, and the objective, of `options`."""
 
     def calls(chosen: GRPO) -> tuple[ModelCall, ...]:
@@ -180,7 +180,7 @@ def grpo_algorithm(options: type[GRPO]) -> Algorithm:
         return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=scalars, grouped=True, **more)
 
     # Twice the rate, or a steeper warmup, undoes supervised steps before it learns.
-    return Algorithm(options, calls, learning_rate=1e-3, warmup_steps=20)
+    return Algorithm(options, calls, learning_rate=learning_rate, warmup_steps=warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -283,15 +283,11 @@ class ReinforcePlusPlusBaseline(GRPO):
     """
 
     by_turns = False
+    whiten = True
     kl: float = 0.01
     kl_estimator: Estimator = "k2"
     aggregation: Aggregation = "token_mean"
     scale_by_std: bool = False
-
-    @property
-    def unused(self) -> dict[str, str]:
-        names = ("scale_by_std", "drop_equal_groups", "covariance")
-        return {**super().unused, **dict.fromkeys(names, "as advantages are normalized over the step")}
 
 
 @dataclass(frozen=True)
@@ -321,16 +317,6 @@ def reinforce_plus_plus_advantages(options: ReinforcePlusPlus, samples: Samples,
     inside_NR = batch.responses.inside_NR
     returns_NR = discounted_sums(batch.token_rewards(options.kl), options.gamma)
     return Samples(samples.ids, batch.result(whitened(returns_NR, moments(returns_NR[inside_NR], reduce)), reduce))
-
-
-def reinforce_plus_plus_baseline_advantages(
-    options: ReinforcePlusPlusBaseline, samples: Samples, reduce: Reduce
-) -> Samples:
-    """Subtract the mean reward of the group, then normalize over all tokens of the step (arXiv 2501.03262)."""
-    batch = Batch.of(samples, options)
-    advantages_NR = batch.spread(batch.group_distances(batch.rewards_N)[0].flatten())
-    over = moments(advantages_NR[batch.responses.inside_NR], reduce)
-    return Samples(samples.ids, batch.result(whitened(advantages_NR, over), reduce))
 
 
 def remax_advantages(options: ReMax, samples: Samples, reduce: Reduce) -> Samples:
@@ -398,10 +384,7 @@ CRITIC_FREE: Mapping[str, Algorithm] = {
     "sapo": grpo_algorithm(SAPO),
     "rloo": Algorithm(RLOO, lambda o: policy_calls(o, partial(rloo_advantages, o), grouped=True)),
     "reinforce++": Algorithm(ReinforcePlusPlus, lambda o: policy_calls(o, partial(reinforce_plus_plus_advantages, o))),
-    "reinforce++_baseline": Algorithm(
-        ReinforcePlusPlusBaseline,
-        lambda o: policy_calls(o, partial(reinforce_plus_plus_baseline_advantages, o), grouped=True),
-    ),
+    "reinforce++_baseline": grpo_algorithm(ReinforcePlusPlusBaseline, Algorithm.learning_rate, Algorithm.warmup_steps),
     "remax": Algorithm(ReMax, _remax_calls),
     "distillation": Algorithm(OnPolicyDistillation, _distillation_calls, learning_rate=1e-3, scores=False),
 }

@@ -21,6 +21,8 @@ IS_MEAN, IS_SQUARE = "rollout_is_mean", "rollout_is_square"  # which the effecti
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Metrics = dict[str, Tensor]
+Given = Mapping[str, Tensor]
+Result = tuple[Tensor, Metrics]
 Estimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 _TokenIS = Literal["token_truncate", "token_mask", "token_reject"]
 RolloutIS = Literal["none", _TokenIS, "sequence_truncate", "sequence_mask", "sequence_reject", "geometric_reject"]
@@ -82,9 +84,7 @@ class NextToken(Objective):
     keys: ClassVar[tuple[str, ...]] = ("weights",)
     counts = "weights"
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         weights_BS = given["weights"]
         return -(weights_BS * output_BS.where(weights_BS != 0, 0)).sum(), {}
 
@@ -166,9 +166,7 @@ class ClippedPolicy(Objective):
         more = (*(("covariant",) if self.covariance_kl else ()), *(("ref_logprobs",) if self.kl else ()))
         return tuple(dict.fromkeys(filter(None, ("weights", "token_weights", "advantages", *compared, *more))))
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         assert entropy_BS is not None
         counts_BS = given["token_weights"] != 0
         logprobs_BS, entropy_BS, weights_BS, advantages_BS, given_BS = (
@@ -207,7 +205,7 @@ class ClippedPolicy(Objective):
             metrics["logprob_difference_max"] = difference_BS.amax() if difference_BS.numel() else loss.new_zeros(())
         return loss, metrics | {name: tokens.mean(value) for name, value in seen.items()}
 
-    def corrected(self, log_BS: Tensor, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+    def corrected(self, log_BS: Tensor, tokens: PolicyTokens, sequences: Sequences) -> Result:
         """Return `rollout_is` of each token, from log(old policy / policy at sampling), and what happened to it."""
         level, _, bound = self.rollout_is.partition("_")
         if level != "token":
@@ -227,7 +225,7 @@ class ClippedPolicy(Objective):
             "rollout_is_max": counted_BS.amax() if counted_BS.numel() else log_BS.new_zeros(()),
         }
 
-    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> Result:
         """Return this rank's share of the loss without its other terms, and of metrics about ratios."""
         ratio_BS = self.clamped(tokens.log_ratios_BS).exp()
         surrogate_BS, seen = self.clipped(ratio_BS, tokens.advantages_BS)
@@ -237,7 +235,7 @@ class ClippedPolicy(Objective):
         """Bound log-ratios by `max_log_ratio`."""
         return log_ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
 
-    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Metrics]:
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> Result:
         """Return the loss of each ratio with its advantage, and what happened to it."""
         free, bound = -advantage * ratio, -advantage * ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
         far = (advantage < 0) & (ratio > self.dual_clip)
@@ -263,7 +261,7 @@ class ClippedSequences(ClippedPolicy):
 
     ratio: Literal["sequence", "sequence_token", "geometric"] = "sequence"
 
-    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> Result:
         # Weights are not negative, so clipping commutes with them.
         log_BS, advantages_N = tokens.log_ratios_BS, sequences.sums(tokens.weights_BS * tokens.advantages_BS)
         if self.ratio == "geometric":
@@ -290,7 +288,7 @@ class SoftPolicy(ClippedPolicy):
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
-    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Metrics]:
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> Result:
         tau = torch.where(advantage > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
         return -advantage * 4 / tau * torch.sigmoid(tau * (ratio - 1)), {"importance_ratio": ratio}
 
@@ -301,7 +299,7 @@ class ClippedWeights(ClippedPolicy):
     one (CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5). clip_fraction: of ratios outside of the bounds.
     """
 
-    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> Result:
         ratio_BS = self.clamped(tokens.log_ratios_BS.detach()).exp()
         weight_BS = ratio_BS.clamp(1 - self.eps_low, 1 + self.eps_high)
         loss = -(tokens.weights_BS * weight_BS * tokens.advantages_BS * tokens.logprobs_BS).sum()
@@ -323,9 +321,7 @@ class ClippedValue(Objective):
     keys: ClassVar[tuple[str, ...]] = ("weights", "values", "returns")
     counts = "weights"
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         weights_BS = given["weights"]
         v_BS, old_BS, returns_BS = (x.where(weights_BS != 0, 0) for x in (output_BS, given["values"], given["returns"]))
         free_BS = (v_BS - returns_BS).square()

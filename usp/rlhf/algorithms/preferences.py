@@ -17,7 +17,7 @@ from usp.rlhf.graph import Compute, ModelCall, Objective, Reduce, Sequences
 from usp.rlhf.samples import Samples
 
 from .algorithm import Above0, Algorithm, Options, logprobs, train
-from .objectives import Metrics, NextToken, Weighting, mini_batch_numbers
+from .objectives import Given, Metrics, NextToken, Result, Weighting, mini_batch_numbers
 
 PairLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"]
 _BY_MEANS = ("simpo", "orpo")  # without a reference
@@ -51,9 +51,7 @@ class PreferredScore(Objective):
     keys: ClassVar[tuple[str, ...]] = ("weights",)
     unit = 2
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         weights_BS = given["weights"]
         chosen_P, rejected_P = _pairs(sequences.sums(output_BS.where(weights_BS != 0, 0)))
         weights_P, _ = _pairs(sequences.sums(weights_BS))
@@ -87,9 +85,7 @@ class DirectPreference(Objective):
     def keys(self) -> tuple[str, ...]:
         return ("weights", "mask", *(() if self.loss in _BY_MEANS else ("ref_logprobs",)))
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         counts_BS = given["mask"] != 0
         log_BS = output_BS.where(counts_BS, 0)
         if self.loss in _BY_MEANS:

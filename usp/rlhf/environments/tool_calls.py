@@ -77,8 +77,8 @@ def _found(turn: str) -> list[re.Match[str]]:
 
 
 def _read(body: str, name: str, number: str, schemas: Schemas) -> Iterator[Call | str]:
-    begin = next((begin for begin in _PAIRS if begin in body), "")
-    if not name and (begin or re.fullmatch(r"[\w.-]{1,200}", body)):
+    begin = "<function=" if body.startswith("<function=") else "<arg_key>" if "<arg_key>" in body else ""
+    if not (name or body.startswith(("{", "["))) and (begin or re.fullmatch(r"[\w.-]{1,200}", body)):
         head = re.search(r"<function=([^<>]{1,200})>", body) if begin == "<function=" else re.match("[^<]*", body)
         called = head[head.lastindex or 0].strip() if head else ""
         pairs = re.findall(_PAIRS[begin], body, re.DOTALL) if begin else ()

@@ -24,7 +24,6 @@ from usp.rlhf.algorithms.critic_free import (
     ReMax,
     grpo_advantages,
     reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
     remax_advantages,
     rloo_advantages,
 )
@@ -372,7 +371,7 @@ def test_tokens_whose_log_probability_and_advantage_vary_together(scores: tuple[
 def test_reinforce_plus_plus_with_the_group_as_baseline() -> None:
     samples, options = make(), ReinforcePlusPlusBaseline(generate=GROUP)
     distances = [r - statistics.fmean(g) for g in groups(shaped(samples, options), 4) for r in g]
-    result = reinforce_plus_plus_baseline_advantages(options, samples, alone)
+    result = grpo_advantages(options, samples, alone)
     check_rows(samples, "advantages", standardised(alike(distances)), result)
     check_rows(samples, "weights", alike([1 / sum(RESPONSES)] * 12), result)
 

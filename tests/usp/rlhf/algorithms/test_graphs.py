@@ -225,7 +225,6 @@ def test_every_invalid_option_is_named() -> None:
         ("ppo", PPO(eps_low=1.1), "eps_low=1.1 must be at most 1"),
         ("grpo", GRPO(oversample=2), "oversample=2 needs drop_equal_groups=True"),
         ("cispo", CISPO(dual_clip=3.0), "dual_clip=3.0 has no effect on CISPO"),
-        ("reinforce++_baseline", ReinforcePlusPlusBaseline(scale_by_std=True), "scale_by_std=True has no effect"),
         ("sapo", SAPO(eps_low=0.1), "eps_low=0.1 has no effect on SAPO"),
         ("sapo", SAPO(tau_negative=0.0), "tau_negative=0.0 must be above 0"),
         ("gspo", GSPO(covariance="clip"), "covariance=clip has no effect on ratios of whole responses"),

@@ -71,21 +71,7 @@ TEMPLATES = {
     + END,
 }
 BY_TEXT = ("qwen3-coder", "glm")  # arguments that are not text are written like those that are
-PIECES = [
-    *"abz09 .,_-+*/\\\"'`{}[]()<>|;:=#?",
-    "\n",
-    "\n\n",
-    "\t",
-    "```",
-    "é",
-    "▁",
-    "｜",
-    "🙂",
-    "</",
-    "```json",
-    "null",
-    "7",
-]
+PIECES = [*"abz09 .,_-+*/\\\"'`{}[]()<>|;:=#?é▁｜\n\t", "```", "</", "```json", "null", "🙂", "<function=x>", "\n\n"]
 KINDS: dict[str, Any] = {
     "string": lambda draw: text(draw),
     "integer": lambda draw: draw.randint(-9, 10**6),
