@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from usp.fields import AtLeast1, Rule, parameter_violations
 from usp.rlhf.graph import Compute, DataflowGraph, Inference, ModelCall, Objective, TrainStep
@@ -23,15 +23,19 @@ def above(bound: float, why: str) -> Rule:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every algorithm. mini_batches, epochs: a step has mini_batches * epochs optimizer steps."""
+    """Options of every algorithm. mini_batches, epochs: a step has mini_batches * epochs optimizer steps.
 
+    never: the options that have no effect on this algorithm, and why.
+    """
+
+    never: ClassVar[Mapping[str, str]] = {}
     mini_batches: AtLeast1 = 1
     epochs: AtLeast1 = 1
 
     @property
-    def unused(self) -> Mapping[str, str]:
-        """Return the options that have no effect beside the others, and where they have none."""
-        return {}
+    def unused(self) -> dict[str, str]:
+        """Return the options that have no effect beside the others, and why."""
+        return {**self.never}
 
     def violations(self) -> Iterator[str]:
         """Yield one message per invalid option."""

@@ -230,6 +230,7 @@ class CISPO(GRPO):
     paper, there is no lower bound; the upper one is 5."""
 
     objective_type = ClippedWeights
+    never: ClassVar = {"dual_clip": "on CISPO, which clips every ratio"}
     mini_batches: int = 4
     kl: float = 0.0
     eps_low: float = 1.0
@@ -237,24 +238,17 @@ class CISPO(GRPO):
     dual_clip: float = math.inf
     aggregation: Aggregation = "token_mean"
 
-    @property
-    def unused(self) -> dict[str, str]:
-        return {**super().unused, "dual_clip": "on CISPO, which clips every ratio"}
-
 
 @dataclass(frozen=True)
 class SAPO(GRPO):
     """Options of SAPO (arXiv 2511.20347): a soft gate instead of bounds, see `SoftPolicy`."""
 
     objective_type = SoftPolicy
+    never: ClassVar = dict.fromkeys(("eps_low", "eps_high", "dual_clip"), "on SAPO, which has no bounds")
     mini_batches: int = 4
     kl: float = 0.0
     tau_positive: Above0 = 1.0
     tau_negative: Above0 = 1.05
-
-    @property
-    def unused(self) -> dict[str, str]:
-        return {**super().unused, **dict.fromkeys(("eps_low", "eps_high", "dual_clip"), "on SAPO, which has no bounds")}
 
 
 @dataclass(frozen=True)
@@ -345,14 +339,10 @@ class OnPolicyDistillation(PolicyOptions):
     teacher is the reference: there is no other one, so `kl` is 0.
     """
 
+    never: ClassVar = {"kl": "where the teacher is the reference"} | dict.fromkeys(
+        ("reward_bias", "reward_scaling", "max_reward_clip", "zero_unfinished"), "on rewards that are only metrics"
+    )
     kl: float = 0.0
-
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        if self.kl:
-            yield f"kl={self.kl}: the teacher is the reference of a distillation, use 0"
-        if self.shape() != RewardShape():
-            yield "reward_bias, reward_scaling, max_reward_clip and zero_unfinished have no effect: remove them"
 
 
 def distillation_advantages(options: OnPolicyDistillation, samples: Samples, reduce: Reduce) -> Samples:

@@ -104,7 +104,8 @@ class PolicyOptions(Options):
     @property
     def unused(self) -> dict[str, str]:
         bounds = ("rollout_is_threshold", "rollout_is_lower") if self.correction == "none" else ()
-        return dict.fromkeys(bounds, "without rollout_is") | ({} if self.kl else {"kl_estimator": "without kl"})
+        estimator = {} if self.kl else {"kl_estimator": "without kl"}
+        return super().unused | dict.fromkeys(bounds, "without rollout_is") | estimator
 
     @property
     def correction(self) -> RolloutIS:
