@@ -219,10 +219,6 @@ class GSPO(GRPO):
     dual_clip: float = math.inf
     ratio: Literal["sequence", "sequence_token", "geometric"] = "sequence"
 
-    @property
-    def unused(self) -> dict[str, str]:
-        return super().unused | ({} if "token" in self.ratio else {"covariance": "on ratios of whole responses"})
-
 
 @dataclass(frozen=True)
 class CISPO(GRPO):

@@ -17,7 +17,7 @@ from usp.rlhf.graph import Compute, ModelCall, Objective, Reduce, Sequences
 from usp.rlhf.samples import Samples
 
 from .algorithm import Above0, Algorithm, Options, logprobs, train
-from .objectives import Given, Metrics, NextToken, Result, Weighting, mini_batch_numbers
+from .objectives import Given, NextToken, Result, Weighting, mini_batch_numbers
 
 PairLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"]
 _BY_MEANS = ("simpo", "orpo")  # without a reference
@@ -54,9 +54,7 @@ class PreferredScore(Objective):
     def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         weights_BS = given["weights"]
         chosen_P, rejected_P = _pairs(sequences.sums(output_BS.where(weights_BS != 0, 0)))
-        weights_P, _ = _pairs(sequences.sums(weights_BS))
-        loss = -(weights_P * logsigmoid(chosen_P - rejected_P)).sum()
-        return sequences.share(loss), _metrics(weights_P, chosen_P, rejected_P, "score", sequences)
+        return _mean(weights_BS, -logsigmoid(chosen_P - rejected_P), chosen_P, rejected_P, "score", sequences)
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,8 @@ class DirectPreference(Objective):
         else:
             sums_N = sequences.sums(log_BS - given["ref_logprobs"].where(counts_BS, 0))
         chosen_P, rejected_P = _pairs(self.beta * sums_N)
-        weights_P, _ = _pairs(sequences.sums(given["weights"]))
-        loss = sequences.share((weights_P * self._losses(sums_N, chosen_P - rejected_P)).sum())
-        return loss, _metrics(weights_P, chosen_P, rejected_P, "reward", sequences)
+        losses_P = self._losses(sums_N, chosen_P - rejected_P)
+        return _mean(given["weights"], losses_P, chosen_P, rejected_P, "reward", sequences)
 
     def _losses(self, sums_N: Tensor, margin_P: Tensor) -> Tensor:
         if self.loss == "ipo":
@@ -115,7 +112,10 @@ def _pairs(x_B: Tensor) -> tuple[Tensor, Tensor]:
     return chosen_P, rejected_P
 
 
-def _metrics(weights_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, what: str, sequences: Sequences) -> Metrics:
+def _mean(
+    weights_BS: Tensor, loss_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, what: str, sequences: Sequences
+) -> Result:
+    weights_P, _ = _pairs(sequences.sums(weights_BS))
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
     seen = {
         "accuracy": (chosen_P > rejected_P).to(chosen_P.dtype),
@@ -123,7 +123,8 @@ def _metrics(weights_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, what: str,
         f"chosen_{what}": chosen_P,
         f"rejected_{what}": rejected_P,
     }
-    return {name: sequences.share((weights_P * value).sum()) for name, value in seen.items()}
+    metrics = {name: sequences.share((weights_P * value).sum()) for name, value in seen.items()}
+    return sequences.share((weights_P * loss_P).sum()), metrics
 
 
 def pair_weights(options: Options, samples: Samples, reduce: Reduce) -> Samples:

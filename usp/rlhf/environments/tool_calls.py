@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .outside import cleaned
+from .outside import clean, cleaned, read_json
 
 _NAME = r"(?P<name>[^\s<>\[\]{}]{1,200})"
 _END = r"(?:<\|eom_id\|>|<\|eot_id\|>|\Z)"
@@ -55,7 +55,9 @@ def calls_of(turn: str, schemas: Schemas = ()) -> list[Call | str]:
     schemas: say which arguments are not text, in formats that do not.
     """
     calls: list[Call | str] = []
-    for match in _found(turn):
+    _, marker = min(((at, marker) for marker in FORMATS if (at := turn.find(marker)) >= 0), default=(0, ""))
+    found = re.finditer(FORMATS[marker], turn, re.DOTALL) if marker else filter(None, [_LLAMA.match(turn)])
+    for match in found:
         parts = match.groupdict()
         try:
             calls += _read(parts["body"].strip(), parts.get("name") or "", parts.get("id") or "", schemas)
@@ -65,15 +67,9 @@ def calls_of(turn: str, schemas: Schemas = ()) -> list[Call | str]:
 
 
 def before_calls(turn: str) -> str:
-    """Return what a turn says before its first call, without special tokens."""
-    before = turn[: next((match.start() for match in _found(turn)), None)]
+    """Return what a turn with calls says before the first, without special tokens."""
+    before = turn[: min((at for marker in FORMATS if (at := turn.find(marker)) >= 0), default=0)]
     return re.sub(r"<\|(?:channel|start)\|>\w+|<[|｜][^<>]{1,64}[|｜]>", "", before).strip()
-
-
-def _found(turn: str) -> list[re.Match[str]]:
-    """Return the calls of the format whose marker comes first."""
-    _, marker = min(((at, marker) for marker in FORMATS if (at := turn.find(marker)) >= 0), default=(0, ""))
-    return [*re.finditer(FORMATS[marker], turn, re.DOTALL)] if marker else [*filter(None, [_LLAMA.match(turn)])]
 
 
 def _read(body: str, name: str, number: str, schemas: Schemas) -> Iterator[Call | str]:
@@ -84,25 +80,18 @@ def _read(body: str, name: str, number: str, schemas: Schemas) -> Iterator[Call 
         pairs = re.findall(_PAIRS[begin], body, re.DOTALL) if begin else ()
         yield Call(called, {key.strip(): _value(text, called, key.strip(), schemas) for key, text in pairs})
         return
-    for value in _values(body.removesuffix("```").rstrip()):
+    text, at = body.removesuffix("```").rstrip(), 0
+    while at < len(text) or not at:
+        value, at = json.JSONDecoder(strict=False).raw_decode(text, at)
+        at = _GAP.match(text, at).end()  # type: ignore[union-attr]  # it may be empty
         for each in value if isinstance(value, list) and not name else [value]:
             whole = {"name": name, "arguments": each, "id": number} if name else each if isinstance(each, dict) else {}
             arguments = whole.get("arguments", whole.get("parameters", {}))
-            if isinstance(arguments, str):  # JSON as text
-                arguments = cleaned(json.loads(arguments or "{}", strict=False))
+            arguments = read_json(arguments or "{}") if isinstance(arguments, str) else cleaned(arguments)
             if not isinstance(arguments, dict) or not isinstance(whole.get("name"), str):
                 yield 'a call must be {"name": ..., "arguments": {...}}'
             else:
-                yield Call(whole["name"], arguments, str(whole.get("id") or ""))
-
-
-def _values(text: str) -> Iterator[Any]:
-    """Yield the values of a text of JSON with semicolons between them."""
-    at, decoder = 0, json.JSONDecoder(strict=False)
-    while at < len(text) or not at:
-        value, at = decoder.raw_decode(text, at)
-        yield cleaned(value)
-        at = _GAP.match(text, at).end()  # type: ignore[union-attr]  # it may be empty
+                yield Call(clean(whole["name"]), arguments, clean(str(whole.get("id") or "")))
 
 
 def _value(text: str, name: str, key: str, schemas: Schemas) -> Any:
@@ -112,7 +101,7 @@ def _value(text: str, name: str, key: str, schemas: Schemas) -> Any:
             function = schema["function"]
             kind = function["parameters"]["properties"][key].get("type", "string") if function["name"] == name else ""
             if kind and kind != "string":
-                return _WORDS[text.lower()] if text.lower() in _WORDS else cleaned(json.loads(text, strict=False))
-        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+                return _WORDS[text.lower()] if text.lower() in _WORDS else read_json(text)
+        except (LookupError, TypeError, AttributeError, ValueError):
             continue
     return text

@@ -227,7 +227,6 @@ def test_every_invalid_option_is_named() -> None:
         ("cispo", CISPO(dual_clip=3.0), "dual_clip=3.0 has no effect on CISPO"),
         ("sapo", SAPO(eps_low=0.1), "eps_low=0.1 has no effect on SAPO"),
         ("sapo", SAPO(tau_negative=0.0), "tau_negative=0.0 must be above 0"),
-        ("gspo", GSPO(covariance="clip"), "covariance=clip has no effect on ratios of whole responses"),
         ("grpo", GRPO(covariance="kl"), "covariance=kl needs several mini_batches"),
         ("grpo", GRPO(covariance="clip", covariance_kl=2.0), "covariance_kl=2.0 has no effect without covariance=kl"),
         ("grpo", GRPO(covariance_share=0.1), "covariance_share=0.1 has no effect without covariance=clip or kl:"),

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from usp.rlhf.environments.agents import message_of
 from usp.rlhf.environments.episodes import Episodes, Processes
-from usp.rlhf.environments.tool_calls import Call, before_calls, calls_of
+from usp.rlhf.environments.tool_calls import Call, calls_of
 from usp.rlhf.environments.tools import Toolbox, ToolEnvironment
 
 EACH = "{%- for message in messages %}{%- if message.role == 'assistant' %}{{- message.content }}"
@@ -154,7 +154,7 @@ def test_broken_calls_are_answered(family: str) -> None:
 def test_which_format_a_turn_has() -> None:
     assert calls_of('{"name": "f", "parameters": {"x": "1"}}') == [Call("f", {"x": "1"})]  # Llama 3, alone
     for answer in ('The call was {"name": "f", "parameters": {}}', '{"name": "f", "age": 3}', '[{"name": "f"}]'):
-        assert calls_of(answer) == [] and before_calls(answer) == answer
+        assert calls_of(answer) == []
     nested = json.dumps([{"name": "f", "arguments": {"x": "<tool_call> to=functions.g<|message|>"}}])
     assert calls_of(f"[TOOL_CALLS]{nested}") == [Call("f", {"x": "<tool_call> to=functions.g<|message|>"})]
     assert calls_of("<tool_call>f</tool_call>") == [Call("f", {})]  # GLM, without arguments
