@@ -52,10 +52,9 @@ def commands(algorithm: str, seed: int, folder: Path) -> list[list[str]]:
     flags += ["--device", "cpu", "--checkpoint-every", "0"]
     sft = ["--algorithm", "sft", "--data", str(folder / "demonstrations.jsonl"), "--steps", str(SUPERVISED)]
     sft += ["--output", str(folder / "sft"), "--learning-rate", "3e-3"]
-    tool = "search=" + json.dumps({"path": str(folder / "texts"), "results": 1})
     grpo = ["--algorithm", "grpo", "--data", str(folder / "questions.jsonl"), "--steps", "100", *TURNS, *output]
     grpo += ["--model", str(folder / "sft" / "model"), "--learning-rate", "3e-4"]
-    grpo += ["--environment", "tools", "--tools", json.dumps([tool])]
+    grpo += ["--environment", "tools", "--tools", f"{ROOT / 'examples' / 'tools.py'}:search"]
     return [[*program, *sft, *flags], [*program, *grpo, *flags]]
 
 
@@ -81,7 +80,14 @@ def write_tool_data(folder: Path, seed: int) -> None:
 def run(algorithm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train, and return the total seconds and the score of every step."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "NPROC": str(RANKS), "OMP_NUM_THREADS": "1"}
+    environ = {
+        **os.environ,
+        "TEXTS": str(folder / "texts"),
+        "PYTHONPATH": str(ROOT),
+        "PATH": path,
+        "NPROC": str(RANKS),
+        "OMP_NUM_THREADS": "1",
+    }
     begin = time.monotonic()
     for command in commands(algorithm, seed, folder):
         ended = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -21,7 +21,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -31,7 +31,12 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError, UndefinedError
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, TokenizersBackend
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+    render_jinja_template,
+)
 
 from usp.data.chats import ASSISTANT, TOOL, USER, Chat, Ids, Mask, Message, StoredImage, joined
 from usp.data.tokenizer import BYTE_EOS, BYTES, ByteTokenizer, TextTokenizer, Tokenizer
@@ -55,6 +60,15 @@ _TURN = "a7Ukq"  # an answer, or an argument of its calls, that no message conta
 FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
 Span = tuple[int, int]  # characters
+
+
+def function_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Return how chat templates describe a function, by its types and its docstring as Google writes them. Raises
+    ValueError for one that lacks these."""
+    try:
+        return get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, TypeError) as error:
+        raise ValueError(f"{name} needs types, and a docstring with `Args:` that describes each: {error}") from error
 
 
 @dataclass(frozen=True)

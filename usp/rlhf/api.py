@@ -14,6 +14,7 @@ from .algorithms.objectives import (
     ClippedWeights,
     NextToken,
     PolicyTokens,
+    SoftPolicy,
     kl_estimate,
 )
 from .algorithms.policy import Batch, PolicyOptions, generate, policy_calls, score

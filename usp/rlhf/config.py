@@ -193,9 +193,9 @@ class EnvironmentConfig:
     environment: Annotated[str, arg(metavar="tools|PATH.py:NAME", help_behavior_hint="(optional)")] = ""
     """Class with reset(sample) and step(turn) -> (observation, reward, done); docs/guides/rlhf/environments.md. tools:
     run the calls of --tools in a turn; --reward-function scores the one without calls, which ends the episode."""
-    tools: Annotated[str, arg(metavar="NAME[=VALUE],...|JSON", help_behavior_hint="(optional)")] = ""
-    """Tools of --environment tools, with commas between them or as a JSON list: python (in a sandbox), calculator,
-    search=PATH (texts in a folder)."""
+    tools: Annotated[str, arg(metavar="python|PATH.py:NAME,...|JSON", help_behavior_hint="(optional)")] = ""
+    """Tools of --environment tools, with commas between them or as a JSON list: python (in a sandbox), or a function of
+    yours."""
     max_turns: AtLeast1 = 8
     """Maximum turns of the policy in an episode; --max-new-tokens are those of all."""
     max_observation_tokens: AtLeast1 = 1024

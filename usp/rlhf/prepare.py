@@ -21,7 +21,7 @@ from usp.fields import flag, parse_options, shared_values
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import context_length, is_scalar, model_facts, stop_tokens
 from usp.hf.routers import replay_problem, routed_width
-from usp.hf.tokenizers import AUTO, load_tokenizer, tokenizer_of
+from usp.hf.tokenizers import AUTO, function_schema, load_tokenizer, tokenizer_of
 from usp.parallel import ParallelDims, latest, violation_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.generation.decoding import Rollout, cache_violation, capacity, row_multiple, stop_problems
@@ -61,7 +61,7 @@ from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import HTTP, REWARD, SLOW
 from .environments.sandbox import LIMITS, cgroup
 from .environments.tools import NAME as TOOLS
-from .environments.tools import Toolbox
+from .environments.tools import PYTHON, Python, tool_of
 from .graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep, with_branches
 from .role_specs import layout_violations, missing_models, role_specs, router_violations, served_models, unused_models
 from .samples import derived_seed
@@ -154,7 +154,7 @@ def prepare(
         prologue.check_vocabulary(f"the {role} {spec.source}", spec.config.vocab_size)
     if algorithm.data == "prompts" and config.rollout_engine == OWN:
         problems += attempt(lambda: list(_unable_to_generate(config, specs["actor"]))) or []
-    tools = attempt(lambda: _toolbox(config)) if config.tools else None
+    tools = attempt(lambda: _about("--tools = ", lambda: _schemas(config))) if config.tools else None
     data = attempt(lambda: _open_data(config, algorithm, sft_steps, specs, tokenizer, tools))
     if saved := attempt(lambda: read_state(start, strict, RlhfState.from_extra)):
         after_sft = bool(sft_steps) or (start.folder is not None and config.model == str(start.folder / SFT / MODEL))
@@ -162,7 +162,7 @@ def prepare(
     problems.check()
     assert data is not None
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, data.examples))
-    episodes = attempt(lambda: _episodes(config, tokenizer, data.examples))
+    episodes = attempt(lambda: _episodes(config, tokenizer, data.examples, tools))
     options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, episodes, specs["actor"]))
     graph = attempt(lambda: _graph(config, options, algorithms, tokenizer)) if options else None
     problems.check()
@@ -365,11 +365,6 @@ def _about(given: str, load: Callable[[], T]) -> T:
         raise ValueError(f"{given}{error}") from error
 
 
-def _toolbox(config: RlhfConfig) -> list[dict[str, Any]]:
-    """Return the schemas of --tools."""
-    return _about("--tools = ", lambda: Toolbox(texts(config.tools, "--tools", apart=",")).check())
-
-
 def _warn_without_cgroup(config: RlhfConfig) -> None:
     """Warn where the memory of a policy's programs is bounded for each of their processes alone."""
     named = [config.reward_function, *(texts(config.tools, "--tools", apart=",") if config.tools else ())]
@@ -378,7 +373,22 @@ def _warn_without_cgroup(config: RlhfConfig) -> None:
         warn(f"this machine has no cgroup to bound the memory of a policy's program: it has {bound} (docs/sandbox.md)")
 
 
-def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> Episodes | None:
+def _schemas(config: RlhfConfig) -> list[dict[str, Any]]:
+    """Return the schemas of --tools. Raises ValueError where one cannot work, or two have one name."""
+    schemas = []
+    for spec in texts(config.tools, "--tools", apart=","):
+        if isinstance(tool := tool_of(spec, partial(load_from_file, what="function")), Python):
+            tool.check()
+        schemas.append(PYTHON if isinstance(tool, Python) else function_schema(tool, spec))
+    names = [schema["function"]["name"] for schema in schemas]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{config.tools}: functions must have names of their own, not {', '.join(names)}")
+    return schemas
+
+
+def _episodes(
+    config: RlhfConfig, tokenizer: Tokenizer, examples: Examples, tools: list[dict[str, Any]] | None
+) -> Episodes | None:
     """Return how --environment or --agent answers responses, or None without one."""
     if not config.episodes:
         return None
@@ -395,6 +405,7 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> E
     elif config.environment == TOOLS:
         _about("--reward-function = ", lambda: load_reward_function(config.reward_function))
         settings = {"tools": texts(config.tools, "--tools", apart=","), "reward": config.reward_function}
+        settings["schemas"] = tools
         settings["chat"] = tokenizer.chats is not None
     else:
         environment = _about("--environment = ", lambda: load_from_file(config.environment, "class"))
@@ -407,6 +418,7 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> E
         partial(ids_between, tokenizer.encode_text, tokenizer.chats),
         config.max_turns,
         config.max_observation_tokens,
+        show=tokenizer.show,
         begin=(lambda chat: tokenizer.chats.prompt(chat, guarded=True).tolist()) if config.agent else None,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
     )

@@ -29,7 +29,7 @@ from usp.run.output import LineFile
 from .algorithms.rewards import RewardFailed, ScoreWith
 from .environments.episodes import Episodes
 from .environments.outside import TEXT
-from .environments.tools import calls_of
+from .environments.tool_calls import calls_of
 from .graph import Compute, DataflowGraph, Generate
 from .samples import Samples
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import examples.tools
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.environments.test_sandbox import needs_protection
 from usp.rlhf.config import RlhfConfig
@@ -23,6 +24,7 @@ from usp.run.launch import Launch, StopRequest
 from usp.run.watchdog import Watchdog
 
 FILE = Path(__file__).with_name("environments") / "answers.py"
+TOOL = f"{Path(examples.tools.__file__)}:calculate"
 CONFIG = RlhfConfig(
     environment=f"{FILE}:Text",
     stop_ids=",".join(map(str, range(3, 384, 4))),
@@ -108,7 +110,7 @@ def test_a_failing_environment_stops_the_run_or_leaves_the_sample_out(
 def test_a_run_warns_where_the_memory_of_programs_is_bounded_for_each_process_alone(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for tools, found, warned in (("python", None, True), ("python", tmp_path, False), ("calculator", None, False)):
+    for tools, found, warned in (("python", None, True), ("python", tmp_path, False), (TOOL, None, False)):
         monkeypatch.setattr("usp.rlhf.prepare.cgroup", lambda found=found: found)
         prepare(replace(CONFIG, data=data, environment="tools", tools=tools, output=str(tmp_path / "run")), Launch())
         said = capsys.readouterr().err
@@ -139,9 +141,13 @@ def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, da
         ({"algorithm": "sft"}, "is for generated responses, and sft has none"),
         ({"reward_model": "models/reward"}, "--reward-model = models/reward is not used with --environment"),
         ({"reward_retries": 1}, "--reward-retries = 1 is not used with --environment"),
-        ({"tools": "calculator"}, "--tools = calculator are those of --environment tools: give both or neither"),
-        ({"environment": "tools", "tools": "calc"}, "--tools = calc: calc must be one of python, calculator"),
-        ({"environment": "tools", "tools": "calculator", "reward_function": "regex=("}, "--reward-function = regex=(:"),
+        ({"tools": "python"}, "--tools = python are those of --environment tools: give both or neither"),
+        ({"environment": "tools", "tools": "calc"}, "--tools = calc must be PATH.py:NAME with an existing file"),
+        (
+            {"environment": "tools", "tools": f"{TOOL},{TOOL}"},
+            "must have names of their own, not calculate, c",
+        ),
+        ({"environment": "tools", "tools": TOOL, "reward_function": "regex=("}, "--reward-function = regex=(:"),
         ({"reward_function": "math"}, "--reward-function = math is not used with --environment"),
         ({"reward_timeout": 3.0}, "--reward-timeout = 3.0 is not used with --environment"),
         ({"environment": "", "agent": "no-such-program x"}, "there is no program no-such-program"),
@@ -230,12 +236,12 @@ def test_tools_are_described_in_the_prompt_and_run(ranks: RankPool, tmp_path: Pa
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
     reward.write_text(
-        "def share(prompt, response, answer):\n    return response.count('a') / 8 + ('[calculator]' in prompt)\n"
+        "def share(prompt, response, answer):\n    return response.count('a') / 8 + ('[calculate]' in prompt)\n"
     )
     config = replace(
         CONFIG,
         environment="tools",
-        tools="calculator",
+        tools=TOOL,
         reward_function=f"{reward}:share",
         chat_template=str(template),
         data=str(file),

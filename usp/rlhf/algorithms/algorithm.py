@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from usp.fields import AtLeast1, Rule, parameter_violations
 from usp.rlhf.graph import Compute, DataflowGraph, Inference, ModelCall, Objective, TrainStep
@@ -23,14 +23,26 @@ def above(bound: float, why: str) -> Rule:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every algorithm. mini_batches, epochs: a step has mini_batches * epochs optimizer steps."""
+    """Options of every algorithm. mini_batches, epochs: a step has mini_batches * epochs optimizer steps.
 
+    never: the options that have no effect on this algorithm, and why.
+    """
+
+    never: ClassVar[Mapping[str, str]] = {}
     mini_batches: AtLeast1 = 1
     epochs: AtLeast1 = 1
+
+    @property
+    def unused(self) -> dict[str, str]:
+        """Return the options that have no effect beside the others, and why."""
+        return {**self.never}
 
     def violations(self) -> Iterator[str]:
         """Yield one message per invalid option."""
         yield from parameter_violations(self)
+        for name, where in self.unused.items():
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                yield f"{name}={value} has no effect {where}: remove it"
 
     def drawn(self, prompts: int) -> int:
         """Return how many prompts are drawn for a step that trains on `prompts` of them."""
@@ -110,22 +122,18 @@ def train(
 
 def at_least(options: object, least: int, *names: str) -> Iterator[str]:
     """Yield a message for each named option below `least`, nan included."""
-    for name in names:
-        value = getattr(options, name)
-        if not value >= least:
-            yield f"{name}={value} must be at least {least}"
+    return _not(options, names, f"at least {least}", lambda value: value >= least)
 
 
 def fraction(options: object, *names: str) -> Iterator[str]:
     """Yield a message for each named option outside [0, 1]."""
-    for name in names:
-        value = getattr(options, name)
-        if not 0 <= value <= 1:
-            yield f"{name}={value} must be from 0 to 1"
+    return _not(options, names, "from 0 to 1", lambda value: 0 <= value <= 1)
 
 
 def one_of(options: object, name: str, choices: tuple[str, ...]) -> Iterator[str]:
     """Yield a message if the named option is not one of `choices`."""
-    value = getattr(options, name)
-    if value not in choices:
-        yield f"{name}={value!r} must be one of {', '.join(choices)}"
+    return _not(options, (name,), f"one of {', '.join(choices)}", choices.__contains__)
+
+
+def _not(options: object, names: tuple[str, ...], words: str, holds: Callable[[Any], bool]) -> Iterator[str]:
+    yield from (f"{n}={v!r} must be {words}" for n in names if not holds(v := getattr(options, n)))

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from usp.fields import AtLeast1, NotNegative
 from usp.rlhf.graph import Generate, ModelCall, Reduce
 from usp.rlhf.samples import Samples
 
-from .algorithm import Algorithm, Share, logprobs
-from .objectives import SAMPLED, Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator
+from .algorithm import Above0, Algorithm, Share, logprobs
+from .objectives import Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator, SoftPolicy
 from .policy import SPARE, Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums, moments, per_sample, whitened
 from .rewards import RewardShape
@@ -43,10 +44,15 @@ class GRPO(PolicyOptions):
             most as many as without: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) with a fixed bound. Needs
             `drop_equal_groups`. Groups that are not trained on still pass through the train step, with weight 0.
         overlong_buffer, overlong_penalty: see `RewardShape`.
+        covariance: what is done to tokens that `covariant` finds, a share `covariance_share` of all. clip: they have no
+            advantage. kl: `covariance_kl` times the distance from the old policy is added to their loss. none.
+        covariance_low, covariance_high: bounds of the covariance of tokens to clip.
     """
 
     min_group_size = 2
     by_turns = True
+    kl_in_reward = False
+    whiten: ClassVar[bool] = False  # normalize advantages over all tokens of the step
     generate: Generate = field(default_factory=lambda: Generate(group_size=8))
     kl: float = 0.04
     aggregation: Aggregation = "sequence_mean"
@@ -56,13 +62,22 @@ class GRPO(PolicyOptions):
     oversample: AtLeast1 = 1
     overlong_buffer: int = 0
     overlong_penalty: NotNegative = 1.0
+    covariance: Literal["none", "clip", "kl"] = "none"
+    covariance_share: Share = 2e-4
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+    covariance_kl: Above0 = 1.0
 
     @property
-    def kl_in_reward(self) -> bool:
-        return False
+    def unused(self) -> dict[str, str]:
+        clips = dict.fromkeys(("covariance_low", "covariance_high"), ("clip",))
+        needs = {"covariance_share": ("clip", "kl"), "covariance_kl": ("kl",), **clips}
+        absent = {name: " or ".join(kinds) for name, kinds in needs.items() if self.covariance not in kinds}
+        return super().unused | {name: f"without covariance={kinds}" for name, kinds in absent.items()}
 
     def objective(self) -> ClippedPolicy:
-        return replace(super().objective(), kl=self.kl)
+        weight = self.covariance_kl if self.covariance == "kl" else 0.0
+        return replace(super().objective(), kl=self.kl, covariance_kl=weight)
 
     def shape(self) -> RewardShape:
         buffer, penalty, longest = self.overlong_buffer, self.overlong_penalty, self.generate.max_new_tokens
@@ -75,6 +90,8 @@ class GRPO(PolicyOptions):
         yield from super().violations()
         if self.oversample > 1 and not self.drop_equal_groups:
             yield f"oversample={self.oversample} needs drop_equal_groups=True: all groups would be trained on"
+        if self.covariance == "kl" and not self.old_key:
+            yield "covariance=kl needs several mini_batches or epochs: the first optimizer step is at the old policy"
         longest = self.generate.max_new_tokens
         if not 0 <= self.overlong_buffer <= longest:
             yield f"overlong_buffer={self.overlong_buffer} must be from 0 to generate.max_new_tokens={longest}"
@@ -107,10 +124,41 @@ def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
     else:
         zero_N = torch.zeros(len(samples), dtype=torch.float64)
         advantages_NR = torch.stack([zero_N, *advantages_KN], 1).gather(1, turns_NR)
+    if options.whiten:
+        advantages_NR = whitened(advantages_NR, moments(advantages_NR[batch.responses.inside_NR], reduce))
+    covariant_NR = covariant(options, batch, advantages_NR, reduce) if options.covariance != "none" else None
+    if options.covariance == "clip":
+        advantages_NR = advantages_NR.masked_fill(covariant_NR, 0)
     result = batch.result(advantages_NR, reduce, trained_N) | {"informative": per_sample(differs_N)}
+    if options.covariance == "kl":
+        result["covariant"] = batch.responses.per_token(covariant_NR)
     if trained_N is not None and options.oversample > 1:
         result[SPARE] = per_sample(differs_N & ~trained_N)
     return Samples(samples.ids, result)
+
+
+def covariant(options: GRPO, batch: Batch, advantages_NR: Tensor, reduce: Reduce) -> Tensor:
+    """Return the tokens whose log-probability and advantage vary together, (N, R) bool, among all tokens of the step,
+    by (log p - its mean) * (A - its mean) of the old policy p (arXiv 2505.22617, equation 10).
+
+    kl: the largest. clip: random ones between the bounds, which depend on the step's tokens only.
+    """
+    inside_NR, ids = batch.responses.inside_NR, torch.tensor(batch.samples.ids, dtype=torch.int64)
+    logprobs_NR = batch.responses.rows(batch.samples[options.policy_key])
+    apart = [x - moments(x[inside_NR], reduce).mean for x in (logprobs_NR, advantages_NR)]
+    own = (apart[0] * apart[1])[inside_NR]
+    empty = torch.zeros(int(reduce(torch.tensor(len(ids)))), dtype=torch.int64)
+    lengths = reduce(empty.index_put((ids,), batch.responses.lengths_N))
+    places = ((lengths.cumsum(0) - lengths)[ids][:, None] + torch.arange(inside_NR.shape[1]))[inside_NR]
+    whole = reduce(torch.zeros(int(lengths.sum()), dtype=torch.float64).index_put((places,), own))
+    number = min(max(1, int(options.covariance_share * len(whole))), len(whole))
+    chosen = whole.topk(number).indices
+    if options.covariance == "clip":
+        seed = int(reduce(torch.tensor(sum(int(tokens.sum()) for tokens in batch.samples["tokens"]))))
+        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
+        chosen = order[((whole > options.covariance_low) & (whole < options.covariance_high))[order]][:number]
+    found = torch.zeros(len(whole), dtype=torch.bool).index_fill(0, chosen, True)
+    return inside_NR.masked_scatter(inside_NR, found[places])
 
 
 def _first_groups(options: GRPO, samples: Samples, differs_P: Tensor, reduce: Reduce) -> Tensor:
@@ -122,15 +170,17 @@ def _first_groups(options: GRPO, samples: Samples, differs_P: Tensor, reduce: Re
     return differs_P & (differs.cumsum(0)[numbers_P] <= drawn // options.oversample)
 
 
-def grpo_algorithm(options: type[GRPO]) -> Algorithm:
+def grpo_algorithm(options: type[GRPO], learning_rate: float = 1e-3, warmup_steps: int = 20) -> Algorithm:
     """Return GRPO with the defaults, and the objective, of `options`."""
 
     def calls(chosen: GRPO) -> tuple[ModelCall, ...]:
         scalars = ("informative", *((SPARE,) if chosen.oversample > 1 else ()))
-        return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=scalars, grouped=True)
+        more = {"inputs": (chosen.policy_key,)} if chosen.covariance != "none" else {}
+        more |= {"per_token": ("covariant",)} if chosen.covariance == "kl" else {}
+        return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=scalars, grouped=True, **more)
 
     # Twice the rate, or a steeper warmup, undoes supervised steps before it learns.
-    return Algorithm(options, calls, learning_rate=1e-3, warmup_steps=20)
+    return Algorithm(options, calls, learning_rate=learning_rate, warmup_steps=warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -158,7 +208,8 @@ class DAPO(GRPO):
 
 @dataclass(frozen=True)
 class GSPO(GRPO):
-    """Options of GSPO (arXiv 2507.18071): one ratio per response (`ClippedSequences`), and the paper's bounds."""
+    """Options of GSPO (arXiv 2507.18071): one ratio per response (`ClippedSequences`), and the paper's bounds. GMPO is
+    ratio=geometric, with eps_low=0.33 and eps_high=0.49: logarithms of ratios are within 0.4 (arXiv 2507.20673)."""
 
     objective_type = ClippedSequences
     mini_batches: int = 4
@@ -166,6 +217,7 @@ class GSPO(GRPO):
     eps_low: float = 3e-4
     eps_high: float = 4e-4
     dual_clip: float = math.inf
+    ratio: Literal["sequence", "sequence_token", "geometric"] = "sequence"
 
 
 @dataclass(frozen=True)
@@ -174,6 +226,7 @@ class CISPO(GRPO):
     paper, there is no lower bound; the upper one is 5."""
 
     objective_type = ClippedWeights
+    never: ClassVar = {"dual_clip": "on CISPO, which clips every ratio"}
     mini_batches: int = 4
     kl: float = 0.0
     eps_low: float = 1.0
@@ -181,15 +234,22 @@ class CISPO(GRPO):
     dual_clip: float = math.inf
     aggregation: Aggregation = "token_mean"
 
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        if self.dual_clip != math.inf:
-            yield f"dual_clip={self.dual_clip} has no effect on CISPO, which clips every ratio: remove it"
+
+@dataclass(frozen=True)
+class SAPO(GRPO):
+    """Options of SAPO (arXiv 2511.20347): a soft gate instead of bounds, see `SoftPolicy`."""
+
+    objective_type = SoftPolicy
+    never: ClassVar = dict.fromkeys(("eps_low", "eps_high", "dual_clip"), "on SAPO, which has no bounds")
+    mini_batches: int = 4
+    kl: float = 0.0
+    tau_positive: Above0 = 1.0
+    tau_negative: Above0 = 1.05
 
 
 @dataclass(frozen=True)
 class RLOO(PolicyOptions):
-    """Options of REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740). The KL penalty, kl times the log-ratio of
+    """Options of REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740). The KL penalty, kl times the estimate for
     a whole response, is subtracted from its reward."""
 
     min_group_size = 2
@@ -213,15 +273,11 @@ class ReinforcePlusPlusBaseline(GRPO):
     """
 
     by_turns = False
+    whiten = True
     kl: float = 0.01
     kl_estimator: Estimator = "k2"
     aggregation: Aggregation = "token_mean"
     scale_by_std: bool = False
-
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        if self.scale_by_std or self.drop_equal_groups:
-            yield "scale_by_std and drop_equal_groups have no effect: advantages are normalized over the step, remove"
 
 
 @dataclass(frozen=True)
@@ -239,7 +295,7 @@ class ReMax(PolicyOptions):
 def rloo_advantages(options: RLOO, samples: Samples, reduce: Reduce) -> Samples:
     """Subtract the mean reward of the other responses to the prompt (arXiv 2402.14740)."""
     batch = Batch.of(samples, options)
-    distances_PG, counts_P = batch.group_distances(batch.rewards_N - options.kl * batch.log_ratios_NR.sum(1))
+    distances_PG, counts_P = batch.group_distances(batch.rewards_N - options.kl * batch.kl_NR.sum(1))
     # r - (sum - r) / (G - 1) = (r - mean) * G / (G - 1)
     advantages_PG = distances_PG * (counts_P / (counts_P - 1).clamp(min=1))[:, None]
     return Samples(samples.ids, batch.result(batch.spread(advantages_PG.flatten()), reduce))
@@ -251,16 +307,6 @@ def reinforce_plus_plus_advantages(options: ReinforcePlusPlus, samples: Samples,
     inside_NR = batch.responses.inside_NR
     returns_NR = discounted_sums(batch.token_rewards(options.kl), options.gamma)
     return Samples(samples.ids, batch.result(whitened(returns_NR, moments(returns_NR[inside_NR], reduce)), reduce))
-
-
-def reinforce_plus_plus_baseline_advantages(
-    options: ReinforcePlusPlusBaseline, samples: Samples, reduce: Reduce
-) -> Samples:
-    """Subtract the mean reward of the group, then normalize over all tokens of the step (arXiv 2501.03262)."""
-    batch = Batch.of(samples, options)
-    advantages_NR = batch.spread(batch.group_distances(batch.rewards_N)[0].flatten())
-    over = moments(advantages_NR[batch.responses.inside_NR], reduce)
-    return Samples(samples.ids, batch.result(whitened(advantages_NR, over), reduce))
 
 
 def remax_advantages(options: ReMax, samples: Samples, reduce: Reduce) -> Samples:
@@ -289,19 +335,10 @@ class OnPolicyDistillation(PolicyOptions):
     teacher is the reference: there is no other one, so `kl` is 0.
     """
 
+    never: ClassVar = {"kl": "where the teacher is the reference"} | dict.fromkeys(
+        ("reward_bias", "reward_scaling", "max_reward_clip", "zero_unfinished"), "on rewards that are only metrics"
+    )
     kl: float = 0.0
-
-    @property
-    def policy_key(self) -> str:
-        """Return the key of the policy's log-probabilities: as the loss has them, else those at sampling."""
-        return self.old_key or SAMPLED
-
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        if self.kl:
-            yield f"kl={self.kl}: the teacher is the reference of a distillation, use 0"
-        if self.shape() != RewardShape():
-            yield "reward_bias, reward_scaling, max_reward_clip and zero_unfinished have no effect: remove them"
 
 
 def distillation_advantages(options: OnPolicyDistillation, samples: Samples, reduce: Reduce) -> Samples:
@@ -330,12 +367,10 @@ CRITIC_FREE: Mapping[str, Algorithm] = {
     "dapo": grpo_algorithm(DAPO),
     "gspo": grpo_algorithm(GSPO),
     "cispo": grpo_algorithm(CISPO),
+    "sapo": grpo_algorithm(SAPO),
     "rloo": Algorithm(RLOO, lambda o: policy_calls(o, partial(rloo_advantages, o), grouped=True)),
     "reinforce++": Algorithm(ReinforcePlusPlus, lambda o: policy_calls(o, partial(reinforce_plus_plus_advantages, o))),
-    "reinforce++_baseline": Algorithm(
-        ReinforcePlusPlusBaseline,
-        lambda o: policy_calls(o, partial(reinforce_plus_plus_baseline_advantages, o), grouped=True),
-    ),
+    "reinforce++_baseline": grpo_algorithm(ReinforcePlusPlusBaseline, Algorithm.learning_rate, Algorithm.warmup_steps),
     "remax": Algorithm(ReMax, _remax_calls),
     "distillation": Algorithm(OnPolicyDistillation, _distillation_calls, learning_rate=1e-3, scores=False),
 }

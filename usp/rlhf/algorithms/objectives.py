@@ -21,8 +21,11 @@ IS_MEAN, IS_SQUARE = "rollout_is_mean", "rollout_is_square"  # which the effecti
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Metrics = dict[str, Tensor]
-Estimator = Literal["k1", "k2", "k3"]
-RolloutIS = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Given = Mapping[str, Tensor]
+Result = tuple[Tensor, Metrics]
+Estimator = Literal["k1", "k2", "k3", "k3_unbiased"]
+_TokenIS = Literal["token_truncate", "token_mask", "token_reject"]
+RolloutIS = Literal["none", _TokenIS, "sequence_truncate", "sequence_mask", "sequence_reject", "geometric_reject"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator, max_log_ratio: float = 
 
     k1 = log(p / ref): unbiased, of any sign. k2 = k1^2 / 2: biased, with the gradient of the KL. k3 = ref / p - 1 -
     log(ref / p): unbiased, never negative (Schulman, "Approximating KL Divergence", 2020); its log-ratio is clamped to
-    +-max_log_ratio.
+    +-max_log_ratio. k3_unbiased is k3, which a loss multiplies by the importance ratio.
     """
     if estimator == "k1":
         return log_ratio
@@ -81,9 +84,7 @@ class NextToken(Objective):
     keys: ClassVar[tuple[str, ...]] = ("weights",)
     counts = "weights"
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         weights_BS = given["weights"]
         return -(weights_BS * output_BS.where(weights_BS != 0, 0)).sum(), {}
 
@@ -102,6 +103,10 @@ class PolicyTokens:
         """Return this rank's share of the mean over tokens, without a gradient."""
         return (self.token_weights_BS * x_BS.detach()).sum()
 
+    def lengths(self, sequences: Sequences) -> Tensor:
+        """Return how many tokens of each sequence count, at least 1."""
+        return sequences.sums((self.token_weights_BS != 0).to(self.weights_BS.dtype)).clamp(min=1)
+
 
 @dataclass(frozen=True)
 class ClippedPolicy(Objective):
@@ -111,8 +116,12 @@ class ClippedPolicy(Objective):
     old_logprobs) (PPO: arXiv 1707.06347, equation 7; asymmetric bounds: DAPO, arXiv 2503.14476, equation 10; dual clip:
     arXiv 1912.09729, equation 5; KL in the loss: GRPO, arXiv 2402.03300, equations 3 and 4).
 
+    With "k3_unbiased" the KL is ratio * k3, whose expectation and gradient are those of the KL for tokens of the old
+    policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+
     rollout_is = exp(old_logprobs - those at sampling), without a gradient: truncated importance sampling. Of a token,
-    or the product over a response, for all of its tokens. Above the threshold it is that (truncate) or 0 (mask).
+    or the product over a response, or its geometric mean, for all of its tokens. Outside of the bounds it is the bound
+    (truncate) or 0 (mask: with two bounds, IcePop, arXiv 2510.18855, section 3; reject, which is 1 inside of them).
 
     Metrics, each a mean by `token_weights`: policy_loss (by `weights`, without the other terms), importance_ratio,
     clip_fraction (where the clipped term is the larger), dual_clip_fraction, clamp_fraction (log-ratios that
@@ -129,7 +138,10 @@ class ClippedPolicy(Objective):
         dual_clip: above 1; inf disables it.
         max_log_ratio: log-ratios are clamped to +-max_log_ratio before their exponentials, in k3 as well, and beyond it
             have no gradient; inf disables it. Without it a single token can make the loss infinite.
-        rollout_is: none, or token or sequence with truncate or mask; rollout_is_threshold: inf disables the bound.
+        rollout_is: none, or the level of the ratio and what is done outside of [rollout_is_lower,
+            rollout_is_threshold]; 0 and inf disable the bounds.
+        covariance_kl: weight of |logprobs - old_logprobs| of tokens where "covariant" is 1 (KL-Cov, arXiv 2505.22617,
+            section 4.3); 0: there is no such key.
     """
 
     eps_low: float = 0.2
@@ -143,18 +155,18 @@ class ClippedPolicy(Objective):
     old: str = "old_logprobs"
     rollout_is: RolloutIS = "none"
     rollout_is_threshold: float = 2.0
+    rollout_is_lower: float = 0.0
+    covariance_kl: float = 0.0
     entropy = True
     counts = "token_weights"
 
     @property
     def keys(self) -> tuple[str, ...]:
         compared = (self.old, *((SAMPLED,) if not self.old or self.rollout_is != "none" else ()))
-        read = ("weights", "token_weights", "advantages", *compared, *(("ref_logprobs",) if self.kl else ()))
-        return tuple(dict.fromkeys(filter(None, read)))
+        more = (*(("covariant",) if self.covariance_kl else ()), *(("ref_logprobs",) if self.kl else ()))
+        return tuple(dict.fromkeys(filter(None, ("weights", "token_weights", "advantages", *compared, *more))))
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         assert entropy_BS is not None
         counts_BS = given["token_weights"] != 0
         logprobs_BS, entropy_BS, weights_BS, advantages_BS, given_BS = (
@@ -178,9 +190,14 @@ class ClippedPolicy(Objective):
         }
         metrics["policy_loss"] = loss.detach()
         if self.kl:
-            log_ratio_BS = logprobs_BS - given["ref_logprobs"].where(counts_BS, 0)
-            seen["ref_kl"] = kl_estimate(log_ratio_BS, self.kl_estimator, self.max_log_ratio)
+            of_ref_BS = logprobs_BS - given["ref_logprobs"].where(counts_BS, 0)
+            seen["ref_kl"] = kl_estimate(of_ref_BS, self.kl_estimator, self.max_log_ratio)
+            if self.kl_estimator == "k3_unbiased":
+                seen["ref_kl"] = self.clamped(log_ratio_BS).exp() * seen["ref_kl"]
             loss = loss + self.kl * (weights_BS * seen["ref_kl"]).sum()
+        if self.covariance_kl:
+            seen["covariant_fraction"] = covariant_BS = given["covariant"].where(counts_BS, 0)
+            loss = loss + self.covariance_kl * (weights_BS * covariant_BS * log_ratio_BS.abs()).sum()
         if self.entropy_bonus:
             loss = loss - self.entropy_bonus * (weights_BS * entropy_BS).sum()
         if self.old != "old_logprobs":
@@ -188,15 +205,17 @@ class ClippedPolicy(Objective):
             metrics["logprob_difference_max"] = difference_BS.amax() if difference_BS.numel() else loss.new_zeros(())
         return loss, metrics | {name: tokens.mean(value) for name, value in seen.items()}
 
-    def corrected(self, log_BS: Tensor, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+    def corrected(self, log_BS: Tensor, tokens: PolicyTokens, sequences: Sequences) -> Result:
         """Return `rollout_is` of each token, from log(old policy / policy at sampling), and what happened to it."""
         level, _, bound = self.rollout_is.partition("_")
-        if level == "sequence":
-            log_BS = sequences.spread(sequences.sums(log_BS))
+        if level != "token":
+            lengths_N = tokens.lengths(sequences) if level == "geometric" else 1
+            log_BS = sequences.spread(sequences.sums(log_BS) / lengths_N)
         free_BS = self.clamped(log_BS).exp()
-        far_BS = free_BS > self.rollout_is_threshold
-        truncated_BS = free_BS.clamp(max=self.rollout_is_threshold)
-        rollout_is_BS = truncated_BS if bound == "truncate" else truncated_BS.where(~far_BS, 0)
+        inside_BS = free_BS.clamp(self.rollout_is_lower, self.rollout_is_threshold)
+        far_BS = inside_BS != free_BS
+        used_BS = torch.ones_like(free_BS) if bound == "reject" else inside_BS
+        rollout_is_BS = used_BS if bound == "truncate" else used_BS.where(~far_BS, 0)
         counted_BS = free_BS.where(tokens.token_weights_BS != 0, 0)
         changed = "truncated" if bound == "truncate" else "masked"
         return rollout_is_BS, {
@@ -206,7 +225,7 @@ class ClippedPolicy(Objective):
             "rollout_is_max": counted_BS.amax() if counted_BS.numel() else log_BS.new_zeros(()),
         }
 
-    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> Result:
         """Return this rank's share of the loss without its other terms, and of metrics about ratios."""
         ratio_BS = self.clamped(tokens.log_ratios_BS).exp()
         surrogate_BS, seen = self.clipped(ratio_BS, tokens.advantages_BS)
@@ -216,7 +235,7 @@ class ClippedPolicy(Objective):
         """Bound log-ratios by `max_log_ratio`."""
         return log_ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
 
-    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Metrics]:
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> Result:
         """Return the loss of each ratio with its advantage, and what happened to it."""
         free, bound = -advantage * ratio, -advantage * ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
         far = (advantage < 0) & (ratio > self.dual_clip)
@@ -234,17 +253,44 @@ class ClippedSequences(ClippedPolicy):
     equations 5 and 7): sum over responses of their weights * max(-A ratio, -A clip(ratio)).
 
     The weight of a response is the sum of its tokens', and A their mean by weights. Metrics of ratios are of responses.
+
+    ratio: sequence, as above. sequence_token: of that value for each token, with its own gradient and A (GSPO-token,
+    equations 13 and 14). geometric: the mean of tokens' ratios that are clipped each, where that makes the loss larger
+    (GMPO, arXiv 2507.20673, equation 4).
     """
 
-    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
-        counts_BS = (tokens.token_weights_BS != 0).to(tokens.weights_BS.dtype)
-        lengths_N = sequences.sums(counts_BS).clamp(min=1)
-        ratio_N = self.clamped(sequences.sums(tokens.log_ratios_BS) / lengths_N).exp()
+    ratio: Literal["sequence", "sequence_token", "geometric"] = "sequence"
+
+    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> Result:
         # Weights are not negative, so clipping commutes with them.
-        surrogate_N, seen = self.clipped(ratio_N, sequences.sums(tokens.weights_BS * tokens.advantages_BS))
+        log_BS, advantages_N = tokens.log_ratios_BS, sequences.sums(tokens.weights_BS * tokens.advantages_BS)
+        if self.ratio == "geometric":
+            low = math.log1p(-self.eps_low) if self.eps_low < 1 else -math.inf
+            worse_BS, bound_BS = sequences.spread(advantages_N) < 0, log_BS.clamp(low, math.log1p(self.eps_high))
+            log_BS = torch.where(worse_BS, torch.maximum(log_BS, bound_BS), torch.minimum(log_BS, bound_BS))
+        mean_N = sequences.sums(log_BS) / tokens.lengths(sequences)
+        if self.ratio == "sequence_token":
+            alike_BS = sequences.spread(mean_N).detach() + log_BS - log_BS.detach()
+            return super().surrogate(replace(tokens, log_ratios_BS=alike_BS), sequences)
+        surrogate_N, seen = self.clipped(self.clamped(mean_N).exp(), advantages_N)
         shares_N = sequences.sums(tokens.token_weights_BS)
         metrics = {name: sequences.share((shares_N * value.detach()).sum()) for name, value in seen.items()}
+        if self.ratio == "geometric":
+            metrics["clip_fraction"] = tokens.mean((log_BS != tokens.log_ratios_BS).to(log_BS.dtype))
         return sequences.share(surrogate_N.sum()), metrics
+
+
+@dataclass(frozen=True)
+class SoftPolicy(ClippedPolicy):
+    """`ClippedPolicy` with the surrogate -A 4 / tau sigmoid(tau (ratio - 1)) instead of bounds; tau is `tau_positive`
+    where A > 0, else `tau_negative` (SAPO, arXiv 2511.20347, equations 5 and 6)."""
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> Result:
+        tau = torch.where(advantage > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
+        return -advantage * 4 / tau * torch.sigmoid(tau * (ratio - 1)), {"importance_ratio": ratio}
 
 
 @dataclass(frozen=True)
@@ -253,7 +299,7 @@ class ClippedWeights(ClippedPolicy):
     one (CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5). clip_fraction: of ratios outside of the bounds.
     """
 
-    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> Result:
         ratio_BS = self.clamped(tokens.log_ratios_BS.detach()).exp()
         weight_BS = ratio_BS.clamp(1 - self.eps_low, 1 + self.eps_high)
         loss = -(tokens.weights_BS * weight_BS * tokens.advantages_BS * tokens.logprobs_BS).sum()
@@ -275,9 +321,7 @@ class ClippedValue(Objective):
     keys: ClassVar[tuple[str, ...]] = ("weights", "values", "returns")
     counts = "weights"
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         weights_BS = given["weights"]
         v_BS, old_BS, returns_BS = (x.where(weights_BS != 0, 0) for x in (output_BS, given["values"], given["returns"]))
         free_BS = (v_BS - returns_BS).square()

@@ -21,7 +21,7 @@ from usp.rlhf.graph import ROUTED, Compute, Generate, Inference, ModelCall, Redu
 from usp.rlhf.samples import Samples
 
 from .algorithm import NONZERO, Options, Share, above, at_least, logprobs, train
-from .objectives import SAMPLED, Aggregation, ClippedPolicy, RolloutIS, Weighting
+from .objectives import SAMPLED, Aggregation, ClippedPolicy, Estimator, RolloutIS, Weighting, kl_estimate
 from .response_rows import Responses, discounted_sums, per_sample, scalars
 from .rewards import RewardShape, ScoreWith
 
@@ -37,7 +37,7 @@ class PolicyOptions(Options):
     Attributes:
         reward: reward function; None: the model of the role "reward", or the environment of `generate.episodes`.
         reward_bias, reward_scaling, max_reward_clip, zero_unfinished: see `RewardShape`.
-        kl: weight of the KL divergence from the role "ref"; 0: no such role.
+        kl: weight of the KL divergence from the role "ref"; 0: no such role. kl_estimator: see `kl_estimate`.
         eps_low, eps_high, dual_clip, max_log_ratio: see `ClippedPolicy`. The last two have verl's values.
         entropy_bonus: weight of the entropy term of the loss.
         aggregation: see `Weighting`; the length of "constant" is generate.max_new_tokens.
@@ -48,7 +48,7 @@ class PolicyOptions(Options):
             if `rollout_is` accounts for the policy that sampled; otherwise the ratio does.
         rollout_is: truncated importance sampling, see `ClippedPolicy`; auto: token_truncate with staleness, unless
             old_logprobs are those at sampling, else none.
-        rollout_is_threshold: the most that it multiplies with; inf: any.
+        rollout_is_threshold, rollout_is_lower: its bounds; inf and 0: none.
         max_importance_ratio: end the train step when a mini-batch's mean ratio is above; 0 disables.
         turn_discount: of episodes, the discount of a turn's reward in the return of the turn before: rewards then count
             at their turns, and a turn only for what follows it. 0: their sum counts at the end, for all tokens.
@@ -67,6 +67,7 @@ class PolicyOptions(Options):
     max_reward_clip: Annotated[float, above(0, "rewards would all be 0")] = math.inf
     zero_unfinished: bool = False
     kl: NotNegative = 0.1
+    kl_estimator: Estimator = "k1"
     eps_low: Annotated[float, Rule(lambda x: 0 <= x <= 1, "at most 1, which is no lower bound, and at least 0")] = 0.2
     eps_high: Annotated[float, Rule(lambda x: x >= 0, "at least 0")] = 0.2
     dual_clip: Annotated[float, above(1, "it bounds ratios that are; inf disables it")] = 3.0
@@ -76,6 +77,7 @@ class PolicyOptions(Options):
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     rollout_is: Literal["auto", RolloutIS] = "auto"
     rollout_is_threshold: Annotated[float, above(0, "nothing would be trained on")] = 2.0
+    rollout_is_lower: NotNegative = 0.0
     max_importance_ratio: NotNegative = 5.0
     turn_discount: Share = 0.0
     staleness: int = 0
@@ -93,6 +95,17 @@ class PolicyOptions(Options):
         once = self.mini_batches * self.epochs == 1 and not self.kl_in_reward
         accounted_for = not self.staleness or self.correction != "none"
         return "" if self.old_logprobs == "auto" and once and accounted_for else "old_logprobs"
+
+    @property
+    def policy_key(self) -> str:
+        """Return the key of the policy's log-probabilities: as the loss has them, else those at sampling."""
+        return self.old_key or SAMPLED
+
+    @property
+    def unused(self) -> dict[str, str]:
+        bounds = ("rollout_is_threshold", "rollout_is_lower") if self.correction == "none" else ()
+        estimator = {} if self.kl else {"kl_estimator": "without kl"}
+        return super().unused | dict.fromkeys(bounds, "without rollout_is") | estimator
 
     @property
     def correction(self) -> RolloutIS:
@@ -114,7 +127,7 @@ class PolicyOptions(Options):
         """Return the actor's objective."""
         different: dict[str, Any] = {"kl": 0.0, "temperature": self.generate.temperature}
         different |= {"old": self.old_key, "rollout_is": self.correction}
-        return self.objective_type(**shared_values(self, ClippedPolicy) | different)
+        return self.objective_type(**shared_values(self, self.objective_type) | different)
 
     def violations(self) -> Iterator[str]:
         yield from super().violations()
@@ -123,8 +136,10 @@ class PolicyOptions(Options):
         yield from at_least(self.generate, self.min_group_size, "group_size")
         if self.rollout_is not in ("auto", "none") and self.old_logprobs == "rollout":
             yield f"rollout_is={self.rollout_is} has no effect with old_logprobs=rollout, whose ratio is all: remove it"
-        if self.rollout_is_threshold != PolicyOptions.rollout_is_threshold and self.correction == "none":
-            yield f"rollout_is_threshold={self.rollout_is_threshold} has no effect without rollout_is: remove it"
+        if not self.rollout_is_lower < self.rollout_is_threshold:
+            yield f"rollout_is_lower={self.rollout_is_lower} must be below {self.rollout_is_threshold}, the upper bound"
+        if self.kl_in_reward and self.kl_estimator == "k3_unbiased":
+            yield "kl_estimator=k3_unbiased is of a loss, and here rewards have the KL penalty: use k1, k2 or k3"
         if self.turn_discount and not self.by_turns:
             yield f"turn_discount={self.turn_discount}: this algorithm has no returns of turns, GRPO and PPO do: remove"
         if self.turn_discount and self.generate.episodes is None:
@@ -203,7 +218,7 @@ class Batch:
     Attributes:
         responses: without the tokens of samples that are dropped.
         rewards_N: of whole responses, shaped by `RewardShape`, float64; 0 for samples that are dropped.
-        log_ratios_NR: log(policy / ref) per token, float64; 0 if the reward has no KL penalty.
+        kl_NR: `kl_estimate` of the policy from the reference per token, float64; 0 if the reward has no KL penalty.
         kept_N: bool, False for samples that the reward function failed for, if such samples are dropped: statistics
             must leave them out, and their advantages do not count.
     """
@@ -212,7 +227,7 @@ class Batch:
     options: PolicyOptions
     responses: Responses
     rewards_N: Tensor
-    log_ratios_NR: Tensor
+    kl_NR: Tensor
     kept_N: Tensor
 
     @staticmethod
@@ -224,21 +239,21 @@ class Batch:
             kept_N = torch.stack([scalars(samples[key]).isfinite() for key in scores]).all(0)
         responses = Responses([mask * kept for mask, kept in zip(samples["mask"], kept_N, strict=True)])
         rewards_N = options.shape()(samples["score"], samples["finished"], responses.lengths_N).where(kept_N, 0)
-        log_ratios_NR = torch.zeros(responses.inside_NR.shape, dtype=torch.float64)
+        kl_NR = torch.zeros(responses.inside_NR.shape, dtype=torch.float64)
         if options.kl_in_reward:
             policy_NR, ref_NR = (responses.rows(samples[key]) for key in (options.old_key, "ref_logprobs"))
-            log_ratios_NR = policy_NR - ref_NR
-        return Batch(samples, options, responses, rewards_N, log_ratios_NR, kept_N)
+            kl_NR = kl_estimate(policy_NR - ref_NR, options.kl_estimator, options.max_log_ratio)
+        return Batch(samples, options, responses, rewards_N, kl_NR, kept_N)
 
     def token_rewards(self, kl: float) -> Tensor:
-        """Return -kl * log-ratio per token, plus the reward at the last one, (N, R) (arXiv 1909.08593, equation 2).
+        """Return -kl * `kl_NR` per token, plus the reward at the last one, (N, R) (arXiv 1909.08593, equation 2).
 
         A response without tokens drops its reward. With `turn_discount`, rewards are at the last tokens of their turns.
         """
         if "turns" in self.samples.values:
-            return self._turn_rewards_NR() - kl * self.log_ratios_NR
-        last_NR = torch.arange(self.log_ratios_NR.shape[1]) == self.responses.lengths_N[:, None] - 1
-        return self.rewards_N.double()[:, None] * last_NR - kl * self.log_ratios_NR
+            return self._turn_rewards_NR() - kl * self.kl_NR
+        last_NR = torch.arange(self.kl_NR.shape[1]) == self.responses.lengths_N[:, None] - 1
+        return self.rewards_N.double()[:, None] * last_NR - kl * self.kl_NR
 
     def _turn_rewards_NR(self) -> Tensor:
         return self.responses.rows(self.samples["turn_rewards"]) * self.options.reward_scaling
@@ -280,7 +295,7 @@ class Batch:
         if CLIPPED in options.reward_numbers:
             result[CLIPPED] = per_sample(options.shape().clips(self.samples["score"]))
         if options.kl_in_reward:
-            result["kl"] = per_sample(self.log_ratios_NR.sum(1).where(self.kept_N, math.nan))
+            result["kl"] = per_sample(self.kl_NR.sum(1).where(self.kept_N, math.nan))
         return result
 
     def group_distances(self, rewards_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class PPO(PolicyOptions):
     """
 
     by_turns = True
+    never: ClassVar = {"aggregation": "on PPO, whose losses are means over tokens"}
     mini_batches: int = 4
     gamma: Share = 1.0
     lam: Share = 1.0
@@ -61,8 +62,6 @@ class PPO(PolicyOptions):
             yield f"kl_target={self.kl_target} needs kl above 0, the initial weight"
         if self.turn_discount and self.normalise_rewards:
             yield "normalise_rewards is of whole responses, and turn_discount has rewards of turns: remove one"
-        if self.aggregation != "token_mean":
-            yield f"aggregation={self.aggregation!r}: PPO supports only token_mean, which its critic shares"
 
     def step_violations(self, samples: int) -> Iterator[str]:
         if self.kl_target and self.kl_horizon <= MAX_KL_ERROR * samples:
@@ -149,7 +148,7 @@ class PPOAdvantages:
             advantages_NR = whitened(advantages_NR, of_errors)
         self.before, self.returns = self.returns, self.returns.updated(of_returns)
         if options.kl_in_reward:
-            divergence = moments(batch.log_ratios_NR.sum(1)[batch.kept_N], reduce)
+            divergence = moments(batch.kl_NR.sum(1)[batch.kept_N], reduce)
             self.kl = next_kl(options, coefficient, divergence.mean, int(divergence.count))
         vary = of_returns.variance > EPSILON**2  # otherwise only rounding is left to explain
         explained = 1 - of_errors.variance / of_returns.variance if vary else 0.0

@@ -5,27 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from usp.fields import Rule
+from usp.fields import NotNegative, Rule, shared_values
 from usp.presets import PRETRAINED_RATE
 from usp.rlhf.graph import Compute, ModelCall, Objective, Reduce, Sequences
 from usp.rlhf.samples import Samples
 
 from .algorithm import Above0, Algorithm, Options, logprobs, train
-from .objectives import Metrics, NextToken, Weighting, mini_batch_numbers
+from .objectives import Given, NextToken, Result, Weighting, mini_batch_numbers
+
+PairLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"]
+_BY_MEANS = ("simpo", "orpo")  # without a reference
+_UNCERTAIN = 1e-6  # the odds of a text of probability 1, such as an empty one, are infinite
 
 
 @dataclass(frozen=True)
 class DPO(Options):
     """Options of direct preference optimization, see `DirectPreference`."""
 
+    loss: PairLoss = "sigmoid"
     beta: Above0 = 0.1
     label_smoothing: Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")] = 0.0
+    gamma: NotNegative = 0.0
+
+    @property
+    def unused(self) -> dict[str, str]:
+        others = {"label_smoothing": "sigmoid", "gamma": "simpo"}
+        return {name: f"without loss={loss}" for name, loss in others.items() if loss != self.loss}
 
 
 @dataclass(frozen=True)
@@ -40,44 +51,60 @@ class PreferredScore(Objective):
     keys: ClassVar[tuple[str, ...]] = ("weights",)
     unit = 2
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         weights_BS = given["weights"]
         chosen_P, rejected_P = _pairs(sequences.sums(output_BS.where(weights_BS != 0, 0)))
-        weights_P, _ = _pairs(sequences.sums(weights_BS))
-        loss = -(weights_P * logsigmoid(chosen_P - rejected_P)).sum()
-        return sequences.share(loss), _metrics(weights_P, chosen_P, rejected_P, "score", sequences)
+        return _mean(weights_BS, -logsigmoid(chosen_P - rejected_P), chosen_P, rejected_P, "score", sequences)
 
 
 @dataclass(frozen=True)
 class DirectPreference(Objective):
-    """Mean over pairs of -log sigmoid(beta * (chosen - rejected)), each the sum of log(policy / ref) over a response.
+    """Mean over pairs of a loss of margin = beta * (chosen - rejected), each the sum of log(policy / ref) over a
+    response. With simpo and orpo each is the mean of log(policy) over its tokens, without a reference.
 
-    DPO (Rafailov et al., arXiv 2305.18290, equation 7). `label_smoothing` e assumes that a preference is wrong with
-    probability e: (1 - e) times this loss plus e times that of the swapped pair (conservative DPO, Mitchell, 2023).
+    sigmoid: -log sigmoid(margin), DPO (Rafailov et al., arXiv 2305.18290, equation 7). `label_smoothing` e assumes that
+    a preference is wrong with probability e: (1 - e) times this loss plus e times that of the swapped pair
+    (conservative DPO, Mitchell, 2023). ipo: (margin / beta - 1 / (2 beta))^2 (Azar et al., arXiv 2310.12036, equation
+    17). hinge: max(0, 1 - margin) (Liu et al., arXiv 2309.06657, equation 10). simpo: -log sigmoid(margin - gamma)
+    (Meng et al., arXiv 2405.14734, equation 6). orpo: -chosen - beta * log sigmoid(log odds of the chosen minus those
+    of the rejected mean) (Hong et al., arXiv 2403.07691, equations 6 and 7).
 
-    Metrics: accuracy, margin, chosen_reward, rejected_reward (beta times the sums), means over pairs.
+    Metrics: accuracy, margin, chosen_reward, rejected_reward (beta times the sums or means), means over pairs.
     """
 
     beta: float = 0.1
     label_smoothing: float = 0.0
-    keys: ClassVar[tuple[str, ...]] = ("weights", "mask", "ref_logprobs")
+    loss: PairLoss = "sigmoid"
+    gamma: float = 0.0
     counts = "mask"
     unit = 2
 
-    def __call__(
-        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
-    ) -> tuple[Tensor, Metrics]:
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return ("weights", "mask", *(() if self.loss in _BY_MEANS else ("ref_logprobs",)))
+
+    def __call__(self, output_BS: Tensor, entropy_BS: Tensor | None, given: Given, sequences: Sequences) -> Result:
         counts_BS = given["mask"] != 0
-        log_ratio_BS = output_BS.where(counts_BS, 0) - given["ref_logprobs"].where(counts_BS, 0)
-        chosen_P, rejected_P = _pairs(self.beta * sequences.sums(log_ratio_BS))
-        weights_P, _ = _pairs(sequences.sums(given["weights"]))
-        margin_P = chosen_P - rejected_P
-        smoothing = self.label_smoothing
-        loss_P = -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
-        loss = sequences.share((weights_P * loss_P).sum())
-        return loss, _metrics(weights_P, chosen_P, rejected_P, "reward", sequences)
+        log_BS = output_BS.where(counts_BS, 0)
+        if self.loss in _BY_MEANS:
+            sums_N = sequences.sums(log_BS) / sequences.sums(counts_BS.to(log_BS.dtype)).clamp(min=1)
+        else:
+            sums_N = sequences.sums(log_BS - given["ref_logprobs"].where(counts_BS, 0))
+        chosen_P, rejected_P = _pairs(self.beta * sums_N)
+        losses_P = self._losses(sums_N, chosen_P - rejected_P)
+        return _mean(given["weights"], losses_P, chosen_P, rejected_P, "reward", sequences)
+
+    def _losses(self, sums_N: Tensor, margin_P: Tensor) -> Tensor:
+        if self.loss == "ipo":
+            return (margin_P / self.beta - 1 / (2 * self.beta)).square()
+        if self.loss == "hinge":
+            return (1 - margin_P).clamp(min=0)
+        if self.loss == "orpo":
+            certain_N = sums_N.clamp(max=-_UNCERTAIN)
+            better_P, worse_P = _pairs(certain_N - (-certain_N.expm1()).log())
+            return -_pairs(sums_N)[0] - self.beta * logsigmoid(better_P - worse_P)
+        smoothing, margin_P = self.label_smoothing, margin_P - self.gamma
+        return -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
 
 
 def _pairs(x_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +112,10 @@ def _pairs(x_B: Tensor) -> tuple[Tensor, Tensor]:
     return chosen_P, rejected_P
 
 
-def _metrics(weights_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, what: str, sequences: Sequences) -> Metrics:
+def _mean(
+    weights_BS: Tensor, loss_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, what: str, sequences: Sequences
+) -> Result:
+    weights_P, _ = _pairs(sequences.sums(weights_BS))
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
     seen = {
         "accuracy": (chosen_P > rejected_P).to(chosen_P.dtype),
@@ -93,7 +123,8 @@ def _metrics(weights_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, what: str,
         f"chosen_{what}": chosen_P,
         f"rejected_{what}": rejected_P,
     }
-    return {name: sequences.share((weights_P * value).sum()) for name, value in seen.items()}
+    metrics = {name: sequences.share((weights_P * value).sum()) for name, value in seen.items()}
+    return sequences.share((weights_P * loss_P).sum()), metrics
 
 
 def pair_weights(options: Options, samples: Samples, reduce: Reduce) -> Samples:
@@ -112,8 +143,9 @@ def _weights(options: Options) -> ModelCall:
 
 
 def _dpo_calls(options: DPO) -> tuple[ModelCall, ...]:
-    objective = DirectPreference(options.beta, options.label_smoothing)
-    return (_weights(options), logprobs("ref", "ref_logprobs"), train("actor", objective, options))
+    objective = DirectPreference(**shared_values(options, DirectPreference))
+    ref = () if options.loss in _BY_MEANS else (logprobs("ref", "ref_logprobs"),)
+    return (_weights(options), *ref, train("actor", objective, options))
 
 
 def token_weights(options: Options, samples: Samples, reduce: Reduce) -> Samples:

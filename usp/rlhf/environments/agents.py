@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 from .outside import ENVIRONMENT, LONGEST, REWARD_CODE, TEXT, one_line, read_json
 from .ready_rewards import HTTP, post, score
-from .tools import BEGIN, calls_of
+from .tool_calls import before_calls, calls_of
 
 AGENT = "agent"  # the environment `AgentEnvironment`
 ROUND = 0.01  # seconds in which further requests join a round
@@ -82,15 +82,17 @@ def read_message(message: Any) -> Message:
     return {**read, "tool_calls": listed} if listed else read
 
 
-def message_of(text: str, tools: bool) -> Message:
+def message_of(text: str, tools: Any) -> Message:
     """Return the policy's text as the message of a completion; its calls are apart if the request has tools and all of
     them can be read."""
-    calls = [call for call in calls_of(text) if tools and not isinstance(call, str)]
-    if not calls or len(calls) < len(calls_of(text)):
+    found = calls_of(text, tools if isinstance(tools, list) else ())
+    calls = [call for call in found if tools and not isinstance(call, str)]
+    if not calls or len(calls) < len(found):
         return {"role": "assistant", "content": text}
-    functions = [{"name": name, "arguments": json.dumps(value, ensure_ascii=False)} for name, value in calls]
-    listed = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": each} for each in functions]
-    return {"role": "assistant", "content": text[: text.index(BEGIN)].strip() or None, "tool_calls": listed}
+    functions = [{"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)} for each in calls]
+    ids = [each.id or f"call_{secrets.token_hex(8)}" for each in calls]
+    listed = [{"id": id_, "type": "function", "function": each} for id_, each in zip(ids, functions, strict=True)]
+    return {"role": "assistant", "content": before_calls(text) or None, "tool_calls": listed}
 
 
 def reward_of(value: Any) -> float | None:
@@ -134,7 +136,7 @@ class Endpoint(ThreadingHTTPServer):
         if why := reply.get("refused"):
             raise Refused(400, why)
         self.last = reply["text"]
-        message = message_of(reply["text"], bool(tools))
+        message = message_of(reply["text"], tools)
         self._known[reply["number"]] = comparable(given, [*messages, read_message(message)])
         return completion(body, reply, message)
 

@@ -31,8 +31,9 @@ from usp.rlhf.environments.agents import AGENT, AgentEnvironment
 from usp.rlhf.environments.outside import ENVIRONMENT, REWARD_CODE, TEXT, clean, one_line
 from usp.rlhf.environments.ready_rewards import MOST_SCORE, READY_REWARDS, REWARD, SLOW, TEXT_REWARDS, Scored, from_spec
 from usp.rlhf.environments.sandbox import PDEATHSIG, call
+from usp.rlhf.environments.tool_calls import calls_of
 from usp.rlhf.environments.tools import NAME as TOOLS
-from usp.rlhf.environments.tools import Toolbox, ToolEnvironment
+from usp.rlhf.environments.tools import Toolbox, ToolEnvironment, tool_of
 
 Observation = str | list[dict[str, Any]]
 MOST_BYTES = 1 << 24  # of an answer
@@ -213,7 +214,8 @@ class Episodes:
     """How the turns of responses are answered.
 
     Attributes:
-        examples: with a prompt, ids, and an answer each, by prompt_index. decode: returns the text of ids.
+        examples: with a prompt, ids, and an answer each, by prompt_index. decode: returns the text of ids. show: with
+            special tokens.
         observe: returns the ids that the policy reads, of an observation, the ids of the turn before it, and `chat` of
             the example. Raises ValueError for messages without a chat template.
         max_turns: of the policy.
@@ -231,8 +233,14 @@ class Episodes:
     max_turns: int = 8
     max_observation_tokens: int = 1024
     begin: Any = None
+    show: Callable[[Sequence[int]], str] | None = None
     failure: Literal["stop", "zero", "drop"] = "stop"
     failures: list[dict[str, Any]] = field(default_factory=list)
+
+    def written(self, ids: Sequence[int]) -> str:
+        """Return the text of a turn, with special tokens where some families mark calls of tools by these."""
+        text, shown = self.decode(ids), self.show(ids) if self.show else ""
+        return shown if not calls_of(text) and calls_of(shown) else text
 
     def sample(self, index: int) -> dict[str, Any]:
         """Return what `Environment.reset` gets of an example, besides the numbers of the sample and the example."""
@@ -280,7 +288,7 @@ def make(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
         return lambda: Scored(score)
     if name == AGENT:
         return lambda: AgentEnvironment(settings["agent"], score)
-    toolbox = Toolbox(settings["tools"])
+    toolbox = Toolbox([tool_of(spec, load) for spec in settings["tools"]], settings["schemas"])
     return lambda: ToolEnvironment(toolbox, score, settings["chat"], settings["seconds"])
 
 

@@ -138,10 +138,10 @@ class Turns:
         self.waiting.add(number)
         if self._processes is None:
             return
-        record, decode = self.records[number], self._episodes.decode
+        record = self.records[number]
         if self._episodes.begin is None:
             sample = self._sample(number) if len(record.turns) == 1 else None
-            said = decode(record.turns[-1].rollout.tokens)
+            said = self._episodes.written(record.turns[-1].rollout.tokens)
         else:
             sample = None if record.asked else self._sample(number)
             said = json.dumps([each if isinstance(each, dict) else self._reply(each) for each in record.asked])
@@ -150,7 +150,7 @@ class Turns:
     def _reply(self, turn: Turn) -> dict[str, Any]:
         tokens, ends = turn.rollout.tokens, "stop" if turn.rollout.stopped else "length"
         lengths = {"number": turn.path[-1], "read": len(turn.rollout.prompt), "written": len(tokens)}
-        return {"text": self._episodes.decode(tokens), "finish": ends, **lengths}
+        return {"text": self._episodes.written(tokens), "finish": ends, **lengths}
 
     def _told(self, answer: Answer) -> Answer:
         """Return an answer as every rank is told it. Its observation is what ranks are told of each request; None: the

@@ -24,11 +24,10 @@ from usp.rlhf.algorithms.critic_free import (
     ReMax,
     grpo_advantages,
     reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
     remax_advantages,
     rloo_advantages,
 )
-from usp.rlhf.algorithms.objectives import Weighting
+from usp.rlhf.algorithms.objectives import Estimator, Weighting
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO, PPOAdvantages, gae, next_kl
 from usp.rlhf.algorithms.preferences import DPO, pair_weights
@@ -39,6 +38,7 @@ from usp.rlhf.samples import Samples, mini_batch_ids
 
 RESPONSES = (3, 1, 6, 2, 4, 4, 1, 5, 2, 3, 7, 1)  # tokens of each; groups of 4 (and of 2)
 GROUP = Generate(group_size=4, max_new_tokens=7, stop_ids=(0,))
+ESTIMATES = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(-x) - 1 + x}
 PER_TOKEN = ("logprobs", "old_logprobs", "ref_logprobs", "values")
 
 
@@ -96,7 +96,8 @@ def penalised(samples: Samples, options: PolicyOptions, kl: float) -> list[list[
     for old, ref, reward in zip(
         chosen(samples, "old_logprobs"), chosen(samples, "ref_logprobs"), shaped(samples, options), strict=True
     ):
-        row = [-kl * (o - r) for o, r in zip(old, ref, strict=True)]
+        estimate = ESTIMATES[options.kl_estimator if options.kl_in_reward else "k1"]
+        row = [-kl * estimate(o - r) for o, r in zip(old, ref, strict=True)]
         row[-1] += reward
         rows.append(row)
     return rows
@@ -309,8 +310,9 @@ def test_rewards_that_differ_by_rounding_are_equal() -> None:
     assert max(float(x.abs().max()) for x in result["advantages"]) < 2e-3
 
 
-def test_rloo_leaves_one_out() -> None:
-    samples, options = make(), RLOO(generate=GROUP, kl=0.3)
+@pytest.mark.parametrize("estimator", ESTIMATES)
+def test_rloo_leaves_one_out(estimator: Estimator) -> None:
+    samples, options = make(), RLOO(generate=GROUP, kl=0.3, kl_estimator=estimator)
     rewards = [sum(row) for row in penalised(samples, options, 0.3)]
     expected = [
         reward - statistics.fmean(other for j, other in enumerate(group) if j != i)
@@ -322,18 +324,54 @@ def test_rloo_leaves_one_out() -> None:
     check_rows(samples, "weights", alike([1 / 12] * 12), result)
 
 
-def test_reinforce_plus_plus() -> None:
-    samples, options = make(), ReinforcePlusPlus(kl=0.3, gamma=0.9)
+@pytest.mark.parametrize("estimator", ESTIMATES)
+def test_reinforce_plus_plus(estimator: Estimator) -> None:
+    samples, options = make(), ReinforcePlusPlus(kl=0.3, gamma=0.9, kl_estimator=estimator)
     rewards = penalised(samples, options, 0.3)
     returns = [[sum(0.9**k * r for k, r in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
     result = reinforce_plus_plus_advantages(options, samples, alone)
     check_rows(samples, "advantages", standardised(returns), result)
 
 
+@pytest.mark.parametrize("scores", [(), (1.0,) * 12], ids=["", "equal rewards"])
+def test_tokens_whose_log_probability_and_advantage_vary_together(scores: tuple[float, ...]) -> None:
+    """arXiv 2505.22617, equation 10; one response has no tokens."""
+    samples, step = make(scores=scores), GRPO(generate=GROUP, mini_batches=2)
+    samples = samples.updated(Samples(samples.ids, {"mask": [m * (i != 5) for i, m in enumerate(samples["mask"])]}))
+    plain = grpo_advantages(step, samples, alone)
+    logs, gains = (
+        [x for row in chosen(given, key) for x in row]
+        for given, key in ((samples, "old_logprobs"), (plain.updated(samples.only(("mask",))), "advantages"))
+    )
+    pairs = list(zip(logs, gains, strict=True))
+    together = [(x - statistics.fmean(logs)) * (a - statistics.fmean(gains)) for x, a in pairs]
+    found = grpo_advantages(replace(step, covariance="kl", covariance_share=0.2), samples, alone)
+    marked = [x for row in chosen(found.updated(samples.only(("mask",))), "covariant") for x in row]
+    assert sum(marked) == int(0.2 * len(together))
+    if not scores:
+        least = sorted(together)[-int(sum(marked))]
+        assert marked == [float(x >= least) for x in together]
+    torch.testing.assert_close(found["advantages"], plain["advantages"], rtol=0, atol=0)
+
+    clip = replace(step, covariance="clip", covariance_share=0.2, covariance_low=0.02, covariance_high=0.3)
+    cut = [
+        x
+        for row in chosen(grpo_advantages(clip, samples, alone).updated(samples.only(("mask",))), "advantages")
+        for x in row
+    ]
+    gone = [c for c, a, b in zip(together, gains, cut, strict=True) if a != b]
+    assert all(b in (a, 0.0) for a, b in zip(gains, cut, strict=True)) and all(0.02 < c < 0.3 for c in gone)
+    assert len(gone) == min(int(0.2 * len(together)), sum(0.02 < c < 0.3 for c in together))
+    assert gone or scores
+    other = samples.updated(Samples(samples.ids, {"tokens": [tokens + 1 for tokens in samples["tokens"]]}))
+    again = [grpo_advantages(clip, each, alone)["advantages"] for each in (samples, other)]
+    assert scores or any(not torch.equal(a, b) for a, b in zip(*again, strict=True))  # another draw in another step
+
+
 def test_reinforce_plus_plus_with_the_group_as_baseline() -> None:
     samples, options = make(), ReinforcePlusPlusBaseline(generate=GROUP)
     distances = [r - statistics.fmean(g) for g in groups(shaped(samples, options), 4) for r in g]
-    result = reinforce_plus_plus_baseline_advantages(options, samples, alone)
+    result = grpo_advantages(options, samples, alone)
     check_rows(samples, "advantages", standardised(alike(distances)), result)
     check_rows(samples, "weights", alike([1 / sum(RESPONSES)] * 12), result)
 
@@ -399,7 +437,11 @@ def test_pairs_of_a_mini_batch_have_equal_weights() -> None:
 FUNCTIONS: dict[str, Callable[[], Function]] = {
     "ppo": lambda: PPOAdvantages(PPO(kl_target=0.5, mini_batches=5)),
     "grpo": lambda: partial(grpo_advantages, GRPO(generate=GROUP, drop_equal_groups=True, mini_batches=5)),
-    "rloo": lambda: partial(rloo_advantages, RLOO(generate=GROUP, mini_batches=5)),
+    "clip_cov": lambda: partial(
+        grpo_advantages, GRPO(generate=GROUP, covariance="clip", covariance_share=0.2, covariance_low=0.02)
+    ),
+    "kl_cov": lambda: partial(grpo_advantages, GRPO(generate=GROUP, covariance="kl", mini_batches=5)),
+    "rloo": lambda: partial(rloo_advantages, RLOO(generate=GROUP, mini_batches=5, kl_estimator="k3")),
     "reinforce++": lambda: partial(reinforce_plus_plus_advantages, ReinforcePlusPlus(mini_batches=5)),
     "remax": lambda: partial(remax_advantages, ReMax(mini_batches=5)),
     "pairs": lambda: partial(pair_weights, DPO(mini_batches=4)),

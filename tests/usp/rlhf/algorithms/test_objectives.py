@@ -19,24 +19,28 @@ from usp.rlhf.algorithms.objectives import (
     ClippedWeights,
     NextToken,
     RolloutIS,
+    SoftPolicy,
     kl_estimate,
 )
-from usp.rlhf.algorithms.preferences import DPO, DirectPreference, PreferredScore, pair_weights
+from usp.rlhf.algorithms.preferences import DPO, DirectPreference, PairLoss, PreferredScore, pair_weights
 from usp.rlhf.graph import Objective
 from usp.rlhf.samples import Samples
 
 IMPORTANCE: tuple[RolloutIS, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-LENGTHS = (5, 2, 7, 4, 3, 6)  # prompts of 1 token at least: the second sample has one response token
+REJECTION: tuple[RolloutIS, ...] = ("token_reject", "sequence_reject", "geometric_reject")
+PAIR_LOSSES: tuple[PairLoss, ...] = ("ipo", "hinge", "simpo", "orpo")
+LENGTHS = (5, 2, 7, 4, 3, 6, 2, 4)  # prompts of 1 token at least: the second sample has one response token
+EMPTY = 6  # a sample without response tokens
 Oracle = Callable[[Samples, list[float], list[float]], dict[str, float]]
 
 
 def make(seed: int = 0) -> Samples:
-    """Return six float64 samples with one to three prompt tokens."""
+    """Return eight float64 samples with one to three prompt tokens."""
     draw = torch.Generator().manual_seed(seed)
     masks = []
     for number, length in enumerate(LENGTHS):
         mask = torch.zeros(length, dtype=torch.float64)
-        mask[min(number % 3, length - 2) : length - 1] = 1
+        mask[min(number % 3, length - 2) : length - 1] = number != EMPTY
         masks.append(mask)
     tokens = sum(float(mask.sum()) for mask in masks)
 
@@ -54,6 +58,7 @@ def make(seed: int = 0) -> Samples:
         "ref_logprobs": numbers(0.3),
         "values": numbers(0.3),
         "returns": numbers(),
+        "covariant": [(torch.arange(n) % 2).double() for n in LENGTHS],
     }
     values["weights"][4] = torch.zeros(3, dtype=torch.float64)  # counts in metrics, not in the loss
     return Samples(tuple(range(len(LENGTHS))), values)
@@ -63,7 +68,7 @@ def make_pairs() -> Samples:
     samples = make()
     weights = pair_weights(DPO(mini_batches=1), samples, alone)
     return samples.updated(
-        Samples(samples.ids, {"weights": [(weight != 0).double() / 3 for weight in weights["weights"]]})
+        Samples(samples.ids, {"weights": [(weight != 0).double() / 4 for weight in weights["weights"]]})
     )
 
 
@@ -93,12 +98,15 @@ def clipped_policy(
     bound: float = 20.0,
     rollout_is: str = "",
     cap: float = math.inf,
+    least: float = 0.0,
+    covariance_kl: float = 0.0,
 ) -> Oracle:
     def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
-        corrections = importance(samples, rollout_is, cap) if rollout_is else {}
+        corrections = importance(samples, rollout_is, cap, least) if rollout_is else {}
         fractions = ("clip_fraction", "dual_clip_fraction", "clamp_fraction")
         names = ("importance_ratio", *fractions, "approx_kl", "entropy", "policy_loss", "loss")
         totals = dict.fromkeys((*names, *(("ref_kl",) if kl else ())), 0.0)
+        totals |= {"covariant_fraction": 0.0} if covariance_kl else {}
         for i, t, new, e in tokens_of(samples, output, entropy):
             if not samples["mask"][i][t]:
                 continue
@@ -114,8 +122,13 @@ def clipped_policy(
             log_r = ref - new
             if estimator == "k3":
                 log_r = min(max(log_r, -bound), bound)
-            divergence = {"k1": -log_r, "k2": log_r**2 / 2, "k3": math.exp(log_r) - 1 - log_r}[estimator]
+            k3 = math.exp(log_r) - 1 - log_r
+            divergence = {"k1": -log_r, "k2": log_r**2 / 2, "k3": k3, "k3_unbiased": ratio * k3}[estimator]
             surrogate *= corrections.get((i, t), 1.0)
+            if covariance_kl:
+                near = float(samples["covariant"][i][t])
+                totals["covariant_fraction"] += mean * near
+                totals["loss"] += w * covariance_kl * near * abs(new - old) * corrections.get((i, t), 1.0)
             totals["policy_loss"] -= w * surrogate
             totals["loss"] += w * (-surrogate + kl * divergence - bonus * e)
             totals["importance_ratio"] += mean * ratio
@@ -126,36 +139,39 @@ def clipped_policy(
             totals["entropy"] += mean * e
             if kl:
                 totals["ref_kl"] += mean * divergence
-        return totals | (importance_metrics(samples, rollout_is, cap) if rollout_is else {})
+        return totals | (importance_metrics(samples, rollout_is, cap, least) if rollout_is else {})
 
     return oracle
 
 
-def importance(samples: Samples, mode: str, cap: float) -> dict[tuple[int, int], float]:
-    """Truncated importance sampling: what multiplies each response token; cap inf: not truncated."""
+def importance(samples: Samples, mode: str, cap: float, least: float = 0.0) -> dict[tuple[int, int], float]:
+    """Truncated importance sampling: what multiplies each response token; cap inf, least 0: not truncated."""
     found = {}
+    level, _, kind = mode.partition("_")
     for i, mask in enumerate(samples["mask"]):
         places = [t for t in range(len(mask)) if mask[t]]
         of_token = [math.exp(samples["old_logprobs"][i][t]) / math.exp(samples["logprobs"][i][t]) for t in places]
         for t, own in zip(places, of_token, strict=True):
-            ratio = own if mode.startswith("token") else math.prod(of_token)
-            found[i, t] = ratio if ratio <= cap else cap if mode.endswith("truncate") else 0.0
+            ratio = own if level == "token" else math.prod(of_token) ** (1 / len(places) if level == "geometric" else 1)
+            bound = min(max(ratio, least), cap)
+            rejected = 0.0 if bound != ratio else 1.0 if (kind, cap) != ("reject", math.inf) else ratio
+            found[i, t] = {"truncate": bound, "mask": ratio * (bound == ratio), "reject": rejected}[kind]
     return found
 
 
-def importance_metrics(samples: Samples, mode: str, cap: float) -> dict[str, float]:
-    used, free = (list(importance(samples, mode, bound).values()) for bound in (cap, math.inf))
+def importance_metrics(samples: Samples, mode: str, cap: float, least: float) -> dict[str, float]:
+    used, free = (list(importance(samples, mode, *bounds).values()) for bounds in ((cap, least), (math.inf, 0.0)))
     share = "rollout_is_truncated_fraction" if mode.endswith("truncate") else "rollout_is_masked_fraction"
     return {
         "rollout_is_mean": sum(used) / len(used),
         "rollout_is_square": sum(x * x for x in used) / len(used),
         "rollout_is_max": max(free),
-        share: sum(x > cap for x in free) / len(free),
+        share: sum(not least <= x <= cap for x in free) / len(free),
     }
 
 
-def gspo(low: float, high: float) -> Oracle:
-    """Equations 5 and 7 of arXiv 2507.18071, response by response."""
+def gspo(low: float, high: float, geometric: bool = False) -> Oracle:
+    """Equations 5 and 7 of arXiv 2507.18071, response by response. geometric: equation 4 of arXiv 2507.20673."""
 
     def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
         by_token = clipped_policy(low, high, dual=math.inf)(samples, output, entropy)
@@ -169,16 +185,58 @@ def gspo(low: float, high: float) -> Oracle:
                 rows.setdefault(i, []).append((new - old, a, w))
         tokens = sum(len(row) for row in rows.values())
         for row in rows.values():
-            ratio = math.prod(math.exp(x) for x, _, _ in row) ** (1 / len(row))
-            clipped = min(max(ratio, 1 - low), 1 + high)
             weight = sum(w for _, _, w in row)
             a = sum(w * a for _, a, w in row) / weight if weight else 0.0
+            free = [math.exp(x) for x, _, _ in row]
+            sign = -1 if a < 0 else 1
+            bound = [min(sign * x, sign * min(max(x, 1 - low), 1 + high)) * sign for x in free]
+            ratio = math.prod(bound if geometric else free) ** (1 / len(row))
+            clipped = min(max(ratio, 1 - low), 1 + high)
             totals["policy_loss"] -= weight * min(ratio * a, clipped * a)
             totals["importance_ratio"] += len(row) / tokens * ratio
-            totals["clip_fraction"] += len(row) / tokens * (clipped * a < ratio * a)
+            changed = sum(x != y for x, y in zip(bound, free, strict=True))
+            totals["clip_fraction"] += (changed if geometric else len(row) * (clipped * a < ratio * a)) / tokens
         return {**totals, "loss": totals["policy_loss"]}
 
     return oracle
+
+
+def gspo_token(
+    samples: Samples, output: list[float], entropy: list[float], at: Sequence[float] = ()
+) -> dict[str, float]:
+    """Equations 13 and 14 of arXiv 2507.18071; `at`: the log-probabilities that have no gradient."""
+    by_token = clipped_policy(dual=math.inf)(samples, output, entropy)
+    totals = {name: by_token[name] for name in ("approx_kl", "entropy", "clamp_fraction")}
+    totals |= dict.fromkeys(("importance_ratio", "clip_fraction", "dual_clip_fraction", "policy_loss"), 0.0)
+    logs: dict[int, list[float]] = {}
+    fixed = at or output
+    row = [(*each, f) for each, f in zip(tokens_of(samples, output, entropy), fixed, strict=True)]
+    for i, t, _, _, f in row:
+        if samples["mask"][i][t]:
+            logs.setdefault(i, []).append(f - float(samples["old_logprobs"][i][t]))
+    for i, t, new, _, f in row:
+        if samples["mask"][i][t]:
+            a, w, mean = (float(samples[key][i][t]) for key in ("advantages", "weights", "token_weights"))
+            ratio = math.exp(sum(logs[i]) / len(logs[i])) * math.exp(new) / math.exp(f)
+            clipped = min(max(ratio, 0.95), 1.1)
+            totals["policy_loss"] -= w * min(ratio * a, clipped * a)
+            totals["importance_ratio"] += mean * ratio
+            totals["clip_fraction"] += mean * (clipped * a < ratio * a)
+    return {**totals, "loss": totals["policy_loss"]}
+
+
+def sapo(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
+    """Equations 5 and 6 of arXiv 2511.20347."""
+    by_token = clipped_policy(dual=math.inf)(samples, output, entropy)
+    totals = {name: by_token[name] for name in ("approx_kl", "entropy", "clamp_fraction", "importance_ratio")}
+    totals["policy_loss"] = 0.0
+    for i, t, new, _ in tokens_of(samples, output, entropy):
+        if samples["mask"][i][t]:
+            old, a, w = (float(samples[key][i][t]) for key in ("old_logprobs", "advantages", "weights"))
+            tau = 1.5 if a > 0 else 2.5
+            gate = 4 / tau / (1 + math.exp(-tau * (math.exp(new - old) - 1)))
+            totals["policy_loss"] -= w * gate * a
+    return {**totals, "loss": totals["policy_loss"]}
 
 
 def cispo(samples: Samples, output: list[float], entropy: list[float], at: Sequence[float] = ()) -> dict[str, float]:
@@ -237,6 +295,35 @@ def direct_preference(beta: float, smoothing: float) -> Oracle:
     return oracle
 
 
+def pair_loss(loss: str, beta: float, gamma: float = 0.0) -> Oracle:
+    """IPO (arXiv 2310.12036, equation 17), the hinge of SLiC (2309.06657, equation 10), SimPO (2405.14734, equation 6)
+    and ORPO (2403.07691, equations 6 and 7), pair by pair."""
+
+    def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
+        logs: list[list[tuple[float, float]]] = [[] for _ in LENGTHS]
+        for i, t, o, _ in tokens_of(samples, output, entropy):
+            if samples["mask"][i][t]:
+                logs[i].append((o, float(samples["ref_logprobs"][i][t])))
+        means = [sum(o for o, _ in each) / len(each) if each else 0.0 for each in logs]
+        sums = means if loss in ("simpo", "orpo") else [sum(o - r for o, r in each) for each in logs]
+        found = of_pairs([beta * x for x in sums[::2]], [beta * x for x in sums[1::2]], 0.0, "reward")
+        odds = [math.exp(min(x, -1e-6)) / (1 - math.exp(min(x, -1e-6))) for x in means]
+        losses = []
+        for c in range(0, len(LENGTHS), 2):
+            h = sums[c] - sums[c + 1]
+            if loss == "ipo":
+                losses.append((h - 1 / (2 * beta)) ** 2)
+            elif loss == "hinge":
+                losses.append(max(0.0, 1 - beta * h))
+            elif loss == "simpo":
+                losses.append(math.log(1 + math.exp(gamma - beta * h)))
+            else:
+                losses.append(-means[c] + beta * math.log(1 + odds[c + 1] / odds[c]))
+        return {**found, "loss": sum(losses) / len(losses)}
+
+    return oracle
+
+
 CASES: dict[str, tuple[Objective, Callable[[], Samples], Oracle]] = {
     "next_token": (NextToken(), make, next_token),
     "ppo": (ClippedPolicy(), make, clipped_policy()),
@@ -257,13 +344,43 @@ CASES: dict[str, tuple[Objective, Callable[[], Samples], Oracle]] = {
         )
         for mode in IMPORTANCE
     },
+    "k3_unbiased": (
+        ClippedPolicy(kl=0.7, kl_estimator="k3_unbiased"),
+        make,
+        clipped_policy(kl=0.7, estimator="k3_unbiased"),
+    ),
+    **{
+        mode: (
+            ClippedPolicy(rollout_is=mode, rollout_is_threshold=1.1, rollout_is_lower=0.8),
+            make,
+            clipped_policy(rollout_is=mode, cap=1.1, least=0.8),
+        )
+        for mode in REJECTION
+    },
+    "icepop": (
+        ClippedPolicy(rollout_is="token_mask", rollout_is_threshold=1.2, rollout_is_lower=0.9),
+        make,
+        clipped_policy(rollout_is="token_mask", cap=1.2, least=0.9),
+    ),
+    "kl_cov": (
+        ClippedPolicy(1.0, math.inf, dual_clip=math.inf, covariance_kl=0.6),
+        make,
+        clipped_policy(1.0, math.inf, dual=math.inf, covariance_kl=0.6),
+    ),
     "gspo": (ClippedSequences(0.05, 0.1, dual_clip=math.inf), make, gspo(0.05, 0.1)),
+    "gspo_token": (ClippedSequences(0.05, 0.1, dual_clip=math.inf, ratio="sequence_token"), make, gspo_token),
+    "gmpo": (ClippedSequences(0.05, 0.1, dual_clip=math.inf, ratio="geometric"), make, gspo(0.05, 0.1, True)),
+    "sapo": (SoftPolicy(tau_positive=1.5, tau_negative=2.5), make, sapo),
     "cispo": (ClippedWeights(1.0, 0.3), make, cispo),
     "entropy": (ClippedPolicy(entropy_bonus=0.3), make, clipped_policy(bonus=0.3)),
     "value": (ClippedValue(0.2), make, clipped_value),
     "reward_model": (PreferredScore(), make_pairs, preferred_score),
     "dpo": (DirectPreference(0.5), make_pairs, direct_preference(0.5, 0.0)),
     "cdpo": (DirectPreference(0.5, 0.2), make_pairs, direct_preference(0.5, 0.2)),
+    **{
+        loss: (DirectPreference(0.7, loss=loss, gamma=0.3 * (loss == "simpo")), make_pairs, pair_loss(loss, 0.7, 0.3))
+        for loss in PAIR_LOSSES
+    },
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 Case = tuple[Objective, Callable[[], Samples], Oracle]
@@ -287,8 +404,8 @@ def test_gradients_are_finite_differences_of_the_oracle(case: Case) -> None:
     output, entropy = (x.requires_grad_() for x in said())
     loss, _ = minimise(objective, samples(), output, entropy)
     loss.backward()
-    if isinstance(objective, ClippedWeights):
-        oracle = partial(cispo, at=output.tolist())
+    if oracle in (cispo, gspo_token):
+        oracle = partial(oracle, at=output.tolist())  # type: ignore[call-arg]
     step = 1e-6
     for x in (output, entropy):
         gradient = torch.zeros_like(x) if x.grad is None else x.grad
@@ -366,7 +483,7 @@ def test_micro_batches_of_whole_pairs_add_up() -> None:
         cut = sum(LENGTHS[:2])
         parts = (
             minimise(objective, samples.of((0, 1)), output[:cut], entropy[:cut], degree=2),
-            minimise(objective, samples.of((2, 3, 4, 5)), output[cut:], entropy[cut:], degree=3),
+            minimise(objective, samples.of((2, 3, 4, 5, 6, 7)), output[cut:], entropy[cut:], degree=3),
         )
         torch.testing.assert_close(parts[0][0] + parts[1][0], loss, rtol=1e-12, atol=1e-12)
         assert {name: parts[0][1][name] + parts[1][1][name] for name in metrics} == pytest.approx(metrics, abs=1e-12)

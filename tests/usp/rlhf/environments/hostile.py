@@ -39,9 +39,20 @@ PIECES = (
     "é",
     "(",
     "**",
-    '{"name": "calculator", "arguments": ',
+    '{"name": "calculate", "arguments": ',
     '{"name": "search", "arguments": {"query": "',
     "1+1",
+    "[TOOL_CALLS]",
+    "f[ARGS]",
+    "<｜tool▁call▁begin｜>",
+    "f<｜tool▁sep｜>",
+    "<|python_tag|>",
+    " to=functions.f",
+    "<|message|>",
+    "<function=f>",
+    "<parameter=x>",
+    "<arg_key>x</arg_key>",
+    "<arg_value>",
 )
 LENGTHS = (1, 1, 1, 2, 3, 30, 1200, 70_000)
 
@@ -83,7 +94,7 @@ def turn(draw: random.Random) -> str:
     begin, end = draw.choice((("<tool_call>", "</tool_call>"), ("<tool_call>" + " " * 70_000, ""), ("<tool_call>", "")))
     if kind < 0.6:
         return (f"{text(draw, 100)}{begin}{text(draw)}{end}" * draw.choice((1, 1, 20)))[:MOST]
-    name = draw.choice(["calculator", "search", "nothing", text(draw, 2000)])
+    name = draw.choice(["calculate", "search", "nothing", text(draw, 2000)])
     arguments = draw.choice([{"expression": text(draw, 1200)}, {"query": text(draw)}, value(draw), {"expression": "7"}])
     called = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=draw.random() < 0.7)
     cut = draw.randint(0, len(called)) if draw.random() < 0.3 else len(called)

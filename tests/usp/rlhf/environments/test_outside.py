@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from examples.tools import calculate, search
 from tests.usp.rlhf.environments import hostile
 from tests.usp.rlhf.environments.test_episodes import answer
 from tests.usp.rlhf.environments.test_tools import call
 from usp.data.tokenizer import ByteTokenizer
+from usp.hf.tokenizers import function_schema
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.environments.episodes import Answer, Episodes, Processes, checked, score_of_failure
 from usp.rlhf.environments.outside import LONGEST, TEXT, Unscored, clean, cleaned, read_json
-from usp.rlhf.environments.tools import MOST_CALLS, Toolbox, ToolEnvironment, calls_of
+from usp.rlhf.environments.tool_calls import FORMATS, Call, calls_of
+from usp.rlhf.environments.tools import MOST_CALLS, Toolbox, ToolEnvironment
 from usp.rlhf.records import turns_of
 
 FILE = Path(__file__).with_name("answers.py")
@@ -36,8 +39,11 @@ def test_a_clean_text_is_bounded_and_can_be_encoded() -> None:
             cleaned(value)
 
 
+TOOLBOX = Toolbox([calculate, search], [function_schema(each, "") for each in (calculate, search)])
+
+
 def tools(reward: Any = lambda *texts: 0.5, **options: Any) -> ToolEnvironment:
-    made = ToolEnvironment(Toolbox(["calculator", f"search={Path(__file__).parent}"]), reward, True, **options)
+    made = ToolEnvironment(TOOLBOX, reward, True, **options)
     made.reset({"prompt": "", "answer": ""})
     return made
 
@@ -67,7 +73,7 @@ def test_no_turn_of_a_policy_fails_its_environment(chat: bool, episodes: Episode
         read(sent.observation or "", episodes)
         (record,) = turns_of([0], [1], [0.0], lambda ids, turn=turn: turn)
         json.dumps(record["calls"], ensure_ascii=False).encode()
-        assert (sent.observation is None) == ("<tool_call>" not in turn)
+        assert (sent.observation is None) == (not calls_of(turn))
         slowest = max(slowest, time.process_time() - begin)
     print(f"slowest turn: {slowest:.2f} CPU seconds")
 
@@ -93,14 +99,16 @@ def test_no_answer_of_a_tool_fails_its_environment(episodes: Episodes, exhaustiv
 
 
 def test_the_calls_of_a_turn_are_bounded_in_number_and_seconds() -> None:
-    turn = call("calculator", expression="1 + 1") * 100
+    turn = call("calculate", expression="1 + 1") * 100
     answers, *_ = tools().step(turn)
     assert answers and len(answers) == MOST_CALLS and "the other 84 calls" in answers[-1]["content"]  # type: ignore[index]
     late, *_ = tools(seconds=0.0).step(turn)
     assert late and {each["content"] for each in late[:-1]} == {"Error: no time is left for it in this turn"}  # type: ignore[index,union-attr]
-    assert len(calls_of("<tool_call>" + " " * 10**6)) == 1 and len(calls_of("<tool_call>" * 10**5)) == 1
+    for marker in (*FORMATS, "<tool_call><function=f>", '{"name":"f","parameters":', " to=functions.f" + " " * 90):
+        for again in ("", "x", "<parameter=x>", "<arg_key>x</arg_key><arg_value>", "{}", '"', marker):
+            assert len(calls_of(marker + again * 10**4)) <= 10**4 + 1  # in linear time
     (code,) = calls_of('<tool_call>{"name": "python", "arguments": {"code": "<tool_call>"}}</tool_call>')
-    assert code == ("python", {"code": "<tool_call>"})
+    assert code == Call("python", {"code": "<tool_call>"})
 
 
 def test_a_page_of_any_length_is_cut_before_it_is_sent_and_read(episodes: Episodes) -> None:
@@ -145,7 +153,7 @@ def test_what_a_response_says_scores_0_and_stops_nothing(tmp_path: Path) -> None
 def test_the_environment_or_the_reward_is_to_blame(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def broken(prompt, response, answer):\n    raise KeyError('\\ud83d')\n")
-    settings = {"tools": ["calculator"], "reward": f"{reward}:broken", "chat": False}
+    settings = {"tools": [], "schemas": [], "reward": f"{reward}:broken", "chat": False}
     for processes, turn, blame in (
         (Processes("tools", 600.0, settings), "no call", "reward"),
         (Processes(f"{FILE}:Faults", 600.0), "a turn", "environment"),

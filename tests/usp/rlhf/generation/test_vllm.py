@@ -122,9 +122,13 @@ import os
 from usp.rlhf.environments.tools import Toolbox, ToolEnvironment
 
 
+SCHEMA = {"name": "calculator", "parameters": {"properties": {"expression": {"type": "string"}}}}
+
+
 class Lengths(ToolEnvironment):
     def __init__(self):
-        super().__init__(Toolbox(["calculator"]), None, chat=False)
+        toolbox = Toolbox([lambda expression: str(eval(expression))], [{"function": SCHEMA}])
+        super().__init__(toolbox, None, chat=False)
         self.turns = 0
 
     def step(self, turn):
