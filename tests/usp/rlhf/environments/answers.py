@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from usp.rlhf.environments.outside import Unscored
-from usp.rlhf.environments.tools import calculate
 
 
 class Echo:
@@ -23,11 +22,11 @@ class Echo:
 
 
 class Counts(Echo):
-    """Answer a turn with what a calculator makes of its length, in five turns."""
+    """Answer a turn with a number of its length, in five turns."""
 
     def step(self, turn: str) -> tuple[str, float, bool]:
         self.turns += 1
-        found = str(calculate(f"{len(turn)} ** 3 + {self.turns} * 7"))
+        found = str(len(turn) ** 3 + self.turns * 7)
         return found, len(turn) / 8 - self.turns, self.turns == 5
 
 

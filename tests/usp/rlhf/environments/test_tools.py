@@ -90,7 +90,7 @@ def test_tools_that_cannot_work_are_refused() -> None:
         tool_of('python={"folder": "x"}', str)
     with pytest.raises(ValueError, match="python=maybe must be python, or python=unprotected"):
         tool_of("python=maybe", str).check()  # type: ignore[attr-defined]
-    for function, why in ((lambda x: x, "no docstring"), (print, "missing a type hint"), (1, "needs types")):
+    for function, why in ((lambda x: x, "no docstring"), (print, "missing a type hint"), (1, "is not a module")):
         with pytest.raises(ValueError, match=f"my.py:f needs types, and a docstring.*{why}"):
             function_schema(function, "my.py:f")  # type: ignore[arg-type]
 
