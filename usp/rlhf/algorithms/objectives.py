@@ -67,7 +67,8 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator, max_log_ratio: float = 
 
     k1 = log(p / ref): unbiased, of any sign. k2 = k1^2 / 2: biased, with the gradient of the KL. k3 = ref / p - 1 -
     log(ref / p): unbiased, never negative (Schulman, "Approximating KL Divergence", 2020); its log-ratio is clamped to
-    +-max_log_ratio. k3_unbiased is k3, which a loss multiplies by the importance ratio.
+    +-max_log_ratio. k3_unbiased is k3, which a loss multiplies by the importance ratio, so that for tokens of the old
+    policy expectation and gradient are those of the KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
     if estimator == "k1":
         return log_ratio
@@ -115,9 +116,6 @@ class ClippedPolicy(Objective):
     surrogate = max(-A ratio, -A clip(ratio)), and at most -A dual_clip where A < 0; ratio = exp(logprobs -
     old_logprobs) (PPO: arXiv 1707.06347, equation 7; asymmetric bounds: DAPO, arXiv 2503.14476, equation 10; dual clip:
     arXiv 1912.09729, equation 5; KL in the loss: GRPO, arXiv 2402.03300, equations 3 and 4).
-
-    With "k3_unbiased" the KL is ratio * k3, whose expectation and gradient are those of the KL for tokens of the old
-    policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 
     rollout_is = exp(old_logprobs - those at sampling), without a gradient: truncated importance sampling. Of a token,
     or the product over a response, or its geometric mean, for all of its tokens. Outside of the bounds it is the bound
@@ -265,8 +263,8 @@ class ClippedSequences(ClippedPolicy):
         # Weights are not negative, so clipping commutes with them.
         log_BS, advantages_N = tokens.log_ratios_BS, sequences.sums(tokens.weights_BS * tokens.advantages_BS)
         if self.ratio == "geometric":
-            low = math.log1p(-self.eps_low) if self.eps_low < 1 else -math.inf
-            worse_BS, bound_BS = sequences.spread(advantages_N) < 0, log_BS.clamp(low, math.log1p(self.eps_high))
+            bound_BS = log_BS.clamp(math.log(max(1 - self.eps_low, 1e-99)), math.log1p(self.eps_high))
+            worse_BS = sequences.spread(advantages_N) < 0
             log_BS = torch.where(worse_BS, torch.maximum(log_BS, bound_BS), torch.minimum(log_BS, bound_BS))
         mean_N = sequences.sums(log_BS) / tokens.lengths(sequences)
         if self.ratio == "sequence_token":
