@@ -261,9 +261,6 @@ class ToolEnvironment:
         if self._chat:
             named = [(call.name, call.id) if isinstance(call, Call) else ("", "") for call in calls[:MOST_CALLS]]
             about = [{"name": name, "tool_call_id": id_ or f"call{at:05}"} for at, (name, id_) in enumerate(named)]
-            return (
-                [{"role": "tool", **each, "content": text} for each, text in zip(about, answers, strict=True)],
-                0.0,
-                False,
-            )
+            told = [{"role": "tool", **each, "content": text} for each, text in zip(about, answers, strict=True)]
+            return told, 0.0, False
         return "".join(f"\n<tool_response>\n{answer}\n</tool_response>\n" for answer in answers), 0.0, False
