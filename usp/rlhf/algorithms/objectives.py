@@ -264,8 +264,7 @@ class ClippedSequences(ClippedPolicy):
         log_BS, advantages_N = tokens.log_ratios_BS, sequences.sums(tokens.weights_BS * tokens.advantages_BS)
         if self.ratio == "geometric":
             bound_BS = log_BS.clamp(math.log(max(1 - self.eps_low, 1e-99)), math.log1p(self.eps_high))
-            worse_BS = sequences.spread(advantages_N) < 0
-            log_BS = torch.where(worse_BS, torch.maximum(log_BS, bound_BS), torch.minimum(log_BS, bound_BS))
+            log_BS = torch.where(sequences.spread(advantages_N) < 0, log_BS.maximum(bound_BS), log_BS.minimum(bound_BS))
         mean_N = sequences.sums(log_BS) / tokens.lengths(sequences)
         if self.ratio == "sequence_token":
             alike_BS = sequences.spread(mean_N).detach() + log_BS - log_BS.detach()
