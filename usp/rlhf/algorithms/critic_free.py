@@ -137,7 +137,7 @@ def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
 
 def covariant(options: GRPO, batch: Batch, advantages_NR: Tensor, reduce: Reduce) -> Tensor:
     """Return the tokens whose log-probability and advantage vary together, (N, R) bool, among all tokens of the step,
-    by (log p - its mean) * (A - its mean) of the old policy p (arXiv 2505.22617, equation 10).
+    by (log p - its mean) * (A - its mean) of the old policy p (arXiv 2505.22617, section 4).
 
     kl: the largest. clip: random ones between the bounds, which depend on the step's tokens only.
     """

@@ -119,7 +119,7 @@ class ClippedPolicy(Objective):
 
     rollout_is = exp(old_logprobs - those at sampling), without a gradient: truncated importance sampling. Of a token,
     or the product over a response, or its geometric mean, for all of its tokens. Outside of the bounds it is the bound
-    (truncate) or 0 (mask: with two bounds, IcePop, arXiv 2510.18855, section 3; reject, which is 1 inside of them).
+    (truncate) or 0 (mask: with two bounds, IcePop, arXiv 2510.18855; reject, which is 1 inside of them).
 
     Metrics, each a mean by `token_weights`: policy_loss (by `weights`, without the other terms), importance_ratio,
     clip_fraction (where the clipped term is the larger), dual_clip_fraction, clamp_fraction (log-ratios that
@@ -139,7 +139,7 @@ class ClippedPolicy(Objective):
         rollout_is: none, or the level of the ratio and what is done outside of [rollout_is_lower,
             rollout_is_threshold]; 0 and inf disable the bounds.
         covariance_kl: weight of |logprobs - old_logprobs| of tokens where "covariant" is 1 (KL-Cov, arXiv 2505.22617,
-            section 4.3); 0: there is no such key.
+            section 4); 0: there is no such key.
     """
 
     eps_low: float = 0.2
@@ -254,7 +254,7 @@ class ClippedSequences(ClippedPolicy):
 
     ratio: sequence, as above. sequence_token: of that value for each token, with its own gradient and A (GSPO-token,
     equations 13 and 14). geometric: the mean of tokens' ratios that are clipped each, where that makes the loss larger
-    (GMPO, arXiv 2507.20673, equation 4).
+    (GMPO, arXiv 2507.20673).
     """
 
     ratio: Literal["sequence", "sequence_token", "geometric"] = "sequence"
@@ -280,7 +280,7 @@ class ClippedSequences(ClippedPolicy):
 @dataclass(frozen=True)
 class SoftPolicy(ClippedPolicy):
     """`ClippedPolicy` with the surrogate -A 4 / tau sigmoid(tau (ratio - 1)) instead of bounds; tau is `tau_positive`
-    where A > 0, else `tau_negative` (SAPO, arXiv 2511.20347, equations 5 and 6)."""
+    where A > 0, else `tau_negative` (SAPO, arXiv 2511.20347)."""
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05
