@@ -23,18 +23,15 @@ def above(bound: float, why: str) -> Rule:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every algorithm. mini_batches, epochs: a step has mini_batches * epochs optimizer steps.
+    """Options of every algorithm. mini_batches, epochs: a step has mini_batches * epochs optimizer steps."""
 
-    never: the options that have no effect on this algorithm, and why.
-    """
-
-    never: ClassVar[Mapping[str, str]] = {}
+    never: ClassVar[Mapping[str, str]] = {}  # options that have no effect, and where
     mini_batches: AtLeast1 = 1
     epochs: AtLeast1 = 1
 
     @property
     def unused(self) -> dict[str, str]:
-        """Return the options that have no effect beside the others, and why."""
+        """Return the options that have no effect beside the others, and where."""
         return {**self.never}
 
     def violations(self) -> Iterator[str]:

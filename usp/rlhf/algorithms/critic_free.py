@@ -70,14 +70,12 @@ class GRPO(PolicyOptions):
 
     @property
     def unused(self) -> dict[str, str]:
-        clips = dict.fromkeys(("covariance_low", "covariance_high"), ("clip",))
-        needs = {"covariance_share": ("clip", "kl"), "covariance_kl": ("kl",), **clips}
-        absent = {name: " or ".join(kinds) for name, kinds in needs.items() if self.covariance not in kinds}
+        of = {"share": "clip or kl", "kl": "kl", "low": "clip", "high": "clip"}
+        absent = {f"covariance_{name}": kinds for name, kinds in of.items() if self.covariance not in kinds.split()}
         return super().unused | {name: f"without covariance={kinds}" for name, kinds in absent.items()}
 
     def objective(self) -> ClippedPolicy:
-        weight = self.covariance_kl if self.covariance == "kl" else 0.0
-        return replace(super().objective(), kl=self.kl, covariance_kl=weight)
+        return replace(super().objective(), kl=self.kl, covariance_kl=self.covariance_kl * (self.covariance == "kl"))
 
     def shape(self) -> RewardShape:
         buffer, penalty, longest = self.overlong_buffer, self.overlong_penalty, self.generate.max_new_tokens
@@ -139,7 +137,7 @@ def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
 
 def covariant(options: GRPO, batch: Batch, advantages_NR: Tensor, reduce: Reduce) -> Tensor:
     """Return the tokens whose log-probability and advantage vary together, (N, R) bool, among all tokens of the step,
-    by (log p - its mean) * (A - its mean) of the old policy p (arXiv 2505.22617, equation 10).
+    by (log p - its mean) * (A - its mean) of the old policy p (arXiv 2505.22617, section 4).
 
     kl: the largest. clip: random ones between the bounds, which depend on the step's tokens only.
     """
@@ -157,8 +155,7 @@ def covariant(options: GRPO, batch: Batch, advantages_NR: Tensor, reduce: Reduce
         seed = int(reduce(torch.tensor(sum(int(tokens.sum()) for tokens in batch.samples["tokens"]))))
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
         chosen = order[((whole > options.covariance_low) & (whole < options.covariance_high))[order]][:number]
-    found = torch.zeros(len(whole), dtype=torch.bool).index_fill(0, chosen, True)
-    return inside_NR.masked_scatter(inside_NR, found[places])
+    return inside_NR.masked_scatter(inside_NR, torch.isin(places, chosen))
 
 
 def _first_groups(options: GRPO, samples: Samples, differs_P: Tensor, reduce: Reduce) -> Tensor:

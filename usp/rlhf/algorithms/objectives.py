@@ -67,7 +67,8 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator, max_log_ratio: float = 
 
     k1 = log(p / ref): unbiased, of any sign. k2 = k1^2 / 2: biased, with the gradient of the KL. k3 = ref / p - 1 -
     log(ref / p): unbiased, never negative (Schulman, "Approximating KL Divergence", 2020); its log-ratio is clamped to
-    +-max_log_ratio. k3_unbiased is k3, which a loss multiplies by the importance ratio.
+    +-max_log_ratio. k3_unbiased is k3, which a loss multiplies by the importance ratio, so that for tokens of the old
+    policy expectation and gradient are those of the KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
     if estimator == "k1":
         return log_ratio
@@ -116,12 +117,9 @@ class ClippedPolicy(Objective):
     old_logprobs) (PPO: arXiv 1707.06347, equation 7; asymmetric bounds: DAPO, arXiv 2503.14476, equation 10; dual clip:
     arXiv 1912.09729, equation 5; KL in the loss: GRPO, arXiv 2402.03300, equations 3 and 4).
 
-    With "k3_unbiased" the KL is ratio * k3, whose expectation and gradient are those of the KL for tokens of the old
-    policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
-
     rollout_is = exp(old_logprobs - those at sampling), without a gradient: truncated importance sampling. Of a token,
     or the product over a response, or its geometric mean, for all of its tokens. Outside of the bounds it is the bound
-    (truncate) or 0 (mask: with two bounds, IcePop, arXiv 2510.18855, section 3; reject, which is 1 inside of them).
+    (truncate) or 0 (mask: with two bounds, IcePop, arXiv 2510.18855; reject, which is 1 inside of them).
 
     Metrics, each a mean by `token_weights`: policy_loss (by `weights`, without the other terms), importance_ratio,
     clip_fraction (where the clipped term is the larger), dual_clip_fraction, clamp_fraction (log-ratios that
@@ -141,7 +139,7 @@ class ClippedPolicy(Objective):
         rollout_is: none, or the level of the ratio and what is done outside of [rollout_is_lower,
             rollout_is_threshold]; 0 and inf disable the bounds.
         covariance_kl: weight of |logprobs - old_logprobs| of tokens where "covariant" is 1 (KL-Cov, arXiv 2505.22617,
-            section 4.3); 0: there is no such key.
+            section 4); 0: there is no such key.
     """
 
     eps_low: float = 0.2
@@ -256,7 +254,7 @@ class ClippedSequences(ClippedPolicy):
 
     ratio: sequence, as above. sequence_token: of that value for each token, with its own gradient and A (GSPO-token,
     equations 13 and 14). geometric: the mean of tokens' ratios that are clipped each, where that makes the loss larger
-    (GMPO, arXiv 2507.20673, equation 4).
+    (GMPO, arXiv 2507.20673).
     """
 
     ratio: Literal["sequence", "sequence_token", "geometric"] = "sequence"
@@ -265,9 +263,8 @@ class ClippedSequences(ClippedPolicy):
         # Weights are not negative, so clipping commutes with them.
         log_BS, advantages_N = tokens.log_ratios_BS, sequences.sums(tokens.weights_BS * tokens.advantages_BS)
         if self.ratio == "geometric":
-            low = math.log1p(-self.eps_low) if self.eps_low < 1 else -math.inf
-            worse_BS, bound_BS = sequences.spread(advantages_N) < 0, log_BS.clamp(low, math.log1p(self.eps_high))
-            log_BS = torch.where(worse_BS, torch.maximum(log_BS, bound_BS), torch.minimum(log_BS, bound_BS))
+            bound_BS = log_BS.clamp(math.log(max(1 - self.eps_low, 1e-99)), math.log1p(self.eps_high))
+            log_BS = torch.where(sequences.spread(advantages_N) < 0, log_BS.maximum(bound_BS), log_BS.minimum(bound_BS))
         mean_N = sequences.sums(log_BS) / tokens.lengths(sequences)
         if self.ratio == "sequence_token":
             alike_BS = sequences.spread(mean_N).detach() + log_BS - log_BS.detach()
@@ -283,7 +280,7 @@ class ClippedSequences(ClippedPolicy):
 @dataclass(frozen=True)
 class SoftPolicy(ClippedPolicy):
     """`ClippedPolicy` with the surrogate -A 4 / tau sigmoid(tau (ratio - 1)) instead of bounds; tau is `tau_positive`
-    where A > 0, else `tau_negative` (SAPO, arXiv 2511.20347, equations 5 and 6)."""
+    where A > 0, else `tau_negative` (SAPO, arXiv 2511.20347)."""
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05

@@ -65,7 +65,7 @@ class DirectPreference(Objective):
     sigmoid: -log sigmoid(margin), DPO (Rafailov et al., arXiv 2305.18290, equation 7). `label_smoothing` e assumes that
     a preference is wrong with probability e: (1 - e) times this loss plus e times that of the swapped pair
     (conservative DPO, Mitchell, 2023). ipo: (margin / beta - 1 / (2 beta))^2 (Azar et al., arXiv 2310.12036, equation
-    17). hinge: max(0, 1 - margin) (Liu et al., arXiv 2309.06657, equation 10). simpo: -log sigmoid(margin - gamma)
+    17). hinge: max(0, 1 - margin) (Liu et al., arXiv 2309.06657, section 3). simpo: -log sigmoid(margin - gamma)
     (Meng et al., arXiv 2405.14734, equation 6). orpo: -chosen - beta * log sigmoid(log odds of the chosen minus those
     of the rejected mean) (Hong et al., arXiv 2403.07691, equations 6 and 7).
 

@@ -85,8 +85,8 @@ def read_message(message: Any) -> Message:
 def message_of(text: str, tools: Any) -> Message:
     """Return the policy's text as the message of a completion; its calls are apart if the request has tools and all of
     them can be read."""
-    found = calls_of(text, tools if isinstance(tools, list) else ())
-    calls = [call for call in found if tools and not isinstance(call, str)]
+    found = calls_of(text, tools) if isinstance(tools, list) else []
+    calls = [call for call in found if not isinstance(call, str)]
     if not calls or len(calls) < len(found):
         return {"role": "assistant", "content": text}
     functions = [{"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)} for each in calls]

@@ -214,8 +214,7 @@ class Episodes:
     """How the turns of responses are answered.
 
     Attributes:
-        examples: with a prompt, ids, and an answer each, by prompt_index. decode: returns the text of ids. show: with
-            special tokens.
+        examples: a prompt, ids, and an answer each, by prompt_index. decode: text of ids. show: with special tokens.
         observe: returns the ids that the policy reads, of an observation, the ids of the turn before it, and `chat` of
             the example. Raises ValueError for messages without a chat template.
         max_turns: of the policy.

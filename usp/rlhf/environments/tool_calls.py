@@ -36,7 +36,6 @@ _PAIRS = {
     "<function=": r"<parameter=(.{1,200}?)>\n?(.*?)(?:\n?</parameter>|\Z)",
     "<arg_key>": r"<arg_key>(.{1,200}?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)",
 }
-_GAP = re.compile(r"[;\s]*")
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 Schemas = Iterable[Mapping[str, Any]]  # of functions, as chat templates describe them
 
@@ -83,7 +82,7 @@ def _read(body: str, name: str, number: str, schemas: Schemas) -> Iterator[Call 
     text, at = body.removesuffix("```").rstrip(), 0
     while at < len(text) or not at:
         value, at = json.JSONDecoder(strict=False).raw_decode(text, at)
-        at = _GAP.match(text, at).end()  # type: ignore[union-attr]  # it may be empty
+        at = re.compile(r"[;\s]*").match(text, at).end()  # type: ignore[union-attr]  # it may be empty
         for each in value if isinstance(value, list) and not name else [value]:
             whole = {"name": name, "arguments": each, "id": number} if name else each if isinstance(each, dict) else {}
             arguments = whole.get("arguments", whole.get("parameters", {}))

@@ -335,7 +335,7 @@ def test_reinforce_plus_plus(estimator: Estimator) -> None:
 
 @pytest.mark.parametrize("scores", [(), (1.0,) * 12], ids=["", "equal rewards"])
 def test_tokens_whose_log_probability_and_advantage_vary_together(scores: tuple[float, ...]) -> None:
-    """arXiv 2505.22617, equation 10; one response has no tokens."""
+    """arXiv 2505.22617, section 4; one response has no tokens."""
     samples, step = make(scores=scores), GRPO(generate=GROUP, mini_batches=2)
     samples = samples.updated(Samples(samples.ids, {"mask": [m * (i != 5) for i, m in enumerate(samples["mask"])]}))
     plain = grpo_advantages(step, samples, alone)

@@ -171,7 +171,7 @@ def importance_metrics(samples: Samples, mode: str, cap: float, least: float) ->
 
 
 def gspo(low: float, high: float, geometric: bool = False) -> Oracle:
-    """Equations 5 and 7 of arXiv 2507.18071, response by response. geometric: equation 4 of arXiv 2507.20673."""
+    """Equations 5 and 7 of arXiv 2507.18071, response by response. geometric: arXiv 2507.20673."""
 
     def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
         by_token = clipped_policy(low, high, dual=math.inf)(samples, output, entropy)
@@ -226,7 +226,7 @@ def gspo_token(
 
 
 def sapo(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
-    """Equations 5 and 6 of arXiv 2511.20347."""
+    """The soft gate of arXiv 2511.20347."""
     by_token = clipped_policy(dual=math.inf)(samples, output, entropy)
     totals = {name: by_token[name] for name in ("approx_kl", "entropy", "clamp_fraction", "importance_ratio")}
     totals["policy_loss"] = 0.0
@@ -296,7 +296,7 @@ def direct_preference(beta: float, smoothing: float) -> Oracle:
 
 
 def pair_loss(loss: str, beta: float, gamma: float = 0.0) -> Oracle:
-    """IPO (arXiv 2310.12036, equation 17), the hinge of SLiC (2309.06657, equation 10), SimPO (2405.14734, equation 6)
+    """IPO (arXiv 2310.12036, equation 17), the hinge of SLiC (2309.06657, section 3), SimPO (2405.14734, equation 6)
     and ORPO (2403.07691, equations 6 and 7), pair by pair."""
 
     def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
