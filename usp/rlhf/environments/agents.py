@@ -275,7 +275,8 @@ def _run(command: str, row: Message, place: dict[str, str]) -> tuple[bytes, str]
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
         given.write(json.dumps(row).encode() + b"\n")
         given.seek(0)
-        os.environ.update(place)  # this process has one episode
+        for name, value in place.items():  # this process has one episode
+            os.environ[name] = value
         done = subprocess.run(shlex.split(command), stdin=given, stdout=printed, check=False)
         printed.seek(0)
         failed = f"exited with code {done.returncode}" if done.returncode else ""

@@ -15,7 +15,7 @@ from typing import Any
 from .outside import ENVIRONMENT, REWARD_CODE, clean, one_line
 from .ready_rewards import check_sandbox, from_spec, score
 from .sandbox import Limits, Unprotected, run_python
-from .tool_calls import Call, calls_of
+from .tool_calls import ToolCall, calls_of
 
 NAME = "tools"  # of the ready environment
 MOST_CALLS = 16  # of a turn
@@ -109,7 +109,7 @@ class ToolEnvironment:
         if len(calls) > MOST_CALLS:
             answers[-1] += f"\nError: the other {len(calls) - MOST_CALLS:,} calls of the turn: at most {MOST_CALLS}"
         if self._chat:
-            named = [(call.name, call.id) if isinstance(call, Call) else ("", "") for call in calls[:MOST_CALLS]]
+            named = [(call.name, call.id) if isinstance(call, ToolCall) else ("", "") for call in calls[:MOST_CALLS]]
             about = [{"name": name, "tool_call_id": id_ or f"call{at:05}"} for at, (name, id_) in enumerate(named)]
             told = [{"role": "tool", **each, "content": text} for each, text in zip(about, answers, strict=True)]
             return told, 0.0, False
