@@ -40,7 +40,7 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 Schemas = Iterable[Mapping[str, Any]]  # of functions, as chat templates describe them
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call of a function."""
 
     name: str
@@ -48,12 +48,12 @@ class Call(NamedTuple):
     id: str = ""
 
 
-def calls_of(turn: str, schemas: Schemas = ()) -> list[Call | str]:
+def calls_of(turn: str, schemas: Schemas = ()) -> list[ToolCall | str]:
     """Return the calls in a turn, or of each that is malformed what is wrong with it.
 
     schemas: say which arguments are not text, in formats that do not.
     """
-    calls: list[Call | str] = []
+    calls: list[ToolCall | str] = []
     _, marker = min(((at, marker) for marker in FORMATS if (at := turn.find(marker)) >= 0), default=(0, ""))
     found = re.finditer(FORMATS[marker], turn, re.DOTALL) if marker else filter(None, [_LLAMA.match(turn)])
     for match in found:
@@ -71,13 +71,13 @@ def before_calls(turn: str) -> str:
     return re.sub(r"<\|(?:channel|start)\|>\w+|<[|｜][^<>]{1,64}[|｜]>", "", before).strip()
 
 
-def _read(body: str, name: str, number: str, schemas: Schemas) -> Iterator[Call | str]:
+def _read(body: str, name: str, number: str, schemas: Schemas) -> Iterator[ToolCall | str]:
     begin = "<function=" if body.startswith("<function=") else "<arg_key>" if "<arg_key>" in body else ""
     if not (name or body.startswith(("{", "["))) and (begin or re.fullmatch(r"[\w.-]{1,200}", body)):
         head = re.search(r"<function=([^<>]{1,200})>", body) if begin == "<function=" else re.match("[^<]*", body)
         called = head[head.lastindex or 0].strip() if head else ""
         pairs = re.findall(_PAIRS[begin], body, re.DOTALL) if begin else ()
-        yield Call(called, {key.strip(): _value(text, called, key.strip(), schemas) for key, text in pairs})
+        yield ToolCall(called, {key.strip(): _value(text, called, key.strip(), schemas) for key, text in pairs})
         return
     text, at = body.removesuffix("```").rstrip(), 0
     while at < len(text) or not at:
@@ -90,7 +90,7 @@ def _read(body: str, name: str, number: str, schemas: Schemas) -> Iterator[Call 
             if not isinstance(arguments, dict) or not isinstance(whole.get("name"), str):
                 yield 'a call must be {"name": ..., "arguments": {...}}'
             else:
-                yield Call(clean(whole["name"]), arguments, clean(str(whole.get("id") or "")))
+                yield ToolCall(clean(whole["name"]), arguments, clean(str(whole.get("id") or "")))
 
 
 def _value(text: str, name: str, key: str, schemas: Schemas) -> Any:

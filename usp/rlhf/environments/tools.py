@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from .outside import ENVIRONMENT, REWARD_CODE, clean, one_line
 from .ready_rewards import check_sandbox, from_spec
 from .sandbox import Limits, Unprotected, run_python
-from .tool_calls import Call, calls_of
+from .tool_calls import ToolCall, calls_of
 
 NAME = "tools"  # of the ready environment
 MOST_CALLS = 16  # of a turn
@@ -109,7 +109,7 @@ def calculate(expression: str) -> int | float:
                 if isinstance(kind, ast.Pow) and isinstance(a, int) and a.bit_length() * abs(b) > MOST_BITS:
                     raise ToolFailed("a power is too large")
                 return OPERATORS[type(kind)](a, b)
-            case ast.Call(ast.Name(name), parameters, []) if name in FUNCTIONS:
+            case ast.ToolCall(ast.Name(name), parameters, []) if name in FUNCTIONS:
                 return FUNCTIONS[name](*map(value, parameters))
         known = ", ".join((*FUNCTIONS, *CONSTANTS))
         raise ToolFailed(f"it knows numbers, + - * / // % ** ( ), and {known}; not {ast.unparse(node)!r:.100}")
@@ -259,7 +259,7 @@ class ToolEnvironment:
         if len(calls) > MOST_CALLS:
             answers[-1] += f"\nError: the other {len(calls) - MOST_CALLS:,} calls of the turn: at most {MOST_CALLS}"
         if self._chat:
-            named = [(call.name, call.id) if isinstance(call, Call) else ("", "") for call in calls[:MOST_CALLS]]
+            named = [(call.name, call.id) if isinstance(call, ToolCall) else ("", "") for call in calls[:MOST_CALLS]]
             about = [{"name": name, "tool_call_id": id_ or f"call{at:05}"} for at, (name, id_) in enumerate(named)]
             told = [{"role": "tool", **each, "content": text} for each, text in zip(about, answers, strict=True)]
             return told, 0.0, False

@@ -18,7 +18,7 @@ from usp.data.tokenizer import ByteTokenizer
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.environments.episodes import Answer, Episodes, Processes, checked, score_of_failure
 from usp.rlhf.environments.outside import LONGEST, TEXT, Unscored, clean, cleaned, read_json
-from usp.rlhf.environments.tool_calls import FORMATS, Call, calls_of
+from usp.rlhf.environments.tool_calls import FORMATS, ToolCall, calls_of
 from usp.rlhf.environments.tools import MOST_CALLS, Toolbox, ToolEnvironment
 from usp.rlhf.records import turns_of
 
@@ -103,7 +103,7 @@ def test_the_calls_of_a_turn_are_bounded_in_number_and_seconds() -> None:
         for again in ("", "x", "<parameter=x>", "<arg_key>x</arg_key><arg_value>", "{}", '"', marker):
             assert len(calls_of(marker + again * 10**4)) <= 10**4 + 1  # in linear time
     (code,) = calls_of('<tool_call>{"name": "python", "arguments": {"code": "<tool_call>"}}</tool_call>')
-    assert code == Call("python", {"code": "<tool_call>"})
+    assert code == ToolCall("python", {"code": "<tool_call>"})
 
 
 def test_a_page_of_any_length_is_cut_before_it_is_sent_and_read(episodes: Episodes) -> None:

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from usp.rlhf.environments.agents import message_of
 from usp.rlhf.environments.episodes import Episodes, Processes
-from usp.rlhf.environments.tool_calls import Call, calls_of
+from usp.rlhf.environments.tool_calls import ToolCall, calls_of
 from usp.rlhf.environments.tools import Toolbox, ToolEnvironment
 
 EACH = "{%- for message in messages %}{%- if message.role == 'assistant' %}{{- message.content }}"
@@ -91,16 +91,16 @@ def word(draw: random.Random) -> str:
     return draw.choice("abcfgx") + "".join(draw.choices("abc_0-", k=draw.randint(0, 6)))
 
 
-def made(draw: random.Random) -> tuple[Call, dict[str, Any]]:
+def made(draw: random.Random) -> tuple[ToolCall, dict[str, Any]]:
     """Return a call, and the schema of its function."""
     kinds = {word(draw): draw.choice([*KINDS]) for _ in range(draw.randint(0, 4))}
     name, arguments = word(draw), {key: KINDS[kind](draw) for key, kind in kinds.items()}
     properties = {key: {"type": kind} for key, kind in kinds.items()}
     schema = {"name": name, "parameters": {"type": "object", "properties": properties}}
-    return Call(name, arguments, "".join(draw.choices("aZ09", k=9))), {"type": "function", "function": schema}
+    return ToolCall(name, arguments, "".join(draw.choices("aZ09", k=9))), {"type": "function", "function": schema}
 
 
-def rendered(family: str, content: str, calls: list[Call]) -> str:
+def rendered(family: str, content: str, calls: list[ToolCall]) -> str:
     listed = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
     message = {"role": "assistant", "content": content, "tool_calls": listed}
     texts, _ = render_jinja_template([[message]], None, chat_template=TEMPLATES[family])
@@ -132,7 +132,7 @@ def test_broken_calls_are_answered(family: str) -> None:
     environment = ToolEnvironment(Toolbox(["calculator"]), lambda prompt, response, answer: 0.0, chat=True)
     environment.reset({"prompt": "", "answer": ""})
     for _ in range(20):
-        turn = rendered(family, "", [Call("calculator", {"expression": "1 + 1"}, "a12345678"), made(draw)[0]])
+        turn = rendered(family, "", [ToolCall("calculator", {"expression": "1 + 1"}, "a12345678"), made(draw)[0]])
         places = sorted(draw.sample(range(len(turn)), 2))
         for broken in (turn[: places[0]], turn[places[0] :], turn[: places[0]] + turn[places[1] :], turn * 9):
             observation, _, done = environment.step(broken)
@@ -140,7 +140,7 @@ def test_broken_calls_are_answered(family: str) -> None:
             assert all(
                 each["role"] == "tool" and each["content"] and each["tool_call_id"] for each in observation or ()
             )
-    good = rendered(family, "", [Call("calculator", {"expression": "6 * 7"}, "a12345678")])
+    good = rendered(family, "", [ToolCall("calculator", {"expression": "6 * 7"}, "a12345678")])
     answers, _, done = environment.step(good)
     names = {"role": "tool", "name": "calculator", "content": "42"}
     id_ = "a12345678" if family.startswith("mistral") else "call00000"
@@ -152,19 +152,19 @@ def test_broken_calls_are_answered(family: str) -> None:
 
 
 def test_which_format_a_turn_has() -> None:
-    assert calls_of('{"name": "f", "parameters": {"x": "1"}}') == [Call("f", {"x": "1"})]  # Llama 3, alone
+    assert calls_of('{"name": "f", "parameters": {"x": "1"}}') == [ToolCall("f", {"x": "1"})]  # Llama 3, alone
     for answer in ('The call was {"name": "f", "parameters": {}}', '{"name": "f", "age": 3}', '[{"name": "f"}]'):
         assert calls_of(answer) == []
     nested = json.dumps([{"name": "f", "arguments": {"x": "<tool_call> to=functions.g<|message|>"}}])
-    assert calls_of(f"[TOOL_CALLS]{nested}") == [Call("f", {"x": "<tool_call> to=functions.g<|message|>"})]
-    assert calls_of("<tool_call>f</tool_call>") == [Call("f", {})]  # GLM, without arguments
-    assert calls_of('[TOOL_CALLS]f{"x": 1}[TOOL_CALLS]g{}</s>') == [Call("f", {"x": 1}), Call("g", {})]
+    assert calls_of(f"[TOOL_CALLS]{nested}") == [ToolCall("f", {"x": "<tool_call> to=functions.g<|message|>"})]
+    assert calls_of("<tool_call>f</tool_call>") == [ToolCall("f", {})]  # GLM, without arguments
+    assert calls_of('[TOOL_CALLS]f{"x": 1}[TOOL_CALLS]g{}</s>') == [ToolCall("f", {"x": 1}), ToolCall("g", {})]
     assert calls_of('<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>') == [
-        Call("f", {"x": 1})
+        ToolCall("f", {"x": 1})
     ]
     texts = "<tool_call>f<arg_key>a</arg_key><arg_value>7</arg_value><arg_key>b</arg_key><arg_value>7</arg_value>"
     schema = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
-    assert calls_of(texts, [{"function": []}, schema]) == [Call("f", {"a": 7, "b": "7"})]
+    assert calls_of(texts, [{"function": []}, schema]) == [ToolCall("f", {"a": 7, "b": "7"})]
 
 
 def test_special_tokens_reach_the_environment_only_where_they_mark_calls() -> None:

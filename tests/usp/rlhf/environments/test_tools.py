@@ -11,7 +11,7 @@ import pytest
 from tests.usp.rlhf.environments.test_episodes import answer
 from tests.usp.rlhf.environments.test_sandbox import needs_protection
 from usp.rlhf.environments.episodes import Processes
-from usp.rlhf.environments.tool_calls import Call, calls_of
+from usp.rlhf.environments.tool_calls import ToolCall, calls_of
 from usp.rlhf.environments.tools import PassageSearch, Toolbox, ToolEnvironment, ToolFailed, calculate
 
 
@@ -74,10 +74,10 @@ def test_search_finds_the_passages_with_rare_words(tmp_path: Path) -> None:
 def test_calls_of_a_turn() -> None:
     turn = f"Let me see. {call('a', x='1')}{call('b')} <tool_call>{{'name'</tool_call><tool_call>[1]</tool_call>"
     first, second, third, fourth = calls_of(turn)
-    assert (first, second) == (Call("a", {"x": "1"}), Call("b", {}))
+    assert (first, second) == (ToolCall("a", {"x": "1"}), ToolCall("b", {}))
     assert "the call is not JSON" in third and 'must be {"name"' in fourth
     assert calls_of('<tool_call>{"name": "a", "arguments": {"code": "1\n2"}}') == [
-        Call("a", {"code": "1\n2"})
+        ToolCall("a", {"code": "1\n2"})
     ]  # no end
     assert calls_of("no call") == []
 
