@@ -109,7 +109,7 @@ def calculate(expression: str) -> int | float:
                 if isinstance(kind, ast.Pow) and isinstance(a, int) and a.bit_length() * abs(b) > MOST_BITS:
                     raise ToolFailed("a power is too large")
                 return OPERATORS[type(kind)](a, b)
-            case ast.ToolCall(ast.Name(name), parameters, []) if name in FUNCTIONS:
+            case ast.Call(ast.Name(name), parameters, []) if name in FUNCTIONS:
                 return FUNCTIONS[name](*map(value, parameters))
         known = ", ".join((*FUNCTIONS, *CONSTANTS))
         raise ToolFailed(f"it knows numbers, + - * / // % ** ( ), and {known}; not {ast.unparse(node)!r:.100}")
