@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -125,10 +125,10 @@ def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
     if options.whiten:
         advantages_NR = whitened(advantages_NR, moments(advantages_NR[batch.responses.inside_NR], reduce))
     covariant_NR = covariant(options, batch, advantages_NR, reduce) if options.covariance != "none" else None
-    if options.covariance == "clip":
+    if covariant_NR is not None and options.covariance == "clip":
         advantages_NR = advantages_NR.masked_fill(covariant_NR, 0)
     result = batch.result(advantages_NR, reduce, trained_N) | {"informative": per_sample(differs_N)}
-    if options.covariance == "kl":
+    if covariant_NR is not None and options.covariance == "kl":
         result["covariant"] = batch.responses.per_token(covariant_NR)
     if trained_N is not None and options.oversample > 1:
         result[SPARE] = per_sample(differs_N & ~trained_N)
@@ -172,7 +172,7 @@ def grpo_algorithm(options: type[GRPO], learning_rate: float = 1e-3, warmup_step
 
     def calls(chosen: GRPO) -> tuple[ModelCall, ...]:
         scalars = ("informative", *((SPARE,) if chosen.oversample > 1 else ()))
-        more = {"inputs": (chosen.policy_key,)} if chosen.covariance != "none" else {}
+        more: dict[str, Any] = {"inputs": (chosen.policy_key,)} if chosen.covariance != "none" else {}
         more |= {"per_token": ("covariant",)} if chosen.covariance == "kl" else {}
         return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=scalars, grouped=True, **more)
 
