@@ -76,7 +76,8 @@ class RlhfPlanConfig:
     """Number of devices."""
     hardware: Node = "h100"
     profile: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
-    """Seconds measured by examples.rlhf_profile; what it has not follows from --hardware, and the plan says so."""
+    """Corrections of predictions for --hardware by calls that examples.rlhf_profile measured; the plan says which calls
+    it has not."""
     max_sp: AtLeast1 = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
@@ -127,7 +128,7 @@ def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, trace: Path | Non
     if prices:
         name, samples, terms = question.hardware.name, len(question.workload.sequences), Terms(prices=prices)
         print(step_cost_text(choice.simulation.seconds, asked.world_size, samples, name, terms.price(name)))
-    not_measured = question.not_measured(choice.plan) if question.measurements else ()
+    not_measured = question.not_measured(choice.plan) if question.corrections.factors else ()
     for line in (*rate_lines(question, choice), *not_measured):
         print(line)
     if out:
@@ -142,7 +143,7 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
     import torch
 
     from usp.planning.call_cost import CallOptions
-    from usp.planning.estimates import Measurements
+    from usp.planning.corrections import Corrections, Profile
     from usp.planning.rlhf_question import RlhfQuestion, described_graph, model_shapes, role_config
     from usp.planning.workload import Workload
     from usp.rlhf.role_specs import other_models
@@ -152,7 +153,10 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
     if min(quantiles) < 1 or list(quantiles) != sorted(quantiles):
         raise ConfigurationError(f"--response-tokens = {asked.response_tokens} must be positive and ascending")
     run = read_lengths(Path(asked.workload).expanduser()) if asked.workload else None
-    measured = Measurements.load(Path(asked.profile).expanduser()) if asked.profile else None
+    hardware = load_hardware(asked.hardware)
+    profile = Profile.load(Path(asked.profile).expanduser()) if asked.profile else None
+    if profile and profile.made["hardware"] != hardware.name:
+        raise ConfigurationError(f"--profile corrects predictions for --hardware {profile.made['hardware']}: give that")
     graph = described_graph(
         asked.algorithm,
         asked.options,
@@ -175,10 +179,10 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
         graph=graph,
         models=model_shapes({role: (names[role], role_config(role, names[role])) for role in graph.roles}),
         workload=workload,
-        hardware=load_hardware(asked.hardware),
+        hardware=hardware,
         world_size=asked.world_size,
         options=CallOptions(
-            getattr(torch, measured.dtype) if measured else torch.bfloat16,
+            getattr(torch, profile.made["dtype"]) if profile else torch.bfloat16,
             asked.slots,
             share_prefixes=asked.share_prefixes,
             cache_tokens=asked.cache_tokens,
@@ -186,5 +190,5 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
             cuda_graphs=True,
         ),
         max_sequence=asked.max_sp,
-        measurements=measured,
+        corrections=profile.corrections if profile else Corrections(),
     )

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 
 from usp.fields import shared_values
@@ -21,20 +19,23 @@ from usp.parallel.cluster.links import level_between
 from usp.parallel.reallocation.realloc_plan import BUCKET_BYTES
 from usp.predict.compute import dtype_name
 from usp.predict.devices import hardware_here, of_launch
+from usp.rlhf.checkpoints import running_plan
 from usp.rlhf.config import SEARCH
 from usp.rlhf.datasets import example_indices, sequences_of
 from usp.rlhf.graph import ModelCall
 from usp.rlhf.plan.operations import kept_copies, trained_copy, weight_copies
-from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, ExecutionPlan, from_mapping, optimizer_of, to_mapping
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, from_mapping, optimizer_of, to_mapping
 from usp.rlhf.prepare import PreparedRlhf
-from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions
+from usp.rlhf.replanning import Factors, MeasuredStep, ReplanOptions
 from usp.rlhf.role_specs import call_violations
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.run.output import working
+from usp.train.tuning import Decision
 
 from .call_cost import CallOptions
-from .estimates import CallTime, Corrections
+from .corrections import Corrections, Measured
+from .estimates import layout_key
 from .question import from_rank_0
 from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice
 from .rlhf_search import Problem, baselines, search
@@ -66,9 +67,9 @@ class SearchedPlan:
 
 def _searched(run: PreparedRlhf) -> dict[str, Any]:
     """Return the plan as plain values, and say on screen what it is."""
-    if resumed := _of_resumed(run):
-        print(f"plan: that of the run, from {resumed[0]}", flush=True)
-        return to_mapping(resumed[1])
+    if resumed := running_plan(run.saved, run.config, run.launch.world_size):
+        print(f"plan: that of the run, from {run.start.checkpoint}", flush=True)
+        return to_mapping(resumed)
     print(f"plan: searching for {run.launch.world_size} ranks", flush=True)
     try:
         with working("searching a plan") as say:
@@ -77,20 +78,6 @@ def _searched(run: PreparedRlhf) -> dict[str, Any]:
         raise ValueError(f"--plan = {SEARCH}: {error}") from error
     Console(width=max(Console().width, _WIDTH)).print(render_choice(choice))
     return to_mapping(choice.plan)
-
-
-def _of_resumed(run: PreparedRlhf) -> tuple[Path, ExecutionPlan] | None:
-    """Return the searched plan in the folder of the run that is resumed, if it is of as many ranks."""
-    if run.start.checkpoint is None:
-        return None
-    file = run.start.checkpoint.parent.parent / PLAN_FILE
-    try:
-        plan = from_mapping(yaml.safe_load(file.read_text()))
-        plan.check(run.graph, run.launch.world_size)
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
-        return None
-    ranks = {rank for layout in plan.calls.values() for rank in layout.ranks}
-    return (file, plan) if plan.name == SEARCH and len(ranks) == run.launch.world_size else None
 
 
 def question_of(run: PreparedRlhf) -> RlhfQuestion:
@@ -150,7 +137,7 @@ def moves(question: RlhfQuestion, before: ExecutionPlan, after: ExecutionPlan) -
             yield plan_realloc(held[0], target, copies=held[1:], **options), _STATES if trains else 1
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class SearchingPlanner:
     """A `usp.rlhf.replanning.Replanner` that searches from the running plan and the named ones."""
 
@@ -158,39 +145,46 @@ class SearchingPlanner:
     options: ReplanOptions
     seed: int
     completed: Callable[[ExecutionPlan], ExecutionPlan]  # returns a searched plan with what the run sets for every plan
-    corrections: Corrections = field(default_factory=Corrections)  # after the last decision
 
     def __call__(
-        self, running: ExecutionPlan, measured: Sequence[MeasuredStep], remaining: int, build_seconds: float
-    ) -> Decision:
+        self,
+        running: ExecutionPlan,
+        measured: Sequence[MeasuredStep],
+        factors: Factors,
+        remaining: int,
+        build_seconds: float,
+    ) -> tuple[Decision[ExecutionPlan], Factors]:
         """See `Replanner`. Lengths are expected to stay as those of the last step."""
         begin, number = time.perf_counter(), measured[-1].number
         load = self.question.workload
         questions = [replace(self.question, workload=replace(load, **vars(step.lengths))) for step in measured]
-        self.corrections = self.corrections.after(
-            CallTime(call, layout, seconds, question.estimates.formula(call, layout))
+        corrections = Corrections(factors).after(
+            Measured(call, layout_key(layout), seconds, question.estimates.formula(call, layout))
             for step, question in zip(measured, questions, strict=True)
             for call, layout in running.calls.items()
             if (seconds := step.seconds.get(call))
         )
-        question = replace(questions[-1], corrections=self.corrections)
+        question = replace(questions[-1], corrections=corrections)
         stays = Decision(number, remaining, running, 0.0, 0.0, self.options.gain)
         try:
             problem = question.problem()
         except ValueError as error:  # by prediction nothing fits, and yet the plan runs
-            return replace(stays, why_not=str(error))
+            return replace(stays, why_not=str(error)), corrections.factors
         seconds = problem.simulator.measure(running)[0]
         decision = self._best(problem, question, replace(stays, running_seconds=seconds, best_seconds=seconds))
         moved = list(moves(question, running, decision.best))
-        return replace(
+        decision = replace(
             decision,
             nbytes=sum(times * plan.total_bytes for plan, times in moved),
             move_seconds=sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),
             build_seconds=build_seconds,
             search_seconds=time.perf_counter() - begin,
         )
+        return decision, corrections.factors
 
-    def _best(self, problem: Problem, question: RlhfQuestion, stays: Decision) -> Decision:
+    def _best(
+        self, problem: Problem, question: RlhfQuestion, stays: Decision[ExecutionPlan]
+    ) -> Decision[ExecutionPlan]:
         """Search, and return the fastest plan that the run can have; with `why_not` if it can have none of them."""
         named = [one.plan for one in baselines(problem, question.space, question.facts) if one.plan]
         seed, starts = self.seed + stays.step, [stays.best, *named]

@@ -63,7 +63,7 @@ from .evaluation import COLLECTED, Evaluator
 from .graph import ModelCall, TrainStep
 from .prepare import SFT, Planner, PreparedRlhf, engine_calls, engine_options, find_rlhf_start, prepare, sft_config
 from .records import SHOWN, RlhfRecord, SampleFiles
-from .replanning import DECISIONS_FILE, Replanner, Replanning
+from .replanning import DECISIONS_FILE, Replanner, Replanning, metrics_of
 from .samples import Samples, derived_seed
 from .served import RolloutServer
 
@@ -318,8 +318,8 @@ class RlhfTrainer(TrainingLoop):
             return {}
         self.watchdog.progress(number, "searching a plan", long=True)
         decision = self.replanning.decide(self.prepared.plan)
-        if not decision.switches:
-            return decision.metrics()
+        if decision.verdict:
+            return metrics_of(decision)
         begin = time.perf_counter()
         self.watchdog.progress(number, "changing the plan", long=True)
         self.prepared = replace(self.prepared, plan=decision.best)
@@ -330,7 +330,7 @@ class RlhfTrainer(TrainingLoop):
             self.write_files()
         seconds = time.perf_counter() - begin
         self.replanning.changed(decision, seconds)
-        return {**decision.metrics(), "replan/seconds": seconds}
+        return {**metrics_of(decision), "replan/seconds": seconds}
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:
@@ -395,8 +395,8 @@ class RlhfTrainer(TrainingLoop):
     def extra(self) -> dict[str, Any]:
         evaluations = self.evaluator.past.to_extra() if self.evaluator else {}
         config, functions = asdict(self.config), self.executor.function_states()
-        running = {"plan": to_mapping(self.prepared.plan), "world_size": dist.get_world_size()}
-        running = running if self.replanning else {}
+        running: dict[str, Any] = {"plan": to_mapping(self.prepared.plan), "world_size": dist.get_world_size()}
+        running |= {"factors": self.replanning.factors} if self.replanning else {}
         ahead = {name: samples.to_extra() for name, samples in self._ahead.items()}
         return asdict(RlhfState(self.done, self.taken, functions, config, evaluations, running=running, **ahead))
 
@@ -418,6 +418,8 @@ class RlhfTrainer(TrainingLoop):
         for name, function in stateful(self.prepared.graph).items():
             function.load_state_dict(saved.functions[name])
         self.done, self.taken = saved.step, saved.examples
+        if self.replanning is not None and saved.config.get("hardware") == self.config.hardware:
+            self.replanning.factors = saved.running.get("factors", {})
         if self.evaluator is not None:
             self.evaluator.past.restore(saved.evaluations)
 
