@@ -30,10 +30,10 @@ FATE = Path("died")
 changes = []
 
 class Planner:
-    def __init__(self, prepared, launch):
+    def __init__(self, prepared):
         self.graph = prepared.graph
 
-    def __call__(self, running, measured, factors, remaining, build_seconds):
+    def __call__(self, running, measured, factors):
         sequences = running["actor_train"].dims.sp == 1
         dims = ParallelDims(ulysses=2, dp_shard=1) if sequences else ParallelDims(dp_shard=2)
         calls = {
@@ -46,7 +46,7 @@ class Planner:
         set(calls.values())  # hashed on this rank, as in a search
         best = replace(running, name=f"plan after {measured[-1].number}", calls=calls)
         factors = {"decisions": {"so far": factors.get("decisions", {}).get("so far", 0.0) + 1}}
-        return Decision(measured[-1].number, remaining, best, 2.0, 1.0, 0.05), factors
+        return Decision(measured[-1].number, 0, best, 2.0, 1.0, 0.05), factors
 
 def discard(self, of_model=RoleModel.discard):
     if os.environ["RANK"] == "1" and os.environ.get("DEADLY") and int(os.environ["DEADLY"]) == len(changes):

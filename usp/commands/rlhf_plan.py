@@ -114,7 +114,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, trace: Path | None, prices: dict[str, float]) -> None:
     """Search until `end`, and print and write the plan."""
     from usp.planning.job_cost import Terms, step_cost_text
-    from usp.planning.rlhf_question import answer, rate_lines, render_choice
+    from usp.planning.rlhf_question import answer, render_choice
     from usp.planning.rlhf_search import work_clock
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import write_chrome_trace
@@ -128,8 +128,7 @@ def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, trace: Path | Non
     if prices:
         name, samples, terms = question.hardware.name, len(question.workload.sequences), Terms(prices=prices)
         print(step_cost_text(choice.simulation.seconds, asked.world_size, samples, name, terms.price(name)))
-    not_measured = question.not_measured(choice.plan) if question.corrections.factors else ()
-    for line in (*rate_lines(question, choice), *not_measured):
+    for line in question.not_measured(choice.plan) if question.corrections.factors else ():
         print(line)
     if out:
         out.write_text(yaml.safe_dump(to_mapping(choice.plan), sort_keys=False))

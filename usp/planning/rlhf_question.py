@@ -145,20 +145,6 @@ def answer(
         raise NothingFits(f"{error}. Use {help}") from None
 
 
-def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
-    """Yield how many samples rollouts that run ahead make in a second, and how many training takes."""
-    if not question.graph.depth:
-        return
-    rollouts, trains = {call.name for call in question.graph.rollouts}, choice.plan.calls.keys()
-    samples, seconds = len(question.workload.sequences), []
-    for names in (rollouts, trains - rollouts):
-        events = [event for event in choice.simulation.events if event.name in names]
-        seconds.append(max(event.end for event in events) - min(event.start for event in events))
-    made, trained = (samples / each for each in seconds)
-    slower = "rollouts" if made < trained else "training"
-    yield f"rollouts make {made:.3g} samples/s, training takes {trained:.3g} samples/s: {slower} set the pace"
-
-
 def choose_plan(
     problem: Problem, space: OptionSpace, facts: Facts, *, seed: int = 0, budget: float = 60.0, report: Progress
 ) -> RlhfChoice:

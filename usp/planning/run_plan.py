@@ -29,7 +29,6 @@ from usp.rlhf.prepare import PreparedRlhf
 from usp.rlhf.replanning import Factors, MeasuredStep, ReplanOptions
 from usp.rlhf.role_specs import call_violations
 from usp.run.failures import ConfigurationError
-from usp.run.launch import Launch
 from usp.run.output import working
 from usp.train.tuning import Decision
 
@@ -38,7 +37,7 @@ from .corrections import Corrections, Measured
 from .estimates import layout_key
 from .question import from_rank_0
 from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice
-from .rlhf_search import Problem, baselines, search
+from .rlhf_search import baselines, search
 from .workload import Workload
 
 _WIDTH = 150  # of what is printed, at least: logs of torchrun report 80 columns
@@ -144,19 +143,13 @@ class SearchingPlanner:
     question: RlhfQuestion  # of the run; a step has other lengths
     options: ReplanOptions
     seed: int
-    completed: Callable[[ExecutionPlan], ExecutionPlan]  # returns a searched plan with what the run sets for every plan
+    completed: Callable[[ExecutionPlan], ExecutionPlan]  # returns a plan with what is not searched as the run has it
 
     def __call__(
-        self,
-        running: ExecutionPlan,
-        measured: Sequence[MeasuredStep],
-        factors: Factors,
-        remaining: int,
-        build_seconds: float,
+        self, running: ExecutionPlan, measured: Sequence[MeasuredStep], factors: Factors
     ) -> tuple[Decision[ExecutionPlan], Factors]:
         """See `Replanner`. Lengths are expected to stay as those of the last step."""
-        begin, number = time.perf_counter(), measured[-1].number
-        load = self.question.workload
+        begin, number, load = time.perf_counter(), measured[-1].number, self.question.workload
         questions = [replace(self.question, workload=replace(load, **vars(step.lengths))) for step in measured]
         corrections = Corrections(factors).after(
             Measured(call, layout_key(layout), seconds, question.estimates.formula(call, layout))
@@ -165,61 +158,54 @@ class SearchingPlanner:
             if (seconds := step.seconds.get(call))
         )
         question = replace(questions[-1], corrections=corrections)
-        stays = Decision(number, remaining, running, 0.0, 0.0, self.options.gain)
         try:
             problem = question.problem()
         except ValueError as error:  # by prediction nothing fits, and yet the plan runs
-            return replace(stays, why_not=str(error)), corrections.factors
-        seconds = problem.simulator.measure(running)[0]
-        decision = self._best(problem, question, replace(stays, running_seconds=seconds, best_seconds=seconds))
-        moved = list(moves(question, running, decision.best))
-        decision = replace(
-            decision,
+            return Decision(number, 0, running, 0.0, 0.0, why_not=str(error)), corrections.factors
+        running_seconds = problem.simulator.measure(running)[0]
+        best, best_seconds, why_not = running, running_seconds, ""
+        named = [one.plan for one in baselines(problem, question.space, question.facts) if one.plan]
+        seed, starts = self.seed + number, [running, *named]
+        for _, found in search(problem, seed=seed, budget=self.options.budget, starts=starts).best:
+            plan = self.completed(found)
+            if (seconds := problem.simulator.measure(plan)[0]) >= running_seconds:
+                break
+            why_not = next(plan.violations(question.graph, question.world_size), "")
+            best, best_seconds = plan, seconds
+            if not why_not:
+                break
+        moved = list(moves(question, running, best))
+        decision = Decision(
+            number,
+            0,
+            best,
+            running_seconds,
+            best_seconds,
+            self.options.gain,
             nbytes=sum(times * plan.total_bytes for plan, times in moved),
             move_seconds=sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),
-            build_seconds=build_seconds,
             search_seconds=time.perf_counter() - begin,
+            why_not=why_not,
         )
         return decision, corrections.factors
 
-    def _best(
-        self, problem: Problem, question: RlhfQuestion, stays: Decision[ExecutionPlan]
-    ) -> Decision[ExecutionPlan]:
-        """Search, and return the fastest plan that the run can have; with `why_not` if it can have none of them."""
-        named = [one.plan for one in baselines(problem, question.space, question.facts) if one.plan]
-        seed, starts = self.seed + stays.step, [stays.best, *named]
-        decision = stays
-        for _, plan in search(problem, seed=seed, budget=self.options.budget, starts=starts).best:
-            best = self.completed(plan)
-            if (seconds := problem.simulator.measure(best)[0]) >= stays.running_seconds:
-                break
-            why_not = next(best.violations(question.graph, question.world_size), "")
-            decision = replace(stays, best=best, best_seconds=seconds, why_not=why_not)
-            if not why_not:
-                break
-        return decision
 
-
-def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
+def run_planner(prepared: PreparedRlhf) -> SearchingPlanner:
     """Return what `train_rlhf` needs for --replan; raise ConfigurationError as `question_of`."""
-    config = prepared.config
+    config, graph, names = (
+        prepared.config,
+        prepared.graph,
+        ("micro_batch_tokens", "sp_layout", "mlp_tile", "loss_chunk"),
+    )
+    weights = set(graph.roles) - set(graph.trained_roles) if config.offload else set()
+    states = list(map(optimizer_of, graph.trained_roles)) if config.offload_optimizer else []
+
+    def completed(plan: ExecutionPlan) -> ExecutionPlan:
+        same = {call: {name: getattr(prepared.plan[call], name) for name in names} for call in plan.calls}
+        calls = {call: replace(layout, **same[call]) for call, layout in plan.calls.items()}
+        return ExecutionPlan(plan.name, calls, plan.offload.union(weights, states))
+
     try:
-        question = question_of(prepared)
+        return SearchingPlanner(question_of(prepared), ReplanOptions.parse(config.replan), config.seed, completed)
     except ValueError as error:
         raise ConfigurationError(f"--replan = {config.replan}: {error}") from error
-
-    options = ReplanOptions.parse(config.replan)
-    return SearchingPlanner(question, options, config.seed, lambda plan: _completed(plan, prepared))
-
-
-def _completed(plan: ExecutionPlan, prepared: PreparedRlhf) -> ExecutionPlan:
-    """Return a plan with what is not searched as the run has it: how calls divide tokens, and offloading by flags."""
-    config, graph = prepared.config, prepared.graph
-    names = ("micro_batch_tokens", "sp_layout", "mlp_tile", "loss_chunk")
-    weights = set(graph.roles) - set(graph.trained_roles) if config.offload else set()
-    states = map(optimizer_of, graph.trained_roles) if config.offload_optimizer else ()
-    calls = {
-        call: replace(layout, **{name: getattr(prepared.plan[call], name) for name in names})
-        for call, layout in plan.calls.items()
-    }
-    return ExecutionPlan(plan.name, calls, plan.offload.union(weights, states))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch.distributed as dist
@@ -43,13 +43,11 @@ def call_seconds(events: Iterable[Event]) -> dict[str, float]:
     return seconds
 
 
-# Returns the decision after the last of the measured steps, all of which ran under the running plan, and the factors
-# of predictions that these leave of those before; further arguments: how many steps follow, and
-# `Decision.build_seconds`. Raises ValueError if nothing can be predicted.
+# Returns the decision after the last of the measured steps, all of which ran under the running plan, without the number
+# of steps that follow and `build_seconds`; and the factors of predictions that the steps leave of those before. Raises
+# ValueError if nothing can be predicted.
 Factors = Mapping[str, Mapping[str, float]]  # by call and layout
-Replanner = Callable[
-    [ExecutionPlan, Sequence[MeasuredStep], Factors, int, float], tuple[Decision[ExecutionPlan], Factors]
-]
+Replanner = Callable[[ExecutionPlan, Sequence[MeasuredStep], Factors], tuple[Decision[ExecutionPlan], Factors]]
 
 
 @dataclass(eq=False)
@@ -84,8 +82,8 @@ class Replanning:
         ]
         if not self._warm and len(measured) > 1:
             del measured[0]  # which took longer than those after it will
-        asked = running, measured, self.factors, self.steps - measured[-1].number, self.build_seconds
-        decision, self.factors = from_first_rank(lambda: self.replanner(*asked))
+        found, self.factors = from_first_rank(lambda: self.replanner(running, measured, self.factors))
+        decision = replace(found, remaining=self.steps - found.step, build_seconds=self.build_seconds)
         self._ran, self._warm = [], bool(decision.verdict)
         if dist.get_rank() == 0:
             print(f"replan {decision.line()}", flush=True)

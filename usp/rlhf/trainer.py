@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,9 +67,6 @@ from .replanning import DECISIONS_FILE, Replanner, Replanning, metrics_of
 from .samples import Samples, derived_seed
 from .served import RolloutServer
 
-# Returns what predicts the steps of a run; raises ConfigurationError, on every rank, if they cannot be predicted.
-BuildReplanner: TypeAlias = Callable[[PreparedRlhf, Launch], Replanner]
-
 MOST = 0.5  # share of clipped rewards above which the run warns
 _COLLECTED = (*COLLECTED, "reward", "advantages", "old_logprobs")
 
@@ -80,15 +77,15 @@ def train_rlhf(
     stop: StopRequest,
     error_file: str | None,
     planner: Planner | None = None,
-    replanner: BuildReplanner | None = None,
+    replanner: Callable[[PreparedRlhf], Replanner] | None = None,
 ) -> None:
     """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.train.trainer.train`.
 
-    replanner: what `config.replan` needs to predict steps.
+    replanner: returns what `config.replan` needs to predict steps, or raises ConfigurationError.
     """
     hide_progress_bars()
     prepared = prepare(config, launch, planner=planner)
-    predicts = replanner(prepared, launch) if replanner and config.replan else None
+    predicts = replanner(prepared) if replanner and config.replan else None
     timeout, sft_steps, resolved = config.hang_timeout, prepared.sft_steps, prepared.config
     all_ready(launch, timeout)
     with (

@@ -92,7 +92,7 @@ def test_hardware_that_predicts_no_step_is_refused_before_the_first(tmp_path: Pa
             prepare(replace(config, hardware=str(file)), FOUR, planner=searched)
         asked = replace(config, plan="flattening", search_budget=60.0, hardware=str(file), replan="every=1")
         with pytest.raises(ConfigurationError, match=f"--replan = every=1: .*{text}"):
-            run_planner(prepare(asked, FOUR), FOUR)
+            run_planner(prepare(asked, FOUR))
 
 
 def test_the_plan_is_searched_once_and_kept_by_a_resumed_run(
