@@ -22,6 +22,7 @@ from .config import ReplanOptions
 from .graph import DataflowGraph
 
 DECISIONS_FILE = "replan.jsonl"
+FIGURES = "replan/"  # what metrics of a decision begin with
 _CALLS = ("generate", "inference", "train_step", "compute")
 
 
@@ -87,15 +88,10 @@ class Replanning:
         self._ran, self._warm = [], bool(decision.verdict)
         if dist.get_rank() == 0:
             print(f"replan {decision.line()}", flush=True)
-            line = {"step": decision.step, **metrics_of(decision), "plan": to_mapping(decision.best)}
+            line = {"step": decision.step, **decision.figures(FIGURES), "plan": to_mapping(decision.best)}
             self.file.append(decision.step, [json.dumps(line)])
         return decision
 
     def changed(self, decision: Decision[ExecutionPlan], seconds: float) -> None:
         """Learn from a change of plans how long the next one takes. seconds: that it took."""
         self.build_seconds = max(0.0, seconds - decision.move_seconds)
-
-
-def metrics_of(decision: Decision[ExecutionPlan]) -> dict[str, float]:
-    """Return the figures of a decision for the record of its step."""
-    return {f"replan/{name}": value for name, value in decision.figures().items()}

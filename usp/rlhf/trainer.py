@@ -63,7 +63,7 @@ from .evaluation import COLLECTED, Evaluator
 from .graph import ModelCall, TrainStep
 from .prepare import SFT, Planner, PreparedRlhf, engine_calls, engine_options, find_rlhf_start, prepare, sft_config
 from .records import SHOWN, RlhfRecord, SampleFiles
-from .replanning import DECISIONS_FILE, Replanner, Replanning, metrics_of
+from .replanning import DECISIONS_FILE, FIGURES, Replanner, Replanning
 from .samples import Samples, derived_seed
 from .served import RolloutServer
 
@@ -316,7 +316,7 @@ class RlhfTrainer(TrainingLoop):
         self.watchdog.progress(number, "searching a plan", long=True)
         decision = self.replanning.decide(self.prepared.plan)
         if decision.verdict:
-            return metrics_of(decision)
+            return decision.figures(FIGURES)
         begin = time.perf_counter()
         self.watchdog.progress(number, "changing the plan", long=True)
         self.prepared = replace(self.prepared, plan=decision.best)
@@ -327,7 +327,7 @@ class RlhfTrainer(TrainingLoop):
             self.write_files()
         seconds = time.perf_counter() - begin
         self.replanning.changed(decision, seconds)
-        return {**metrics_of(decision), "replan/seconds": seconds}
+        return {**decision.figures(FIGURES), "replan/seconds": seconds}
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:

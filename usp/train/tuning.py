@@ -85,11 +85,12 @@ class Decision(Generic[T]):
             f"{self.switch_seconds:.2f} s: {self.verdict or 'changing the plan'}"
         )
 
-    def figures(self) -> dict[str, float]:
+    def figures(self, prefix: str = "") -> dict[str, float]:
         """Return what a record holds of the decision."""
-        names = ("running_seconds", "best_seconds", "switch_seconds", "search_seconds")
-        found = {name: getattr(self, name) for name in names}
-        return {**found, "switch_bytes": float(self.nbytes), "switched": float(not self.verdict)}
+        found = {"running_seconds": self.running_seconds, "best_seconds": self.best_seconds}
+        found |= {"switch_seconds": self.switch_seconds, "search_seconds": self.search_seconds}
+        found |= {"switch_bytes": float(self.nbytes), "switched": float(not self.verdict)}
+        return {f"{prefix}{name}": value for name, value in found.items()}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from tests.usp.rlhf.toy import ppo
 from usp.rlhf.config import ReplanOptions
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.replanning import call_seconds, metrics_of
+from usp.rlhf.replanning import FIGURES, call_seconds
 from usp.rlhf.runtime.measure import StepLengths
 from usp.rlhf.runtime.timeline import Event
 from usp.train.tuning import Decision
@@ -21,7 +21,7 @@ GOOD = Decision(10, 20, ExecutionPlan("other", {}), running_seconds=2.0, best_se
 def test_a_gain_above_its_cost_is_taken() -> None:
     assert not GOOD.verdict and GOOD.relative_gain == 0.25
     assert "2.000 s, and 1.500 s with the best plan" in GOOD.line() and GOOD.line().endswith("changing the plan")
-    assert metrics_of(GOOD)["replan/switched"] == 1 and metrics_of(GOOD)["replan/switch_seconds"] == 4.0
+    assert GOOD.figures(FIGURES)["replan/switched"] == 1 and GOOD.figures(FIGURES)["replan/switch_seconds"] == 4.0
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_gain_above_its_cost_is_taken() -> None:
 def test_anything_else_is_refused(changed: dict, why: str) -> None:
     decision = replace(GOOD, **changed)
     assert decision.verdict == why and decision.line().endswith(why)
-    assert metrics_of(decision)["replan/switched"] == 0
+    assert decision.figures(FIGURES)["replan/switched"] == 0
 
 
 def test_one_step_more_is_worth_the_change() -> None:
