@@ -96,14 +96,18 @@ class Measuring:
         return self.compared(one, {layers: _Run(one, layers, self, mesh).seconds(shapes) for layers in depths})
 
     def compared(self, one: Asked, took: Mapping[int, Mapping[Shape, float]]) -> Iterator[Measured]:
-        """Yield what a call takes at every size, from the seconds at some depths, and by prediction: at the depth of
-        its model, if several depths tell it."""
+        """Yield what a call takes at every size, and what is predicted: from the seconds at some depths, on the line
+        through them at the depth of its model."""
         low, high = min(took), max(took)
         depth = one.spec.config.num_hidden_layers if low < high else low
-        for shape, seconds in took[low].items():
-            rise = max(0.0, took[high][shape] - seconds) / max(1, high - low)
-            predicted = self.predicted(one, depth, *shape)
-            yield Measured(one.call.name, layout_key(one.layout), seconds + rise * (depth - low), predicted)
+
+        def line(first: float, last: float) -> float:
+            return first + max(0.0, last - first) / max(1, high - low) * (depth - low)
+
+        for shape in took[low]:
+            predicted = (self.predicted(one, layers, *shape) for layers in (low, high))
+            seconds = line(took[low][shape], took[high][shape])
+            yield Measured(one.call.name, layout_key(one.layout), seconds, line(*predicted))
 
     def predicted(self, one: Asked, layers: int, samples: int, tokens: int) -> float:
         """Return the seconds of a call by formula."""

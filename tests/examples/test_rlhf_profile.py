@@ -68,18 +68,20 @@ def test_a_plan_by_measured_calls(
     assert "critic_inference (one rank)" in told and "actor_inference" in told and "actor_train" not in told
 
 
-def test_measured_seconds_are_beside_predictions_for_the_whole_depth() -> None:
-    """Seconds three times those predicted at both depths are at the model's own, whatever its embedding takes."""
+def test_factors_are_of_the_whole_depth() -> None:
+    """What the embedding and the head take does not hide that each layer takes three times as long as predicted."""
     asked = RlhfProfileConfig(actor="qwen3-8b", algorithm="grpo")
     calls = _calls(asked, torch.bfloat16, 8, (0,), Launch(world_size=2, local_world_size=2))
-    rounds = Rounds(torch.device("cpu"), 3, 0.02)
-    measuring = Measuring(Sizes((1, 2), (8,), (256, 1024)), load_hardware("h100"), rounds, ProcessGroups())
+    rounds, shape = Rounds(torch.device("cpu"), 3, 0.02), (4, 1024)
+    measuring = Measuring(Sizes((1, 2), (8,), (1024,)), load_hardware("h100"), rounds, ProcessGroups())
     assert {one.call.name for one in calls} == {"actor_generate", "ref_inference", "actor_train"}
     for one in {(each.call.name, each.layout.dims): each for each in calls}.values():
-        shapes = [(8 // one.layout.dims.batch, tokens) for tokens in (256, 1024)]
-        took = {n: {at: 3 * measuring.predicted(one, n, *at) for at in shapes} for n in (1, 2)}
-        for each in measuring.compared(one, took):
-            assert each.seconds == pytest.approx(3 * each.predicted, rel=0.02)
+        first, second = (measuring.predicted(one, layers, *shape) for layers in (1, 2))
+        took = {1: {shape: first}, 2: {shape: first + 3 * (second - first)}}
+        (found,) = measuring.compared(one, took)
+        assert 2 < found.seconds / found.predicted < 3
+        (found,) = measuring.compared(one, {2: {shape: 3 * second}})  # one depth tells nothing of others
+        assert found.seconds == pytest.approx(3 * found.predicted) and found.predicted == second
 
 
 @pytest.mark.parametrize(
