@@ -197,6 +197,18 @@ def test_a_race_costs_no_more_than_allowed() -> None:
     assert steps == COUNTED + 1 and not trials[1].seconds  # no move is free
 
 
+def test_the_steps_that_remain_decide_whether_the_fastest_is_worth_a_move() -> None:
+    slower, faster = trials_of(2)
+    trials = [replace(slower, seconds=(1.0,) * 9), replace(faster, seconds=(0.9,) * 9, first=(1.0,), moving=5.0)]
+    tuner = Tuner(trials, 0.0)
+    assert tuner._decide(20, 1000)[0] == 1
+    chosen, _, decision = tuner._decide(20, 51)
+    assert chosen == 0 and decision is not None and decision.best == trials[1]
+    assert decision.verdict == "the change takes 5.10 s and saves 5.10 s" and decision.figures()["switched"] == 0
+    tuner.trials[0] = replace(trials[0], failed="no memory")
+    assert tuner._decide(20, 51)[0] == 1
+
+
 def test_a_candidate_without_memory_is_left_out() -> None:
     tuner = Tuner(trials_of(3), 1.0)
     for took in (9.0, 1.0, 1.0, 1.0):
