@@ -162,13 +162,13 @@ class SearchingPlanner:
             problem = question.problem()
         except ValueError as error:  # by prediction nothing fits, and yet the plan runs
             return Decision(number, 0, running, 0.0, 0.0, why_not=str(error)), corrections.factors
-        running_seconds = problem.simulator.measure(running)[0]
+        running_seconds = problem.simulator.run(running).seconds
         best, best_seconds, why_not = running, running_seconds, ""
         named = [one.plan for one in baselines(problem, question.space, question.facts) if one.plan]
         seed, starts = self.seed + number, [running, *named]
         for _, found in search(problem, seed=seed, budget=self.options.budget, starts=starts).best:
             plan = self.completed(found)
-            if (seconds := problem.simulator.measure(plan)[0]) >= running_seconds:
+            if (seconds := problem.simulator.run(plan).seconds) >= running_seconds:
                 break
             why_not = next(plan.violations(question.graph, question.world_size), "")
             best, best_seconds = plan, seconds
