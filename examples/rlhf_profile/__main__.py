@@ -149,7 +149,7 @@ def _known(out: Path, nothing: Profile) -> Profile:
     """Return what an existing file has, or `nothing`; raise ValueError if it has none, or was measured otherwise."""
     if not out.exists():
         return nothing
-    had = nothing.load(out)
+    had = nothing.load(out, nothing.made["hardware"])
     if differs := [f"{name} {had.made.get(name)}" for name, now in nothing.made.items() if had.made.get(name) != now]:
         raise ValueError(
             f"--out = {out} exists, and was made with {', '.join(differs)}: name another file, or remove it"

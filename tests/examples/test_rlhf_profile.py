@@ -40,20 +40,20 @@ def test_a_plan_by_measured_calls(
         patched.setattr(RoleModel, "fill", interrupted)
         main(again, ONE_THREAD)
     dist.destroy_process_group()  # which stays after an error
-    first, begun = Profile.load(out).corrections.factors, capsys.readouterr().err.splitlines()
+    first, begun = Profile.load(out, "H100").corrections.factors, capsys.readouterr().err.splitlines()
     assert len(begun) == 3 and first
     assert main(again, ONE_THREAD) == 0
     said = capsys.readouterr()
     assert f"{out}: 3 calls on up to 1 ranks" in said.out
     assert begun[2] in said.err and not {*begun[:2]} & {*said.err.splitlines()}  # what was kept is not measured again
-    made, factors = vars(Profile.load(out)).values()
+    made, factors = vars(Profile.load(out, "H100")).values()
     assert factors.factors.keys() == {"actor_generate", "ref_inference", "actor_train"}
     for call, of in factors.factors.items():
         assert of.keys() == ({"one rank", "ac=full"} if call == "actor_train" else {"one rank"})
         assert min(of.values()) > 0 and first.get(call, {}).items() <= of.items()
     assert (made["device"], made["dtype"], made["ranks"], made["hardware"]) == ("CPU", "float32", 1, "H100")
     assert main(again, ONE_THREAD) == 0 and "actor_train" not in capsys.readouterr().err
-    assert Profile.load(out).corrections == factors
+    assert Profile.load(out, "H100").corrections == factors
     assert main([*again, "--tokens", "16"], ONE_THREAD) == 1
     dist.destroy_process_group()
     assert "exists, and was made with tokens [16, 32]: name another file, or remove it" in capsys.readouterr().err
@@ -62,7 +62,7 @@ def test_a_plan_by_measured_calls(
     said = capsys.readouterr()
     assert "every call of the plan is in the profile" in said.out
     assert usp([*PLAN, *grpo, "--profile", str(out), "--hardware", "a100"], {}) == 1
-    assert "--profile corrects predictions for --hardware H100: give that" in capsys.readouterr().err
+    assert "it corrects predictions for --hardware H100, not A100" in capsys.readouterr().err
     assert usp([*PLAN, "--profile", str(out)], {}) == 0
     (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT IN THE PROFILE"))
     assert "critic_inference (one rank)" in told and "actor_inference" in told and "actor_train" not in told

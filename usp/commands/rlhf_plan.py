@@ -153,9 +153,7 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
         raise ConfigurationError(f"--response-tokens = {asked.response_tokens} must be positive and ascending")
     run = read_lengths(Path(asked.workload).expanduser()) if asked.workload else None
     hardware = load_hardware(asked.hardware)
-    profile = Profile.load(Path(asked.profile).expanduser()) if asked.profile else None
-    if profile and profile.made["hardware"] != hardware.name:
-        raise ConfigurationError(f"--profile corrects predictions for --hardware {profile.made['hardware']}: give that")
+    profile = Profile.load(Path(asked.profile).expanduser(), hardware.name) if asked.profile else None
     graph = described_graph(
         asked.algorithm,
         asked.options,

@@ -62,13 +62,15 @@ class Profile:
     corrections: Corrections
 
     @staticmethod
-    def load(path: Path) -> Profile:
-        """Read a profile. Raise ValueError for a file that is none."""
+    def load(path: Path, hardware: str) -> Profile:
+        """Read a profile of predictions for a kind of hardware. Raise ValueError for a file that has none."""
         try:
             made = json.loads(path.read_text())
             factors = {call: {at: float(each) for at, each in of.items()} for call, of in made.pop("factors").items()}
             if made["version"] != VERSION:
                 raise ValueError(f"its version must be {VERSION}")
+            if made["hardware"] != hardware:
+                raise ValueError(f"it corrects predictions for --hardware {made['hardware']}, not {hardware}")
             return Profile(made, Corrections(factors))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a profile of python -m examples.rlhf_profile: {error!r}") from error

@@ -22,11 +22,13 @@ def test_a_profile_is_read(tmp_path: Path) -> None:
     made, factors = {"version": VERSION, "hardware": "A100"}, {"actor_train": {"dp=2": 1.5, "tp=2": 2}}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({**made, "factors": factors}))
-    assert Profile.load(path) == Profile(made, Corrections(factors))
+    assert Profile.load(path, "A100") == Profile(made, Corrections(factors))
+    with pytest.raises(ValueError, match="it corrects predictions for --hardware A100, not H100"):
+        Profile.load(path, "H100")
     for text in ("{}", "no JSON", '{"version": 7, "factors": {}}', '{"version": 3, "factors": {"train": 1.5}}'):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"profile\.json is not a profile of python -m examples\.rlhf_profile"):
-            Profile.load(path)
+            Profile.load(path, "A100")
 
 
 def test_keys_tell_what_runs_differently() -> None:
