@@ -76,8 +76,7 @@ class RlhfPlanConfig:
     """Number of devices."""
     hardware: Node = "h100"
     profile: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
-    """Corrections of predictions for --hardware by calls that examples.rlhf_profile measured; the plan says which calls
-    it has not."""
+    """Corrections of predictions by examples.rlhf_profile, with this --hardware; the plan names calls without any."""
     max_sp: AtLeast1 = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
