@@ -183,7 +183,7 @@ class SearchingPlanner:
             best_seconds,
             self.options.gain,
             nbytes=sum(times * plan.total_bytes for plan, times in moved),
-            move_seconds=sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),
+            switch_seconds=sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),
             search_seconds=time.perf_counter() - begin,
             why_not=why_not,
         )

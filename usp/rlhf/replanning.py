@@ -44,8 +44,8 @@ def call_seconds(events: Iterable[Event]) -> dict[str, float]:
     return seconds
 
 
-# Returns the decision after the last of the measured steps, all of which ran under the running plan, without the number
-# of steps that follow and `build_seconds`; and the factors of predictions that the steps leave of those before. Raises
+# Returns the decision after the last of the measured steps, all of which ran under the running plan, as if no step
+# followed and models were built in no time; and the factors of predictions that the steps leave of those before. Raises
 # ValueError if nothing can be predicted.
 Factors = Mapping[str, Mapping[str, float]]  # by call and layout
 Replanner = Callable[[ExecutionPlan, Sequence[MeasuredStep], Factors], tuple[Decision[ExecutionPlan], Factors]]
@@ -84,7 +84,8 @@ class Replanning:
         if not self._warm and len(measured) > 1:
             del measured[0]  # which took longer than those after it will
         found, self.factors = from_first_rank(lambda: self.replanner(running, measured, self.factors))
-        decision = replace(found, remaining=self.steps - found.step, build_seconds=self.build_seconds)
+        switch_seconds = found.switch_seconds + self.build_seconds
+        decision = replace(found, remaining=self.steps - found.step, switch_seconds=switch_seconds)
         self._ran, self._warm = [], bool(decision.verdict)
         if dist.get_rank() == 0:
             print(f"replan {decision.line()}", flush=True)
@@ -93,5 +94,5 @@ class Replanning:
         return decision
 
     def changed(self, decision: Decision[ExecutionPlan], seconds: float) -> None:
-        """Learn from a change of plans how long the next one takes. seconds: that it took."""
-        self.build_seconds = max(0.0, seconds - decision.move_seconds)
+        """Learn from a change of plans, which took so many seconds, how long models take to build in the next one."""
+        self.build_seconds = max(0.0, self.build_seconds + seconds - decision.switch_seconds)

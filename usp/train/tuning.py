@@ -35,9 +35,9 @@ class Decision(Generic[T]):
     """Two layouts for the steps that remain.
 
     step: after which it is taken. remaining: number of steps that follow. best: to change to. running_seconds,
-    best_seconds: of a step. gain: the least part of it that is worth a change. move_seconds: in which weights and
-    optimizer states are sent, of `nbytes`. build_seconds: in which models are built, and ranks get ready.
-    search_seconds: spent in either case. why_not: why the best cannot run, whatever it would gain.
+    best_seconds: of a step. gain: the least part of it that is worth a change. switch_seconds: what that costs, with
+    the `nbytes` of weights and optimizer states that are sent. search_seconds: spent in either case. why_not: why the
+    best cannot run, whatever it would gain.
     """
 
     step: int
@@ -47,15 +47,9 @@ class Decision(Generic[T]):
     best_seconds: float
     gain: float = 0.0
     nbytes: int = 0
-    move_seconds: float = 0.0
-    build_seconds: float = 0.0
+    switch_seconds: float = 0.0
     search_seconds: float = 0.0
     why_not: str = ""
-
-    @property
-    def switch_seconds(self) -> float:
-        """Remaining cost of the change."""
-        return self.move_seconds + self.build_seconds
 
     @property
     def relative_gain(self) -> float:
@@ -214,8 +208,8 @@ class Tuner:
             return chosen, self.trials, None
         now, chosen = self.trials[self.current], fastest(self.trials)
         best = self.trials[chosen]
-        move_seconds = _move_seconds(self.trials, best)
-        decision = Decision(done, remaining, best, now.median, best.median, move_seconds=move_seconds)
+        cost_of_move = _move_seconds(self.trials, best)
+        decision = Decision(done, remaining, best, now.median, best.median, switch_seconds=cost_of_move)
         return self.current if decision.verdict and not now.failed else chosen, self.trials, decision
 
     def moved(self, trial: Trial, took: float, failed: str = "") -> None:

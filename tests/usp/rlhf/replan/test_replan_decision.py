@@ -14,7 +14,7 @@ from usp.rlhf.runtime.measure import StepLengths
 from usp.rlhf.runtime.timeline import Event
 from usp.train.tuning import Decision
 
-COST = {"nbytes": 2**20, "move_seconds": 3.0, "build_seconds": 1.0, "search_seconds": 100.0}
+COST = {"nbytes": 2**20, "switch_seconds": 4.0, "search_seconds": 100.0}
 GOOD = Decision(10, 20, ExecutionPlan("other", {}), running_seconds=2.0, best_seconds=1.5, gain=0.05, **COST)
 
 
@@ -27,7 +27,7 @@ def test_a_gain_above_its_cost_is_taken() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"move_seconds": 9.0}, "the change takes 10.00 s and saves 10.00 s"),
+        ({"switch_seconds": 10.0}, "the change takes 10.00 s and saves 10.00 s"),
         ({"remaining": 8}, "the change takes 4.00 s and saves 4.00 s"),
         ({"gain": 0.3}, "a step would be 25.0% faster, and 30.0% is asked for"),
         ({"best_seconds": 2.0, "gain": 0.0}, "no faster plan is found"),
