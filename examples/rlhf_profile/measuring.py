@@ -152,8 +152,9 @@ class _Run:
         work = self.asked.call.work
         if isinstance(work, Generate):
             prompts = Samples(tuple(range(number)), {"prompt_ids": self._drawn(number, tokens + 1)})
-            decoded = {"max_new_tokens": self.measuring.sizes.decoded, "stop_ids": (), "stop_strings": ()}
-            return partial(model.generate, prompts, replace(work, group_size=1, **decoded), 0)
+            tokens = self.measuring.sizes.decoded
+            decode = replace(work, group_size=1, max_new_tokens=tokens, stop_ids=(), stop_strings=())
+            return partial(model.generate, prompts, decode, 0)
         samples = self._samples(number, tokens)
         if isinstance(work, Inference):
             return partial(model.inference, samples, work, "output", model.layout)
