@@ -46,7 +46,7 @@ class Planner:
         set(calls.values())  # hashed on this rank, as in a search
         best = replace(running, name=f"plan after {measured[-1].number}", calls=calls)
         factors = {"decisions": {"so far": factors.get("decisions", {}).get("so far", 0.0) + 1}}
-        return Decision(measured[-1].number, 0, best, 2.0, 1.0, 0.05), factors
+        return Decision(measured[-1].number, 0, best, 2e6, 1e6, 0.05), factors  # building costs less
 
 def discard(self, of_model=RoleModel.discard):
     if os.environ["RANK"] == "1" and os.environ.get("DEADLY") and int(os.environ["DEADLY"]) == len(changes):
