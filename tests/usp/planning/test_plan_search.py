@@ -30,7 +30,8 @@ def problem(memory: float, smallest: int = 2) -> Problem:
 
 
 def optimum(of: Problem) -> float:
-    return min(seconds for seconds, peak in map(of.simulator.measure, every_plan(of)) if peak <= of.memory_bytes)
+    steps = map(of.simulator.run, every_plan(of))
+    return min(step.seconds for step in steps if step.peak_bytes <= of.memory_bytes)
 
 
 @pytest.fixture(scope="module")
