@@ -316,7 +316,7 @@ class Trainer(TrainingLoop):
         if self.lora is not None:
             lora, adapters = self.lora, f"{count(self.adapter_parameters)} trained parameters"
             whole = f", and {', '.join(lora.saved.modules)} in full" if lora.saved else ""
-            kind = f"{'DoRA' if lora.dora else 'LoRA'}: rank {lora.rank}, alpha {lora.alpha}"
+            kind = f"LoRA: rank {lora.rank}, alpha {lora.alpha}"
             yield f"{kind}, on {', '.join(lora.targets)}: {adapters}{whole}"
         yield self.prepared.kernel_choice
         if config.fp8 != "none":
