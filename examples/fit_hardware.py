@@ -19,7 +19,7 @@ import sys
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
@@ -43,7 +43,8 @@ from usp.commands.flags import (
 )
 from usp.config import UNPREDICTED, TrainConfig
 from usp.model.facts import ModelFacts
-from usp.parallel.cluster.hardware import hardware_from_mapping, hardware_values, load_hardware
+from usp.parallel.cluster.hardware import Curve, Hardware, hardware_from_mapping, hardware_values, load_hardware
+from usp.planning.corrections import scaled
 from usp.planning.step_report import StepReport, render, report_json, step_report
 from usp.predict.job import Data
 from usp.run.failures import ConfigurationError
@@ -53,6 +54,8 @@ from usp.run.tables import GIB, Grid
 
 PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound operators"  # as in `StepTime.parts`
 LAUNCHES, WAITS, MESSAGES, STEP = "kernel launches", "exposed waiting for other ranks", "messages", "step"
+_COMPONENTS = (PRODUCTS, ATTENTION, MEMORY, MESSAGES, LAUNCHES, WAITS)
+RATES = dict(zip(_COMPONENTS, ("products", "attention", "memory", "messages", "launches", "waits"), strict=True))
 FIRST = {LAUNCHES: ("launch_seconds", 1e-5), WAITS: ("wait_fraction", 0.1)}  # on a CPU, where the fit begins
 FIRST_STEPS, FEWEST_STEPS = 3, 10  # of a run: those that allocate, connect and compile; those of a median
 TRACES = 8  # to read
@@ -210,8 +213,9 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
     for name, (key, first) in FIRST.items():
         if name in known:
             values = {**values, key: (values.get(key) or first) if known[name] else 0.0}
+    hardware = hardware_from_mapping(values, str(where))
     for _ in range(ROUNDS):
-        time = replace(report, hardware=hardware_from_mapping(scaled(values, factors), str(where))).time
+        time = replace(report, hardware=scaled_by(hardware, factors)).time
         parts = {name: time.parts[name] for name in (PRODUCTS, ATTENTION, MEMORY)}
         parts[MEMORY] += time.parts["optimizer"]
         rest = {name: time.parts.get(name, 0.0) for name in (LAUNCHES, WAITS)}
@@ -235,40 +239,36 @@ def fitted(report: StepReport, values: Mapping[str, Any], run: Measured, where: 
         )
     before, text = values.get("source", []), ", ".join(f"{name} {factors[name]:.2f}" for name in parts)
     source = [f"rates by the steps of {where}", *([before] if isinstance(before, str) else before)]
-    found = {**scaled(values, factors), "source": source}
+    found = {**with_rates(values, scaled_by(hardware, factors)), "source": source}
     launches = f"take {1e6 * found['launch_seconds']:.3g} us each" if LAUNCHES in known else "keep theirs"
     links = f"links {factors[MESSAGES]:.2f}" if MESSAGES in known else "links keep theirs"
     links += f", waiting for other ranks {found['wait_fraction']:.0%} of the compute" if WAITS in known else ""
     return found, f"times the rates of before: {text}; launches {launches}, {links}, copies to the host keep theirs"
 
 
-def scaled(values: Mapping[str, Any], factors: Mapping[str, float]) -> dict[str, Any]:
-    """Return the values of a hardware file with other rates. An efficiency above 1 raises the peaks."""
-    efficiency = values["efficiency"]
+def scaled_by(hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
+    """Return hardware with the rates of the components times their factors."""
+    return scaled(hardware, **{RATES[name]: factor for name, factor in factors.items()})
 
-    def curves(of: Any, factor: float) -> Any:
-        if isinstance(of, Mapping):
-            return {name: curves(curve, factor) for name, curve in of.items()}
-        return [[size, factor * share] for size, share in of]
 
-    def links(of: Mapping[str, Any], factor: float) -> dict[str, Any]:
-        times = {"alpha_seconds": 1 / factor, "bytes_per_second": factor, "shared_bytes_per_second": factor}
-        found = {name: value * times[name] if name in times else value for name, value in of.items()}
-        return {name: links(value, factor) if isinstance(value, Mapping) else value for name, value in found.items()}
-
-    products = curves(efficiency["matmul"], factors[PRODUCTS])
-    attention = curves(efficiency["attention"], factors[ATTENTION])
-    shares = [products, *(curve for kernel in attention.values() for curve in kernel.values())]
+def with_rates(values: Mapping[str, Any], hardware: Hardware) -> dict[str, Any]:
+    """Return the values of a hardware file with the rates of hardware. An efficiency above 1 raises the peaks."""
+    attention = {name: {kind: of for kind, of in vars(each).items() if of} for name, each in hardware.attention.items()}
+    shares = [hardware.matmul, *(curve for kernel in attention.values() for curve in kernel.values())]
     above = max(1.0, *(share for curve in shares for _, share in curve))
-    peaks = hardware_from_mapping(values, "to be fitted").peak_flops
+
+    def below(curve: Curve) -> list[list[float]]:
+        return [[size, share / above] for size, share in curve]
+
+    rates = {name: {kind: below(of) for kind, of in kernel.items()} for name, kernel in attention.items()}
+    tiers = ({name: of for name, of in asdict(tier).items() if of != math.inf} for tier in hardware.tiers)
+    same = ("memory_bytes_per_second", "launch_seconds", "wait_fraction")
     return {
         **values,
-        "peak_flops": {dtype: above * peak for dtype, peak in peaks.items()},
-        "memory_bytes_per_second": factors[MEMORY] * values["memory_bytes_per_second"],
-        "tiers": [links(tier, factors.get(MESSAGES, 1.0)) for tier in values["tiers"]],
-        "launch_seconds": values.get("launch_seconds", 0.0) / factors.get(LAUNCHES, 1.0),
-        "wait_fraction": values.get("wait_fraction", 0.0) / factors.get(WAITS, 1.0),
-        "efficiency": {**efficiency, "matmul": curves(products, 1 / above), "attention": curves(attention, 1 / above)},
+        **{name: getattr(hardware, name) for name in same},
+        "peak_flops": {dtype: above * peak for dtype, peak in hardware.peak_flops.items()},
+        "tiers": [*tiers],
+        "efficiency": {**values["efficiency"], "matmul": below(hardware.matmul), "attention": rates},
     }
 
 

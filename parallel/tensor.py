@@ -133,31 +133,24 @@ def split_parameters(name: str, plan: Mapping[str, str]) -> set[str]:
 
 
 def add_low_rank(part: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """Return a part of a weight with an adapter merged into it, float32.
-
-    factors: (rows, rank) and (rank, columns), whose product is added, and maybe what then multiplies each row.
-    """
-    up, down, *scales = factors
-    merged = part.float() + up @ down
-    return merged * scales[0].unsqueeze(1) if scales else merged
+    """Return a part of a weight plus the product of factors, (rows, rank) and (rank, columns), float32."""
+    up, down = factors
+    return part.float() + up @ down
 
 
-def shard_low_rank(
-    down: nn.Linear, up: nn.Linear, mesh: DeviceMesh, style: str, factors: nn.Module | None = None
-) -> None:
+def shard_low_rank(down: nn.Linear, up: nn.Linear, mesh: DeviceMesh, style: str) -> None:
     """Place a low-rank update `up(down(x))` that is added to the output of a linear of this style, in place.
 
     Neither has a bias. Of a colwise linear, `up` is sharded by columns and each rank's gradient of `down` is a part; of
-    a rowwise one, `down` is sharded by rows, and both its output and the gradient of `up` are partial sums. factors: of
-    the output's features (out features,), placed as `up`. Raise ValueError for a style whose linears are not called, or
-    not sharded."""
+    a rowwise one, `down` is sharded by rows, and both its output and the gradient of `up` are partial sums. Raise
+    ValueError for a style whose linears are not called, or not sharded."""
     whole = "replicated_with_grad_allreduce"
     styles = dict.fromkeys(_COLWISE, (whole, style)) | dict.fromkeys(_ROWWISE, (style, whole))
     styles |= {unsharded: (unsharded, unsharded) for unsharded in ("replicated", whole)}
     if style not in styles:
         raise ValueError(f"style {style!r} has no low-rank update: use one of {', '.join(styles)}")
     first, second = styles[style]
-    for module, own in ((down, first), (up, second), *([(factors, second)] if factors is not None else [])):
+    for module, own in ((down, first), (up, second)):
         _place(module, own, mesh, Replicate(), {})
 
 

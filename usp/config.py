@@ -97,7 +97,7 @@ def _only_with(option: str) -> OnlyWith:
 # Options that have an effect only beside another one: those that rlhf.py has, too, and others of train.py.
 ONLY_WITH = (
     OnlyWith(
-        ("lora_alpha", "lora_targets", "lora_merge", "lora_dropout", "lora_dora", "lora_modules_to_save"),
+        ("lora_alpha", "lora_targets", "lora_merge", "lora_dropout", "lora_modules_to_save"),
         lambda c: c.lora_rank,
         "is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it",
     ),
@@ -434,8 +434,6 @@ class _Training:
     """Hardware for --plan auto: detected, a known node type, or a file from `python -m usp calibrate`."""
     lora_dropout: Fraction = 0.0
     """Probability of an input of the adapters to be dropped in training; the same ones on any layout."""
-    lora_dora: bool = False
-    """Also train the magnitude of each row of a weight that has an adapter, which then changes its direction (DoRA)."""
     lora_modules_to_save: Annotated[str, arg(metavar="NAME,NAME,...", help_behavior_hint="(optional)")] = ""
     """Modules to train in full beside the adapters, and to write with them, such as embed_tokens,lm_head."""
     pp_schedule: Annotated[str, one_of(PP_SCHEDULES)] = "1f1b"

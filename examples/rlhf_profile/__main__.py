@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
-from usp.commands.flags import check, output_problem, parse, token_counts
+from usp.commands.flags import Node, check, output_problem, parse, token_counts
 from usp.config import MODEL_HELP
 from usp.fields import AtLeast1, Rule, at_least, one_of, value_violations
 from usp.rlhf.algorithms.registry import ALGORITHMS
@@ -26,7 +26,7 @@ from usp.run.launch import (
 )
 
 if TYPE_CHECKING:
-    from usp.planning.estimates import Measurements
+    from usp.planning.corrections import Profile
 
 Share = Annotated[float, Rule(lambda value: 0 < value < 1, "above 0 and below 1")]
 
@@ -34,24 +34,27 @@ Share = Annotated[float, Rule(lambda value: 0 < value < 1, "above 0 and below 1"
 @dataclass(frozen=True)
 class RlhfProfileConfig:
     """Measure generation, inference and training of models on this machine, in every layout of the launched ranks, and
-    write them to a file for rlhf-plan --profile. Models are as shallow as --layers says, with random weights.
+    write by how much longer each takes than predicted for --hardware to a file for rlhf-plan --profile. Models are as
+    shallow as --layers says, with random weights.
 
     For example, on 8 ranks: torchrun --nproc-per-node 8 -m examples.rlhf_profile --actor qwen3-8b --out profile.json
     """
 
     out: Annotated[Path, arg(metavar="FILE.json")] = Path("rlhf-profile.json")
     """Profile to write, after each call. What an existing one has is kept, and not measured again."""
+    hardware: Node = "h100"
+    """Hardware whose predictions are corrected; give it to rlhf-plan as well."""
     actor: Annotated[str, arg(metavar="PRESET|PATH", help=f"Model to train. {MODEL_HELP}")] = "tiny"
     critic: Annotated[str, arg(metavar="PRESET|PATH", help_behavior_hint="(default: the actor)")] = ""
     """Model whose size the critic and the reward model have."""
     algorithm: Annotated[str, one_of(tuple(name for name, of in ALGORITHMS.items() if of.data == "prompts"))] = "ppo"
     """Training algorithm, whose calls are measured."""
     layers: Annotated[str, arg(metavar="N,N")] = "1,2"
-    """Depths to measure; a time is linear in the depth between and beyond them."""
+    """Depths to measure; by several, a time is linear in the depth."""
     samples: Annotated[str, arg(metavar="N,N,...")] = "8,32"
-    """Samples of a call or a mini-batch, over all ranks; a time is linear in them between and beyond these."""
+    """Samples of a call or a mini-batch, over all ranks. The median of all sizes counts."""
     tokens: Annotated[str, arg(metavar="N,N,...")] = "256,1K"
-    """Tokens of a sample; a time is linear in them between and beyond these."""
+    """Tokens of a sample, or of a prompt that is answered."""
     response_share: Share = 0.5
     """Fraction of a sample's tokens that is the response, whose log-probabilities are computed."""
     max_sp: AtLeast1 = 8
@@ -103,20 +106,21 @@ def measure(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from usp.parallel import ProcessGroups
-    from usp.planning.estimates import Measurements
+    from usp.data.store import write_json
+    from usp.parallel import ProcessGroups, load_hardware
+    from usp.planning.corrections import VERSION, Corrections, Profile
     from usp.predict.compute import dtype_name
     from usp.predict.rounds import Rounds
     from usp.train.checkpoints import from_first_rank
 
-    from .measuring import Sizes, measure_calls, save
+    from .measuring import Measuring, Sizes
 
     launch = Launch.from_environment(environ)
     set_library_defaults(launch, environ)
     device = choose_device(asked.device, launch)
     fast = device.type == "cuda"
     dtype = torch.bfloat16 if asked.dtype == "bfloat16" or (asked.dtype == "auto" and fast) else torch.float32
-    sizes = asdict(Sizes([*layers], [*samples], [*tokens], [*tokens], asked.response_share))
+    sizes, hardware = Sizes(layers, samples, tokens, asked.response_share), load_hardware(asked.hardware)
     calls = _calls(asked, dtype, max(samples), zero, launch)
     name = torch.cuda.get_device_name(device) if fast else "CPU"
 
@@ -125,31 +129,30 @@ def measure(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
             print(doing, file=sys.stderr, flush=True)
 
     with process_group(launch, device):
-        groups = ProcessGroups()
-        rounds = Rounds(device, asked.rounds, 0.02)
-        nothing = Measurements(name, dtype_name(dtype), launch.world_size, sizes, {})
-        known = from_first_rank(lambda: _known(asked.out, nothing))
+        measuring = Measuring(sizes, hardware, Rounds(device, asked.rounds, 0.02), ProcessGroups())
+        made = {"version": VERSION, "device": name, "dtype": dtype_name(dtype), "ranks": launch.world_size}
+        made |= {"actor": asked.actor, "critic": asked.critic, "hardware": hardware.name}
+        made |= {name: [*of] if isinstance(of, tuple) else of for name, of in asdict(sizes).items()}
+        known = from_first_rank(lambda: _known(asked.out, Profile(made, Corrections())))
 
-        def keep(measured: Measurements) -> None:
+        def keep(found: Corrections) -> None:
             if launch.rank == 0:
-                save(measured, asked.out)
+                write_json(asked.out, {**made, "factors": found.factors})
 
-        measured = measure_calls(calls, known, rounds, groups, progress, keep)
+        found = measuring.corrections(calls, known.corrections, progress, keep)
         if launch.rank == 0:
-            print(f"{asked.out}: {len(measured.points)} parts of calls on up to {measured.ranks} ranks")
+            print(f"{asked.out}: {len(found.factors)} calls on up to {launch.world_size} ranks")
         dist.barrier()
 
 
-def _known(out: Path, nothing: Measurements) -> Measurements:
+def _known(out: Path, nothing: Profile) -> Profile:
     """Return what an existing file has, or `nothing`; raise ValueError if it has none, or was measured otherwise."""
     if not out.exists():
         return nothing
-    had = nothing.load(out)
-    if replace(had, points={}) != nothing:
-        flags = " ".join(f"--{n} {','.join(map(str, had.sizes[n]))}" for n in ("layers", "samples", "tokens"))
+    had = nothing.load(out, nothing.made["hardware"])
+    if differs := [f"{name} {had.made.get(name)}" for name, now in nothing.made.items() if had.made.get(name) != now]:
         raise ValueError(
-            f"--out = {out} exists, and was measured by {had.ranks} ranks on {had.device} in {had.dtype}, with "
-            f"{flags} --response-share {had.sizes['counted']}: name another file, or remove it"
+            f"--out = {out} exists, and was made with {', '.join(differs)}: name another file, or remove it"
         )
     return had
 

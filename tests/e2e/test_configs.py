@@ -218,8 +218,8 @@ def test_a_step_of_rlhf_fits(name: str, releases: Path, monkeypatch: pytest.Monk
     config = replace(file, device="cpu", dtype="bfloat16")  # checked as on a CPU: there may be no other device here
     run: PreparedRlhf = prepare(config, Launch(world_size=world, local_world_size=world))
     question = question_of(replace(run, config=replace(run.config, hardware="h100")))
-    seconds, peak = Simulator(question.graph, question.estimates, world).measure(run.plan)
-    assert 0.5 < seconds < 300 and peak < usable(H100).device
+    step = Simulator(question.graph, question.estimates, world).run(run.plan)
+    assert 0.5 < step.seconds < 300 and step.peak_bytes < usable(H100).device
     if config.rollout_engine == "vllm":  # which holds a whole copy, and its cache, while training's shards wait
         held = 2 * question.models["actor"].numel + config.rollout_cache * GIB
         assert held + 4 * question.models["actor"].numel / world < usable(H100).device

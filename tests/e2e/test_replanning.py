@@ -23,17 +23,17 @@ from pathlib import Path
 import usp.planning.run_plan as planners
 from usp.parallel import ParallelDims
 from usp.commands.rlhf import main
-from usp.rlhf.replanning import Decision
 from usp.rlhf.roles.role_model import RoleModel
+from usp.train.tuning import Decision
 
 FATE = Path("died")
 changes = []
 
 class Planner:
-    def __init__(self, prepared, launch):
+    def __init__(self, prepared):
         self.graph = prepared.graph
 
-    def __call__(self, running, measured, remaining, build_seconds):
+    def __call__(self, running, measured, factors):
         sequences = running["actor_train"].dims.sp == 1
         dims = ParallelDims(ulysses=2, dp_shard=1) if sequences else ParallelDims(dp_shard=2)
         calls = {
@@ -45,7 +45,8 @@ class Planner:
                 calls[name] = replace(calls[name], zero=0)
         set(calls.values())  # hashed on this rank, as in a search
         best = replace(running, name=f"plan after {measured[-1].number}", calls=calls)
-        return Decision(measured[-1].number, remaining, best, 2.0, 1.0, 0.05)
+        factors = {"decisions": {"so far": factors.get("decisions", {}).get("so far", 0.0) + 1}}
+        return Decision(measured[-1].number, 0, best, 2e6, 1e6, 0.05), factors  # building costs less
 
 def discard(self, of_model=RoleModel.discard):
     if os.environ["RANK"] == "1" and os.environ.get("DEADLY") and int(os.environ["DEADLY"]) == len(changes):
@@ -87,7 +88,9 @@ def test_a_rank_killed_during_a_change_of_plans_loses_no_step(tmp_path: Path, mo
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (deadly, calm))
     assert ours.keys() == theirs.keys()
     assert all(torch.dist(ours[name], theirs[name]) < 1e-5 * theirs[name].norm() for name in ours)
-    named = [read_extra(path)["running"]["plan"]["name"] for path in sorted((deadly / "checkpoints").iterdir())]
+    running = [read_extra(path)["running"] for path in sorted((deadly / "checkpoints").iterdir())]
+    named = [each["plan"]["name"] for each in running]
+    assert [each["factors"].get("decisions", {}).get("so far", 0.0) for each in running] == [0, 1, 1, 2, 2, 2]
     assert named == ["flattening", *["plan after 2"] * 2, *["plan after 4"] * 3]
     assert yaml.safe_load((deadly / "plan.yaml").read_text())["name"] == "plan after 4"
     decisions = [json.loads(line) for line in (deadly / "replan.jsonl").read_text().splitlines()]

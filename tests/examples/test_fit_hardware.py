@@ -21,7 +21,8 @@ from examples.fit_hardware import (
     even_documents,
     main,
     measured,
-    scaled,
+    scaled_by,
+    with_rates,
 )
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
@@ -42,6 +43,10 @@ OTHERS = (  # configurations and numbers of devices
     (replace(RUN, model="llama2-7b", pp=2, batch_size=8, micro_batches=8, sp_ulysses=4), 8),
 )
 UNLIKE = {PRODUCTS: 0.7, ATTENTION: 0.5, MEMORY: 0.8}
+
+
+def rated(values: dict[str, Any], factors: dict[str, float]) -> dict[str, Any]:
+    return with_rates(values, scaled_by(hardware_from_mapping(values, "a test"), factors))
 
 
 def predicted(config: TrainConfig, world_size: int, hardware: Hardware, data: Data = ONE_DOCUMENT) -> StepTime:
@@ -161,7 +166,7 @@ def write_trace(folder: Path, events: list[dict[str, Any]], rank: int = 0) -> No
 def test_a_run_tells_the_rates_of_its_machine(
     truth: dict[str, float], trace: bool, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = scaled(hardware_values("h100"), truth)
+    values = rated(hardware_values("h100"), truth)
     write_run(tmp_path, values, trace=trace)
     file = tmp_path / "fitted.json"
     assert main([*FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
@@ -210,7 +215,7 @@ def test_traces_of_a_cpu_tell_what_its_operators_take_besides_their_work(
     for long ones. The rest goes to messages, which take what the last rank to a collective takes, and to waiting for
     it. A traced step that is slower than the others does not count."""
     (tmp_path / "cpu.json").write_text(json.dumps(CPU))
-    truth = {**scaled(CPU, {**UNLIKE, MESSAGES: 0.4}), "launch_seconds": 3e-4, "wait_fraction": 0.15}
+    truth = {**rated(CPU, {**UNLIKE, MESSAGES: 0.4}), "launch_seconds": 3e-4, "wait_fraction": 0.15}
     time = write_run(tmp_path, truth, trace=False)
     write_cpu_traces(tmp_path, time, time.parts[WAITS])
     file = tmp_path / "fitted.json"
@@ -227,7 +232,7 @@ def test_traces_of_a_cpu_tell_what_its_operators_take_besides_their_work(
 
 def test_a_run_of_documents_tells_the_same_rates(tmp_path: Path) -> None:
     """A fit knows which documents the run and each of its traced steps had."""
-    values = scaled(hardware_values("h100"), UNLIKE)
+    values = rated(hardware_values("h100"), UNLIKE)
     write_run(tmp_path, values, trace=True, documents=12000)
     file = tmp_path / "fitted.json"
     assert main([*FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0
@@ -253,7 +258,7 @@ def test_traced_steps_do_not_count(tmp_path: Path) -> None:
 
 def test_one_factor_is_not_three(tmp_path: Path) -> None:
     """Without a trace, a run on a machine with other proportions is met, and only runs like it."""
-    values = scaled(hardware_values("h100"), UNLIKE)
+    values = rated(hardware_values("h100"), UNLIKE)
     time = write_run(tmp_path, values, trace=False)
     file = tmp_path / "fitted.json"
     assert main([*FLAGS, "--against", str(tmp_path), "--write-hardware", str(file)]) == 0

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from examples.rlhf_profile.__main__ import main
+from examples.rlhf_profile.__main__ import RlhfProfileConfig, _calls, main
+from examples.rlhf_profile.measuring import Measuring, Sizes
 from tests.e2e.processes import ONE_THREAD
 from usp.__main__ import main as usp
-from usp.planning.estimates import Measurements
+from usp.parallel import ProcessGroups, load_hardware
+from usp.planning.corrections import Profile
+from usp.predict.rounds import Rounds
 from usp.rlhf.roles.role_model import RoleModel
+from usp.run.launch import Launch
 
 SIZES = ["--layers", "2", "--samples", "2", "--tokens", "16,32", "--rounds", "3", "--device", "cpu"]
 PLAN = ["rlhf-plan", "--actor", "tiny", "--world-size", "1", "--prompts", "2", "--prompt-tokens", "16", "--budget", "0"]
@@ -35,37 +40,48 @@ def test_a_plan_by_measured_calls(
         patched.setattr(RoleModel, "fill", interrupted)
         main(again, ONE_THREAD)
     dist.destroy_process_group()  # which stays after an error
-    first, begun = Measurements.load(out), capsys.readouterr().err.splitlines()
-    assert len(begun) == 3 and first.points
+    first, begun = Profile.load(out, "H100").corrections.factors, capsys.readouterr().err.splitlines()
+    assert len(begun) == 3 and first
     assert main(again, ONE_THREAD) == 0
     said = capsys.readouterr()
-    assert f"{out}: 7 parts of calls" in said.out
+    assert f"{out}: 3 calls on up to 1 ranks" in said.out
     assert begun[2] in said.err and not {*begun[:2]} & {*said.err.splitlines()}  # what was kept is not measured again
-    measured = Measurements.load(out)
-    assert first.points.items() <= measured.points.items()
-    assert {part.work for part in measured.points} == {
-        *("prefill", "decode", "logprobs", "train logprobs", "update of train logprobs")
-    }
-    assert {part.layout for part in measured.points} == {"one rank", "ac=full"}
-    assert (measured.device, measured.dtype, measured.ranks) == ("CPU", "float32", 1)
-    for part, points in measured.points.items():
-        assert {layers for layers, _, _ in points} == {2}
-        assert min(points.values()) > 0 or part.work in ("prefill", "update of train logprobs")
-    assert main(again, ONE_THREAD) == 0 and "train logprobs" not in capsys.readouterr().err
-    assert Measurements.load(out).points == measured.points
+    made, factors = vars(Profile.load(out, "H100")).values()
+    assert factors.factors.keys() == {"actor_generate", "ref_inference", "actor_train"}
+    for call, of in factors.factors.items():
+        assert of.keys() == ({"one rank", "ac=full"} if call == "actor_train" else {"one rank"})
+        assert min(of.values()) > 0 and first.get(call, {}).items() <= of.items()
+    assert (made["device"], made["dtype"], made["ranks"], made["hardware"]) == ("CPU", "float32", 1, "H100")
+    assert main(again, ONE_THREAD) == 0 and "actor_train" not in capsys.readouterr().err
+    assert Profile.load(out, "H100").corrections == factors
     assert main([*again, "--tokens", "16"], ONE_THREAD) == 1
     dist.destroy_process_group()
-    assert (
-        "exists, and was measured by 1 ranks on CPU in float32, with --layers 2 --samples 2 --tokens 16,32 --res"
-        in capsys.readouterr().err
-    )
+    assert "exists, and was made with tokens [16, 32]: name another file, or remove it" in capsys.readouterr().err
     grpo = ["--algorithm", "grpo", "--reward", "function", "--group-size", "2"]
     assert usp([*PLAN, *grpo, "--profile", str(out)], {}) == 0
     said = capsys.readouterr()
-    assert "every call of the plan is in the profile, measured on CPU" in said.out
+    assert "every call of the plan is in the profile" in said.out
+    assert usp([*PLAN, *grpo, "--profile", str(out), "--hardware", "a100"], {}) == 1
+    assert "it corrects predictions for --hardware H100, not A100" in capsys.readouterr().err
     assert usp([*PLAN, "--profile", str(out)], {}) == 0
     (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT IN THE PROFILE"))
-    assert "critic_inference (one rank)" in told and "critic_train" in told and "actor" not in told
+    assert "critic_inference (one rank)" in told and "actor_inference" in told and "actor_train" not in told
+
+
+def test_factors_are_of_the_whole_depth() -> None:
+    """What the embedding and the head take does not hide that each layer takes three times as long as predicted."""
+    asked = RlhfProfileConfig(actor="qwen3-8b", algorithm="grpo")
+    calls = _calls(asked, torch.bfloat16, 8, (0,), Launch(world_size=2, local_world_size=2))
+    rounds, shape = Rounds(torch.device("cpu"), 3, 0.02), (4, 1024)
+    measuring = Measuring(Sizes((1, 2), (8,), (1024,)), load_hardware("h100"), rounds, ProcessGroups())
+    assert {one.call.name for one in calls} == {"actor_generate", "ref_inference", "actor_train"}
+    for one in {(each.call.name, each.layout.dims): each for each in calls}.values():
+        first, second = (measuring.predicted(one, layers, *shape) for layers in (1, 2))
+        took = {1: {shape: first}, 2: {shape: first + 3 * (second - first)}}
+        (found,) = measuring.compared(one, took)
+        assert 2 < found.seconds / found.predicted < 3
+        (found,) = measuring.compared(one, {2: {shape: 3 * second}})  # one depth tells nothing of others
+        assert found.seconds == pytest.approx(3 * found.predicted) and found.predicted == second
 
 
 @pytest.mark.parametrize(

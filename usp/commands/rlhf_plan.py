@@ -76,7 +76,7 @@ class RlhfPlanConfig:
     """Number of devices."""
     hardware: Node = "h100"
     profile: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
-    """Seconds measured by examples.rlhf_profile; what it has not follows from --hardware, and the plan says so."""
+    """Corrections of predictions by examples.rlhf_profile, with this --hardware; the plan names calls without any."""
     max_sp: AtLeast1 = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
@@ -113,7 +113,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, trace: Path | None, prices: dict[str, float]) -> None:
     """Search until `end`, and print and write the plan."""
     from usp.planning.job_cost import Terms, step_cost_text
-    from usp.planning.rlhf_question import answer, rate_lines, render_choice
+    from usp.planning.rlhf_question import answer, render_choice
     from usp.planning.rlhf_search import work_clock
     from usp.rlhf.plan.plan import to_mapping
     from usp.rlhf.runtime.trace import write_chrome_trace
@@ -127,8 +127,7 @@ def _plan(asked: RlhfPlanConfig, end: float, out: Path | None, trace: Path | Non
     if prices:
         name, samples, terms = question.hardware.name, len(question.workload.sequences), Terms(prices=prices)
         print(step_cost_text(choice.simulation.seconds, asked.world_size, samples, name, terms.price(name)))
-    not_measured = question.not_measured(choice.plan) if question.measurements else ()
-    for line in (*rate_lines(question, choice), *not_measured):
+    for line in question.not_measured(choice.plan) if question.corrections.factors else ():
         print(line)
     if out:
         out.write_text(yaml.safe_dump(to_mapping(choice.plan), sort_keys=False))
@@ -142,7 +141,7 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
     import torch
 
     from usp.planning.call_cost import CallOptions
-    from usp.planning.estimates import Measurements
+    from usp.planning.corrections import Corrections, Profile
     from usp.planning.rlhf_question import RlhfQuestion, described_graph, model_shapes, role_config
     from usp.planning.workload import Workload
     from usp.rlhf.role_specs import other_models
@@ -152,7 +151,8 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
     if min(quantiles) < 1 or list(quantiles) != sorted(quantiles):
         raise ConfigurationError(f"--response-tokens = {asked.response_tokens} must be positive and ascending")
     run = read_lengths(Path(asked.workload).expanduser()) if asked.workload else None
-    measured = Measurements.load(Path(asked.profile).expanduser()) if asked.profile else None
+    hardware = load_hardware(asked.hardware)
+    profile = Profile.load(Path(asked.profile).expanduser(), hardware.name) if asked.profile else None
     graph = described_graph(
         asked.algorithm,
         asked.options,
@@ -175,10 +175,10 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
         graph=graph,
         models=model_shapes({role: (names[role], role_config(role, names[role])) for role in graph.roles}),
         workload=workload,
-        hardware=load_hardware(asked.hardware),
+        hardware=hardware,
         world_size=asked.world_size,
         options=CallOptions(
-            getattr(torch, measured.dtype) if measured else torch.bfloat16,
+            getattr(torch, profile.made["dtype"]) if profile else torch.bfloat16,
             asked.slots,
             share_prefixes=asked.share_prefixes,
             cache_tokens=asked.cache_tokens,
@@ -186,5 +186,5 @@ def _question(asked: RlhfPlanConfig) -> RlhfQuestion:
             cuda_graphs=True,
         ),
         max_sequence=asked.max_sp,
-        measurements=measured,
+        corrections=profile.corrections if profile else Corrections(),
     )

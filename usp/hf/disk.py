@@ -117,7 +117,7 @@ class _Part:
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of this name belongs to an adapter of peft."""
-    return any(part in name for part in (".lora_A.", ".lora_B.", ".lora_magnitude_vector."))
+    return any(part in name for part in (".lora_A.", ".lora_B."))
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

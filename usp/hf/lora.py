@@ -14,13 +14,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from usp.config import ALL_LINEAR
-from usp.parallel import ParallelMesh, local_tensor, option
+from usp.parallel import ParallelMesh, option
 from usp.parallel.reallocation.boxes import Box, local_box, local_part
 from usp.parallel.tensor import add_low_rank, module_styles, shard_low_rank
 
@@ -60,7 +59,6 @@ class Lora:
     alpha: the update is scaled by alpha / rank.
     targets: last components of the names of the linears that get an adapter, from `lora_targets`.
     dropout: probability of an element of their inputs to be dropped; seed: of its masks.
-    dora: adapters are DoRA's, see `Dora`.
     saved: what is trained in full beside the adapters, from `modules_to_save`.
     within: the name of the only module whose linears get adapters, as the decoder of a vision-language model; "" for
         the whole model.
@@ -71,7 +69,6 @@ class Lora:
     targets: tuple[str, ...]
     dropout: float = 0.0
     seed: int = 0
-    dora: bool = False
     saved: Saved | None = None
     within: str = ""
 
@@ -179,7 +176,7 @@ def apply_lora(
         )
     here = sorted({name.rpartition(".")[2] for name in linears})
     # Into the base model: in the whole one, peft looks for both ends of tied weights, which may be on two stages.
-    plain = replace(lora, dropout=0.0, dora=False, saved=None, within="")
+    plain = replace(lora, dropout=0.0, saved=None, within="")
     inject_adapter_in_model(lora_config(plain, here), decoder(model), ADAPTER)
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
@@ -196,14 +193,8 @@ def apply_lora(
         if tp > 1 and not isinstance(base.weight, DTensor):
             raise ValueError(f"tp={tp} does not divide {name}, so it cannot have an adapter: use other lora_targets")
         style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
-        magnitude = None
-        if lora.dora:
-            if style in ("colwise_gather_output", "rowwise_split_input"):
-                raise ValueError(f"lora_dora is not supported for {name} with tp={tp}, which divides it by {style}")
-            magnitude = Magnitude(nn.Parameter(torch.empty(base.out_features, dtype=dtype, device=base.weight.device)))
-            adapted.lora_magnitude_vector[ADAPTER], adapted.lora_variant[ADAPTER] = magnitude, Dora
         if tp > 1:
-            shard_low_rank(down, up, mesh.parameter_mesh("tp"), style, magnitude)
+            shard_low_rank(down, up, mesh.parameter_mesh("tp"), style)
         if lora.dropout:
             shard = mesh.rank("tp") if style == "rowwise" else 0
             adapted.lora_dropout[ADAPTER] = TokenDropout(lora.dropout, lora.seed, name, tokens, shard)
@@ -230,19 +221,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int) -> None:
-    """Draw lora_A and clear lora_B as peft does (Kaiming-uniform with a = sqrt(5)), whatever the layout; magnitudes are
-    the norms of the base's rows. Collective over tp for these.
+    """Draw lora_A and clear lora_B as peft does (Kaiming-uniform with a = sqrt(5)), whatever the layout.
 
     Each lora_A is drawn whole on the CPU by a generator seeded with `seed` and its name; a rank copies its part. Global
     random states are not changed. Does nothing without adapters.
     """
     for name, parameter in adapter_parameters(model):
         local = local_part(parameter)
-        linear, _, kind = name.partition(".lora_")
-        if kind.startswith("B"):
+        if ".lora_B." in name:
             local.zero_()
-        elif kind.startswith("magnitude"):
-            local.copy_(row_norms(model.get_parameter(f"{linear}.base_layer.weight")))
         else:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
@@ -258,7 +245,6 @@ def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        use_dora=lora.dora,
         target_modules=rf"{re.escape(lora.within)}\..*\.({'|'.join(targets)})" if lora.within else list(targets),
         modules_to_save=list(lora.saved.modules) if lora.saved else None,
         task_type="CAUSAL_LM",
@@ -358,7 +344,7 @@ def save_adapter(
 
 def _written(name: str) -> str:
     """Return the name under which peft writes a parameter of an adapter."""
-    return name.replace(f".{ADAPTER}.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    return name.replace(f".{ADAPTER}.", ".")
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -381,12 +367,6 @@ class MergedWeights(Mapping[str, Tensor]):
             self._weights.update(persistent_buffers(model))
             for name, parameter in adapter_parameters(model):
                 self._factors[name] = _whole(parameter.detach())
-        self._norms = dict[str, Tensor]()
-        self._norms = {
-            linear: row_norms(self._weights[f"{linear}.weight"], torch.matmul(*self.factors(f"{linear}.weight")))
-            for linear, _, kind in (name.partition(".lora_") for name in self._factors)
-            if kind.startswith("magnitude")
-        }
 
     @property
     def base(self) -> Mapping[str, Tensor]:
@@ -394,18 +374,13 @@ class MergedWeights(Mapping[str, Tensor]):
         return self._weights
 
     def factors(self, name: str) -> tuple[Tensor, ...]:
-        """Return what `add_low_rank` adds to this rank's part of a weight: (B, A), and with DoRA what multiplies its
-        rows; nothing for a weight without an adapter."""
+        """Return what `add_low_rank` adds to this rank's part of a weight, (B, A); nothing without an adapter."""
         linear = name.removesuffix(".weight")
         if f"{linear}.lora_A.{ADAPTER}.weight" not in self._factors:
             return ()
         rows, columns = local_box(self._weights[name]).slices()
         up, down = (self._factors[f"{linear}.lora_{kind}.{ADAPTER}.weight"].float() for kind in "BA")
-        pair = self._scale * up[rows], down[:, columns]
-        if linear not in self._norms:
-            return pair
-        magnitudes = self._factors[f"{linear}.lora_magnitude_vector.{ADAPTER}.weight"]
-        return *pair, magnitudes[rows] / self._norms[linear]
+        return self._scale * up[rows], down[:, columns]
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
@@ -429,55 +404,3 @@ def _whole(x: Tensor) -> Tensor:
         return x
     there = cast(DTensor, x.to(x.device_mesh.device_type))
     return there.full_tensor().to(x.device)
-
-
-class Magnitude(nn.Module):
-    """The magnitudes of a linear, `weight` (out features,); returns those of this rank's rows."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self) -> Tensor:
-        return self.weight
-
-
-class Dora:
-    """What peft's linear calls to add an adapter to its result; in place of peft's own, which knows no sharding.
-
-    DoRA (arXiv 2402.09353) changes the direction of each row of a weight, and has a magnitude of each:
-
-        V = W + scale * B A        output = (magnitude / |V|) * V x + bias
-
-    |V| holds the norms of rows, which no gradient passes (section 4.3). Rows are whole on a rank after FSDP2 has
-    gathered them, except for a linear that tp shards by rows, each of whose ranks has some columns of every row.
-    """
-
-    @staticmethod
-    def forward(module: Any, *, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
-        """Return the output, from `result`, that of the base."""
-        down, up, base = module.lora_A[active_adapter], module.lora_B[active_adapter], module.base_layer
-        scale, dropped = module.scaling[active_adapter], module.lora_dropout[active_adapter](x)
-        with torch.no_grad():
-            norms = row_norms(
-                base.weight, scale * (local_tensor(up.weight).float() @ local_tensor(down.weight).float())
-            )
-        factor = (module.lora_magnitude_vector[active_adapter]() / norms).to(x.dtype)
-        plain = dropped is x and base.bias is None
-        product = result if plain else F.linear(dropped, local_tensor(base.weight))
-        return result + (factor - 1) * product + factor * scale * up(down(dropped))
-
-
-def row_norms(weight: Tensor, change: Tensor | float = 0.0) -> Tensor:
-    """Return the norms of this rank's rows of `weight`, float32, after `change` is added to its part of them.
-
-    Collective over the ranks that hold other columns of these rows.
-    """
-    squares = (local_tensor(weight).float() + change).square().sum(1)
-    if isinstance(weight, DTensor):
-        mesh, there = weight.device_mesh, squares.to(weight.device_mesh.device_type)
-        for axis, placement in enumerate(weight.placements):
-            if getattr(placement, "dim", 0) == 1:
-                dist.all_reduce(there, group=mesh.get_group(axis))
-        squares = there.to(squares.device)
-    return squares.sqrt()

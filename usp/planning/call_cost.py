@@ -187,7 +187,7 @@ def _batchings(
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of a model in a layout, by what their parts take: `rows`, `prefill` and `decode`, here by formula."""
+    """The calls of a model in a layout."""
 
     layout: CallLayout
     model: ModelShape
@@ -202,13 +202,6 @@ class Calls:
         if isinstance(call.work, Inference | TrainStep):
             return self._packed(call.work)
         raise ValueError(f"{call.name} is a function, which has no model: its time is not predicted")
-
-    def rows(self, job: Job) -> Mapping[str, float]:
-        """Return the seconds of packed rows by part: of the step of a job, or its forwards."""
-        prefetches = self.options.prefetches or not job.trained
-        step = step_seconds(job, self.hardware, prefetches, self.options.collective_launches)
-        passes = step.total - step.bubble - step.optimizer
-        return {"passes": passes, "bubble": step.bubble, "update": step.optimizer}
 
     def prefill(self, rows: int, tokens: int) -> float:
         """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
@@ -235,8 +228,12 @@ class Calls:
         for rows, number in batches.items():
             sizes = {"seq_len": rows.tokens, "batch_size": rows.number, "micro_batches": rows.number}
             job = replace(self._job(output, trained, **sizes), visible=rows.visible)
-            for part, took in self.rows(job).items():
-                seconds[part] += number * (work.epochs if isinstance(work, TrainStep) else 1) * took
+            prefetches = self.options.prefetches or not trained
+            step = step_seconds(job, self.hardware, prefetches, self.options.collective_launches)
+            times = number * (work.epochs if isinstance(work, TrainStep) else 1)
+            seconds["passes"] += times * (step.total - step.bubble - step.optimizer)
+            seconds["bubble"] += times * step.bubble
+            seconds["update"] += times * step.optimizer
             moments += [(peak_moment if trained else forward_memory)(job, rank) for rank in job.slowest_ranks]
         most = max(moments, key=lambda moment: moment.total)
         return CallCost(seconds, most.total - most.parameters - most.optimizer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from rich.console import Group, RenderableType
@@ -26,7 +26,8 @@ from usp.run.metrics import seconds
 from usp.run.tables import GIB, Grid
 
 from .call_cost import CallOptions
-from .estimates import Corrections, Estimates, Measurements, layout_key
+from .corrections import Corrections
+from .estimates import Estimates, layout_key
 from .question import Devices, Tried, silent
 from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
 from .simulator import Simulation, Simulator
@@ -46,8 +47,7 @@ class RlhfQuestion(Devices):
     options: CallOptions = field(default_factory=CallOptions)
     max_sequence: int = 8  # the highest ring x ulysses degree; 1: no sequence parallelism
     allowed: Callable[[ModelCall, CallLayout], bool] = lambda call, layout: True  # whether a model can have a layout
-    measurements: Measurements | None = None  # of calls on these devices
-    corrections: Corrections = field(default_factory=Corrections)  # by what calls took in a run
+    corrections: Corrections = field(default_factory=Corrections)  # by what calls took on these devices
     clock: Callable[[], float] = time.monotonic  # of every `until` and budget
 
     @cached_property
@@ -75,9 +75,7 @@ class RlhfQuestion(Devices):
     @cached_property
     def estimates(self) -> Estimates:
         """What the calls of a plan take."""
-        found = Estimates(self.graph, self.models, self.workload, self.hardware, self.options, self.corrections)
-        times = self.measurements.times(found, self.layouts) if self.measurements else ()
-        return replace(found, corrections=self.corrections.after(times))
+        return Estimates(self.graph, self.models, self.workload, self.hardware, self.options, self.corrections)
 
     @property
     def facts(self) -> Facts:
@@ -98,13 +96,13 @@ class RlhfQuestion(Devices):
 
     def not_measured(self, plan: ExecutionPlan) -> Iterator[str]:
         """Yield which calls of a plan were not measured in its layouts, and how many layouts were not."""
-        measured = {(name, key) for name, of_call in self.estimates.corrections.factors.items() for key in of_call}
+        measured = {(name, key) for name, of_call in self.corrections.factors.items() for key in of_call}
         calls = [call.name for call in self.graph.calls if call.role]
         if missing := [key for name in calls if (key := (name, layout_key(plan[name]))) not in measured]:
             listed = "; ".join(f"{name} ({layout})" for name, layout in missing)
             yield f"NOT IN THE PROFILE, so by their most similar layouts there, or the rates of the hardware: {listed}"
-        elif self.measurements:
-            yield f"every call of the plan is in the profile, measured on {self.measurements.device}"
+        else:
+            yield "every call of the plan is in the profile"
         every = {(name, layout_key(layout)) for name in calls for layout in self.layouts[name]}
         if every > measured:
             yield f"{len(every - measured)} layouts of calls were searched that the profile lacks"
@@ -145,20 +143,6 @@ def answer(
     except NothingFits as error:
         help = "more ranks, devices with more memory, fewer --slots, or shorter or fewer samples"
         raise NothingFits(f"{error}. Use {help}") from None
-
-
-def rate_lines(question: RlhfQuestion, choice: RlhfChoice) -> Iterator[str]:
-    """Yield how many samples rollouts that run ahead make in a second, and how many training takes."""
-    if not question.graph.depth:
-        return
-    rollouts, trains = {call.name for call in question.graph.rollouts}, choice.plan.calls.keys()
-    samples, seconds = len(question.workload.sequences), []
-    for names in (rollouts, trains - rollouts):
-        events = [event for event in choice.simulation.events if event.name in names]
-        seconds.append(max(event.end for event in events) - min(event.start for event in events))
-    made, trained = (samples / each for each in seconds)
-    slower = "rollouts" if made < trained else "training"
-    yield f"rollouts make {made:.3g} samples/s, training takes {trained:.3g} samples/s: {slower} set the pace"
 
 
 def choose_plan(

@@ -328,7 +328,8 @@ class _Descents:
     def _energy(self, plan: ExecutionPlan) -> float:
         if shared := self.problem.shared_ranks(plan):
             return _FORBIDDEN * shared
-        seconds, peak = self.problem.simulator.measure(plan)
+        step = self.problem.simulator.run(plan)
+        seconds, peak = step.seconds, step.peak_bytes
         if peak > self.problem.memory_bytes:
             self.nearest = min(self.nearest or (peak, plan), (peak, plan), key=itemgetter(0))
             return _OVER_MEMORY * peak / self.problem.memory_bytes
@@ -363,10 +364,10 @@ def baselines(problem: Problem, space: OptionSpace, facts: Facts, until: float =
         if not all(allows(call, layout.dims, space) and space.allowed(call, layout) for call, layout in layouts):
             return None
         for tried in (plan, replace(plan, offload=frozenset(problem.offload))):
-            seconds, peak = problem.simulator.measure(tried)
-            if peak <= problem.memory_bytes:
+            step = problem.simulator.run(tried)
+            if step.peak_bytes <= problem.memory_bytes:
                 break
-        return Baseline(name, seconds, peak, tried)
+        return Baseline(name, step.seconds, step.peak_bytes, tried)
 
     def best(name: str, variants: Iterable[Facts], end: float) -> tuple[Baseline, Facts]:
         every: list[tuple[Baseline, Facts]] = []

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 
 from usp.fields import shared_values
@@ -21,23 +19,25 @@ from usp.parallel.cluster.links import level_between
 from usp.parallel.reallocation.realloc_plan import BUCKET_BYTES
 from usp.predict.compute import dtype_name
 from usp.predict.devices import hardware_here, of_launch
+from usp.rlhf.checkpoints import running_plan
 from usp.rlhf.config import SEARCH
 from usp.rlhf.datasets import example_indices, sequences_of
 from usp.rlhf.graph import ModelCall
 from usp.rlhf.plan.operations import kept_copies, trained_copy, weight_copies
-from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, ExecutionPlan, from_mapping, optimizer_of, to_mapping
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, from_mapping, optimizer_of, to_mapping
 from usp.rlhf.prepare import PreparedRlhf
-from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions
+from usp.rlhf.replanning import Factors, MeasuredStep, ReplanOptions
 from usp.rlhf.role_specs import call_violations
 from usp.run.failures import ConfigurationError
-from usp.run.launch import Launch
 from usp.run.output import working
+from usp.train.tuning import Decision
 
 from .call_cost import CallOptions
-from .estimates import CallTime, Corrections
+from .corrections import Corrections, Measured
+from .estimates import layout_key
 from .question import from_rank_0
 from .rlhf_question import RlhfQuestion, answer, model_shapes, render_choice
-from .rlhf_search import Problem, baselines, search
+from .rlhf_search import baselines, search
 from .workload import Workload
 
 _WIDTH = 150  # of what is printed, at least: logs of torchrun report 80 columns
@@ -66,9 +66,9 @@ class SearchedPlan:
 
 def _searched(run: PreparedRlhf) -> dict[str, Any]:
     """Return the plan as plain values, and say on screen what it is."""
-    if resumed := _of_resumed(run):
-        print(f"plan: that of the run, from {resumed[0]}", flush=True)
-        return to_mapping(resumed[1])
+    if resumed := running_plan(run.saved, run.config, run.launch.world_size):
+        print(f"plan: that of the run, from {run.start.checkpoint}", flush=True)
+        return to_mapping(resumed)
     print(f"plan: searching for {run.launch.world_size} ranks", flush=True)
     try:
         with working("searching a plan") as say:
@@ -77,20 +77,6 @@ def _searched(run: PreparedRlhf) -> dict[str, Any]:
         raise ValueError(f"--plan = {SEARCH}: {error}") from error
     Console(width=max(Console().width, _WIDTH)).print(render_choice(choice))
     return to_mapping(choice.plan)
-
-
-def _of_resumed(run: PreparedRlhf) -> tuple[Path, ExecutionPlan] | None:
-    """Return the searched plan in the folder of the run that is resumed, if it is of as many ranks."""
-    if run.start.checkpoint is None:
-        return None
-    file = run.start.checkpoint.parent.parent / PLAN_FILE
-    try:
-        plan = from_mapping(yaml.safe_load(file.read_text()))
-        plan.check(run.graph, run.launch.world_size)
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
-        return None
-    ranks = {rank for layout in plan.calls.values() for rank in layout.ranks}
-    return (file, plan) if plan.name == SEARCH and len(ranks) == run.launch.world_size else None
 
 
 def question_of(run: PreparedRlhf) -> RlhfQuestion:
@@ -150,82 +136,76 @@ def moves(question: RlhfQuestion, before: ExecutionPlan, after: ExecutionPlan) -
             yield plan_realloc(held[0], target, copies=held[1:], **options), _STATES if trains else 1
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class SearchingPlanner:
     """A `usp.rlhf.replanning.Replanner` that searches from the running plan and the named ones."""
 
     question: RlhfQuestion  # of the run; a step has other lengths
     options: ReplanOptions
     seed: int
-    completed: Callable[[ExecutionPlan], ExecutionPlan]  # returns a searched plan with what the run sets for every plan
-    corrections: Corrections = field(default_factory=Corrections)  # after the last decision
+    completed: Callable[[ExecutionPlan], ExecutionPlan]  # returns a plan with what is not searched as the run has it
 
     def __call__(
-        self, running: ExecutionPlan, measured: Sequence[MeasuredStep], remaining: int, build_seconds: float
-    ) -> Decision:
+        self, running: ExecutionPlan, measured: Sequence[MeasuredStep], factors: Factors
+    ) -> tuple[Decision[ExecutionPlan], Factors]:
         """See `Replanner`. Lengths are expected to stay as those of the last step."""
-        begin, number = time.perf_counter(), measured[-1].number
-        load = self.question.workload
+        begin, number, load = time.perf_counter(), measured[-1].number, self.question.workload
         questions = [replace(self.question, workload=replace(load, **vars(step.lengths))) for step in measured]
-        self.corrections = self.corrections.after(
-            CallTime(call, layout, seconds, question.estimates.formula(call, layout))
+        corrections = Corrections(factors).after(
+            Measured(call, layout_key(layout), seconds, question.estimates.formula(call, layout))
             for step, question in zip(measured, questions, strict=True)
             for call, layout in running.calls.items()
             if (seconds := step.seconds.get(call))
         )
-        question = replace(questions[-1], corrections=self.corrections)
-        stays = Decision(number, remaining, running, 0.0, 0.0, self.options.gain)
+        question = replace(questions[-1], corrections=corrections)
         try:
             problem = question.problem()
         except ValueError as error:  # by prediction nothing fits, and yet the plan runs
-            return replace(stays, why_not=str(error))
-        seconds = problem.simulator.measure(running)[0]
-        decision = self._best(problem, question, replace(stays, running_seconds=seconds, best_seconds=seconds))
-        moved = list(moves(question, running, decision.best))
-        return replace(
-            decision,
-            nbytes=sum(times * plan.total_bytes for plan, times in moved),
-            move_seconds=sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),
-            build_seconds=build_seconds,
-            search_seconds=time.perf_counter() - begin,
-        )
-
-    def _best(self, problem: Problem, question: RlhfQuestion, stays: Decision) -> Decision:
-        """Search, and return the fastest plan that the run can have; with `why_not` if it can have none of them."""
+            return Decision(number, 0, running, 0.0, 0.0, why_not=str(error)), corrections.factors
+        running_seconds = problem.simulator.run(running).seconds
+        best, best_seconds, why_not = running, running_seconds, ""
         named = [one.plan for one in baselines(problem, question.space, question.facts) if one.plan]
-        seed, starts = self.seed + stays.step, [stays.best, *named]
-        decision = stays
-        for _, plan in search(problem, seed=seed, budget=self.options.budget, starts=starts).best:
-            best = self.completed(plan)
-            if (seconds := problem.simulator.measure(best)[0]) >= stays.running_seconds:
+        seed, starts = self.seed + number, [running, *named]
+        for _, found in search(problem, seed=seed, budget=self.options.budget, starts=starts).best:
+            plan = self.completed(found)
+            if (seconds := problem.simulator.run(plan).seconds) >= running_seconds:
                 break
-            why_not = next(best.violations(question.graph, question.world_size), "")
-            decision = replace(stays, best=best, best_seconds=seconds, why_not=why_not)
+            why_not = next(plan.violations(question.graph, question.world_size), "")
+            best, best_seconds = plan, seconds
             if not why_not:
                 break
-        return decision
+        moved = list(moves(question, running, best))
+        decision = Decision(
+            number,
+            0,
+            best,
+            running_seconds,
+            best_seconds,
+            self.options.gain,
+            nbytes=sum(times * plan.total_bytes for plan, times in moved),
+            switch_seconds=sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),
+            search_seconds=time.perf_counter() - begin,
+            why_not=why_not,
+        )
+        return decision, corrections.factors
 
 
-def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
+def run_planner(prepared: PreparedRlhf) -> SearchingPlanner:
     """Return what `train_rlhf` needs for --replan; raise ConfigurationError as `question_of`."""
-    config = prepared.config
+    config, graph, names = (
+        prepared.config,
+        prepared.graph,
+        ("micro_batch_tokens", "sp_layout", "mlp_tile", "loss_chunk"),
+    )
+    weights = set(graph.roles) - set(graph.trained_roles) if config.offload else set()
+    states = list(map(optimizer_of, graph.trained_roles)) if config.offload_optimizer else []
+
+    def completed(plan: ExecutionPlan) -> ExecutionPlan:
+        same = {call: {name: getattr(prepared.plan[call], name) for name in names} for call in plan.calls}
+        calls = {call: replace(layout, **same[call]) for call, layout in plan.calls.items()}
+        return ExecutionPlan(plan.name, calls, plan.offload.union(weights, states))
+
     try:
-        question = question_of(prepared)
+        return SearchingPlanner(question_of(prepared), ReplanOptions.parse(config.replan), config.seed, completed)
     except ValueError as error:
         raise ConfigurationError(f"--replan = {config.replan}: {error}") from error
-
-    options = ReplanOptions.parse(config.replan)
-    return SearchingPlanner(question, options, config.seed, lambda plan: _completed(plan, prepared))
-
-
-def _completed(plan: ExecutionPlan, prepared: PreparedRlhf) -> ExecutionPlan:
-    """Return a plan with what is not searched as the run has it: how calls divide tokens, and offloading by flags."""
-    config, graph = prepared.config, prepared.graph
-    names = ("micro_batch_tokens", "sp_layout", "mlp_tile", "loss_chunk")
-    weights = set(graph.roles) - set(graph.trained_roles) if config.offload else set()
-    states = map(optimizer_of, graph.trained_roles) if config.offload_optimizer else ()
-    calls = {
-        call: replace(layout, **{name: getattr(prepared.plan[call], name) for name in names})
-        for call, layout in plan.calls.items()
-    }
-    return ExecutionPlan(plan.name, calls, plan.offload.union(weights, states))

@@ -22,15 +22,6 @@ from .estimates import Estimates
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """The result of simulated steps."""
-
-    seconds: float  # of a step
-    peak_bytes: float  # the most memory that a rank needs
-    events: tuple[Event, ...]  # as the executor writes them, in the order of the schedule
-
-
-@dataclass(frozen=True)
 class Simulator:
     """Simulates plans of one graph on one cluster."""
 
@@ -40,36 +31,25 @@ class Simulator:
     _schedules: dict[object, tuple[Operation, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def run(self, plan: ExecutionPlan) -> Simulation:
-        """Simulate a plan, with everything that happens."""
-        clock = self._clock(plan)
-        events = (Event(0, rank, kind, op.name, *at) for kind, op, ranks, at in clock.ran for rank in ranks)
-        return Simulation(float(clock.free.max()), float(clock.most.max()), tuple(events))
-
-    def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
-        """Return the seconds of a step, and the most bytes that a rank holds."""
-        clock = self._clock(plan)
-        return float(clock.free.max()), float(clock.most.max())
-
-    def _clock(self, plan: ExecutionPlan) -> Clock:
-        """Return a clock after a step, whose schedule is made once for all plans whose calls share copies alike."""
-        clock = Clock(self.graph, plan, self.estimates, self.world_size)
-        sharing = frozenset(copy for copy, source in clock.sources.items() if shares_memory(copy, source))
+        """Simulate a step of a plan. The schedule is made once for all plans whose calls share copies alike."""
+        step = Simulation(self.graph, plan, self.estimates, self.world_size)
+        sharing = frozenset(copy for copy, source in step.sources.items() if shares_memory(copy, source))
         copies = tuple(
-            (tuple(call.name for call in calls), copy in sharing, clock.sources[copy] == copy)
-            for copy, calls in clock.copies.items()
+            (tuple(call.name for call in calls), copy in sharing, step.sources[copy] == copy)
+            for copy, calls in step.copies.items()
         )
         announced = [plan[call.name].ranks for call in self.graph.rollouts_ahead]
         key = (copies, plan.offload, tuple(announced))
         if key not in self._schedules:
             self._schedules[key] = schedule(self.graph, plan, self.world_size, sharing)
         for operation in self._schedules[key]:
-            clock.run(operation)
-        return clock
+            step.run(operation)
+        return step
 
 
-class Clock:
-    """When each rank is free, what it holds, and the most that it held. Operations may come from another plan with the
-    same copies: they are run with the layouts of this one."""
+class Simulation:
+    """A simulated step: when each rank is free, what it holds, and the most that it held. Operations may come from
+    another plan with the same copies: they are run with the layouts of this one."""
 
     def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, estimates: Estimates, world_size: int) -> None:
         self._graph, self._plan, self._estimates = graph, plan, estimates
@@ -86,6 +66,20 @@ class Clock:
             if source == copy and optimizer_of(copy.role) not in plan.offload:
                 self._held[at] += estimates.state_bytes(copy)
         self.most = self._held.copy()
+
+    @property
+    def seconds(self) -> float:
+        return float(self.free.max())
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most memory that a rank needs."""
+        return float(self.most.max())
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What happened, as the executor writes it, in the order of the schedule."""
+        return tuple(Event(0, rank, kind, op.name, *at) for kind, op, ranks, at in self.ran for rank in ranks)
 
     def run(self, operation: Operation) -> None:
         """Run an operation on its ranks."""

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
-from usp.config import TrainConfig
-from usp.parallel import Hardware, Link
-from usp.predict.job import Job
+from usp.config import CHOSEN, TrainConfig
+from usp.parallel import Hardware
 from usp.predict.seconds import step_seconds
 from usp.run.launch import Launch
 from usp.train.checkpoints import find_start
@@ -19,12 +18,11 @@ from usp.train.tuning import Trial, Tuner, decided
 from usp.train.validate import parallel_dims
 
 from .choice import Choice, candidate_text, choose, plan_here, unplanned
+from .corrections import Measured, fitted
 from .question import from_rank_0
 from .search import Candidate
 
 TRIED = 4  # at first, and one more with corrected rates
-_LINKS = [2.0**power for power in range(-4, 8)]  # factors of the time of messages that are tried
-_WEIGHT = 1e-5  # of a factor's logarithm beside those of the errors: measurements that tell nothing change nothing
 
 
 def tuner_for(config: TrainConfig, launch: Launch, compiles: bool) -> Tuner:
@@ -62,58 +60,23 @@ def tuner_for(config: TrainConfig, launch: Launch, compiles: bool) -> Tuner:
         return [trial(**of(each)) for each in better]
 
     trials = [trial(**each) for each in from_rank_0(launch, "plan", find)["trials"]]
-    return Tuner(trials, config.steps, config.tune_budget, ask)
+    return Tuner(trials, config.tune_budget, ask)
 
 
 def replanned(choice: Choice, config: TrainConfig, trials: Sequence[Trial]) -> list[Candidate]:
     """Return the fastest configuration with rates corrected by trials, if it is none of them and predicted faster."""
-    question, measured = choice.search.question, [each for each in trials if each.seconds and not each.failed]
-    if not measured:
+    question, ran = choice.search.question, [each for each in trials if each.seconds and not each.failed]
+    if not ran:
         return []
-    configs = [replace(choice.best.config, **each.options) for each in measured]
-    dims = [parallel_dims(config).resolve(question.world_size) for config in configs]
-    jobs = [replace(choice.job, config=config, dims=each) for config, each in zip(configs, dims, strict=True)]
-    hardware = corrected(question.hardware, jobs, [each.median for each in measured])
+    configs = [replace(choice.best.config, **each.options) for each in ran]
+    jobs = [replace(choice.job, config=c, dims=parallel_dims(c).resolve(question.world_size)) for c in configs]
+
+    def predict(hardware: Hardware) -> Iterator[float]:
+        return (step_seconds(job, hardware).total for job in jobs)
+
+    measured = [Measured("step", each.name, each.median, each.predicted) for each in ran]
+    hardware = fitted(question.hardware, measured, predict)
     found = choose(replace(config, device=question.base.device), question.world_size, hardware)
-    tried = [{**each.options, "compile": None} for each in trials]
-    best = min(each.median for each in measured)
-    fresh = [c for c in found.result.best if {**Trial(c.config, "", 0.0).options, "compile": None} not in tried]
+    chosen, best = attrgetter(*CHOSEN), min(each.seconds for each in measured)
+    fresh = [each for each in found.result.best if chosen(each.config) not in [chosen(t.config) for t in trials]]
     return [each for each in fresh if each.seconds < best and not each.config.optim_offload][:1]
-
-
-def corrected(hardware: Hardware, jobs: Sequence[Job], measured: Sequence[float]) -> Hardware:
-    """Return hardware with the two factors, of the time of all compute and of all messages, by which the steps of jobs
-    are predicted closest to what they took. From one job the former follows alone."""
-
-    def fit(links: float) -> tuple[float, float]:
-        """Return (the error, the factor of compute) with a factor of messages."""
-        compute, errors = 1.0, [0.0]
-        for _ in range(3):  # it converges fast: the compute is most of a step
-            slower = slowed(hardware, compute, links)
-            predicted = [step_seconds(job, slower).total for job in jobs]
-            errors = [math.log(took / each) for took, each in zip(measured, predicted, strict=True)]
-            compute *= math.exp(sum(errors) / len(errors))
-        return sum(error**2 for error in errors) + _WEIGHT * math.log(links) ** 2, compute
-
-    fits = {links: fit(links) for links in (_LINKS if len(jobs) > 1 else [1.0])}
-    links = min(fits, key=lambda each: fits[each][0])
-    return slowed(hardware, fits[links][1], links)
-
-
-def slowed(hardware: Hardware, compute: float, links: float) -> Hardware:
-    """Return hardware whose compute and whose messages take as many times as long."""
-
-    def link(each: Link) -> Link:
-        return Link(each.alpha_seconds * links, each.bytes_per_second / links)
-
-    tiers = []
-    for tier in hardware.tiers:
-        kinds: dict[str, Any] = {kind: link(getattr(tier, kind)) for kind in ("send", "gather", "reduce", "exchange")}
-        tiers.append(replace(tier, shared_bytes_per_second=tier.shared_bytes_per_second / links, **kinds))
-    return replace(
-        hardware,
-        peak_flops={dtype: peak / compute for dtype, peak in hardware.peak_flops.items()},
-        memory_bytes_per_second=hardware.memory_bytes_per_second / compute,
-        launch_seconds=hardware.launch_seconds * compute,
-        tiers=tuple(tiers),
-    )

@@ -14,7 +14,7 @@ from usp.presets import PRESETS
 from usp.rlhf.plan.plan import ExecutionPlan, from_mapping
 from usp.train.checkpoints import lora_violations, steps_violations
 
-from .config import RlhfConfig, SupervisedConfig
+from .config import SEARCH, RlhfConfig, SupervisedConfig
 
 _DATA = ("data", "prompt_tokens", "tokenizer", "chat_template", "seed")
 # Another value is another run.
@@ -37,7 +37,8 @@ class RlhfState:
     evaluations: Mapping[str, Any] = field(default_factory=dict)  # `Evaluations.to_extra()`
     in_flight: Mapping[str, Any] = field(default_factory=dict)  # `StepData.to_extra()`; empty without
     rollouts: Mapping[str, Any] = field(default_factory=dict)  # `Rollouts.to_extra()`; empty without
-    running: Mapping[str, Any] = field(default_factory=dict)  # with --replan: the running plan, the number of ranks
+    running: Mapping[str, Any] = field(default_factory=dict)  # the running plan, the number of ranks; with --replan
+    # also the factors of predictions
 
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> RlhfState:
@@ -80,11 +81,10 @@ def _placeless(value: Any) -> Any:
 
 
 def running_plan(saved: RlhfState | None, config: RlhfConfig, world_size: int) -> ExecutionPlan | None:
-    """Return the plan of a checkpoint from which re-planning goes on: where --plan and the number of ranks are as then.
-
-    None: the run begins with the plan that --plan names.
-    """
-    if saved is None or not (config.replan and saved.running) or saved.config.get("plan") != config.plan:
+    """Return the plan of a checkpoint with which a run goes on that searches plans: where --plan and the number of
+    ranks are as then. None: the run begins with the plan that --plan names."""
+    searches = config.replan or config.plan == SEARCH
+    if saved is None or not (searches and saved.running) or saved.config.get("plan") != config.plan:
         return None
     return from_mapping(saved.running["plan"]) if saved.running["world_size"] == world_size else None
 

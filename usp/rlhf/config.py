@@ -503,8 +503,6 @@ def _rollout_violations(config: RlhfConfig) -> Iterator[str]:
     asked = "--partial-rollouts" if config.partial_rollouts else f"--oversample = {config.oversample:g}"
     if config.episodes:
         yield f"{asked} stops responses, and an --environment or --agent cannot be stopped and go on: remove one"
-    if config.replan:
-        yield f"{asked} makes samples that --replan does not predict: remove one"
 
 
 def _search_violations(config: RlhfConfig) -> Iterator[str]:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,9 @@ from .evaluation import COLLECTED, Evaluator
 from .graph import ModelCall, TrainStep
 from .prepare import SFT, Planner, PreparedRlhf, engine_calls, engine_options, find_rlhf_start, prepare, sft_config
 from .records import SHOWN, RlhfRecord, SampleFiles
-from .replanning import DECISIONS_FILE, Replanner, Replanning
+from .replanning import DECISIONS_FILE, FIGURES, Replanner, Replanning
 from .samples import Samples, derived_seed
 from .served import RolloutServer
-
-# Returns what predicts the steps of a run; raises ConfigurationError, on every rank, if they cannot be predicted.
-BuildReplanner: TypeAlias = Callable[[PreparedRlhf, Launch], Replanner]
 
 MOST = 0.5  # share of clipped rewards above which the run warns
 _COLLECTED = (*COLLECTED, "reward", "advantages", "old_logprobs")
@@ -80,15 +77,15 @@ def train_rlhf(
     stop: StopRequest,
     error_file: str | None,
     planner: Planner | None = None,
-    replanner: BuildReplanner | None = None,
+    replanner: Callable[[PreparedRlhf], Replanner] | None = None,
 ) -> None:
     """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.train.trainer.train`.
 
-    replanner: what `config.replan` needs to predict steps.
+    replanner: returns what `config.replan` needs to predict steps, or raises ConfigurationError.
     """
     hide_progress_bars()
     prepared = prepare(config, launch, planner=planner)
-    predicts = replanner(prepared, launch) if replanner and config.replan else None
+    predicts = replanner(prepared) if replanner and config.replan else None
     timeout, sft_steps, resolved = config.hang_timeout, prepared.sft_steps, prepared.config
     all_ready(launch, timeout)
     with (
@@ -318,8 +315,8 @@ class RlhfTrainer(TrainingLoop):
             return {}
         self.watchdog.progress(number, "searching a plan", long=True)
         decision = self.replanning.decide(self.prepared.plan)
-        if not decision.switches:
-            return decision.metrics()
+        if decision.verdict:
+            return decision.figures(FIGURES)
         begin = time.perf_counter()
         self.watchdog.progress(number, "changing the plan", long=True)
         self.prepared = replace(self.prepared, plan=decision.best)
@@ -330,7 +327,7 @@ class RlhfTrainer(TrainingLoop):
             self.write_files()
         seconds = time.perf_counter() - begin
         self.replanning.changed(decision, seconds)
-        return {**decision.metrics(), "replan/seconds": seconds}
+        return {**decision.figures(FIGURES), "replan/seconds": seconds}
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:
@@ -395,8 +392,8 @@ class RlhfTrainer(TrainingLoop):
     def extra(self) -> dict[str, Any]:
         evaluations = self.evaluator.past.to_extra() if self.evaluator else {}
         config, functions = asdict(self.config), self.executor.function_states()
-        running = {"plan": to_mapping(self.prepared.plan), "world_size": dist.get_world_size()}
-        running = running if self.replanning else {}
+        running: dict[str, Any] = {"plan": to_mapping(self.prepared.plan), "world_size": dist.get_world_size()}
+        running |= {"factors": self.replanning.factors} if self.replanning else {}
         ahead = {name: samples.to_extra() for name, samples in self._ahead.items()}
         return asdict(RlhfState(self.done, self.taken, functions, config, evaluations, running=running, **ahead))
 
@@ -418,6 +415,8 @@ class RlhfTrainer(TrainingLoop):
         for name, function in stateful(self.prepared.graph).items():
             function.load_state_dict(saved.functions[name])
         self.done, self.taken = saved.step, saved.examples
+        if self.replanning is not None and saved.config.get("hardware") == self.config.hardware:
+            self.replanning.factors = saved.running.get("factors", {})
         if self.evaluator is not None:
             self.evaluator.past.restore(saved.evaluations)
 

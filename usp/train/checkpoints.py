@@ -48,7 +48,7 @@ _NOT_THE_MODEL = {
     *("dtype", "torch_dtype", "use_cache"),
 }
 # What an adapter is; rlhf.py has no modules to save.
-_LORA = {"lora_rank": 0, "lora_alpha": 0, "lora_targets": 0, "lora_dora": False, "lora_modules_to_save": ""}
+_LORA = {"lora_rank": 0, "lora_alpha": 0, "lora_targets": 0, "lora_modules_to_save": ""}
 _NOT_THE_RUN = {"output", "resume"}
 AUTO = "auto"
 CHECKPOINTS, MODEL, ADAPTER, BEST = "checkpoints", "model", "adapter", "best"  # folders of a run

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from usp.attention import OF_DOCUMENTS
 from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
@@ -173,8 +173,8 @@ def lora_of(config: CommonConfig, model: models.ModelConfig) -> Lora | None:
             f"--add-tokens {config.add_tokens} adds rows that adapters do not train: give --lora-modules-to-save "
             f"{','.join(ends)}"
         )
-    options: dict[str, Any] = {"dropout": config.lora_dropout, "seed": config.seed, "dora": config.lora_dora}
-    return replace(lora, saved=saved, within=adapted_part(model), **options)
+    within = adapted_part(model)
+    return replace(lora, dropout=config.lora_dropout, seed=config.seed, saved=saved, within=within)
 
 
 def lora_problems(config: CommonConfig, model: models.ModelConfig) -> Iterator[str]:

@@ -169,8 +169,6 @@ class Trainer(TrainingLoop):
         self._predict()
         if prepared.saved is not None:
             self._resume(prepared.saved)
-        if tuner is not None:
-            tuner.steps = config.steps - self.done
 
     def trace(self, number: int) -> AbstractContextManager[None]:
         return self.profiler.step(number)
@@ -318,7 +316,7 @@ class Trainer(TrainingLoop):
         if self.lora is not None:
             lora, adapters = self.lora, f"{count(self.adapter_parameters)} trained parameters"
             whole = f", and {', '.join(lora.saved.modules)} in full" if lora.saved else ""
-            kind = f"{'DoRA' if lora.dora else 'LoRA'}: rank {lora.rank}, alpha {lora.alpha}"
+            kind = f"LoRA: rank {lora.rank}, alpha {lora.alpha}"
             yield f"{kind}, on {', '.join(lora.targets)}: {adapters}{whole}"
         yield self.prepared.kernel_choice
         if config.fp8 != "none":
@@ -469,7 +467,8 @@ class Trainer(TrainingLoop):
 
     def _tune(self, tuner: Tuner, number: int) -> None:
         """Go on with the layout that runs step `number`, and at the end of the race say which one stays. Collective."""
-        trial = tuner.next()
+        done, remaining = self.done, self.config.steps - self.done
+        trial = tuner.next(done, remaining)
         while (config := replace(self.config, **trial.options)) != self.config:
             begin, failed, world = time.perf_counter(), "", self.prepared.launch.world_size
             stage = replace(self.stage, config=config, dims=parallel_dims(config).resolve(world))
@@ -480,15 +479,15 @@ class Trainer(TrainingLoop):
             except (torch.OutOfMemoryError, ValueError) as error:
                 failed = str(error)
             tuner.moved(trial, time.perf_counter() - begin, failed)
-            trial = tuner.next() if failed else trial
-        if not tuner.over:
+            trial = tuner.next(done, remaining) if failed else trial
+        if tuner.decision is None:
             return
         self.tuner, reusable = None, replace(self.prepared.reusable, **trial.options)
         self.prepared = replace(self.prepared, reusable=reusable)
         if self.is_writer:
             self.write_files()
             self._tuned.append(number, [tuner.line(self.prepared.launch.world_size)])
-            Console(width=max(WIDTH, Console().width)).print(tuner.table(number).table())
+            Console(width=max(WIDTH, Console().width)).print(tuner.table().table())
 
     def _leave_out(self, batch: TokenBatch, failed: str) -> None:
         """Leave the layout of this step out of the race, so that another runs it: no weight has changed. Raises

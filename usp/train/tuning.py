@@ -1,4 +1,4 @@
-"""The race of layouts over the first steps of a run (train.py --plan tune).
+"""When another layout is worth a change, and the race of layouts over the first steps of a run (train.py --plan tune).
 
 Every layout gives the same losses and weights, so candidates run the run's own steps in turn, and none of these is
 wasted. What a race costs is the time that its steps take beyond as many of the fastest candidate, with the moves.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from usp.config import CHOSEN, TrainConfig
 from usp.run.metrics import seconds
@@ -27,6 +27,64 @@ ROUNDS = 3  # of so many steps, for candidates that cannot be told apart
 HOPELESS = 1.5  # times the fastest median: a candidate with such a step ends early
 CLOSE = 0.02  # medians that differ by less, or by less than their steps do, are not told apart
 OPTIONS = (*CHOSEN, "compile")  # in which candidates differ
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Decision(Generic[T]):
+    """Two layouts for the steps that remain.
+
+    step: after which it is taken. remaining: number of steps that follow. best: to change to. running_seconds,
+    best_seconds: of a step. gain: the least part of it that is worth a change. switch_seconds: what that costs, with
+    the `nbytes` of weights and optimizer states that are sent. search_seconds: spent in either case. why_not: why the
+    best cannot run, whatever it would gain.
+    """
+
+    step: int
+    remaining: int
+    best: T
+    running_seconds: float
+    best_seconds: float
+    gain: float = 0.0
+    nbytes: int = 0
+    switch_seconds: float = 0.0
+    search_seconds: float = 0.0
+    why_not: str = ""
+
+    @property
+    def relative_gain(self) -> float:
+        """The part of a step's time that the best layout saves."""
+        return 1 - self.best_seconds / self.running_seconds if self.running_seconds else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """Why the running layout stays; empty if it does not."""
+        saved = self.remaining * (self.running_seconds - self.best_seconds)
+        if self.why_not:
+            return self.why_not
+        if self.best_seconds >= self.running_seconds:
+            return "no faster plan is found"
+        if self.relative_gain < self.gain:
+            return f"a step would be {self.relative_gain:.1%} faster, and {self.gain:.1%} is asked for"
+        if saved <= self.switch_seconds:
+            return f"the change takes {self.switch_seconds:.2f} s and saves {saved:.2f} s"
+        return ""
+
+    def line(self) -> str:
+        """Return the decision with its figures."""
+        moves = f"moves {self.nbytes / 2**20:.1f} MiB in" if self.nbytes else "takes"
+        return (
+            f"after step {self.step}: a step takes {self.running_seconds:.3f} s, and {self.best_seconds:.3f} s with "
+            f"the best plan ({self.relative_gain:.1%} less); {self.remaining} steps remain, and the change {moves} "
+            f"{self.switch_seconds:.2f} s: {self.verdict or 'changing the plan'}"
+        )
+
+    def figures(self, prefix: str = "") -> dict[str, float]:
+        """Return what a record holds of the decision."""
+        found = {"running_seconds": self.running_seconds, "best_seconds": self.best_seconds}
+        found |= {"switch_seconds": self.switch_seconds, "search_seconds": self.search_seconds}
+        found |= {"switch_bytes": float(self.nbytes), "switched": float(not self.verdict)}
+        return {f"{prefix}{name}": value for name, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -106,43 +164,53 @@ def _expected(trial: Trial, trials: Sequence[Trial], best: Trial) -> float:
     """Return what a trial will cost: by its prediction, relative to that of the fastest, and by the moves so far."""
     if best.median == math.inf:
         return 0.0
-    moves = [each.moving / len(each.first) + max(each.first) - best.median for each in trials if each.first]
     slower = best.median * max(0.0, trial.predicted / best.predicted - 1)
-    return min((COUNTED + 1) * slower, HOPELESS * best.median) + (median(moves) if moves else best.median)
+    return min((COUNTED + 1) * slower, HOPELESS * best.median) + _move_seconds(trials, best)
+
+
+def _move_seconds(trials: Sequence[Trial], best: Trial) -> float:
+    """Return what a move costs, with the first step after it: the median of those so far, or a step."""
+    moves = [each.moving / len(each.first) + max(each.first) - best.median for each in trials if each.first]
+    return median(moves) if moves else best.median
 
 
 @dataclass(eq=False)
 class Tuner:
     """The race of a run. Every rank calls every method, in the same order; rank 0 decides.
 
-    trials: the candidates; the run begins with the first. steps: that are left of the run. share: of their time that
-    the race may cost. ask: what else to try, after all trials; used once, on rank 0.
+    trials: the candidates; the run begins with the first. share: of the time of the run's steps that the race may cost.
+    ask: what else to try, after all trials; used once, on rank 0. decision: at the end of the race.
     """
 
     trials: list[Trial]
-    steps: int
     share: float
     ask: Callable[[Sequence[Trial]], Sequence[Trial]] = lambda trials: ()
     current: int = 0
-    over: bool = False
+    decision: Decision[Trial] | None = None
     _asked: bool = False
     _first: bool = True  # whether the next step is the first with its engine
     _moved: bool = False  # whether that is due to the race
 
-    def next(self) -> Trial:
-        """Return the candidate that runs the next step; the fastest for all that follow when the race is `over`."""
-        chosen, self.trials = from_first_rank(self._decide)
-        self.over = chosen is None
-        return self.trials[fastest(self.trials) if chosen is None else chosen]
+    def next(self, done: int, remaining: int) -> Trial:
+        """Return the candidate that runs the next step, and all that remain if there is a `decision`, after the steps
+        that are done."""
+        chosen, self.trials, self.decision = from_first_rank(lambda: self._decide(done, remaining))
+        return self.trials[chosen]
 
-    def _decide(self) -> tuple[int | None, list[Trial]]:
-        allowed = self.share * self.steps * min(each.median for each in self.trials)
+    def _decide(self, done: int, remaining: int) -> tuple[int, list[Trial], Decision[Trial] | None]:
+        allowed = self.share * remaining * min(each.median for each in self.trials)
         chosen = next_trial(self.trials, self.current, allowed)
         if chosen is None and not self._asked:
             self._asked = True
             self.trials += self.ask(self.trials)
             chosen = next_trial(self.trials, self.current, allowed)
-        return chosen, self.trials
+        if chosen is not None:
+            return chosen, self.trials, None
+        now, chosen = self.trials[self.current], fastest(self.trials)
+        best = self.trials[chosen]
+        cost_of_move = _move_seconds(self.trials, best)
+        decision = Decision(done, remaining, best, now.median, best.median, switch_seconds=cost_of_move)
+        return self.current if decision.verdict and not now.failed else chosen, self.trials, decision
 
     def moved(self, trial: Trial, took: float, failed: str = "") -> None:
         """Note a move to a candidate, which lasted so many seconds, or why it failed."""
@@ -162,20 +230,23 @@ class Tuner:
 
     def line(self, world_size: int) -> str:
         """Return the decision as a line of RUN/tune.jsonl."""
-        chosen = self.trials[fastest(self.trials)]
-        tried = [{"layout": each.name, **vars(each), "config": each.options} for each in self.trials]
-        found = {"world_size": world_size, "chosen": chosen.options, "cost_seconds": cost(self.trials)}
-        return json.dumps(found | {"trials": tried})
+        assert self.decision is not None
+        chosen, tried = self.trials[self.current].options, []
+        for each in self.trials:
+            tried.append({"layout": each.name, **vars(each), "config": each.options})
+        found = {"world_size": world_size, "chosen": chosen, "cost_seconds": cost(self.trials), "trials": tried}
+        return json.dumps({"step": self.decision.step, **self.decision.figures(), **found})
 
-    def table(self, step: int) -> Grid:
-        """Return the decision, taken before a step, as a table."""
+    def table(self) -> Grid:
+        """Return the trials as a table, with the decision."""
+        assert self.decision is not None
         best, rows = self.trials[fastest(self.trials)], []
         for each in sorted(self.trials, key=lambda trial: trial.median):
             took = seconds(each.median) if each.seconds and not each.failed else each.failed or "not tried"
             slower = f"{each.median / best.median - 1:+.1%}" if each.median < math.inf else ""
             rows.append((each.name, seconds(each.predicted), took, slower, str(len(each.seconds))))
         spent = f"{seconds(cost(self.trials))}, {cost(self.trials) / best.median:.1f} steps"
-        title = f"tuned before step {step}: {best.name} stays; the race has cost {spent}"
+        title = f"tuned, at the cost of {spent}: {self.trials[self.current].name} stays; {self.decision.line()}"
         return Grid(title, ("layout", "predicted", "measured", "slower", "steps"), tuple(rows))
 
 

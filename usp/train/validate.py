@@ -234,8 +234,6 @@ def _float8(config: TrainConfig) -> Iterator[str]:
         yield f"{given} computes both gradients of a linear at once, zero-bubble apart: use another --pp-schedule"
     if config.fp8 == "tensor" and config.optim_offload:
         yield f"{given} reduces scales of weights on the device, and --optim-offload has these on the host: use row"
-    if config.lora_dora:
-        yield f"{given} has no float32 weights whose rows --lora-dora could measure: remove one"
     tokens = config.padded_len // (config.sp_ring * config.sp_ulysses)
     for name, number in (("tokens of a sequence on a rank", tokens), ("tokens of --mlp-tile", config.mlp_tile)):
         if number % (of := FLOAT8_DIMS[config.fp8]):

@@ -30,7 +30,8 @@ def problem(memory: float, smallest: int = 2) -> Problem:
 
 
 def optimum(of: Problem) -> float:
-    return min(seconds for seconds, peak in map(of.simulator.measure, every_plan(of)) if peak <= of.memory_bytes)
+    steps = map(of.simulator.run, every_plan(of))
+    return min(step.seconds for step in steps if step.peak_bytes <= of.memory_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +50,11 @@ def test_the_search_never_ends_above_a_plan_that_it_starts_from() -> None:
     given = problem(memory=60.0, smallest=4)
     plan = named_plan("interleaving", GRAPH, Facts(4, 4, heads=8, layers=4))
     found = search(given, starts=[plan], budget=0.0)
-    assert found.best[0][0] <= given.simulator.measure(plan)[0]
+    assert found.best[0][0] <= given.simulator.run(plan).seconds
     best = search(given, starts=[plan]).best
     assert [energy for energy, _ in best] == sorted(energy for energy, _ in best)
     for energy, one in best:
-        assert given.simulator.measure(one)[0] == pytest.approx(energy)
+        assert given.simulator.run(one).seconds == pytest.approx(energy)
 
 
 @pytest.mark.slow
@@ -76,7 +77,7 @@ def test_a_search_whose_starts_do_not_fit_begins_where_calls_need_least(depth: i
     )
     tight = given.tightest()
     assert not any(staleness_violations(graph, tight))
-    needed = given.simulator.measure(tight)[1]
+    needed = given.simulator.run(tight).peak_bytes
     assert search(replace(given, memory_bytes=needed), budget=0.0).best[0][1] == tight
     assert not search(replace(given, memory_bytes=0.99 * needed), budget=0.0).best
 
@@ -87,7 +88,7 @@ def test_where_no_plan_fits_the_nearest_is_told() -> None:
     found = search(little)
     assert not found.best
     assert found.nearest
-    assert found.nearest[0] <= min(little.simulator.measure(plan)[1] for plan in every_plan(little)) * 1.25
+    assert found.nearest[0] <= min(little.simulator.run(plan).peak_bytes for plan in every_plan(little)) * 1.25
 
 
 def test_rollouts_beside_training_have_ranks_of_their_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 
@@ -10,14 +11,16 @@ from tests.usp.planning.test_predictions import graph
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.parallel import Hardware, ParallelDims, load_hardware
-from usp.planning.estimates import CallTime, Corrections, layout_key
+from usp.planning.corrections import Corrections, Measured
+from usp.planning.estimates import layout_key
 from usp.planning.rlhf_question import RlhfQuestion
 from usp.planning.run_plan import SearchingPlanner, moves
 from usp.planning.workload import Workload
 from usp.rlhf.plan.named_plans import Facts, flattening, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions
+from usp.rlhf.replanning import Factors, MeasuredStep, ReplanOptions
 from usp.rlhf.runtime.measure import StepLengths
+from usp.train.tuning import Decision
 
 GRAPH, A100 = graph(), load_hardware("a100")
 CONFIG = load_model_config("tiny")
@@ -34,9 +37,9 @@ def question(lengths: StepLengths, hardware: Hardware = A100) -> RlhfQuestion:
 ALONE = CallLayout((0,), ParallelDims(dp_shard=1))
 
 
-def took(call: str, *seconds: float) -> list[CallTime]:
+def took(call: str, *seconds: float) -> list[Measured]:
     """A call on one rank, which is predicted to take half a second."""
-    return [CallTime(call, ALONE, each, 0.5) for each in seconds]
+    return [Measured(call, "one rank", each, 0.5) for each in seconds]
 
 
 def test_factors_follow_the_median_of_the_steps_halfway() -> None:
@@ -63,9 +66,9 @@ def test_factors_change_only_the_seconds_of_calls() -> None:
 def test_a_layout_that_was_not_measured_has_the_factor_of_the_most_similar_one() -> None:
     two, zero = CallLayout((0, 1), ParallelDims(dp_shard=2)), CallLayout((0, 1), ParallelDims(dp_shard=2), zero=1)
     found = Corrections({"train": {"one rank": 2.0, layout_key(two): 3.0}})
-    assert found.of("train", two) == found.of("train", zero) == 3.0
-    assert found.of("train", replace(ALONE, ranks=(3,))) == 2.0
-    assert found.of("other", two) is None
+    assert found.of("train", layout_key(two)) == found.of("train", layout_key(zero)) == 3.0
+    assert found.of("train", layout_key(replace(ALONE, ranks=(3,)))) == 2.0
+    assert found.of("other", layout_key(two)) is None
 
 
 def test_a_change_moves_what_trains_three_times_and_what_stays_not_at_all() -> None:
@@ -80,20 +83,26 @@ def test_a_change_moves_what_trains_three_times_and_what_stays_not_at_all() -> N
 
 
 def decided(
-    planner: SearchingPlanner, lengths: StepLengths, running: ExecutionPlan, slower: dict[str, float]
-) -> Decision:
+    planner: SearchingPlanner,
+    lengths: StepLengths,
+    running: ExecutionPlan,
+    slower: dict[str, float],
+    factors: Factors = MappingProxyType({}),
+) -> tuple[Decision[ExecutionPlan], Factors]:
     predicted = question(lengths).estimates
     seconds = {c.name: slower.get(c.name, 1.0) * predicted.call_seconds(c.name, running[c.name]) for c in GRAPH.calls}
-    return planner(running, [MeasuredStep(5, lengths, seconds)], 10**6, 0.5)
+    decision, factors = planner(running, [MeasuredStep(5, lengths, seconds)], factors)
+    return replace(decision, remaining=10**6), factors
 
 
 @pytest.mark.slow
 def test_a_search_corrects_the_running_plan_and_decides() -> None:
     alone = ExecutionPlan("alone", {call.name: ALONE for call in GRAPH.calls})
     planner = SearchingPlanner(question(SHORT), ReplanOptions(5, 0.01, 1e3), 0, lambda plan: plan)
-    decision = decided(planner, LONG, alone, {"actor_train": 4.0})
-    assert planner.corrections.factors["actor_train"]["one rank"] == pytest.approx(4.0)
-    assert planner.corrections.factors["critic_train"]["one rank"] == pytest.approx(1.0)
-    assert decision.switches and decision.best_seconds < 0.99 * decision.running_seconds
-    assert decision.build_seconds == 0.5 and decision.nbytes > 0 and not decision.why_not
-    assert not decided(planner, LONG, decision.best, {"actor_train": 4.0}).switches
+    decision, factors = decided(planner, LONG, alone, {"actor_train": 4.0})
+    assert factors["actor_train"]["one rank"] == pytest.approx(4.0)
+    assert factors["critic_train"]["one rank"] == pytest.approx(1.0)
+    assert not decision.verdict and decision.best_seconds < 0.99 * decision.running_seconds
+    assert decision.switch_seconds > 0 and decision.nbytes > 0
+    again, then = decided(planner, LONG, decision.best, {"actor_train": 4.0}, factors)
+    assert again.verdict and then["actor_train"]["one rank"] == pytest.approx(4.0)  # of a layout that ran no more

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from usp.parallel.cluster.hardware import NODES
 from usp.planning.rlhf_question import answer
 from usp.planning.rlhf_search import work_clock
 from usp.planning.run_plan import SearchedPlan, question_of, run_planner
+from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
 from usp.rlhf.prepare import PreparedRlhf, prepare
@@ -92,7 +92,7 @@ def test_hardware_that_predicts_no_step_is_refused_before_the_first(tmp_path: Pa
             prepare(replace(config, hardware=str(file)), FOUR, planner=searched)
         asked = replace(config, plan="flattening", search_budget=60.0, hardware=str(file), replan="every=1")
         with pytest.raises(ConfigurationError, match=f"--replan = every=1: .*{text}"):
-            run_planner(prepare(asked, FOUR), FOUR)
+            run_planner(prepare(asked, FOUR))
 
 
 def test_the_plan_is_searched_once_and_kept_by_a_resumed_run(
@@ -112,15 +112,13 @@ def test_the_plan_is_searched_once_and_kept_by_a_resumed_run(
     assert prepare(config, Launch(), planner=planner).plan == plan
     assert not capsys.readouterr().out
 
-    (tmp_path / "run").mkdir()
-    file = tmp_path / "run" / "plan.yaml"
     calls = plan.calls | {"actor_train": replace(plan["actor_train"], ac="full", loss_chunk=7)}
     other = replace(plan, calls=calls)
-    file.write_text(yaml.safe_dump(to_mapping(other)))
-    resumed = replace(runs[0], start=Start(tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000001"))
+    saved = RlhfState(1, 4, {}, asdict(config), running={"plan": to_mapping(other), "world_size": 1})
+    resumed = replace(runs[0], start=Start(tmp_path / "run", tmp_path / "step-00000001"), saved=saved)
     assert SearchedPlan()(resumed).calls == other.calls
-    assert f"plan: that of the run, from {file}" in capsys.readouterr().out
-    file.write_text(yaml.safe_dump(to_mapping(replace(other, name="mine"))))
+    assert f"plan: that of the run, from {tmp_path / 'step-00000001'}" in capsys.readouterr().out
+    saved.running["world_size"] = 2  # type: ignore[index]
     assert SearchedPlan()(resumed).calls == plan.calls
 
 

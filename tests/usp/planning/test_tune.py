@@ -13,7 +13,8 @@ from usp.config import TrainConfig
 from usp.hf.models import load_model_config, model_facts
 from usp.parallel import load_hardware
 from usp.planning.choice import choose
-from usp.planning.tune import TRIED, corrected, replanned, slowed, tuner_for
+from usp.planning.corrections import Measured, fitted, scaled
+from usp.planning.tune import TRIED, replanned, tuner_for
 from usp.predict.seconds import step_seconds
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -62,11 +63,14 @@ def test_rank_0_plans_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("compute", "links"), [(1.0, 16.0), (2.0, 1.0), (1.5, 8.0)])
 def test_measured_steps_correct_rates_and_plan(compute: float, links: float) -> None:
     asked = replace(ASKED, model="qwen3-8b", seq_len=2**13, global_batch_size=32, plan="tune")
-    choice, real = choose(asked, 8, H100), slowed(H100, compute, links)
+    rates = dict.fromkeys(("products", "attention", "memory", "launches"), 1 / compute)
+    choice, real = choose(asked, 8, H100), scaled(H100, messages=1 / links, **rates)
     jobs = [choice.step(each).job for each in choice.shown[:TRIED]]
     took = [step_seconds(job, real).total for job in jobs]
-    found = corrected(H100, jobs, took)
-    assert H100.peak("bfloat16") / found.peak("bfloat16") == pytest.approx(compute, rel=0.03)
+    measured = [Measured("step", "", seconds, 0.0) for seconds in took]
+    found = fitted(H100, measured, lambda hardware: [step_seconds(job, hardware).total for job in jobs])
+    product, faster = (each.matmul_seconds(1e12, "bfloat16") for each in (found, H100))
+    assert product / faster == pytest.approx(compute, rel=0.03)
     assert 0.5 <= H100.tiers[0].send.bytes_per_second / found.tiers[0].send.bytes_per_second / links <= 2
     trials = [
         Trial(each.config, "", each.seconds, (its,)) for each, its in zip(choice.shown[:TRIED], took, strict=True)

@@ -43,54 +43,48 @@ from usp.train.prepare import prepare
 
 P = 0.3
 ENDS = "embed_tokens,lm_head"
-# Family, the linears with adapters, modules to save, whether it is DoRA, and flags.
-LAYOUTS: dict[str, tuple[str, tuple[str, ...], str, bool, dict[str, Any]]] = {
-    "dp2 r2, zero 3": ("llama", ALL, ENDS, False, {"sp_ring": 2, "micro_batches": 2, "ac": "attention-saved"}),
+# Family, the linears with adapters, modules to save, and flags.
+LAYOUTS: dict[str, tuple[str, tuple[str, ...], str, dict[str, Any]]] = {
+    "dp2 r2, zero 3": ("llama", ALL, ENDS, {"sp_ring": 2, "micro_batches": 2, "ac": "attention-saved"}),
     "tp2 u2, zero 1": (
         "llama",
         ALL,
         ENDS,
-        False,
         {"tp": 2, "sp_ulysses": 2, "zero": 1, "micro_batches": 2, "ac": "selective"},
     ),
     "tp2 r2, tokens shared": (
         "qwen3",
         ALL,
         "norm",
-        False,
         {"tp": 2, "tp_sequence_parallel": True, "sp_ring": 2, "ac": "full"},
     ),
-    "pp2 tp2, zero 2, tied, DoRA": (
+    "pp2 tp2, zero 2, tied": (
         "llama-tied",
         ALL,
         ENDS,
-        True,
         {"pp": 2, "tp": 2, "zero": 2, "micro_batches": 2, "ac": "full"},
     ),
-    "pp2 r2, zero bubble, DoRA": (
+    "pp2 r2, zero bubble": (
         "llama-deep",
         ("q_proj", "down_proj"),
         ENDS,
-        True,
         {"pp": 2, "pp_schedule": "zero-bubble", "sp_ring": 2, "zero": 1, "micro_batches": 4},
     ),
-    "dp2 u2, zero 3, tied, DoRA": ("llama-tied", ALL, ENDS, True, {"sp_ulysses": 2}),
+    "dp2 u2, zero 3, tied": ("llama-tied", ALL, ENDS, {"sp_ulysses": 2}),
     "ep2 u2 r2": (
         "mixtral",
         ATTENTION,
         "lm_head",
-        False,
         {"ep": 2, "sp_ulysses": 2, "sp_ring": 2, "sp_layout": "auto"},
     ),
 }
 
 
-def change(model: PreTrainedModel, targets: tuple[str, ...], saved: str, dora: bool) -> None:
+def change(model: PreTrainedModel, targets: tuple[str, ...], saved: str) -> None:
     """Add adapters, dropout and modules to save as peft does; dropout takes the masks of whole rows of each step."""
     tied = model.config.tie_word_embeddings  # peft would train two copies of what is tied
     modules = None if tied else saved.split(",")
-    options: dict[str, Any] = {"modules_to_save": modules, "use_dora": dora}
-    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets), **options)
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets), modules_to_save=modules)
     inject_adapter_in_model(settings, model)
     initialise_adapters(model, seed=0)
     if tied:
@@ -106,17 +100,17 @@ def change(model: PreTrainedModel, targets: tuple[str, ...], saved: str, dora: b
     model.base_model.register_forward_pre_hook(number)
 
 
-EXHAUSTIVE = ("pp2 r2, zero bubble, DoRA", "tp2 r2, tokens shared", "dp2 r2, zero 3", "tp2 u2, zero 1")
+EXHAUSTIVE = ("pp2 r2, zero bubble", "tp2 r2, tokens shared", "dp2 r2, zero 3", "tp2 u2, zero 1")
 
 
 @pytest.fixture(scope="module")
 def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> dict[Any, Any]:
     """For each model and what is trained of it a folder, and (loss, gradient norm) of each step of peft alone."""
     found = {}
-    for case in {layout[:4] for name, layout in LAYOUTS.items() if exhaustive or name not in EXHAUSTIVE}:
+    for case in {layout[:3] for name, layout in LAYOUTS.items() if exhaustive or name not in EXHAUSTIVE}:
         folder = tmp_path_factory.mktemp(case[0])
         tiny_model(case[0]).save_pretrained(folder)
-        changed = partial(change, targets=case[1], saved=case[2], dora=case[3])
+        changed = partial(change, targets=case[1], saved=case[2])
         found[case] = folder, ranks.run(train_alone, 1, case[0], FEW_STEPS, 0.0, 1, changed)[0]
     return found
 
@@ -126,30 +120,29 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, exhaustive:
 )
 @pytest.mark.slow
 def test_steps_are_those_of_peft_in_one_process(ranks: RankPool, alone: dict[Any, Any], name: str) -> None:
-    family, targets, saved, dora, flags = LAYOUTS[name]
-    folder, wanted = alone[family, targets, saved, dora]
-    config = replace(config_of(folder, targets, **flags), lora_dropout=P, lora_modules_to_save=saved, lora_dora=dora)
+    family, targets, saved, flags = LAYOUTS[name]
+    folder, wanted = alone[family, targets, saved]
+    config = replace(config_of(folder, targets, **flags), lora_dropout=P, lora_modules_to_save=saved)
     histories = ranks.run(train, 4, config, FEW_STEPS)
     difference = (torch.tensor(histories, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1).abs()
     assert difference.max() <= 1e-5, difference.amax(dim=0)
 
 
-# Runs of train.py, the second of a tied model with DoRA
+# Runs of train.py, the second of a tied model
 
 OPTIONS: dict[str, Any] = {"lora_dropout": 0.1, "lora_modules_to_save": ENDS, "lora_merge": True}
 
 
 def options_of(base: Path) -> TrainConfig:
-    tied = json.loads((base / "config.json").read_text())["tie_word_embeddings"]
-    return replace(RUN, **OPTIONS, model=str(base), lora_dora=tied)
+    return replace(RUN, **OPTIONS, model=str(base))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("LoRA", marks=pytest.mark.exhaustive), "DoRA, tied"])
+@pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.exhaustive), "tied"])
 def whole(ranks: RankPool, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was never stopped, beside its base model."""
     folder = tmp_path_factory.mktemp("run")
     config = load_model_config("qwen3-tiny")
-    config.tie_word_embeddings = "tied" in request.param
+    config.tie_word_embeddings = request.param == "tied"
     save_weights(dict(drawn_model(config).named_parameters()), folder / "base", config=config)
     ranks.run(run, 2, replace(options_of(folder / "base"), output=str(folder / "whole"), sp_ulysses=2))
     return folder / "whole"
@@ -170,7 +163,6 @@ def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
 
     settings = json.loads((whole / "adapter" / "adapter_config.json").read_text())
     assert (settings["lora_dropout"], settings["modules_to_save"]) == (0.1, ENDS.split(","))
-    assert settings["use_dora"] == resumed.lora_dora
     ids = torch.arange(40).unsqueeze(0)
     adapted = PeftModel.from_pretrained(load(base), whole / "adapter")
     trained = {
@@ -185,11 +177,10 @@ def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
 
 @pytest.mark.exhaustive
 def test_a_dry_run_has_the_optimizer_states_of_all_that_is_trained() -> None:
-    options = OPTIONS | {"lora_dora": True, "model": "tiny", "dtype": "float32", "batch_size": 1, "seq_len": 64}
+    options = OPTIONS | {"model": "tiny", "dtype": "float32", "batch_size": 1, "seq_len": 64}
     found = dry_run(replace(RUN, **options), 4)
     model = drawn_model(load_model_config("tiny"))
-    sizes = [module.out_features for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)]
-    sizes += [p.numel() for name, p in model.named_parameters() if "embed" in name or "head" in name]
+    sizes = [p.numel() for name, p in model.named_parameters() if "embed" in name or "head" in name]
     add_adapters(model, ALL, RUN.lora_rank)
     sizes += [p.numel() for _, p in adapter_parameters(model)]
     assert found.by_category[OPTIMIZER] == sum(sizes) * 8 // 4 + len(sizes) * 4  # and a step count for each
@@ -217,7 +208,8 @@ def test_what_cannot_be_trained_is_refused(whole: Path, tmp_path: Path, changes:
     if "resume" in changes:
         changes = changes | {"resume": str(whole / CHECKPOINTS / "step-00000004"), "steps": 8}
     config = options_of(whole.parent / "base")
-    if config.lora_dora and changes.get("lora_modules_to_save") == "lm_head":
+    tied = json.loads((whole.parent / "base" / "config.json").read_text())["tie_word_embeddings"]
+    if tied and changes.get("lora_modules_to_save") == "lm_head":
         said = "model.embed_tokens.weight is the same parameter as one of these: name its module, too"
     asked = replace(config, **{"output": str(tmp_path)} | changes)
     with pytest.raises(ConfigurationError, match=said):

@@ -102,14 +102,11 @@ def test_a_layer_is_one_graph(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_adapters_with_dropout_and_magnitudes_are_in_the_graph(
-    ranks: RankPool, tmp_path: Path, exhaustive: bool
-) -> None:
+def test_adapters_with_dropout_are_in_the_graph(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
     adapters: dict[str, Any] = {
         "lora_rank": 2,
         "lora_targets": "gate_proj,down_proj",
         "lora_dropout": 0.3,
-        "lora_dora": True,
     }
     flags = {"sp_ulysses": 1, "sp_ring": 1, "tp": 2 if exhaustive else 1, **adapters}
     write("llama", tmp_path / "llama", num_hidden_layers=2)
@@ -130,7 +127,7 @@ MIXTURES: dict[str, tuple[str, str, Mapping[str, Any], int, int]] = {
     "pp": ("llama", "aot_eager", {"sp_ulysses": 1, "pp": 2, "micro_batches": 2}, 1, 0),
     "zero 1": ("llama", "aot_eager", {"sp_ulysses": 1, "dp_shard": 2, "zero": 1, "micro_batches": 2}, 1, 0),
     "zero 2": ("llama", "aot_eager", {"sp_ring": 1, "dp_replicate": 2, "zero": 2}, 1, 0),
-    "dropout": ("llama", "inductor", {"lora_rank": 2, "lora_dropout": 0.3, "lora_dora": True}, 2, 0),
+    "dropout": ("llama", "inductor", {"lora_rank": 2, "lora_dropout": 0.3}, 2, 0),
     "lora": ("llama", "inductor", {"lora_rank": 2, "lora_targets": "gate_proj", "ac": "attention-saved"}, 2, 0),
 }
 

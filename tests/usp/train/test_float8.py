@@ -325,7 +325,6 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "zero": 1}, "computes both gradients .* at once"),
     ({"sample_every": 1, "sample_prompts": "x"}, "in torch's inference mode, .* do not support: remove one"),
     ({"optim_offload": True}, "--optim-offload has these on the host: use row"),
-    ({"lora_rank": 2, "lora_dora": True}, "whose rows --lora-dora could measure: remove one"),
     ({"seq_len": 40, "sp_ring": 2, "global_batch_size": 2}, "multiple of 16 tokens of a sequence on a rank.*has 20"),
     ({"mlp_tile": 24}, "multiple of 16 tokens of --mlp-tile, .* and has 24"),
     ({"fp8": "none", "fp8_emulate": True}, "--fp8-emulate is an option of --fp8, which is none"),

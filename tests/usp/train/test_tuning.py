@@ -26,7 +26,19 @@ from usp.run.watchdog import Watchdog
 from usp.train import trainer
 from usp.train.prepare import prepare
 from usp.train.trainer import Trainer
-from usp.train.tuning import COUNTED, HOPELESS, OPTIONS, ROUNDS, Trial, Tuner, cost, decided, fastest, next_trial
+from usp.train.tuning import (
+    COUNTED,
+    HOPELESS,
+    OPTIONS,
+    ROUNDS,
+    Decision,
+    Trial,
+    Tuner,
+    cost,
+    decided,
+    fastest,
+    next_trial,
+)
 
 RUN = TrainConfig(
     seq_len=64, steps=16, warmup_steps=2, checkpoint_every=7, adam_eps=1e-4, device="cpu", tokenizer="bytes"
@@ -59,12 +71,15 @@ class EachInTurn(Tuner):
 
     taken: int = -1
 
-    def _decide(self) -> tuple[int | None, list[Trial]]:
+    def _decide(self, done: int, remaining: int) -> tuple[int, list[Trial], Decision[Trial] | None]:
         self.taken += 1
         turn = self.taken // 2
         if turn < len(self.trials) and self.trials[turn].failed:
             self.taken = 2 * (turn := turn + 1)
-        return (turn if turn < len(self.trials) else None), self.trials
+        if turn < len(self.trials):
+            return turn, self.trials, None
+        best = fastest(self.trials)
+        return best, self.trials, Decision(done, remaining, self.trials[best], 2.0, 1.0)
 
 
 class Watched(Watchdog):
@@ -94,7 +109,7 @@ def runs(jobs: list[tuple[TrainConfig, list[dict[str, Any]]]]) -> list[tuple[int
         trials = [Trial(replace(config, **layout), str(layout), 1.0) for layout in layouts]
         prepared = prepare(trials[0].config, launch)
         trials = [replace(each, config=replace(each.config, dp_shard=_dp(each.config, world))) for each in trials]
-        tuner = EachInTurn(trials, config.steps, 1.0) if len(trials) > 1 else None
+        tuner = EachInTurn(trials, 1.0) if len(trials) > 1 else None
         Trainer(prepared, watchdog=watchdog, tuner=tuner).run()
     return [each.long_steps for each in watched]
 
@@ -150,7 +165,7 @@ def trials_of(number: int) -> list[Trial]:
 
 def race(took: Sequence[float], allowed: float, noise: float = 0.0, moving: float = 0.0) -> tuple[list[Trial], int]:
     """Race candidates whose steps take so long; return them, and the number of steps."""
-    tuner, rng, steps = Tuner(trials_of(len(took)), 0, 1.0), random.Random(0), 0
+    tuner, rng, steps = Tuner(trials_of(len(took)), 1.0), random.Random(0), 0
     while (index := next_trial(tuner.trials, tuner.current, allowed)) is not None:
         if index != tuner.current:
             tuner.moved(tuner.trials[index], moving)
@@ -182,11 +197,24 @@ def test_a_race_costs_no_more_than_allowed() -> None:
     assert steps == COUNTED + 1 and not trials[1].seconds  # no move is free
 
 
+def test_the_steps_that_remain_decide_whether_the_fastest_is_worth_a_move() -> None:
+    slower, faster = trials_of(2)
+    trials = [replace(slower, seconds=(1.0,) * 9), replace(faster, seconds=(0.9,) * 9, first=(1.0,), moving=5.0)]
+    tuner = Tuner(trials, 0.0)
+    assert tuner._decide(20, 1000)[0] == 1
+    chosen, _, decision = tuner._decide(20, 51)
+    assert chosen == 0 and decision is not None and decision.best == trials[1]
+    assert decision.verdict == "the change takes 5.10 s and saves 5.10 s" and decision.figures()["switched"] == 0
+    tuner.trials[0] = replace(trials[0], failed="no memory")
+    assert tuner._decide(20, 51)[0] == 1
+
+
 def test_a_candidate_without_memory_is_left_out() -> None:
-    tuner = Tuner(trials_of(3), 0, 1.0)
+    tuner = Tuner(trials_of(3), 1.0)
     for took in (9.0, 1.0, 1.0, 1.0):
         tuner.ran(took)
     assert next_trial(tuner.trials, 0, math.inf) == 1
     tuner.moved(tuner.trials[1], 0.5, "no memory")
     assert tuner.current == 0 and next_trial(tuner.trials, 0, math.inf) == 2 and fastest(tuner.trials) == 0
-    assert "no memory" in str(tuner.table(5).rows) and json.loads(tuner.line(4))["trials"][1]["failed"] == "no memory"
+    tuner.decision = Decision(4, 9, tuner.trials[0], 1.0, 1.0)
+    assert "no memory" in str(tuner.table().rows) and json.loads(tuner.line(4))["trials"][1]["failed"] == "no memory"

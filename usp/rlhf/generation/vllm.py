@@ -539,8 +539,8 @@ def pieces_of(
                 continue
             where, own = tuple((cut.start, cut.stop) for cut in common.slices(box)), common.slices(boxes[name])
             if of_adapter:
-                up, down, *scales = of_adapter
-                of_adapter = up[own[0]], down[:, own[1]], *(scale[own[0]] for scale in scales)
+                up, down = of_adapter
+                of_adapter = up[own[0]], down[:, own[1]]
             yield WeightPiece(tensor.name, tensor.shape, box.sizes, where, part[own], of_adapter)
 
 

@@ -118,6 +118,13 @@ class Rollouts:
         states = {str(ticket): [list(each) for each in of] for ticket, of in self.states.items()}
         return {"queue": self.queue.to_extra(), "shares": list(self._rules.shares), "states": states}
 
+    def on(self, graph: DataflowGraph, plan: ExecutionPlan, device: torch.device) -> Rollouts:
+        """Return what is begun on the ranks of another plan. Collective over the world."""
+        moved, whole = Rollouts(self._options, graph, plan), self.whole(device)
+        moved.read_extra(self.to_extra())
+        moved.fill(whole)
+        return moved
+
     def blank(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return zeros like `whole`; none if nothing is begun."""
         total = sum(tokens for of in self.states.values() for tokens, *_ in of)

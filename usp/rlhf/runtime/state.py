@@ -40,7 +40,7 @@ class ExecutorState:
             samples that changes weights, or the state of a function, else at its end. It returns metrics of these
             samples; what it raises on all ranks leaves everything as the last step did.
         copies: those of another executor, which hold all that this plan needs; None: built here.
-        rollouts: prompts are begun before their step, which takes those that are complete first. No change of plans.
+        rollouts: prompts are begun before their step, which takes those that are complete first.
 
     graph, plan, operations: of a step, the calls that measure included. copies: the models of this rank. copy_of: the
         copy of the weights that each call uses.
@@ -85,8 +85,9 @@ class ExecutorState:
     def change_plan(self, plan: ExecutionPlan) -> None:
         """Run the following steps under another plan, with all values as they are. Collective, between two steps.
 
-        Weights, optimizer states, the state of functions and samples in flight move to the new layouts, as `RoleCopies`
-        does. Executors that share its copies cannot be used afterwards. A timeline event of kind switch records it.
+        Weights, optimizer states, the state of functions, samples in flight and begun rollouts move to the new layouts,
+        as `RoleCopies` does. Executors that share its copies cannot be used afterwards. A timeline event of kind switch
+        records it.
 
         Raises ValueError and RanksDisagree as construction, before anything moves.
         """
@@ -100,6 +101,8 @@ class ExecutorState:
             self.in_flight = [self.saved_in_flight(extra) for extra, _ in in_flight]
             for step, (_, whole) in zip(self.in_flight, in_flight, strict=True):
                 step.fill(whole)
+            if self.rollouts is not None:
+                self.rollouts = self.rollouts.on(graph, plan, self.device)
             gc.collect()  # models refer to themselves
         self.timeline.take()
 

@@ -9,24 +9,25 @@ import pytest
 from tests.usp.rlhf.toy import ppo
 from usp.rlhf.config import ReplanOptions
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.replanning import Decision, call_seconds
+from usp.rlhf.replanning import FIGURES, call_seconds
 from usp.rlhf.runtime.measure import StepLengths
 from usp.rlhf.runtime.timeline import Event
+from usp.train.tuning import Decision
 
-COST = {"nbytes": 2**20, "move_seconds": 3.0, "build_seconds": 1.0, "search_seconds": 100.0}
+COST = {"nbytes": 2**20, "switch_seconds": 4.0, "search_seconds": 100.0}
 GOOD = Decision(10, 20, ExecutionPlan("other", {}), running_seconds=2.0, best_seconds=1.5, gain=0.05, **COST)
 
 
 def test_a_gain_above_its_cost_is_taken() -> None:
-    assert GOOD.switches and GOOD.relative_gain == 0.25 and GOOD.saved_seconds == 10.0
-    assert "2.000 s by prediction, and 1.500 s" in GOOD.line() and GOOD.line().endswith("changing the plan")
-    assert GOOD.metrics()["replan/switched"] == 1 and GOOD.metrics()["replan/switch_seconds"] == 4.0
+    assert not GOOD.verdict and GOOD.relative_gain == 0.25
+    assert "2.000 s, and 1.500 s with the best plan" in GOOD.line() and GOOD.line().endswith("changing the plan")
+    assert GOOD.figures(FIGURES)["replan/switched"] == 1 and GOOD.figures(FIGURES)["replan/switch_seconds"] == 4.0
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"move_seconds": 9.0}, "the change takes 10.00 s and saves 10.00 s"),
+        ({"switch_seconds": 10.0}, "the change takes 10.00 s and saves 10.00 s"),
         ({"remaining": 8}, "the change takes 4.00 s and saves 4.00 s"),
         ({"gain": 0.3}, "a step would be 25.0% faster, and 30.0% is asked for"),
         ({"best_seconds": 2.0, "gain": 0.0}, "no faster plan is found"),
@@ -35,12 +36,12 @@ def test_a_gain_above_its_cost_is_taken() -> None:
 )
 def test_anything_else_is_refused(changed: dict, why: str) -> None:
     decision = replace(GOOD, **changed)
-    assert not decision.switches and decision.verdict == why and decision.line().endswith(why)
-    assert decision.metrics()["replan/switched"] == 0
+    assert decision.verdict == why and decision.line().endswith(why)
+    assert decision.figures(FIGURES)["replan/switched"] == 0
 
 
 def test_one_step_more_is_worth_the_change() -> None:
-    assert replace(GOOD, remaining=9).switches
+    assert not replace(GOOD, remaining=9).verdict
 
 
 def test_options_are_read_from_the_flag() -> None:
