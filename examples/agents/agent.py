@@ -29,6 +29,10 @@ def play(client: OpenAI, question: str) -> float:
     return ran / TURNS
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256  # the episodes of a step come at once
+
+
 class Service(BaseHTTPRequestHandler):
     """Plays the episodes of a run in one process: --agent http://127.0.0.1:PORT."""
 
@@ -46,6 +50,6 @@ class Service(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Service).serve_forever()
+        Server(("127.0.0.1", int(sys.argv[1])), Service).serve_forever()
     row = json.loads(sys.stdin.readline())
     print(json.dumps({"reward": play(OpenAI(), row["prompt"][0]["content"])}))

@@ -31,6 +31,7 @@ from .tool_calls import before_calls, calls_of
 AGENT = "agent"  # the environment `AgentEnvironment`
 ROUND = 0.01  # seconds in which further requests join a round
 FOREVER = 1e6  # seconds: what an episode may last is bounded step by step
+PAUSES = (0.1, 1.0)  # seconds before a service that has asked for nothing is asked again
 # Sampling is what the flags of the run say, as training has to know it. Other keys of a request are refused.
 KNOWN = {"messages", "tools", "max_tokens", "max_completion_tokens", "chat_template_kwargs", "stream", "model", "user"}
 KNOWN |= {"temperature", "top_p", "seed", "metadata", "store", "stream_options", "parallel_tool_calls"}
@@ -229,14 +230,24 @@ class AgentEnvironment:
         place["OPENAI_API_KEY"] = self._endpoint.token
 
         def run() -> None:
-            served = self._agent.startswith(HTTP)
+            asks = self._agent.startswith(HTTP)
             try:
-                self._told, failed = (_ask if served else _run)(self._agent, row, place)
+                self._told, failed = self._ask(row, place) if asks else _run(self._agent, row, place)
             except (OSError, ValueError) as error:
                 failed = f"failed: {one_line(error)}"
             self._endpoint.events.put(failed)
 
         threading.Thread(target=run, daemon=True).start()
+
+    def _ask(self, row: Message, place: Message, pauses: Sequence[float] = PAUSES) -> tuple[bytes, str]:
+        """Ask the service to play the episode of a row; return its reply. Raises OSError or ValueError without one."""
+        try:
+            return json.dumps(post(self._agent, {"row": row, **place}, timeout=FOREVER)).encode(), ""
+        except OSError:  # a busy service resets connections
+            if not pauses or self.blames != ENVIRONMENT:
+                raise
+            time.sleep(pauses[0])
+            return self._ask(row, place, pauses[1:])
 
     def step(self, turn: str) -> tuple[str | None, float, bool]:
         for (_, waiting), reply in zip(self._waiting, json.loads(turn or "[]"), strict=True):
@@ -281,8 +292,3 @@ def _run(command: str, row: Message, place: dict[str, str]) -> tuple[bytes, str]
         printed.seek(0)
         failed = f"exited with code {done.returncode}" if done.returncode else ""
         return printed.read().strip().split(b"\n")[-1], failed
-
-
-def _ask(url: str, row: Message, place: dict[str, str]) -> tuple[bytes, str]:
-    """Ask a service to play the episode of a row; return its reply. Raises OSError or ValueError without one."""
-    return json.dumps(post(url, {"row": row, **place}, timeout=FOREVER)).encode(), ""

@@ -74,13 +74,13 @@ class Toolbox:
         problems += [f"{each} must be text" for each in texts if not isinstance(arguments[each], str)]
         if problems:
             return clean(f"Error: {name}: {'; '.join(problems[:8])}")
-        ours = isinstance(function, Python)
+        if isinstance(function, Python):
+            function = replace(function, seconds=min(function.seconds, seconds))
         try:
-            limited = replace(function, seconds=min(function.seconds, seconds)) if ours else function
-            returned = limited(**arguments)
+            returned = function(**arguments)
             return clean(returned if isinstance(returned, str) else json.dumps(returned, default=str))
         except (Exception, SystemExit) as error:  # whatever the text of a policy makes a tool raise
-            if isinstance(error, Unprotected) or (ours and isinstance(error, OSError)):
+            if isinstance(error, Unprotected) or (isinstance(function, Python) and isinstance(error, OSError)):
                 raise
             return f"Error: {one_line(error)}"
 

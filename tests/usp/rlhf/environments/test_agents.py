@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import socket
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -170,6 +172,9 @@ def test_a_fault_costs_its_own_episode() -> None:
     assert linear.score == 1 and linear.rewards == [0, 1]
 
 
+REFUSED = set[str]()  # episodes whose first connection a busy service has reset
+
+
 class Service(BaseHTTPRequestHandler):
     """A service that asks once, and then replies what its row says, with a status."""
 
@@ -178,6 +183,12 @@ class Service(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["row"]["kind"] == "busy" and asked["OPENAI_API_KEY"] not in REFUSED:
+            REFUSED.add(asked["OPENAI_API_KEY"])
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+            return
         headers = {"Authorization": f"Bearer {asked['OPENAI_API_KEY']}"}
         body = json.dumps({"messages": [{"role": "user", "content": asked["row"]["kind"]}]}).encode()
         if not asked["row"].get("early"):
@@ -193,18 +204,20 @@ def test_a_service_plays_episodes_as_a_command_does() -> None:
         rows: list[dict[str, Any]] = [
             {"kind": "told", "reply": '{"reward": 2.5}'},
             {"kind": "scored", "reply": "null"},
+            {"kind": "busy", "reply": '{"reward": 1.5}'},
             {"kind": "broken", "reply": "why", "status": 500},
             {"kind": "no JSON", "reply": "{"},
             {"kind": "early", "reply": "why", "status": 500, "early": True},
         ]
-        episodes, policy = episodes_of(rows, agent=f"http://127.0.0.1:{server.server_port}/play"), Sampled(["42"] * 4)
-        told, scored, broken, unread, early = played(episodes, policy)
+        episodes, policy = episodes_of(rows, agent=f"http://127.0.0.1:{server.server_port}/play"), Sampled(["42"] * 5)
+        told, scored, busy, broken, unread, early = played(episodes, policy)
         server.shutdown()
-    assert [told.score, scored.score, broken.score, unread.score] == [2.5, 1, 0, 0] and np.isnan(early.score)
-    assert violations([told, scored, broken, unread], policy.wrote) == 0 and len(policy.wrote) == 4
+    found = [told, scored, busy, broken, unread]
+    assert [each.score for each in found] == [2.5, 1, 1.5, 0, 0] and np.isnan(early.score)
+    assert violations(found, policy.wrote) == 0 and len(policy.wrote) == 5
     failures = {each["prompt_index"]: each for each in episodes.failures}
-    assert {number: each["blame"] for number, each in failures.items()} == {2: "text", 3: "text", 4: "environment"}
-    assert "the agent failed: OSError: HTTP Error 500" in failures[4]["error"] and "why" in failures[4]["error"]
+    assert {number: each["blame"] for number, each in failures.items()} == {3: "text", 4: "text", 5: "environment"}
+    assert "the agent failed: OSError: HTTP Error 500" in failures[5]["error"] and "why" in failures[5]["error"]
 
 
 @pytest.mark.slow
