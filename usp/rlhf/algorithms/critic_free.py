@@ -292,7 +292,7 @@ class ReMax(PolicyOptions):
 def rloo_advantages(options: RLOO, samples: Samples, reduce: Reduce) -> Samples:
     """Subtract the mean reward of the other responses to the prompt (arXiv 2402.14740)."""
     batch = Batch.of(samples, options)
-    distances_PG, counts_P = batch.group_distances(batch.rewards_N - options.kl * batch.kl_NR.sum(1))
+    distances_PG, counts_P = batch.group_distances(batch.rewards_N - options.kl * batch.log_ratios_NR.sum(1))
     # r - (sum - r) / (G - 1) = (r - mean) * G / (G - 1)
     advantages_PG = distances_PG * (counts_P / (counts_P - 1).clamp(min=1))[:, None]
     return Samples(samples.ids, batch.result(batch.spread(advantages_PG.flatten()), reduce))

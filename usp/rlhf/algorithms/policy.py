@@ -218,7 +218,7 @@ class Batch:
     Attributes:
         responses: without the tokens of samples that are dropped.
         rewards_N: of whole responses, shaped by `RewardShape`, float64; 0 for samples that are dropped.
-        kl_NR: `kl_estimate` of the policy from the reference per token, float64; 0 if the reward has no KL penalty.
+        log_ratios_NR: log(policy / ref) per token by `kl_estimate`, float64; 0 if the reward has no KL penalty.
         kept_N: bool, False for samples that the reward function failed for, if such samples are dropped: statistics
             must leave them out, and their advantages do not count.
     """
@@ -227,7 +227,7 @@ class Batch:
     options: PolicyOptions
     responses: Responses
     rewards_N: Tensor
-    kl_NR: Tensor
+    log_ratios_NR: Tensor
     kept_N: Tensor
 
     @staticmethod
@@ -239,21 +239,21 @@ class Batch:
             kept_N = torch.stack([scalars(samples[key]).isfinite() for key in scores]).all(0)
         responses = Responses([mask * kept for mask, kept in zip(samples["mask"], kept_N, strict=True)])
         rewards_N = options.shape()(samples["score"], samples["finished"], responses.lengths_N).where(kept_N, 0)
-        kl_NR = torch.zeros(responses.inside_NR.shape, dtype=torch.float64)
+        log_ratios_NR = torch.zeros(responses.inside_NR.shape, dtype=torch.float64)
         if options.kl_in_reward:
             policy_NR, ref_NR = (responses.rows(samples[key]) for key in (options.old_key, "ref_logprobs"))
-            kl_NR = kl_estimate(policy_NR - ref_NR, options.kl_estimator, options.max_log_ratio)
-        return Batch(samples, options, responses, rewards_N, kl_NR, kept_N)
+            log_ratios_NR = kl_estimate(policy_NR - ref_NR, options.kl_estimator, options.max_log_ratio)
+        return Batch(samples, options, responses, rewards_N, log_ratios_NR, kept_N)
 
     def token_rewards(self, kl: float) -> Tensor:
-        """Return -kl * `kl_NR` per token, plus the reward at the last one, (N, R) (arXiv 1909.08593, equation 2).
+        """Return -kl * log-ratio per token, plus the reward at the last one, (N, R) (arXiv 1909.08593, equation 2).
 
         A response without tokens drops its reward. With `turn_discount`, rewards are at the last tokens of their turns.
         """
         if "turns" in self.samples.values:
-            return self._turn_rewards_NR() - kl * self.kl_NR
-        last_NR = torch.arange(self.kl_NR.shape[1]) == self.responses.lengths_N[:, None] - 1
-        return self.rewards_N.double()[:, None] * last_NR - kl * self.kl_NR
+            return self._turn_rewards_NR() - kl * self.log_ratios_NR
+        last_NR = torch.arange(self.log_ratios_NR.shape[1]) == self.responses.lengths_N[:, None] - 1
+        return self.rewards_N.double()[:, None] * last_NR - kl * self.log_ratios_NR
 
     def _turn_rewards_NR(self) -> Tensor:
         return self.responses.rows(self.samples["turn_rewards"]) * self.options.reward_scaling
@@ -295,7 +295,7 @@ class Batch:
         if CLIPPED in options.reward_numbers:
             result[CLIPPED] = per_sample(options.shape().clips(self.samples["score"]))
         if options.kl_in_reward:
-            result["kl"] = per_sample(self.kl_NR.sum(1).where(self.kept_N, math.nan))
+            result["kl"] = per_sample(self.log_ratios_NR.sum(1).where(self.kept_N, math.nan))
         return result
 
     def group_distances(self, rewards_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -148,7 +148,7 @@ class PPOAdvantages:
             advantages_NR = whitened(advantages_NR, of_errors)
         self.before, self.returns = self.returns, self.returns.updated(of_returns)
         if options.kl_in_reward:
-            divergence = moments(batch.kl_NR.sum(1)[batch.kept_N], reduce)
+            divergence = moments(batch.log_ratios_NR.sum(1)[batch.kept_N], reduce)
             self.kl = next_kl(options, coefficient, divergence.mean, int(divergence.count))
         vary = of_returns.variance > EPSILON**2  # otherwise only rounding is left to explain
         explained = 1 - of_errors.variance / of_returns.variance if vary else 0.0
