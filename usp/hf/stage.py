@@ -39,6 +39,7 @@ class CausalLMStage(nn.Module):
     balance: collects the routers' statistics if their auxiliary loss is part of the loss.
     router_bias: counts the experts' loads if the bias of routers follows them.
     transform: from `logit_transform`, for models with one.
+    compile: torch.compile's backend for the loss; empty for eager.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class CausalLMStage(nn.Module):
         balance: RouterBalance | None = None,
         router_bias: RouterBias | None = None,
         transform: LogitTransform = UNCHANGED,
+        compile: str = "",
     ) -> None:
         super().__init__()
-        self.transform = transform
+        self.transform, self.backend = transform, compile
         self.model, self.first, self.last, self.loss_chunk, self.balance = model, first, last, loss_chunk, balance
         self.router_bias = router_bias
         self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
@@ -111,7 +113,8 @@ class CausalLMStage(nn.Module):
         if not self.last or head is None:
             return hidden if chosen is None else (hidden, chosen)
         linear = cast(nn.Linear, getattr(self.model, model_parts(self.model).head))
-        last = LastHidden(hidden, linear.weight, self.loss_chunk, self.tp_group, self.transform, linear.bias)
+        options = self.loss_chunk, self.tp_group, self.transform, linear.bias, self.backend
+        last = LastHidden(hidden, linear.weight, *options)
         wanted = head(last, inputs | documents)
         if self.balance is None or chosen is None or not self.training:
             return wanted
