@@ -38,8 +38,7 @@ class CausalLMStage(nn.Module):
     loss_chunk: number of tokens whose logits exist at a time.
     balance: collects the routers' statistics if their auxiliary loss is part of the loss.
     router_bias: counts the experts' loads if the bias of routers follows them.
-    transform: from `logit_transform`, for models with one.
-    compile: torch.compile's backend for the loss; empty for eager.
+    transform: from `logit_transform`, for models with one. compile: backend for the loss; empty for eager.
     """
 
     def __init__(
@@ -97,8 +96,7 @@ class CausalLMStage(nn.Module):
             self.balance.open(chosen, real)
         if self.router_bias is not None:
             self.router_bias.open(real)
-        named = ("cu_seqlens", cu_seqlens), ("prefix_tree", prefix_tree)
-        documents = {name: value for name, value in named if value is not None}
+        documents = {name: x for name, x in (("cu_seqlens", cu_seqlens), ("prefix_tree", prefix_tree)) if x is not None}
         of_tokens: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": None, **documents}
         if routed_experts is not None:
             of_tokens["routed_experts"] = routed_experts
@@ -147,8 +145,7 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
             del base.forward
     scale, farthest = (logits[0] / _SLOPE).item(), logits[1].item()
     transform = LogitTransform(scale, farthest if abs(farthest) < abs(scale) * _FAR / 2 else 0.0)
-    expected = known.clone()
-    transform.apply_(expected)
+    transform.apply_(expected := known.clone())
     if not torch.allclose(logits, expected, rtol=1e-6, atol=1e-9):
         raise ValueError(
             f"{kind} computes its logits from its output head by more than a scale and a softcap, which the loss does "
