@@ -232,22 +232,25 @@ def vocab_loss(
         raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target")
     rows, local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, group)
     chunk = torch.compile(_chunk, backend=compile) if compile and rows.group is None else _chunk
-    chunks, scale = (chunk_tokens, transform, rows, chunk), hidden_BSH.new_ones((), dtype=softmax_dtype(hidden_BSH))
+    chunks, scale = (chunk_tokens, transform, rows), hidden_BSH.new_ones((), dtype=softmax_dtype(hidden_BSH))
     scale /= global_tokens  # a tensor, because torch.compile would make another graph for each number
-    loss: Tensor = _VocabLoss.apply(hidden_BSH.flatten(0, 1), local, labels, chunks, scale, torch.is_grad_enabled())
+    given = chunks, chunk, scale, torch.is_grad_enabled()
+    loss: Tensor = _VocabLoss.apply(hidden_BSH.flatten(0, 1), local, labels, *given)
     return loss.masked_fill(outside.any(), float("nan"))
 
 
-# Tokens of a chunk, what is done to their logits, the vocabulary of these, and `_chunk` or its compilation.
-Chunks: TypeAlias = tuple[int, LogitTransform, VocabularyRows, Callable[..., tuple[Tensor, Tensor | None]]]
+# Tokens of a chunk, what is done to their logits, and the vocabulary of these.
+Chunks: TypeAlias = tuple[int, LogitTransform, VocabularyRows]
 
 
 class _VocabLoss(torch.autograd.Function):
-    """`apply(hidden_TH, weight_VH, labels_T, chunks, scale, differentiate)` -> sum of losses * scale."""
+    """`apply(hidden_TH, weight_VH, labels_T, chunks, compute, scale, differentiate)` -> sum of losses * scale.
+
+    compute: `_chunk` or its compilation."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunks: Chunks, scale, differentiate: bool):
-        chunk_tokens, transform, rows, compute = chunks
+    def forward(ctx, hidden, weight, labels, chunks: Chunks, compute: Any, scale, differentiate: bool):
+        chunk_tokens, transform, rows = chunks
         total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
         gradients = HeadGradients(hidden, weight, *(differentiate and wanted for wanted in ctx.needs_input_grad[:2]))
         for start in range(0, len(labels), chunk_tokens):
@@ -273,7 +276,7 @@ class _VocabLoss(torch.autograd.Function):
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = torch.mul(grad_weight, grad, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _chunk(
