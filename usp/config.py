@@ -448,8 +448,8 @@ class _Training:
     optim_offload: bool = False
     """Keep optimizer states, float32 weights and gradients in host memory, and update the weights there."""
     compile: bool = False
-    """Compile each layer with torch.compile; attention is one operator. Experts and recurrent layers stay eager.
-    train.py's default on a GPU, where nothing else that is given is against it."""
+    """Compile layers, and the loss unless --tp, with torch.compile. Attention is one operator; experts and recurrent
+    layers stay eager. train.py's default on a GPU, where nothing else that is given is against it."""
     fp8: Annotated[str, one_of(FP8)] = "none"
     """Multiply in float8 in the layers' linears (requires torchao). tensor: one scale for a tensor, and ZeRO gathers
     float8 weights; row: one for each row; mx: one for each 32 numbers, in experts too. The rest stays in --dtype."""
